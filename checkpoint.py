@@ -1,0 +1,302 @@
+"""Orbax checkpoints: save, find, verify, restore onto any mesh. Knows nothing of the loop.
+
+A checkpoint is a folder `<step>` that appears by one rename when all of it is written: every array
+whole (cut into chunks as its shards were, so any mesh can read it), the run's config, and the size
+and CRC-32 of each file, which `latest` checks before anything is read.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
+
+from metrics import say
+
+CHECKSUMS = "checksums.json"
+UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
+
+# All that may change when a run continues; what is not named here must stay.
+FREE_SECTIONS = {"mesh", "fsdp", "eval", "sample", "checkpoint", "run", "wandb", "profile"}
+FREE_FIELDS = {
+    "model.eval_capacity_factor",
+    "model.experts_layout",
+    "train.steps",
+    "train.microbatches",
+    "train.remat",
+    "train.loss_chunk_tokens",
+    "train.max_skipped_in_row",
+    "data.val",
+}
+# These change rounding and nothing else.
+WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
+
+
+def _checksum(file: epath.Path) -> list[int]:
+    """[bytes, CRC-32], read in pieces, because a file may be larger than memory."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 24):
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return [size, crc]
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files(entry)
+        else:
+            yield entry
+
+
+def _checksums(folder: epath.Path) -> dict[str, list[int]]:
+    """Of every file in the items' folders, by path. Beside these Orbax still writes its own log."""
+    items = [entry for entry in folder.iterdir() if entry.is_dir()]
+    files = sorted(file for item in items for file in _files(item))
+    with ThreadPoolExecutor(4) as pool:
+        return {
+            str(file.relative_to(folder)): found
+            for file, found in zip(files, pool.map(_checksum, files), strict=True)
+        }
+
+
+def _damage(folder: epath.Path) -> str | None:
+    """What is wrong with the files of a finished checkpoint, in words; None if nothing is."""
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text())
+        found = _checksums(folder)
+    except (OSError, ValueError) as error:
+        return f"{CHECKSUMS} or a file named there cannot be read ({error})"
+    for name, (size, crc) in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != [size, crc]:
+            have_size, have_crc = found[name]
+            wanted = f"expected {size} bytes with CRC-32 {crc:08x}"
+            return f"{name}: {wanted}, found {have_size} with {have_crc:08x}"
+    return None
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """{"blocks.moe.router": leaf, ...}: the same names whatever containers hold the leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every process makes one and calls the same methods in order."""
+
+    def __init__(self, folder: str | Path, keep: int | None = None):
+        """Opens `folder` to write, keeping the newest `keep`; without `keep`, to read only.
+
+        A run that is writing keeps all its files while others read.
+
+        Raises  ValueError when `keep` is 0, nothing can be read, or the folder cannot be made.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(
+                f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is there. "
+                f"Use 1 or more, or --checkpoint.every_steps 0 to save none."
+            )
+        self.folder = epath.Path(folder).absolute()
+        self._writes = keep is not None
+        self._saving = -1
+        if not self._writes and not self.folder.is_dir():
+            raise ValueError(
+                f"there are no checkpoints in {self.folder}: no such folder. Give the folder of a "
+                f"run that was trained with --checkpoint.every_steps above 0."
+            )
+        self._name_unfinished()
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                options=self._options(keep),
+                item_names=("state", "config"),
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "config": ocp.JsonCheckpointHandler(),
+                },
+            )
+        except OSError as error:
+            raise ValueError(
+                f"checkpoints cannot be written to {self.folder}: {error}. Give a --run.dir that "
+                f"can be written."
+            ) from error
+
+    def _options(self, keep: int | None) -> ocp.CheckpointManagerOptions:
+        if keep is None:
+            return ocp.CheckpointManagerOptions(create=False)
+        return ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.LatestN(keep),
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+        )
+
+    def _name_unfinished(self) -> None:
+        if self._writes and self.folder.is_dir():
+            for entry in sorted(self.folder.iterdir()):
+                if UNFINISHED in entry.name:
+                    say(f"warning: {entry} was not finished when its run stopped; removed")
+
+    def _write_checksums(self) -> None:
+        """Runs in Orbax's thread on process 0, when all files are there and before the rename."""
+        named = str(self._saving)
+        [folder] = [f for f in self.folder.iterdir() if f.name in (named, named + UNFINISHED)]
+        (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder)))
+
+    def save(self, step: int, state: Any, config: dict[str, Any]) -> None:
+        """Copies `state` off the devices and returns; the files are written behind the training.
+
+        state   tree of jax arrays in canonical shapes; it may be donated right after.
+        config  tree of what JSON can hold.
+        A step that is saved already stays as it is.
+
+        Raises  ValueError when there is a later step.
+        """
+        assert self._writes
+        self.wait()
+        if step in self._manager.all_steps():
+            return
+        self._saving = step
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_named(state)), config=ocp.args.JsonSave(config)
+        )
+        if not self._manager.save(step, args=items):
+            raise ValueError(
+                f"step {step} cannot be saved in {self.folder}, which has step "
+                f"{self._manager.latest_step()} already: the newest is where a run continues. "
+                f"Continue that run, or start another with --run.name."
+            )
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk; raises what went wrong with it."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def latest(self) -> int | None:
+        """The newest step whose files are as they were written; None without any checkpoint.
+
+        A damaged one is named, and put aside as `damaged-<step>` by a run that writes, so that the
+        step can be saved again.
+
+        Raises  ValueError when there are checkpoints and all are damaged.
+        """
+        self.wait()
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        newest = next((step for step in steps if self._is_good(step)), None)
+        if steps and newest is None:
+            raise ValueError(
+                f"every checkpoint in {self.folder} is damaged (steps {steps}), so the run cannot "
+                f"be continued. Bring back a good copy, or start another run with --run.name."
+            )
+        if self._writes:
+            self._put_aside([step for step in steps if step > newest])
+        return newest
+
+    def _is_good(self, step: int) -> bool:
+        """One process reads, and all follow it: they must not restore different steps."""
+        good = True
+        if jax.process_index() == 0:
+            folder = self.folder / str(step)
+            damage = _damage(folder)
+            good = damage is None
+            if not good:
+                say(f"warning: checkpoint {folder} is damaged and skipped: {damage}")
+        return bool(multihost_utils.broadcast_one_to_all(np.asarray(good)))
+
+    def _put_aside(self, steps: list[int]) -> None:
+        """Only ever beside a good one: a folder without checkpoints would be a new run."""
+        for step in steps if jax.process_index() == 0 else []:
+            aside = self.folder / f"damaged-{step}"
+            if aside.exists():
+                aside.rmtree()
+            (self.folder / str(step)).rename(aside)
+        multihost_utils.sync_global_devices("put aside")
+        self._manager.reload()
+
+    def config(self, step: int) -> dict[str, Any]:
+        """The config that was saved with a step."""
+        self._must_exist(step)
+        items = ocp.args.Composite(config=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=items).config
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """The state of a step, on the devices and in the layout that `abstract` says.
+
+        abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh.
+        Raises    ValueError that names an array which is missing, or has another shape or type.
+        """
+        self._must_exist(step)
+        wanted = _named(abstract)
+        self._must_hold(step, wanted)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        found = self._manager.restore(step, args=items).state
+        return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
+
+    def _must_exist(self, step: int) -> None:
+        steps = sorted(self._manager.all_steps())
+        if step not in steps:
+            raise ValueError(
+                f"there is no checkpoint of step {step} in {self.folder}: it has steps {steps}. "
+                f"Give one of these."
+            )
+
+    def _must_hold(self, step: int, wanted: dict[str, Any]) -> None:
+        """Orbax itself would cast float32 to what is asked for."""
+        stored = self._manager.item_metadata(step).state.tree
+        have = {name: (x.shape, np.dtype(x.dtype).name) for name, x in stored.items()}
+        want = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
+        for name in sorted(have.keys() | want.keys()):
+            if have.get(name) != want.get(name):
+                raise ValueError(
+                    f"checkpoint {self.folder / str(step)} is of another model: {name} is "
+                    f"{have.get(name, 'absent')} there and {want.get(name, 'absent')} in this run. "
+                    f"Give the config it was saved with ({self.folder.parent / 'config.toml'})."
+                )
+
+    def close(self) -> None:
+        """Waits for the last save: a process that ends before it leaves half a checkpoint."""
+        self.wait()
+        self._manager.close()
+
+
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    """{"model.width": 256, ...}, with values as they come back from JSON."""
+    sections = json.loads(json.dumps(config))
+    return {
+        f"{s}.{name}": value for s, fields in sections.items() for name, value in fields.items()
+    }
+
+
+def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to continue a run with settings that would make it another run.
+
+    saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved.
+    Raises      ValueError that names every field that differs, with both values.
+    """
+    old, new = _fields(saved), _fields(now)
+    changed = {
+        name: f"{name} {old.get(name, 'absent')!r} -> {new.get(name, 'absent')!r}"
+        for name in sorted(old.keys() | new.keys())
+        if name.split(".")[0] not in FREE_SECTIONS
+        and name not in FREE_FIELDS
+        and old.get(name, ...) != new.get(name, ...)
+    }
+    # A field that only one of the two has came or went with a change of the code.
+    warned = {name for name in changed if name in WARNED_FIELDS or name not in old.keys() & new}
+    for name in sorted(warned):
+        say(f"warning: the run continues with another {changed[name]}")
+    refused = [text for name, text in changed.items() if name not in warned]
+    if refused:
+        raise ValueError(
+            f"this run was started with other settings and cannot be continued with these: "
+            f"{', '.join(refused)}. Give the old values, or start another run with --run.name."
+        )

@@ -1,0 +1,539 @@
+"""Text to token shards: python data/prepare.py --source python-stdlib --out data/sample
+
+Writes OUT/train and OUT/val, each with shard_00000.npy, shard_00001.npy, ... and an index.json,
+which is written last: a folder without one is not finished. What comes out depends on the source
+and the settings, not on the number of worker processes. dataset.py reads it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Run as a script, this folder is on the path and the one above it is not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.tokenizer import load_tokenizer, table_sha256
+from dataset import DOCUMENT_RULE, INDEX, Manifest, Shard, file_crc32c, read_manifest
+
+STDLIB = "python-stdlib"
+HUGGING_FACE = "hf:"
+NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+BATCH_CHARACTERS = 1_000_000  # sent to a worker at a time: large against the cost of sending
+# tiktoken's patterns run out of stack on a run of white space of about a million characters.
+PIECE_CHARACTERS = 400_000
+LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Turn text into token shards for training and validation."""
+
+    source: str  # python-stdlib, a file or folder of text or .jsonl, or hf:NAME
+    out: str  # folder to write train/ and val/ into
+    tokenizer: str = "sample"  # sample, or a name of tiktoken's (gpt2, cl100k_base, ...)
+    val_share: float = 0.05  # share of documents for validation, by a hash of their names
+    shard_tokens: int = 100_000_000  # tokens in each shard but the last
+    max_tokens: int = 0  # stop after the document that reaches this many; 0 takes all
+    workers: int = 0  # processes that tokenize; 0 is one per core
+    glob: str = "**/*"  # files of a folder to read; hidden ones are never read
+    text_field: str = "text"  # field of a JSON line or Hugging Face row that holds the text
+    hf_name: str = ""  # configuration of the Hugging Face dataset; empty takes its default
+    hf_split: str = "train"  # split of the Hugging Face dataset to read
+    overwrite: bool = False  # replace what OUT holds, even if it is finished
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str  # relative path; with :LINE for a line of a file
+    text: str
+    source_bytes: int  # read for it; 0 where that is not known
+
+
+def main(arguments: list[str] | None = None) -> None:
+    config = tyro.cli(Prepare, args=arguments)
+    check(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    settings = describe(config)
+    if already_prepared(config, settings, table_sha256(tokenizer)):
+        print(
+            f"{config.out} is already prepared with these settings; --overwrite prepares it again"
+        )
+        return
+    began = time.perf_counter()
+    writers = tokenize(config, tokenizer)
+    for writer in writers.values():
+        writer.flush()
+    check_not_empty(config, writers)
+    for split, writer in writers.items():
+        writer.finish(manifest(config, tokenizer, settings, split, writer))
+    summarize(config, writers, time.perf_counter() - began)
+
+
+def check(config: Prepare) -> None:
+    """Raises ValueError for a setting out of range."""
+    if not 0 <= config.val_share <= 1:
+        raise ValueError(
+            f"--val-share {config.val_share} is not a share: expected 0 to 1. Use --val-share 0.05."
+        )
+    for name, least in (("shard_tokens", 1), ("max_tokens", 0), ("workers", 0)):
+        value = getattr(config, name)
+        if value < least:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} {value} is too small: expected at least {least}. Leave it out."
+            )
+
+
+# Sources
+
+
+def documents(config: Prepare) -> Iterator[Document]:
+    """All documents of the source, in an order that no machine changes; empty ones are left out."""
+    if config.source.startswith(HUGGING_FACE):
+        found = hugging_face(config)
+    else:
+        root, files = source_files(config)
+        found = (
+            document for file in files for document in read_file(root, file, config.text_field)
+        )
+    return (document for document in found if document.text)
+
+
+def source_files(config: Prepare) -> tuple[Path, list[Path]]:
+    """The folder and its files, sorted by relative path."""
+    if config.source == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [path for path in root.rglob("*.py") if is_source(path.relative_to(root))]
+    else:
+        root = Path(config.source)
+        found = [root] if root.is_file() else root.glob(config.glob)
+        root = root.parent if root.is_file() else root
+        files = [p for p in found if p.is_file() and not is_hidden(p.relative_to(root))]
+    if not files:
+        raise ValueError(
+            f"--source {config.source} holds no file (--glob {config.glob}): expected {STDLIB}, a "
+            f"folder, a file, or {HUGGING_FACE}NAME. Use --source {STDLIB}, which every machine "
+            "has."
+        )
+    return root, sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_source(path: Path) -> bool:
+    """False for tests, installed packages, and what each build of Python generates for itself."""
+    return not NOT_SOURCE.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
+
+
+def is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def read_file(root: Path, path: Path, text_field: str) -> Iterator[Document]:
+    """A file of JSON lines is a document per line; any other file is one."""
+    name = path.relative_to(root).as_posix()
+    with path.open("rb") as content:
+        if path.suffix != ".jsonl":
+            data = content.read()
+            yield Document(name, decode(data, path), len(data))
+            return
+        for number, line in enumerate(content, start=1):
+            if line.strip():
+                text = json_text(line, f"{path}:{number}", text_field)
+                yield Document(f"{name}:{number}", text, len(line))
+
+
+def decode(data: bytes, path: Path) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}), and the tokens must stand for real "
+            "text. Convert it, or leave it out with --glob '**/*.txt'."
+        ) from error
+
+
+def json_text(line: bytes, place: str, text_field: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{place} is not a line of JSON ({error}): expected one object per line. Mend the line."
+        ) from error
+    return row_text(row, place, text_field)
+
+
+def row_text(row: Any, place: str, text_field: str) -> str:
+    text = row.get(text_field) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        return text
+    fields = (
+        ", ".join(k for k, v in row.items() if isinstance(v, str)) if isinstance(row, dict) else ""
+    )
+    raise ValueError(
+        f"{place} has no text in the field {text_field!r}; fields with text: {fields or 'none'}. "
+        f"Name one with --text-field."
+    )
+
+
+def hugging_face(config: Prepare) -> Iterator[Document]:
+    """The rows of a Hugging Face dataset, streamed; a row's name is its split and number."""
+    import datasets  # takes seconds to import, and no other source needs it
+
+    name = config.source.removeprefix(HUGGING_FACE)
+    try:
+        rows = datasets.load_dataset(
+            name, config.hf_name or None, split=config.hf_split, streaming=True
+        )
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # unreachable or no such dataset; no such configuration or split
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--source {config.source} cannot be opened ({reason}). Check the name, --hf-name, "
+            f"--hf-split and the network."
+        ) from error
+    for number, row in enumerate(rows):
+        text = row_text(row, f"{config.source} row {number}", config.text_field)
+        yield Document(f"{config.hf_split}:{number}", text, 0)
+
+
+def in_validation(name: str, share: float = Prepare.val_share) -> bool:
+    """hash(name) < share, the hash spread evenly over 0 to 1; no other document has a say in it."""
+    digest = hashlib.sha256(name.encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8], "little") < share * 2**64
+
+
+VALIDATION_RULE = (
+    "a document is for validation if the first 8 bytes of the sha256 of its name, as a "
+    "little-endian integer, are below val_share * 2**64"
+)
+
+
+def describe(config: Prepare) -> dict[str, Any]:
+    """What decides the documents and their order: settings; files' names, sizes and times."""
+    settings = dataclasses.asdict(config)
+    for name in ("out", "workers", "overwrite"):
+        del settings[name]
+    settings["validation_rule"] = VALIDATION_RULE
+    if config.source == STDLIB:
+        settings["python"] = sys.version.split()[0]
+    if not config.source.startswith(HUGGING_FACE):
+        root, files = source_files(config)
+        stats = [(path.relative_to(root).as_posix(), path.stat()) for path in files]
+        listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        settings["files"] = len(files)
+        settings["files_sha256"] = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    return settings
+
+
+def folders(config: Prepare) -> list[Path]:
+    """What is written: OUT/train and OUT/val, or one of them where the other has no share."""
+    used = {"train": config.val_share < 1, "val": config.val_share > 0}
+    return [Path(config.out) / split for split in used if used[split]]
+
+
+# Tokens
+
+
+def tokenize(config: Prepare, tokenizer: tiktoken.Encoding) -> dict[str, "ShardWriter"]:
+    """Every document, ended by end-of-text, written to the shards of its split."""
+    dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
+    writers = {}
+    for folder in folders(config):
+        clear(folder)
+        writers[folder.name] = ShardWriter(folder, config.shard_tokens, dtype)
+    with contextlib.closing(encoded(config)) as stream, Report(config) as report:
+        for document, ids, text_bytes in stream:
+            split = "val" if in_validation(document.name, config.val_share) else "train"
+            writers[split].add(ids.astype(dtype), text_bytes)
+            report.add(document, len(ids))
+            if config.max_tokens and report.tokens >= config.max_tokens:
+                break
+    return writers
+
+
+def encoded(config: Prepare) -> Iterator[tuple[Document, np.ndarray, int]]:
+    """(document, its ids, bytes of its text), in the order of the documents."""
+    for batch, results in run_ahead(config, batches(documents(config))):
+        for document, (ids, text_bytes) in zip(batch, results, strict=True):
+            yield document, ids, text_bytes
+
+
+def batches(found: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents grouped to about BATCH_CHARACTERS."""
+    batch, characters = [], 0
+    for document in found:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+Encoded = list[tuple[np.ndarray, int]]
+
+
+def run_ahead(
+    config: Prepare, found: Iterable[list[Document]]
+) -> Iterator[tuple[list[Document], Encoded]]:
+    """Each batch with its ids, in order; enough are under way to keep all workers busy, no more."""
+    workers = config.workers or os.cpu_count() or 1
+    if workers == 1:
+        yield from ((batch, encode(config.tokenizer, texts_of(batch))) for batch in found)
+        return
+    # Fresh processes rather than forks: a fork copies the locks of threads that it does not copy.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    pending: collections.deque[tuple[list[Document], Future[Encoded]]] = collections.deque()
+    try:
+        for batch in found:
+            pending.append((batch, pool.submit(encode, config.tokenizer, texts_of(batch))))
+            if len(pending) > 2 * workers:
+                batch, future = pending.popleft()
+                yield batch, future.result()
+        while pending:
+            batch, future = pending.popleft()
+            yield batch, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def texts_of(batch: list[Document]) -> list[str]:
+    return [document.text for document in batch]
+
+
+def encode(tokenizer: str, texts: list[str]) -> Encoded:
+    """Runs in a worker, which loads the tokenizer once."""
+    return [encode_document(cached_tokenizer(tokenizer), text) for text in texts]
+
+
+cached_tokenizer = functools.cache(load_tokenizer)
+
+
+def encode_document(tokenizer: tiktoken.Encoding, text: str) -> tuple[np.ndarray, int]:
+    """(ids of the text and then end-of-text, bytes of the text).
+
+    What looks like a special token in the text is text: no document can end another one.
+    """
+    starts = range(0, len(text), PIECE_CHARACTERS)
+    pieces = [tokenizer.encode_ordinary(text[start : start + PIECE_CHARACTERS]) for start in starts]
+    ids = np.fromiter((i for piece in pieces for i in piece), dtype=np.uint32)
+    return np.append(ids, np.uint32(tokenizer.eot_token)), len(text.encode(errors="replace"))
+
+
+# Shards
+
+
+@dataclass
+class ShardWriter:
+    """Cuts a stream of tokens into shards of `shard_tokens`."""
+
+    folder: Path
+    shard_tokens: int
+    dtype: np.dtype
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    buffered: int = 0
+    buffer: list[np.ndarray] = field(default_factory=list)
+    manifest_shards: list[Shard] = field(default_factory=list)
+
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        """Append one document."""
+        self.documents += 1
+        self.text_bytes += text_bytes
+        self.tokens += len(ids)
+        while len(ids):
+            room = self.shard_tokens - self.buffered
+            self.buffer.append(ids[:room])
+            self.buffered += len(ids[:room])
+            ids = ids[room:]
+            if self.buffered == self.shard_tokens:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered as one shard, under its own name only when it is whole."""
+        if not self.buffered:
+            return
+        path = self.folder / f"shard_{len(self.manifest_shards):05d}.npy"
+        partial = path.with_suffix(".npy.partial")
+        with partial.open("wb") as file:
+            np.save(file, np.concatenate(self.buffer))
+        crc32c = file_crc32c(partial)
+        self.manifest_shards.append(Shard(path.name, self.buffered, partial.stat().st_size, crc32c))
+        os.replace(partial, path)
+        self.buffer, self.buffered = [], 0
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write index.json, which says that the folder is whole."""
+        partial = self.folder / f"{INDEX}.partial"
+        partial.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+        os.replace(partial, self.folder / INDEX)
+
+
+def clear(folder: Path) -> None:
+    """Make the folder, and remove what an earlier preparation wrote there, index.json first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)
+    for pattern in ("shard_*.npy", "shard_*.npy.partial", f"{INDEX}.partial"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def manifest(
+    config: Prepare,
+    tokenizer: tiktoken.Encoding,
+    settings: dict[str, Any],
+    split: str,
+    writer: ShardWriter,
+) -> Manifest:
+    return Manifest(
+        split=split,
+        tokenizer=config.tokenizer,
+        tokenizer_sha256=table_sha256(tokenizer),
+        vocabulary=tokenizer.n_vocab,
+        end_of_text=tokenizer.eot_token,
+        document_rule=DOCUMENT_RULE,
+        dtype=writer.dtype.name,
+        documents=writer.documents,
+        tokens=writer.tokens,
+        text_bytes=writer.text_bytes,
+        shards=writer.manifest_shards,
+        command=command(config),
+        settings=settings,
+    )
+
+
+def command(config: Prepare) -> str:
+    """The command line without --out."""
+    words = ["python", "data/prepare.py"]
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if value != item.default and item.name not in ("out", "workers", "overwrite"):
+            words += [f"--{item.name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256: str) -> bool:
+    """True when OUT is finished and nothing that decides its content has changed.
+
+    Raises  ValueError when a part of it is finished but was made otherwise: a run may depend on it.
+    """
+    if config.overwrite:
+        return False
+    asked = settings | {"tokenizer_sha256": tokenizer_sha256}
+    finished = [folder for folder in folders(config) if (folder / INDEX).is_file()]
+    for folder in finished:
+        found = read_manifest(folder)
+        made = found.settings | {"tokenizer_sha256": found.tokenizer_sha256}
+        differ = sorted(k for k in made.keys() | asked.keys() if made.get(k) != asked.get(k))
+        if differ:
+            raise ValueError(
+                f"{folder / INDEX} was made with another {', '.join(differ)}, and a run may depend "
+                "on it. Use another --out, or --overwrite to replace it."
+            )
+    return len(finished) == len(folders(config)) and all(map(is_whole, finished))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every shard is there and has its size; the checksums are for whoever reads them."""
+    shards = [(folder / shard.name, shard.bytes) for shard in read_manifest(folder).shards]
+    return all(path.is_file() and path.stat().st_size == size for path, size in shards)
+
+
+def check_not_empty(config: Prepare, writers: dict[str, ShardWriter]) -> None:
+    for split, writer in writers.items():
+        if not writer.documents:
+            others = sum(other.documents for other in writers.values())
+            raise ValueError(
+                f"no document of --source {config.source} is for {split}: all {others} are on the "
+                f"other side of --val-share {config.val_share}. Use --val-share 0.5, or 0 for no "
+                "validation set."
+            )
+
+
+# What the user sees
+
+
+class Report:
+    """A progress bar in a terminal; elsewhere a line every LINE_EVERY_S."""
+
+    def __init__(self, config: Prepare):
+        self.documents = self.tokens = self.source_bytes = 0
+        self.max_tokens = config.max_tokens
+        self.total = self.max_tokens or source_bytes(config)
+        self.console = Console()
+        self.next_line_s = time.monotonic() + LINE_EVERY_S
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(
+            *columns, console=self.console, disable=not self.console.is_terminal
+        )
+        self.task = self.progress.add_task("starting", total=self.total)
+
+    def __enter__(self) -> "Report":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def add(self, document: Document, tokens: int) -> None:
+        self.documents += 1
+        self.tokens += tokens
+        self.source_bytes += document.source_bytes
+        done = self.tokens if self.max_tokens else self.source_bytes
+        text = f"{self.documents:,} documents, {self.tokens / 1e6:,.1f} M tokens"
+        self.progress.update(self.task, completed=done, description=text)
+        if not self.console.is_terminal and time.monotonic() > self.next_line_s:
+            share = f", {min(done / self.total, 1):.0%}" if self.total else ""
+            print(text + share, flush=True)
+            self.next_line_s = time.monotonic() + LINE_EVERY_S
+
+
+def source_bytes(config: Prepare) -> int | None:
+    """Bytes to read; None where that is not known beforehand."""
+    if config.source.startswith(HUGGING_FACE):
+        return None
+    return sum(path.stat().st_size for path in source_files(config)[1])
+
+
+def summarize(config: Prepare, writers: dict[str, ShardWriter], seconds: float) -> None:
+    for split, writer in writers.items():
+        print(
+            f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
+            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
+            f"{len(writer.manifest_shards)} shards"
+        )
+    print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
+
+
+if __name__ == "__main__":
+    from utils import command_line
+
+    command_line(main)

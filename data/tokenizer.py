@@ -1,0 +1,86 @@
+"""Tokenizers by name: `sample`, whose ranks lie beside this file, and all that tiktoken knows."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import tiktoken
+
+SAMPLE = "sample"
+SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
+END_OF_TEXT = "<|endoftext|>"
+
+# Where no merge may cross: a word with one character before it that is neither a letter, a digit
+# nor a line break (" self", ".name", "_id"), up to three digits, other characters, line breaks
+# with the indentation after them, other white space. Possessive quantifiers keep long runs linear.
+SAMPLE_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|(?:[\r\n]++[ \t]*+)++|[^\S\r\n]++"
+)
+
+
+def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
+    """The tokenizer called `name`; its table is checked against `sha256` if that is given.
+
+    Raises  ValueError when there is none, it cannot be fetched, or it is not the one that was
+    expected.
+    """
+    tokenizer = load_sample(SAMPLE_RANKS) if name == SAMPLE else load_tiktoken(name)
+    found = table_sha256(tokenizer)
+    if sha256 is not None and found != sha256:
+        raise ValueError(
+            f"tokenizer {name} here has the table sha256 {found}, and the data was made with "
+            f"{sha256}. Use the code that the data was made with, or prepare the data again with "
+            f"data/prepare.py --tokenizer {name} --overwrite."
+        )
+    return tokenizer
+
+
+def load_sample(ranks: Path) -> tiktoken.Encoding:
+    """Byte-level BPE from a rank file: lines of base64 token, space, rank."""
+    # Not read through tiktoken.load, which caches by path and would miss that the file has changed.
+    lines = ranks.read_bytes().splitlines()
+    table = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    return encoding(table)
+
+
+def encoding(table: dict[bytes, int]) -> tiktoken.Encoding:
+    """The sample tokenizer with this table; end-of-text is the id after the last rank."""
+    special = {END_OF_TEXT: len(table)}
+    return tiktoken.Encoding(
+        SAMPLE,
+        pat_str=SAMPLE_PATTERN,
+        mergeable_ranks=table,
+        special_tokens=special,
+        explicit_n_vocab=len(table) + 1,
+    )
+
+
+def load_tiktoken(name: str) -> tiktoken.Encoding:
+    """The encoding that tiktoken calls `name`; its first use fetches the table over the network."""
+    names = tiktoken.list_encoding_names()
+    if name not in names:
+        raise ValueError(
+            f"--tokenizer {name} is unknown: expected {SAMPLE} or a name of tiktoken's, one of "
+            f"{', '.join(names)}. Use --tokenizer {SAMPLE}."
+        )
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as error:  # requests' errors are among these
+        raise ValueError(
+            f"--tokenizer {name} could not be fetched ({type(error).__name__}), and it is not in "
+            "tiktoken's cache. Connect to the network once, set TIKTOKEN_CACHE_DIR to a folder "
+            f"that has it, or use --tokenizer {SAMPLE}, which needs no network."
+        ) from error
+
+
+def table_sha256(tokenizer: tiktoken.Encoding) -> str:
+    """sha256 of all that decides the ids of a text: pattern, tokens by rank, end-of-text.
+
+    Two tokenizers of one name that differ are told apart by it.
+    """
+    # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
+    pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
+    table = sorted((rank, token.hex()) for token, rank in ranks.items())
+    content = json.dumps([pattern, table, tokenizer.eot_token])
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,0 +1,341 @@
+"""Token shards to batches: step -> batch is a pure function, and nothing else is remembered.
+
+A folder holds flat .npy shards and an index.json (data/prepare.py writes both). Windows of T+1
+tokens with stride T run over the concatenation of the shards, so every token but the first is a
+target once per epoch. The stream of epochs, each in its own order, is endless; step `s` is the
+next `sequences` windows of it. A batch depends on neither hosts nor mesh, so a run resumes with
+nothing but its step number.
+
+`T` tokens of a sequence, `n` rows asked for.
+"""
+
+import collections
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import google_crc32c
+import numpy as np
+
+if TYPE_CHECKING:  # data/prepare.py's workers import this file, and need not wait for utils
+    from utils import Config
+
+INDEX = "index.json"
+DOCUMENT_RULE = "every document is followed by end_of_text"
+CHUNK_BYTES = 1 << 24
+FEISTEL_ROUNDS = 6
+
+Batch = dict[str, np.ndarray]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    tokens: int
+    bytes: int  # of the file
+    crc32c: str  # of the file, 8 hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What index.json says."""
+
+    split: str
+    tokenizer: str
+    tokenizer_sha256: str  # of its table: two tokenizers of one name that differ are told apart
+    vocabulary: int
+    end_of_text: int
+    document_rule: str
+    dtype: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    shards: list[Shard]
+    command: str  # that made it, without --out
+    settings: dict[str, Any]  # all that decides its content
+
+    @property
+    def identity(self) -> str:
+        """The same for two folders exactly when they hold the same tokens of the same tokenizer."""
+        content = [self.tokenizer_sha256, self.dtype, [(s.tokens, s.crc32c) for s in self.shards]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """index.json of the folder. Raises ValueError when it is not there or not whole."""
+    path = folder / INDEX
+    try:
+        fields = json.loads(path.read_text())
+        shards = [Shard(**shard) for shard in fields.pop("shards")]
+        manifest = Manifest(shards=shards, **fields)
+        if manifest.tokens != sum(shard.tokens for shard in shards):
+            raise ValueError("tokens is not the sum of the shards' tokens")
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} does not exist: {folder} is no folder of shards, or its preparation did not "
+            f"end. Run {prepare_command(folder)}."
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as the index of a folder of shards ({type(error).__name__}: "
+            f"{error}). Run {prepare_command(folder)} --overwrite."
+        ) from error
+    if manifest.document_rule != DOCUMENT_RULE:
+        raise ValueError(
+            f"{path} has the document rule {manifest.document_rule!r}: expected {DOCUMENT_RULE!r}. "
+            f"Run {prepare_command(folder)} --overwrite."
+        )
+    return manifest
+
+
+def prepare_command(folder: Path, manifest: Manifest | None = None) -> str:
+    """The command that makes the folder (again)."""
+    command = manifest.command if manifest else "python data/prepare.py --source python-stdlib"
+    return f"{command} --out {folder.parent}"
+
+
+def file_crc32c(path: Path) -> str:
+    """CRC32C of a file, as 8 hexadecimal digits."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = google_crc32c.extend(crc, chunk)
+    return f"{crc:08x}"
+
+
+def open_shard(folder: Path, shard: Shard, manifest: Manifest) -> np.ndarray:
+    """The shard, mapped into memory. Raises ValueError when it is not what index.json says."""
+    path = folder / shard.name
+    mend = f"Run {prepare_command(folder, manifest)} --overwrite"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing: {folder / INDEX} expects checksum {shard.crc32c}. {mend}, or "
+            "bring the file back."
+        )
+    size, crc32c = path.stat().st_size, file_crc32c(path)
+    if (size, crc32c) != (shard.bytes, shard.crc32c):
+        what = "truncated" if size < shard.bytes else "altered"
+        raise ValueError(
+            f"{path} is {what}: expected checksum {shard.crc32c} and {shard.bytes} bytes, found "
+            f"{crc32c} and {size} bytes. {mend}, or copy the file again."
+        )
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.dtype.name != manifest.dtype or tokens.shape != (shard.tokens,):
+        raise ValueError(
+            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}: {folder / INDEX} expects "
+            f"{manifest.dtype} of shape {(shard.tokens,)}. {mend}."
+        )
+    return tokens
+
+
+class Dataset:
+    """Windows of one folder of shards.
+
+    sequences   windows in each step's global batch
+    vocabulary  of the model, which the ids must fit into
+    segments    number the documents within each window; without it, all of a window is document 0
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        sequence_length: int,
+        *,
+        sequences: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        segments: bool = False,
+        vocabulary: int | None = None,
+    ):
+        self.folder = Path(folder)
+        self.sequence_length, self.sequences = sequence_length, sequences
+        self.seed, self.shuffle, self.segments = seed, shuffle, segments
+        check_settings(self)
+        self.manifest = read_manifest(self.folder)
+        if vocabulary is not None:
+            check_vocabulary(self, vocabulary)
+        self.windows = (self.manifest.tokens - 1) // sequence_length
+        check_length(self)
+        self.shards = [
+            open_shard(self.folder, shard, self.manifest) for shard in self.manifest.shards
+        ]
+        # Where each shard begins in the concatenation, and where the last one ends.
+        self.starts = np.cumsum([0] + [shard.tokens for shard in self.manifest.shards])
+
+    # guide: batch
+    def rows(self, step: int, rows: np.ndarray) -> Batch:
+        """These rows of the global batch of this step, each [n, T]; a pure function.
+
+        tokens, targets, segments int32; loss_weights float32.
+        """
+        positions = step * self.sequences + np.asarray(rows, dtype=np.int64)
+        windows = positions % self.windows
+        if self.shuffle:
+            epochs = positions // self.windows
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                windows[here] = permute(windows[here], self.windows, self.seed, int(epoch))
+        return self.batch(windows)
+
+    # guide: end
+
+    def eval_rows(self, rows: np.ndarray, sequences: int) -> Batch:
+        """These rows of `sequences` windows spread evenly over the data, the same every time."""
+        check_eval(self, sequences)
+        return self.batch(np.asarray(rows, dtype=np.int64) * self.windows // sequences)
+
+    def batch(self, windows: np.ndarray) -> Batch:
+        """Tokens, targets, loss weights and segments of these windows."""
+        ids = np.stack([self.window(int(window)) for window in windows])
+        segments = np.zeros_like(ids[:, :-1])
+        if self.segments:
+            # A document's own end-of-text belongs to it, so the number goes up after it.
+            ends = ids[:, :-1] == self.manifest.end_of_text
+            segments[:, 1:] = np.cumsum(ends[:, :-1], axis=1, dtype=np.int32)
+        weights = np.ones(segments.shape, np.float32)
+        return {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "loss_weights": weights,
+            "segments": segments,
+        }
+
+    def window(self, number: int) -> np.ndarray:
+        """[T+1] tokens from number * T on, over as many shards as they lie in."""
+        begin = number * self.sequence_length
+        end = begin + self.sequence_length + 1
+        first = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self.starts, end, side="left"))
+        parts = []
+        for i in range(first, last):
+            start = int(self.starts[i])
+            parts.append(self.shards[i][max(begin - start, 0) : end - start])
+        return np.concatenate(parts).astype(np.int32)
+
+
+def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
+    """(training data, validation data), checked against the model, the run and each other."""
+    length, vocabulary = config.train.sequence_length, config.model.vocabulary
+    both = {"segments": config.data.segments, "vocabulary": vocabulary}
+    train = Dataset(
+        config.data.train, length, sequences=config.train.sequences, seed=config.data.seed, **both
+    )
+    val = Dataset(config.data.val, length, sequences=config.eval.sequences, shuffle=False, **both)
+    check_same_tokenizer(train, val)
+    check_eval(val, config.eval.sequences)
+    return train, val
+
+
+def check_settings(data: Dataset) -> None:
+    for flag, value, least in (
+        ("train.sequence_length", data.sequence_length, 1),
+        ("train.sequences", data.sequences, 1),
+        ("data.seed", data.seed, 0),
+    ):
+        if value < least:
+            raise ValueError(
+                f"--{flag} {value} is too small: expected at least {least}. Use --{flag} {least}."
+            )
+
+
+def check_vocabulary(data: Dataset, vocabulary: int) -> None:
+    if data.manifest.vocabulary > vocabulary:
+        raise ValueError(
+            f"{data.folder / INDEX} has token ids up to {data.manifest.vocabulary - 1} (tokenizer "
+            f"{data.manifest.tokenizer}), and --model.vocabulary {vocabulary} has no row for those "
+            f"from {vocabulary} on. Use --model.vocabulary {data.manifest.vocabulary}, or prepare "
+            "the data with another --tokenizer."
+        )
+
+
+def check_length(data: Dataset) -> None:
+    if data.windows < 1:
+        tokens = data.manifest.tokens
+        raise ValueError(
+            f"--train.sequence_length {data.sequence_length} is longer than the data: it needs "
+            f"{data.sequence_length + 1} tokens, and {data.folder} has {tokens}. "
+            f"Use --train.sequence_length {tokens - 1} or less, or more data."
+        )
+
+
+def check_eval(data: Dataset, sequences: int) -> None:
+    """Raises ValueError when there are not that many windows."""
+    if sequences > data.windows:
+        raise ValueError(
+            f"--eval.sequences {sequences} is more than the {data.windows} windows of "
+            f"{data.sequence_length} tokens in {data.folder}, and none may be counted twice. Use "
+            f"--eval.sequences {data.windows} or less, or more data."
+        )
+
+
+def check_same_tokenizer(train: Dataset, val: Dataset) -> None:
+    """Raises ValueError when an id does not mean the same text in both."""
+    if train.manifest.tokenizer_sha256 != val.manifest.tokenizer_sha256:
+        raise ValueError(
+            f"{val.folder} was made with another tokenizer ({val.manifest.tokenizer}, table sha256 "
+            f"{val.manifest.tokenizer_sha256}) than {train.folder} ({train.manifest.tokenizer}, "
+            f"{train.manifest.tokenizer_sha256}), so their losses cannot be compared. "
+            f"Run {prepare_command(val.folder, train.manifest)} --overwrite."
+        )
+
+
+# guide: permute
+def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """A bijection of 0 .. size-1, another one for each (seed, epoch), without a table.
+
+    A Feistel network permutes 0 .. 4**k - 1, the least such range that covers size; what falls
+    outside 0 .. size-1 goes through again until it falls inside, at most 3 times more on average.
+
+    Source  cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    """
+    half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    value = feistel(np.asarray(index, np.uint64), half_bits, keys)
+    while (outside := value >= size).any():
+        value[outside] = feistel(value[outside], half_bits, keys)
+    return value.astype(np.int64)
+
+
+def feistel(value: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+    """(left, right) -> (right, left ^ hash(right, key)) for each key: a bijection."""
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = value >> bits, value & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer (Steele et al. 2014): a bit of x moves every bit of the result."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# guide: end
+
+
+def prefetch(
+    function: Callable[[int], Result], steps: Iterable[int], depth: int = 2
+) -> Iterator[Result]:
+    """function(step) for each step, in order, computed by one thread up to `depth` ahead.
+
+    An error of the function is raised where its result would have come. close() of the iterator
+    drops what is under way and ends the thread.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    pending: collections.deque[Future[Result]] = collections.deque()
+    try:
+        for step in steps:
+            pending.append(pool.submit(function, step))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

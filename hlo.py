@@ -1,0 +1,343 @@
+"""What a compiled program does, counted from its optimized text: a loop's body times its trips.
+
+`compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. Here the text of
+`compiled.as_text()` is walked instead, through loops, branches, calls and fusions. All counts are
+of one device's program.
+
+Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Any
+other call of foreign code is opaque: `custom_calls` says how often each runs.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
+Cost = dict[str, int]
+BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    shapes: tuple[Shape, ...]  # of the result: several for a tuple
+    opcode: str
+    argument: str  # what stands in the parentheses
+    attributes: str  # what stands behind them
+
+    @property
+    def operands(self) -> list[str]:
+        return _NAME.findall(self.argument)
+
+    @property
+    def op_name(self) -> str:
+        """The path of named scopes that jax gives an operation."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    def computations(self, attribute: str) -> list[str]:
+        """Names of the computations under an attribute."""
+        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+        return _NAME.findall(found[1]) if found else []
+
+    def numbers(self, attribute: str, text: str | None = None) -> list[int]:
+        """The integers in braces under an attribute."""
+        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", text or self.attributes)
+        return [int(n) for n in found[1].split(",") if n] if found else []
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Program:
+    computations: dict[str, Computation]
+    entry: str
+
+
+def _closing(text: str) -> int:
+    """Index of the parenthesis that closes the one at index 0."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.start()
+    raise ValueError(f"HLO text ends inside a parenthesis: {text[:80]}")
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    """Parse `TYPE opcode(argument), attributes`."""
+    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    kind, rest = text[:end], text[end:].strip()
+    shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
+    opcode, _, rest = rest.partition("(")
+    end = _closing("(" + rest) - 1
+    return Instruction(name, shapes, opcode, rest[:end], rest[end + 1 :])
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
+
+
+def parse(text: str) -> Program:
+    """The computations of an optimized module, by name, and which one is entered."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", {}
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = computations[header[2]] = {}
+            entry = header[2] if header[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            current[found[1]] = _instruction(*found.groups())
+    if not entry:
+        raise ValueError(
+            "HLO text has no ENTRY computation: give it the text of a compiled program."
+        )
+    return Program(computations, entry)
+
+
+def executed(text: str, cost: Callable, branch_share: BranchShare | None = None) -> Cost:
+    """Sum of cost(instruction, its computation) over all executions.
+
+    Raises  ValueError for a loop or a branch with a cost whose number of executions is not known.
+    """
+    program = parse(text)
+
+    @cache
+    def total(name: str) -> Counter:
+        found: Counter = Counter()
+        computation = program.computations[name]
+        for instruction in computation.values():
+            add(found, cost(instruction, computation), 1)
+            add_callees(found, instruction, computation)
+        return found
+
+    def add(found: Counter, more: Cost, times) -> None:
+        for key, value in more.items():
+            found[key] += value * times
+
+    def add_callees(found: Counter, instruction: Instruction, computation: Computation) -> None:
+        if instruction.opcode in ("fusion", "call", "async-start"):
+            for name in instruction.computations("calls") + instruction.computations("to_apply"):
+                add(found, total(name), 1)
+        elif instruction.opcode == "while":
+            body, condition = (instruction.computations(a)[0] for a in ("body", "condition"))
+            if any(total(body).values()) or any(total(condition).values()):
+                trips = trip_count(instruction, computation, program)
+                add(found, total(body), trips)
+                add(found, total(condition), trips + 1)
+        elif instruction.opcode == "conditional":
+            costs = [total(name) for name in branches(instruction)]
+            for branch, share in zip(costs, shares(instruction, costs, branch_share), strict=True):
+                add(found, branch, share)
+
+    return dict(total(program.entry))
+
+
+def branches(conditional: Instruction) -> list[str]:
+    """Branch computations in the order of `lax.cond` seen as `lax.switch`: false, then true."""
+    listed = conditional.computations("branch_computations")
+    by_name = [conditional.computations(f"{way}_computation") for way in ("false", "true")]
+    return listed or [name for names in by_name for name in names]
+
+
+def shares(conditional: Instruction, costs: list, branch_share: BranchShare | None) -> Sequence:
+    """How often each branch runs per execution: given by the caller, or of no consequence."""
+    if all(cost == costs[0] for cost in costs):
+        return [1] + [0] * (len(costs) - 1)
+    given = branch_share(conditional.op_name) if branch_share else None
+    if given is None:
+        raise ValueError(
+            f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches that "
+            f"cost {[dict(cost) for cost in costs]}, and nothing says how often each runs. Give a "
+            f"branch_share that knows its op_name and returns {len(costs)} shares."
+        )
+    return given
+
+
+def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
+    """How often a loop's body runs: as the compiler noted, else read from its condition.
+
+    Raises  ValueError for a loop that does not count up by one to a constant.
+    """
+    noted = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
+    if noted:
+        return int(noted[1])
+    condition = program.computations[loop.computations("condition")[0]]
+    inside = list(condition.values())
+    for instruction in condition.values():
+        for name in instruction.computations("calls"):
+            inside += program.computations[name].values()
+    limits = {int(i.argument) for i in inside if i.opcode == "constant" and _is_integer(i)}
+    compares = [i for i in inside if i.opcode == "compare" and "direction=LT" in i.attributes]
+    counters = [i for i in inside if i.opcode == "get-tuple-element" and _is_integer(i)]
+    if len(limits) != 1 or len(compares) != 1 or len(counters) != 1:
+        raise ValueError(
+            f"Loop {loop.name} (op_name {loop.op_name!r}) has no known trip count: its condition "
+            "does not compare a counter with one constant. Write it as a lax.scan."
+        )
+    return limits.pop() - first_count(loop, counters[0], computation)
+
+
+def first_count(loop: Instruction, counter: Instruction, computation: Computation) -> int:
+    """The counter's value before the loop; 0, as in every lax.scan, where it is not a constant."""
+    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    source = computation[loop.operands[0]]
+    while source.opcode in ("tuple", "copy", "bitcast"):
+        operands = source.operands
+        source = computation[operands[index] if source.opcode == "tuple" else operands[0]]
+    return int(source.argument) if source.opcode == "constant" else 0
+
+
+def _is_integer(instruction: Instruction) -> bool:
+    return instruction.shapes[0][0] in ("s32", "s64", "u32", "u64") and not instruction.shapes[0][1]
+
+
+def dot_flops(text: str, branch_share: BranchShare | None = None):
+    """FLOPs of all matrix products: 2 * elements of the result * length of what is summed over.
+
+    branch_share(op_name)  share of executions of each branch of the conditional with that op_name
+                           (`lax.cond`: false first), or None; asked only where branches differ.
+    """
+    return executed(text, _product_cost, branch_share).get("flops", 0)
+
+
+def _product_cost(instruction: Instruction, computation: Computation) -> Cost:
+    if instruction.opcode == "dot":
+        return {"flops": product_flops(instruction, computation)}
+    if instruction.opcode == "convolution":
+        return {"flops": convolution_flops(instruction, computation)}
+    if instruction.opcode == "custom-call" and _is_gemm(instruction):
+        return {"flops": gemm_flops(instruction, computation)}
+    return {}
+
+
+def product_flops(dot: Instruction, computation: Computation) -> int:
+    _, lhs = computation[dot.operands[0]].shapes[0]
+    summed = math.prod(lhs[dim] for dim in dot.numbers("lhs_contracting_dims"))
+    return 2 * math.prod(dot.shapes[0][1]) * summed
+
+
+def gemm_flops(call: Instruction, computation: Computation) -> int:
+    """The same for a call of cuBLAS, which names its dimensions in its configuration."""
+    found = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", call.attributes)
+    _, lhs = computation[call.operands[0]].shapes[0]
+    summed = math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", found[1]))
+    return 2 * math.prod(call.shapes[0][1]) * summed
+
+
+def _target(call: Instruction) -> str:
+    return re.search(r'custom_call_target="([^"]*)"', call.attributes)[1]
+
+
+def _is_gemm(call: Instruction) -> bool:
+    return _target(call).startswith("__cublas$")
+
+
+def convolution_flops(convolution: Instruction, computation: Computation) -> int:
+    """2 * batch * features in and out * pairs of output and kernel position that meet an input.
+
+    Products of batches of matrices are written as convolutions whose window has the batch as a
+    spatial dimension, so positions in padding and between dilated inputs must not be counted.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    dims = [computation[name].shapes[0][1] for name in convolution.operands[:2]]
+    dims.append(convolution.shapes[0][1])
+    lhs, rhs, out = (
+        dict(zip(names, d, strict=True)) for names, d in zip(labels.groups(), dims, strict=True)
+    )
+    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
+    pairs = 1
+    for label in sorted(label for label in out if label.isdigit()):
+        window = window_of(convolution, int(label))
+        pairs *= positions(lhs[label], rhs[label], out[label], *window)
+    batch = lhs["b"] // (int(groups[1]) if groups else 1)
+    return 2 * batch * rhs["i"] * rhs["o"] * pairs
+
+
+def window_of(convolution: Instruction, dim: int) -> tuple[int, int, int, int]:
+    """Stride, padding before, input dilation and kernel dilation of a spatial dimension."""
+    window = re.search(r"window=\{([^}]*)\}", convolution.attributes)
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}
+
+    def entry(field: str, default: str) -> int:
+        return int(fields[field].split("x")[dim].split("_")[0] if field in fields else default)
+
+    return (
+        entry("stride", "1"),
+        entry("pad", "0"),
+        entry("lhs_dilate", "1"),
+        entry("rhs_dilate", "1"),
+    )
+
+
+def positions(
+    size: int, kernel: int, out: int, stride: int, pad: int, dilate: int, spread: int
+) -> int:
+    """Pairs of output and kernel position at which there is an input element."""
+    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * spread - pad
+    return int(np.sum((at >= 0) & (at < size * dilate) & (at % dilate == 0)))
+
+
+def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
+    """How often each foreign function runs that is not counted as a matrix product."""
+    return executed(text, _call_cost, branch_share)
+
+
+def _call_cost(instruction: Instruction, _: Computation) -> Cost:
+    if instruction.opcode != "custom-call" or _is_gemm(instruction):
+        return {}
+    return {_target(instruction): 1}
+
+
+def collective_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
+    """Bytes of the results of collectives, by kind, over all executions."""
+    return executed(text, _collective_cost, branch_share)
+
+
+def _collective_cost(instruction: Instruction, _: Computation) -> Cost:
+    """An asynchronous collective counts where it is done: what starts it has more results."""
+    kind = instruction.opcode.removesuffix("-done")
+    return {kind: sum(map(shape_bytes, instruction.shapes))} if kind in COLLECTIVES else {}
+
+
+def shape_bytes(shape: Shape) -> int:
+    """Bytes of an array; types of less than a byte are packed."""
+    kind, dims = shape
+    bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
+    return -(-math.prod(dims) * bits // 8)
+
+
+def while_count(text: str) -> int:
+    """Loops in the text, each once."""
+    return _count(text, lambda instruction: instruction.opcode == "while")
+
+
+def instruction_count(text: str) -> int:
+    """Instructions in the text, each once: what compile time grows with."""
+    return _count(text, lambda instruction: True)
+
+
+def _count(text: str, wanted: Callable[[Instruction], bool]) -> int:
+    computations = parse(text).computations.values()
+    return sum(wanted(i) for computation in computations for i in computation.values())

@@ -1,0 +1,246 @@
+"""What a run tells: lines of JSON always, wandb if asked, and the console. Only process 0 tells.
+
+`metrics.jsonl` holds one object per line, of two kinds, both with `step` (steps done):
+- of a step: TRAIN. Losses as they are added to the total (`loss/balance` and `loss/z` with their
+  factors), `mfu` null where the chip is unknown, `skipped` steps not applied since the run began;
+- of an evaluation: EVALUATION. `loss/val_balance` is without its factor and the mean over MoE
+  layers, so that 1 is a perfectly even load; `moe/tokens_per_expert` holds a list per MoE layer.
+"""
+
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+import utils
+
+TRAIN = (
+    *("step", "tokens", "loss/train", "loss/cross_entropy", "loss/balance", "loss/z"),
+    *("grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_s", "mfu", "skipped"),
+)
+EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
+PLAIN_EVERY_S = 10.0  # between lines on a console that is not a terminal
+
+console = Console()
+
+
+def is_primary() -> bool:
+    """Whether this process writes. Asks jax only where there are several: asking starts devices."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints a line, above the progress display where there is one."""
+    if is_primary():
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: arrays as lists, nan and infinity as null."""
+    if isinstance(value, dict):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return plain(np.asarray(value).tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, without a last line that was cut off in writing."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def cut(path: Path, step: int) -> None:
+    """Takes out what was recorded after `step` steps, which will be run and recorded again.
+
+    The file is replaced at once, so that a run killed here has the old one or the new one.
+    """
+    kept = [record for record in read(path) if 0 < step >= record["step"]]
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
+    """One line for people."""
+    parts = [f"step {record['step']}/{steps}", f"loss {_number(record['loss/train'], '.4f')}"]
+    parts.append(f"{_number(record['tokens_per_s'], ',.0f')} tokens/s")
+    parts.append(f"MFU {_number(record['mfu'], '.1%')}")
+    if record["skipped"]:
+        parts.append(f"{record['skipped']} skipped")
+    if left_s is not None:
+        hours, rest = divmod(round(left_s), 3600)
+        parts.append(f"{hours}:{rest // 60:02}:{rest % 60:02} left")
+    return "  ".join(parts)
+
+
+def evaluation_summary(record: dict[str, Any], steps: int) -> str:
+    """One line for people; without experts there is no load to tell of."""
+    text = f"step {record['step']}/{steps}  validation loss {_number(record['loss/val'], '.4f')}"
+    if not record["moe/tokens_per_expert"]:
+        return text
+    balance = _number(record["loss/val_balance"], ".3f")
+    return f"{text}  balance {balance}  dropped {_number(record['moe/dropped'], '.2%')}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+class Metrics:
+    """Where the loop sends what it measured."""
+
+    def __init__(
+        self,
+        config: utils.Config,
+        folder: Path,
+        step: int = 0,
+        wandb_config: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Continues the records of the run in `folder` after `step` steps.
+
+        wandb_config  what wandb shows as the run's settings.
+        Raises        ValueError when wandb is asked for and cannot be had.
+        """
+        self._primary = is_primary()
+        self._steps, self._clock = config.train.steps, clock
+        self._first = self._told = None
+        self._file = self._wandb = self._progress = None
+        if not self._primary:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            cut(path, step)
+        if config.wandb.project:
+            self._wandb = start_wandb(config, folder, wandb_config or {})
+        self._file = path.open("a")
+        if console.is_terminal:
+            self._progress = Progress(
+                BarColumn(), TextColumn("{task.description}"), console=console
+            )
+            self._task = self._progress.add_task("", total=self._steps, completed=step)
+            self._progress.start()
+
+    def train(self, record: dict[str, Any]) -> None:
+        """Records a step: every name of TRAIN and no other."""
+        assert set(record) == set(TRAIN), set(record) ^ set(TRAIN)
+        if self._primary:
+            record = plain(record)
+            self._write(record)
+            self._show(record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Records an evaluation: every name of EVALUATION and no other."""
+        assert set(record) == set(EVALUATION), set(record) ^ set(EVALUATION)
+        if self._primary:
+            record = plain(record)
+            self._write(record)
+            say(evaluation_summary(record, self._steps))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(for_wandb(record), step=record["step"])
+
+    def _show(self, record: dict[str, Any]) -> None:
+        """The bar at every step; plain lines at the first and last, and some in between."""
+        now, step = self._clock(), record["step"]
+        text = summary(record, self._steps, self._left_s(now, step))
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=text)
+        elif self._told is None or step >= self._steps or now - self._told >= PLAIN_EVERY_S:
+            say(text)
+            self._told = now
+
+    def _left_s(self, now: float, step: int) -> float | None:
+        """From the steps after the first one seen, which is slower by its compilation."""
+        if self._first is None:
+            self._first = (now, step)
+        first, first_step = self._first
+        if step == first_step:
+            return None
+        return (now - first) / (step - first_step) * max(self._steps - step, 0)
+
+    def close(self) -> None:
+        """Ends the display and the files; what was recorded is on disk long before."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+def for_wandb(record: dict[str, Any]) -> dict[str, Any]:
+    """Numbers as they are; the tokens of a layer's experts as one histogram over the experts."""
+    import wandb
+
+    sent = {name: value for name, value in record.items() if not isinstance(value, list)}
+    for layer, tokens in enumerate(record.get("moe/tokens_per_expert", [])):
+        edges = np.arange(len(tokens) + 1)
+        histogram = wandb.Histogram(np_histogram=(np.asarray(tokens), edges))
+        sent[f"moe/tokens_per_expert/{layer}"] = histogram
+    return sent
+
+
+def start_wandb(config: utils.Config, folder: Path, settings: dict[str, Any]) -> Any:
+    """A wandb run that a later start in `folder` continues; offline without WANDB_API_KEY."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            f"--wandb.project {config.wandb.project} needs the package wandb, which is not "
+            f"installed. Install wandb, or leave out --wandb.project."
+        ) from error
+    identity = folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(secrets.token_hex(4))
+    online = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    mode = os.environ.get("WANDB_MODE", online)
+    try:
+        run = wandb.init(
+            project=config.wandb.project,
+            name=config.run.name,
+            id=identity.read_text(),
+            dir=folder,
+            config=settings,
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+    except (wandb.errors.Error, OSError) as error:
+        raise ValueError(
+            f"--wandb.project {config.wandb.project}: wandb could not start in mode {mode}: "
+            f"{' '.join(str(error).split())}. Check WANDB_API_KEY and the network, set "
+            f"WANDB_MODE=offline, or leave out --wandb.project."
+        ) from error
+    say(f"wandb: {run.url or f'{mode}, in {run.dir}'}")
+    return run

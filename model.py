@@ -1,0 +1,992 @@
+"""The architecture: embedding, latent attention, dense and expert feed-forward, blocks, loss.
+
+Every layer is a function of (weights, activations) that runs inside `shard_map`: it sees this rank's slices, and every collective
+is a line in it. Conventions are DeepSeek-V3's (arXiv:2412.19437). When a layer runs is not known here: see pipeline.py.
+
+Letters. UPPER case is a whole dimension, lower case this rank's slice of it:
+    B sequences    T query positions    S key positions     D width           V vocabulary (padded)
+    N heads        H head width without position            R rotary width    A = H + R     W value head width
+    Q query latent                      C key-value latent  F hidden width    G hidden width of an expert
+    E experts      K experts per token  M microbatches      n tokens of this rank (b * t)
+Words: `slots` is room at an expert, `part_x` a value that ranks still have to add up.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pipeline
+import utils
+import weights
+from attention import attend
+from schedule import Schedule
+from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
+from weights import Size, gaussian, normal, ones, vary, weight, zeros
+
+# What `--train.remat` may keep, in the order in which a layer makes them.
+REMAT_NAMES = ("latents", "attention", "hidden", "expert_hidden", "expert_out")
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------------
+
+# guide: weights
+
+
+def table() -> Any:
+    """Embedding or output: rows over pipeline and tensor, so that no stage is heavier than another (arXiv:2411.05288)."""
+    return weight("V/pipeline+tensor D/fsdp", gaussian(0.02), group="embedding")
+
+
+@flax.struct.dataclass
+class Query:
+    """Queries straight from the residual stream."""
+
+    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"))
+
+
+@flax.struct.dataclass
+class LowRankQuery:
+    """Queries through a latent (arXiv:2405.04434, equations 12-13)."""
+
+    down: jax.Array = weight("D/fsdp Q", normal("D"))
+    norm: jax.Array = weight("Q", ones, decay=False, float32=True)
+    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"))
+
+
+@flax.struct.dataclass
+class Attention:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1); kv_down makes the latent (C) and the rotary key (R)."""
+
+    query: Query | LowRankQuery
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    kv_down: jax.Array = weight("D/fsdp C+R", normal("D"))
+    kv_norm: jax.Array = weight("C", ones, decay=False, float32=True)
+    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"))
+    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W"))
+
+
+@flax.struct.dataclass
+class Mlp:
+    """Gated feed-forward network (arXiv:2002.05202, equation 6)."""
+
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    gate: jax.Array = weight("D/fsdp F/tensor", normal("D"))
+    up: jax.Array = weight("D/fsdp F/tensor", normal("D"))
+    down: jax.Array = weight("F/tensor D/fsdp", normal("F"))
+
+
+@flax.struct.dataclass
+class SpreadExperts:
+    """Routed experts, each whole on one rank of the fsdp x tensor plane."""
+
+    gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), active=("K", "E"))
+    up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), active=("K", "E"))
+    down: jax.Array = weight("E/fsdp+tensor G D", normal("G"), active=("K", "E"))
+
+
+@flax.struct.dataclass
+class GatheredExperts:
+    """Routed experts stored like other weights: cut over fsdp and tensor, gathered over fsdp before use."""
+
+    gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
+    up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
+    down: jax.Array = weight("E G/tensor D/fsdp", normal("G"), active=("K", "E"))
+
+
+@flax.struct.dataclass
+class SharedExperts:
+    """The experts that every token passes through, as one gated network of their summed width (X)."""
+
+    gate: jax.Array = weight("D/fsdp X/tensor", normal("D"))
+    up: jax.Array = weight("D/fsdp X/tensor", normal("D"))
+    down: jax.Array = weight("X/tensor D/fsdp", normal("X"))
+
+
+@flax.struct.dataclass
+class Moe:
+    """Mixture of experts (arXiv:2412.19437, section 2.1.2); `bias` moves the choice of experts, not their weights."""
+
+    experts: SpreadExperts | GatheredExperts
+    shared: SharedExperts | None
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    router: jax.Array = weight("D E", normal("D"), float32=True)
+    bias: jax.Array = weight("E", zeros, decay=False, trained=False, float32=True)
+
+
+@flax.struct.dataclass
+class DenseLayer:
+    attention: Attention
+    mlp: Mlp
+
+
+@flax.struct.dataclass
+class MoeLayer:
+    attention: Attention
+    moe: Moe
+
+
+@flax.struct.dataclass
+class Block:
+    """`dense_layers` dense layers, stacked, then at most one layer with experts."""
+
+    dense: DenseLayer | None
+    moe: MoeLayer | None
+
+
+@flax.struct.dataclass
+class First:
+    """What runs before the first stage."""
+
+    prefix: DenseLayer | None
+    embedding: jax.Array = table()
+
+
+@flax.struct.dataclass
+class Last:
+    """What runs after the last stage; without `output` the embedding is used."""
+
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    output: jax.Array | None = table()
+
+
+@flax.struct.dataclass
+class Transformer:
+    first: First
+    blocks: Block
+    last: Last
+
+
+# guide: end
+
+
+def sizes(config: utils.Config) -> Mapping[str, Size]:
+    """Each letter of a layout: its whole size, and the flag that sets it."""
+    m, mesh = config.model, config.mesh
+    flags = {
+        "D": "width",
+        "N": "heads",
+        "Q": "q_lora_rank",
+        "C": "kv_lora_rank",
+        "F": "hidden",
+        "G": "expert_hidden",
+        "E": "experts",
+        "K": "experts_per_token",
+        "H": "qk_nope_head_dim",
+        "R": "qk_rope_head_dim",
+        "W": "v_head_dim",
+        "dense": "dense_layers",
+        "prefix": "prefix_layers",
+    }
+    out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
+    chunks = mesh.virtual * mesh.pipeline
+    if m.blocks % chunks:
+        raise ValueError(
+            f"--model.blocks {m.blocks} cannot be cut over --mesh.pipeline {mesh.pipeline} x --mesh.virtual "
+            f"{mesh.virtual}: every chunk must hold as many blocks. Use --model.blocks {-(-m.blocks // chunks) * chunks}."
+        )
+    for letter in ("H+R", "C+R", "H+W"):
+        out[letter] = Size(sum(out[part].size for part in letter.split("+")), out[letter[0]].flag)
+    return out | {
+        "A": out["H+R"],
+        "V": Size(m.padded_vocabulary, "model.vocabulary", 256),
+        "X": Size(m.shared_experts * m.expert_hidden, "model.expert_hidden"),
+        "virtual": Size(mesh.virtual, "mesh.virtual"),
+        "stage": Size(mesh.pipeline, "mesh.pipeline"),
+        "block": Size(m.blocks // chunks, "model.blocks"),
+    }
+
+
+def declare(config: utils.Config) -> Transformer:
+    """The model's weights for these sizes, as Weights.
+
+    Blocks are stacked [virtual, stage, block]: in row-major order that is the order in which the layers run.
+
+    Raises ValueError where a size cannot be cut over the mesh.
+    """
+    m, size = config.model, sizes(config)
+    query = weights.declare(LowRankQuery if m.q_lora_rank else Query, size)
+    attention = weights.declare(Attention, size, query=query)
+    dense = DenseLayer(attention=attention, mlp=weights.declare(Mlp, size))
+    experts = weights.declare(SpreadExperts if spread_experts(config) else GatheredExperts, size)
+    shared = weights.declare(SharedExperts, size) if m.shared_experts else None
+    moe = MoeLayer(attention, weights.declare(Moe, size, experts=experts, shared=shared))
+    block = Block(
+        dense=weights.stacked(dense, "dense", size) if m.dense_layers else None,
+        moe=moe if m.moe_layers else None,
+    )
+    prefix = weights.stacked(dense, "prefix", size) if m.prefix_layers else None
+    last = weights.declare(Last, size)
+    tree = Transformer(
+        first=weights.declare(First, size, prefix=prefix),
+        blocks=weights.stacked(block, "virtual stage/pipeline block", size),
+        last=last.replace(output=None) if m.tied else last,
+    )
+    tree = weights.named(tree)
+    weights.check_cuts(tree, dict(zip(MESH_AXES, config.mesh.shape, strict=True)))
+    return tree
+
+
+def spread_experts(config: utils.Config) -> bool:
+    """Whether whole experts are spread over fsdp x tensor; where they do not divide that plane they are cut and gathered."""
+    if config.model.experts_layout == "auto":
+        return config.model.experts % (config.mesh.fsdp * config.mesh.tensor) == 0
+    return config.model.experts_layout == "spread"
+
+
+def unstack_blocks(w: Transformer) -> Transformer:
+    """Blocks [virtual, stage, block, ...] -> [blocks, ...], the same for every mesh."""
+    return w.replace(blocks=jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks))
+
+
+def stack_blocks(config: utils.Config, w: Transformer) -> Transformer:
+    """Blocks [blocks, ...] -> [virtual, stage, block, ...] as this mesh has them."""
+    front = (config.mesh.virtual, config.mesh.pipeline, -1)
+    return w.replace(blocks=jax.tree.map(lambda a: a.reshape(*front, *a.shape[1:]), w.blocks))
+
+
+def unstacked_shardings(shardings: Transformer) -> Transformer:
+    """The layout of unstacked weights: blocks in a row over pipeline, whichever chunks they are in."""
+
+    def one(s: NamedSharding) -> NamedSharding:
+        return NamedSharding(s.mesh, P("pipeline", *s.spec[3:]))
+
+    return shardings.replace(blocks=jax.tree.map(one, shardings.blocks))
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Batch:
+    """Sequences of this rank: [M, b, T] each, or [b, T] of one microbatch."""
+
+    tokens: jax.Array
+    targets: jax.Array
+    loss_weights: jax.Array  # float32; 0 takes a target out of the loss
+    segments: jax.Array  # number of the document within the window
+    number: jax.Array | None = None  # [M], or of this microbatch
+
+
+class At(NamedTuple):
+    """Where in the run a layer is: what its dropout key is made from."""
+
+    step: jax.Array
+    microbatch: jax.Array
+    layer: jax.Array
+
+
+class How(NamedTuple):
+    """How layers run in this pass."""
+
+    model: utils.Model
+    seed: int
+    capacity_factor: float | None  # room at each expert, over K n / E; None is room for every token
+    dropout: float = 0.0
+    # Between matmuls: False, the sequence is cut over tensor (training, prefill); True, it is whole (decode, where T is 1).
+    whole: bool = False
+
+
+def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum in the arguments' dtype; float32 is multiplied as float32 on every device."""
+    return jnp.einsum(formula, x, w, precision="highest" if x.dtype == jnp.float32 else None)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32 inside, for the sum of squares."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    return (x32 * lax.rsqrt(mean + epsilon) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(
+        x.dtype
+    )
+
+
+def gather_sequence(x_btD: jax.Array, whole: bool) -> jax.Array:
+    """[b, t, .] -> [b, T, .].  Sends all_gather(tensor), unless the sequence is whole already."""
+    return x_btD if whole else lax.all_gather(x_btD, "tensor", axis=1, tiled=True)
+
+
+def scatter_sequence(part_bTD: jax.Array, whole: bool) -> jax.Array:
+    """Each tensor rank's part of a sum [b, T, D] -> the sum [b, t, D].  Sends psum_scatter(tensor), or psum of a whole one."""
+    if whole:
+        return lax.psum(part_bTD, "tensor")
+    return lax.psum_scatter(part_bTD, "tensor", scatter_dimension=1, tiled=True)
+
+
+def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
+    """Dropout (arXiv:1207.0580), scaled so that the mean stays.
+
+    The key is made here, from integers, so that nothing but them has to be kept for the backward pass.
+    """
+    if not how.dropout:
+        return y_btD
+    key = jax.random.key(how.seed)
+    # Ranks that hold different data draw differently; pipeline ranks differ by their layer.
+    for number in (*at, branch, lax.axis_index("fsdp"), lax.axis_index("tensor")):
+        key = jax.random.fold_in(key, number)
+    kept = jax.random.bernoulli(key, 1 - how.dropout, y_btD.shape)
+    return jnp.where(kept, y_btD / (1 - how.dropout), 0)
+
+
+# guide: rope
+def rotate(x_bTnR: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * theta^(-2i/R); float32 for large positions."""
+    half = x_bTnR.shape[-1] // 2
+    position_T = jnp.arange(x_bTnR.shape[1], dtype=jnp.float32)
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (position_T[:, None] * frequency[None, :])[None, :, None, :]
+    a, b = jnp.split(x_bTnR.astype(jnp.float32), 2, axis=-1)
+    turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    return jnp.concatenate(turned, axis=-1).astype(x_bTnR.dtype)
+
+
+# guide: end
+
+
+# guide: attention
+@jax.named_scope("attention")
+def attention(
+    w: Attention, x_btD: jax.Array, segments_bT: jax.Array | None, how: How, at: At, rope: bool
+) -> jax.Array:
+    """x + multi-head latent attention of x (arXiv:2405.04434, equations 9-19).
+
+    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    Sends  all_gather(tensor) of the latents [b, T, Q + C + R] (of x itself where queries have none), psum_scatter(tensor) of [b, T, D].
+    """
+    m = how.model
+    h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
+    latent_btC, key_btR = jnp.split(
+        matmul("btD,DC->btC", h_btD, w.kv_down), [m.kv_lora_rank], axis=-1
+    )
+    latent_btC = rms_norm(latent_btC, w.kv_norm, m.norm_epsilon)
+    query_btQ = h_btD
+    if m.q_lora_rank:
+        query_btQ = rms_norm(
+            matmul("btD,DQ->btQ", h_btD, w.query.down), w.query.norm, m.norm_epsilon
+        )
+    # The narrow latents travel, not what is made from them.
+    sent = gather_sequence(jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1), how.whole)
+    sent = checkpoint_name(sent, "latents")
+    ends = [query_btQ.shape[-1], query_btQ.shape[-1] + m.kv_lora_rank]
+    query_bTQ, latent_bTC, key_bTR = jnp.split(sent, ends, axis=-1)
+
+    q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, w.query.up)
+    kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, w.kv_up)
+    k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
+    q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
+    key_bT1R = key_bTR[:, :, None, :]
+    if rope:
+        q_bTnR, key_bT1R = rotate(q_bTnR, m.rope_theta), rotate(key_bT1R, m.rope_theta)
+    key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
+    q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
+    k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
+    y_bTnW = checkpoint_name(attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, m.attention), "attention")
+
+    part_bTD = matmul(
+        "bTnW,nWD->bTD", y_bTnW, w.out
+    )  # n contracted: each tensor rank has its heads' part
+    return x_btD + drop(scatter_sequence(part_bTD, how.whole), how, at, 0)
+
+
+# guide: end
+
+
+def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """down(silu(gate h) * up h): this tensor rank's part of the sum over F."""
+    h_bTf = jax.nn.silu(matmul("bTD,Df->bTf", h_bTD, gate)) * matmul("bTD,Df->bTf", h_bTD, up)
+    return matmul("bTf,fD->bTD", checkpoint_name(h_bTf, "hidden"), down)
+
+
+# guide: mlp
+@jax.named_scope("mlp")
+def mlp(w: Mlp, x_btD: jax.Array, how: How, at: At) -> jax.Array:
+    """x + down(silu(gate x) * up x).
+
+    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    Sends  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
+    """
+    h_bTD = gather_sequence(rms_norm(x_btD, w.norm, how.model.norm_epsilon), how.whole)
+    part_bTD = swiglu(h_bTD, w.gate, w.up, w.down)
+    return x_btD + drop(scatter_sequence(part_bTD, how.whole), how, at, 1)
+
+
+# guide: end
+
+
+class Routing(NamedTuple):
+    """What a MoE layer tells of its routing: this rank's tokens only."""
+
+    part_balance: (
+        jax.Array
+    )  # sum over sequences of sum_e f_e P_e (arXiv:2412.19437, equation 17); differentiable
+    tokens_per_expert: jax.Array  # [E] int32, before any is dropped
+    dropped: jax.Array  # int32: choices of an expert that had no room
+
+
+def route(w: Moe, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scores, and each token's K experts with their weights (arXiv:2412.19437, equations 12-16).
+
+    -> scores_btE that sum to 1, choice_btK int32, weight_btK.
+    float32: a difference of a rounding error would choose another expert.
+    """
+    logits_btE = matmul("btD,DE->btE", h_btD.astype(jnp.float32), w.router)
+    scores_btE = jax.nn.sigmoid(logits_btE) if m.scores == "sigmoid" else jax.nn.softmax(logits_btE)
+    bias_E = jnp.expand_dims(w.bias, (0, 1))
+    _, choice_btK = lax.top_k(lax.stop_gradient(scores_btE + bias_E), m.experts_per_token)
+    weight_btK = jnp.take_along_axis(scores_btE, choice_btK, axis=-1)
+    if m.normalize_weights:
+        weight_btK /= weight_btK.sum(-1, keepdims=True) + 1e-20
+    share_btE = scores_btE / scores_btE.sum(-1, keepdims=True)
+    return share_btE, choice_btK, weight_btK * m.routed_scaling_factor
+
+
+def balance(
+    share_btE: jax.Array, choice_btK: jax.Array, mine_bt: jax.Array, how: How
+) -> tuple[jax.Array, jax.Array]:
+    """Sum over sequences of sum_e f_e P_e, and [E] choices of each expert (arXiv:2412.19437, equations 17-20).
+
+    f, the share of a whole sequence's tokens that chose e, has no gradient; the loss is linear in P, so ranks add up their parts.
+    Sends  psum(tensor) of [b, E] integers.
+    """
+    m = how.model
+    experts = jnp.arange(m.experts, dtype=choice_btK.dtype)[None, None, None, :]
+    chosen = (choice_btK[..., None] == experts) & mine_bt[:, :, None, None]
+    count_bE = chosen.sum((1, 2), dtype=jnp.int32)
+    T = share_btE.shape[1] * (1 if how.whole else lax.axis_size("tensor"))
+    f_bE = lax.psum(count_bE, "tensor").astype(jnp.float32) * (
+        m.experts / (m.experts_per_token * T)
+    )
+    part_P_bE = jnp.where(mine_bt[:, :, None], share_btE, 0).sum(1) / T
+    return (f_bE * part_P_bE).sum(), count_bE.sum(0)
+
+
+def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.Array, jax.Array]:
+    """Give each choice a slot at its expert, by position, then sequence: no later token displaces an earlier one.
+
+    choice_btK -> slot_nK, slot number e * slots + place, or experts * slots for one that has no room or chose no expert
+                  (`experts`); and choice_s [experts * slots], which choice (n * K + k) sits in a slot, or n * K for none.
+    A stable sort and two scatters of integers: O(n K log n K).
+    """
+    b, t, K = choice_btK.shape
+    by_position = choice_btK.swapaxes(0, 1).reshape(-1)
+    order = jnp.argsort(by_position, stable=True)
+    expert = by_position[order]
+    start = jnp.searchsorted(expert, jnp.arange(experts + 1, dtype=expert.dtype)).astype(jnp.int32)
+    place = jnp.arange(expert.size, dtype=jnp.int32) - start[expert]
+    slot = jnp.where((place < slots) & (expert < experts), expert * slots + place, experts * slots)
+    slot_tbK = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True).reshape(t, b, K)
+    slot_nK = slot_tbK.swapaxes(0, 1).reshape(b * t, K)
+    numbers = jnp.arange(b * t * K, dtype=jnp.int32)
+    empty = vary(
+        jnp.full(experts * slots, b * t * K, jnp.int32), tuple(jax.typeof(slot).mat.varying)
+    )
+    return slot_nK, empty.at[slot_nK.reshape(-1)].set(numbers, mode="drop")
+
+
+@jax.custom_vjp
+def take_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
+    """x[index], zeros where `index` is past the end.
+
+    back  [rows of x, J]: the places in the result where each row went, past the end for none. With it the backward pass is a gather
+          too; without, it would be a scatter of rows, which runs one row after the other on a CPU.
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _take_rows_forward(
+    x: jax.Array, index: jax.Array, back: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return take_rows(x, index, back), back
+
+
+def _take_rows_backward(back: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, None]:
+    return grad.at[back].get(mode="fill", fill_value=0).sum(1), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
+    """Each slot through its expert.  Sends all_to_all(fsdp x tensor) of the slots, there and back."""
+    box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)  # [E/ranks, ranks * slots, D]
+    y_eCD = _experts(w, box_eCD)
+    return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
+
+
+def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array:
+    """Each slot through its expert.  Sends all_gather(tensor) and psum_scatter(tensor) of the slots."""
+    part_ECD = _experts(w, lax.all_gather(box_ECD, "tensor", axis=1, tiled=True))
+    return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
+
+
+def _experts(w: SpreadExperts | GatheredExperts, box_ECD: jax.Array) -> jax.Array:
+    gate, up = matmul("ECD,EDG->ECG", box_ECD, w.gate), matmul("ECD,EDG->ECG", box_ECD, w.up)
+    return matmul("ECG,EGD->ECD", checkpoint_name(jax.nn.silu(gate) * up, "expert_hidden"), w.down)
+
+
+# guide: moe
+@jax.named_scope("moe")
+def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]:
+    """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
+
+    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    Sends  see the two layouts of experts; for shared experts all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
+    """
+    m = how.model
+    b, t, D = x_btD.shape
+    h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
+    share_btE, choice_btK, weight_btK = route(w, h_btD, m)
+    # Whole sequences are the same on all tensor ranks: each rank then sends every so-manieth position.
+    ranks, rank = (lax.axis_size("tensor"), lax.axis_index("tensor")) if how.whole else (1, 0)
+    mine_bt = jnp.broadcast_to(jnp.arange(t)[None, :] % ranks == rank, (b, t))
+    part_balance, tokens_per_expert = balance(share_btE, choice_btK, mine_bt, how)
+
+    choice_btK = jnp.where(mine_bt[:, :, None], choice_btK, m.experts)
+    slots = expert_slots(m, b * t, how.capacity_factor)
+    slot_nK, choice_s = assign_slots(choice_btK, m.experts, slots)
+    dropped = tokens_per_expert.sum() - (slot_nK < m.experts * slots).sum(dtype=jnp.int32)
+
+    box_sD = take_rows(h_btD.reshape(b * t, D), choice_s // m.experts_per_token, slot_nK)
+    run = spread_experts_swiglu if isinstance(w.experts, SpreadExperts) else gathered_experts_swiglu
+    box_ECD = run(w.experts, box_sD.reshape(m.experts, slots, D))
+    y_kD = take_rows(box_ECD.reshape(-1, D), slot_nK.reshape(-1), choice_s[:, None])
+    y_btKD = checkpoint_name(y_kD.reshape(b, t, m.experts_per_token, D), "expert_out")
+    y_btD = (y_btKD * weight_btK[..., None].astype(y_btKD.dtype)).sum(2)
+    if how.whole:
+        y_btD = lax.psum(y_btD, "tensor")
+    if w.shared is not None:
+        part_bTD = swiglu(
+            gather_sequence(h_btD, how.whole), w.shared.gate, w.shared.up, w.shared.down
+        )
+        y_btD += scatter_sequence(part_bTD, how.whole)
+    return x_btD + drop(y_btD, how, at, 1), Routing(part_balance, tokens_per_expert, dropped)
+
+
+# guide: end
+
+
+def expert_slots(m: utils.Model, tokens: int, factor: float | None) -> int:
+    """ceil(factor * K * tokens / E): room at each expert for a rank's tokens; never more than its tokens, which is all of them."""
+    if factor is None:
+        return tokens
+    return min(tokens, math.ceil(factor * m.experts_per_token * tokens / m.experts))
+
+
+# guide: block
+def dense_layer(
+    w: DenseLayer, x_btD: jax.Array, segments_bT: jax.Array | None, how: How, at: At
+) -> jax.Array:
+    return mlp(w.mlp, attention(w.attention, x_btD, segments_bT, how, at, rope=True), how, at)
+
+
+def moe_layer(
+    w: MoeLayer, x_btD: jax.Array, segments_bT: jax.Array | None, how: How, at: At
+) -> tuple[jax.Array, Routing]:
+    x_btD = attention(w.attention, x_btD, segments_bT, how, at, how.model.rope_in_moe_layers)
+    return moe(w.moe, x_btD, how, at)
+
+
+def dense_layers(
+    w: DenseLayer, x_btD: jax.Array, segments_bT: jax.Array | None, at: At, layer: Callable
+) -> jax.Array:
+    """Stacked dense layers, one after the other; `at.layer` is the first one's number."""
+
+    def body(x_btD: jax.Array, one: tuple[DenseLayer, jax.Array]) -> tuple[jax.Array, None]:
+        w, i = one
+        return layer(w, x_btD, segments_bT, at=at._replace(layer=at.layer + i)), None
+
+    numbers = jnp.arange(len(w.mlp.norm), dtype=jnp.int32)
+    return lax.scan(body, x_btD, (w, numbers))[0]
+
+
+# guide: end
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------------
+
+
+def local_rows(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Row of each id in this rank's slice of the vocabulary, and whether the slice has it."""
+    row = ids - lax.axis_index(VOCABULARY_AXES) * rows
+    return jnp.clip(row, 0, rows - 1), (row >= 0) & (row < rows)
+
+
+# guide: embed
+def embed(table_vD: jax.Array, tokens_bT: jax.Array, whole: bool) -> jax.Array:
+    """Rows of the embedding -> [b, t, D], the same on every pipeline rank.
+
+    Sends  psum(pipeline) and psum_scatter(tensor) of [b, T, D]: each rank has a slice of the vocabulary.
+    """
+    row_bT, held_bT = local_rows(tokens_bT, table_vD.shape[0])
+    part_bTD = jnp.where(held_bT[:, :, None], table_vD[row_bT], 0)
+    return scatter_sequence(lax.psum(part_bTD, "pipeline"), whole)
+
+
+# guide: end
+
+
+def slice_logits(table_vD: jax.Array, h_nD: jax.Array, vocabulary: int) -> jax.Array:
+    """This rank's columns of the logits, float32; those of pad ids are -inf."""
+    logits_nv = matmul("nD,vD->nv", h_nD, table_vD).astype(jnp.float32)
+    ids_v = lax.axis_index(VOCABULARY_AXES) * table_vD.shape[0] + jnp.arange(table_vD.shape[0])
+    return jnp.where(ids_v[None, :] < vocabulary, logits_nv, -jnp.inf)
+
+
+# guide: loss
+def token_losses(
+    table_vD: jax.Array,
+    h_nD: jax.Array,
+    targets_n: jax.Array,
+    weights_n: jax.Array,
+    vocabulary: int,
+) -> jax.Array:
+    """[2]: weighted sums over tokens of -log softmax(h table^T)[target], and of log(Z)^2; float32.
+
+    Sends  pmax and two psums (pipeline x tensor) of [n].
+    """
+    logits_nv = slice_logits(table_vD, h_nD, vocabulary)
+    # Any constant would do, so it needs no gradient; the largest logit keeps exp from overflowing.
+    top_n = lax.pmax(lax.stop_gradient(logits_nv.max(-1)), VOCABULARY_AXES)
+    Z_n = lax.psum(jnp.exp(logits_nv - top_n[:, None]).sum(-1), VOCABULARY_AXES)
+    row_n, held_n = local_rows(targets_n, table_vD.shape[0])
+    picked_n = jnp.take_along_axis(logits_nv, row_n[:, None], axis=-1)[:, 0]
+    picked_n = lax.psum(jnp.where(held_n, picked_n, 0), VOCABULARY_AXES)
+    log_Z_n = jnp.log(Z_n) + top_n
+    return jnp.stack([(weights_n * (log_Z_n - picked_n)).sum(), (weights_n * log_Z_n**2).sum()])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_loss(
+    options: tuple[int, float],
+    table_vD: jax.Array,
+    h_cnD: jax.Array,
+    targets_cn: jax.Array,
+    weights_cn: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """cross-entropy + z_factor * z-loss, and both sums [2]; logits of one chunk of tokens exist at a time.
+
+    options  (vocabulary without pads, z_factor).
+    The gradient is made with the value, chunk by chunk: logits are neither kept nor computed twice.
+    """
+    vocabulary, z_factor = options
+
+    def body(_: None, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        return None, token_losses(table_vD, *chunk, vocabulary)
+
+    sums = lax.scan(body, None, (h_cnD, targets_cn, weights_cn))[1].sum(0)
+    return sums[0] + z_factor * sums[1], sums
+
+
+def _chunked_loss_forward(
+    options: tuple[int, float],
+    table_vD: jax.Array,
+    h_cnD: jax.Array,
+    targets_cn: jax.Array,
+    weights_cn: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    vocabulary, z_factor = options
+
+    def loss(table_vD: jax.Array, h_nD: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = token_losses(table_vD, h_nD, *rest, vocabulary)
+        return sums[0] + z_factor * sums[1], sums
+
+    def body(d_table_vD: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+        (_, sums), (d_table, d_h) = jax.value_and_grad(loss, (0, 1), has_aux=True)(table_vD, *chunk)
+        return d_table_vD + d_table.astype(jnp.float32), (sums, d_h)
+
+    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), tuple(jax.typeof(table_vD).mat.varying))
+    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, (h_cnD, targets_cn, weights_cn))
+    sums = sums.sum(0)
+    return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
+
+
+def _chunked_loss_backward(
+    options: tuple[int, float],
+    grads: tuple[jax.Array, jax.Array],
+    d_out: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None]:
+    scale = d_out[0]  # the sums are reported, not trained on
+    return *((g * scale.astype(g.dtype)) for g in grads), None, None
+
+
+chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
+
+
+# guide: end
+
+
+def chunks(tokens: int, most: int) -> int:
+    """The fewest equal chunks of at most `most` tokens."""
+    return next(c for c in range(max(1, -(-tokens // most)), tokens + 1) if tokens % c == 0)
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------------
+
+BATCH_SPEC = P(None, BATCH_AXES)
+
+
+def remat_policy(config: utils.Config) -> Callable[[Callable], Callable]:
+    """The wrapper of a layer that decides what its backward pass finds and what it computes again.
+
+    Weights gathered in the layer are never kept, whatever the policy.
+    """
+    policies, names = jax.checkpoint_policies, config.train.remat.split(",")
+    if config.train.remat == "full":
+        policy = policies.nothing_saveable
+    elif config.train.remat != "none":
+        policy = policies.save_only_these_names(*names)
+    elif config.fsdp.gather == "layer":
+        policy = _all_but_gathered_weights
+    else:
+        return lambda layer: layer
+    # Forward and backward run in different loops: there is nothing that could be merged by mistake.
+    return partial(jax.checkpoint, policy=policy, prevent_cse=False)
+
+
+def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    axes = params.get("axis_name", ())
+    return not (
+        primitive.name == "all_gather" and "fsdp" in (axes if isinstance(axes, tuple) else (axes,))
+    )
+
+
+def passes(
+    config: utils.Config, how: How, step: jax.Array, token_scale: jax.Array, balance_scale: float
+) -> pipeline.Passes:
+    """The model as the pipeline's three functions, over weights from `prepare`.
+
+    token_scale, balance_scale  what a token's cross-entropy and a sequence's balance loss are multiplied by, so that losses add up.
+    """
+    m, remat = config.model, remat_policy(config)
+    declared = declare(config)
+
+    def at(data: Batch, layer: jax.Array) -> At:
+        return At(step, data.number, layer)
+
+    def segments(data: Batch) -> jax.Array | None:
+        return data.segments if config.data.segments else None
+
+    def gathered(declared: Any, w: Any) -> Any:
+        return weights.gather(declared, w) if config.fsdp.gather == "layer" else w
+
+    def layers(layer: Callable, declared: Any) -> Callable:
+        """`layer` that gathers its weights, and keeps for the backward pass what the policy says."""
+        return remat(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
+
+    def first(w: First, data: Batch) -> jax.Array:
+        x_btD = embed(w.embedding, data.tokens, how.whole)
+        if w.prefix is not None:
+            run = layers(partial(dense_layer, how=how), declared.first.prefix)
+            x_btD = dense_layers(w.prefix, vary(x_btD), segments(data), at(data, jnp.int32(0)), run)
+        return x_btD
+
+    def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
+        layer, routing = m.prefix_layers + number * (m.dense_layers + m.moe_layers), None
+        if w.dense is not None:
+            run = layers(partial(dense_layer, how=how), declared.blocks.dense)
+            x_btD = dense_layers(w.dense, x_btD, segments(data), at(data, layer), run)
+        if w.moe is not None:
+            run = layers(partial(moe_layer, how=how), declared.blocks.moe)
+            here = at(data, layer + m.dense_layers)
+            x_btD, routing = run(w.moe, x_btD, segments(data), at=here)
+        loss = balance_scale * routing.part_balance if routing else jnp.zeros(())
+        return (x_btD, vary(loss)), routing
+
+    def last(w: Last, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h_bTD = gather_sequence(rms_norm(y_btD, w.norm, m.norm_epsilon), how.whole)
+        n = data.targets.size
+        c = chunks(n, config.train.loss_chunk_tokens)
+        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of the vocabulary.
+        h_cnD = vary(h_bTD).reshape(c, n // c, -1)
+        targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
+        return chunked_loss(
+            (m.vocabulary, m.z_loss), w.output, h_cnD, targets, token_weights * token_scale
+        )
+
+    return pipeline.Passes(first, block, last)
+
+
+# --- weights as the passes want them, and gradients back -------------------------------------------------------------------
+
+
+def prepare(config: utils.Config, declared: Transformer, w: Transformer) -> pipeline.Weights:
+    """This rank's weights for all microbatches of a step: cast, gathered over fsdp, and typed as differing along every axis.
+
+    Made varying here, replicated weights have their gradients added up locally, and reduced once, in `finish`. With
+    `fsdp.gather = "layer"` blocks and prefix stay cut, and are gathered in their layers; embedding and output never are.
+    """
+    w = weights.cast(declared, w, jnp.dtype(config.model.compute_dtype))
+    if config.fsdp.gather == "step":
+        w = weights.gather(declared, w)
+    else:
+        embedding = weights.gather(declared.first.embedding, w.first.embedding)
+        w = w.replace(
+            first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
+        )
+    w = vary(w)
+    last = w.last.replace(output=w.first.embedding) if config.model.tied else w.last
+    blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
+    return pipeline.Weights(w.first, blocks, last)
+
+
+def finish(config: utils.Config, declared: Transformer, grads: pipeline.Weights) -> Transformer:
+    """This rank's part of the gradients -> the whole model's, laid out as the weights."""
+    stack = (
+        config.mesh.virtual,
+        1,
+        config.model.blocks // config.mesh.virtual // config.mesh.pipeline,
+    )
+    first, blocks, last = grads
+    if config.model.tied:
+        first = first.replace(embedding=first.embedding + last.output)
+        last = last.replace(output=None)
+    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), blocks)
+    per_step = config.fsdp.gather == "step"
+    reduce = weights.reduce_gradients
+    return Transformer(
+        first=First(
+            prefix=reduce(declared.first.prefix, first.prefix, gathered=per_step),
+            embedding=reduce(declared.first.embedding, first.embedding, gathered=True),
+        ),
+        blocks=reduce(declared.blocks, blocks, gathered=per_step),
+        last=reduce(declared.last, last, gathered=True),
+    )
+
+
+# --- whole-model functions, on global arrays -------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Stats:
+    """What a pass tells, the same on every rank: losses as added (float32), and routing in integers."""
+
+    cross_entropy: jax.Array
+    z: jax.Array
+    balance: jax.Array
+    dropped: jax.Array  # choices of an expert that had no room
+    tokens_per_expert: (
+        jax.Array | None
+    )  # [virtual, stage, block, E], before any is dropped; None without experts
+
+    @property
+    def loss(self) -> jax.Array:
+        return self.cross_entropy + self.z + self.balance
+
+
+def stats_specs(m: utils.Model) -> Stats:
+    return Stats(P(), P(), P(), P(), P(None, "pipeline") if m.moe_layers else None)
+
+
+def summarize(config: utils.Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
+    """This rank's sums -> the step's.  Sends psums of scalars and of [blocks, E] integers."""
+    cross_entropy, log_z = lax.psum(sums, BATCH_AXES)
+    stats = Stats(
+        cross_entropy, config.model.z_loss * log_z, jnp.zeros(()), jnp.zeros((), jnp.int32), None
+    )
+    if routing is None:
+        return stats
+    count = routing.tokens_per_expert.reshape(config.mesh.virtual, 1, -1, config.model.experts)
+    return stats.replace(
+        balance=balance_scale * lax.psum(routing.part_balance.sum(), MESH_AXES),
+        dropped=lax.psum(routing.dropped.sum(), MESH_AXES),
+        tokens_per_expert=lax.psum(count, EXPERT_AXES),
+    )
+
+
+def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
+    """What a token's cross-entropy and a sequence's balance loss count for in the step's mean."""
+    total = lax.psum(data.loss_weights.sum(), BATCH_AXES)
+    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size("fsdp")
+    return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
+
+
+def numbered(data: Batch) -> Batch:
+    return data.replace(number=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
+
+
+def schedule(config: utils.Config) -> Schedule:
+    return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+
+
+def loss_and_gradients(
+    config: utils.Config, mesh: jax.sharding.Mesh
+) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
+    """(weights, batch [M, B, T], step) -> gradients of the step's loss, float32, laid out as the weights; Stats."""
+    declared, m = declare(config), config.model
+    how = How(m, config.train.seed, m.capacity_factor, m.dropout)
+
+    def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
+        data = numbered(data)
+        token_scale, balance_scale = scales(data, m.balance_loss)
+        run = passes(config, how, step, token_scale, balance_scale)
+        prepared = prepare(config, declared, w)
+        grads, routing, sums = pipeline.train(run, prepared, data, schedule(config))
+        return finish(config, declared, grads), summarize(config, sums, routing, balance_scale)
+
+    spec = weights.specs(declared)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec, BATCH_SPEC, P()),
+        out_specs=(spec, stats_specs(m)),
+        check_vma=True,
+    )
+
+
+def evaluate(
+    config: utils.Config, mesh: jax.sharding.Mesh
+) -> Callable[[Transformer, Batch], Stats]:
+    """(weights, batch [M, B, T]) -> Stats; `balance` is the mean over layers and sequences, 1 where every expert has as much."""
+    declared, m = declare(config), config.model
+    how = How(m, config.train.seed, m.eval_capacity_factor)
+
+    def local(w: Transformer, data: Batch) -> Stats:
+        data = numbered(data)
+        token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
+        run = passes(config, how, jnp.int32(0), token_scale, balance_scale)
+        prepared = prepare(config, declared, w)
+        routing, sums = pipeline.evaluate(run, prepared, data, schedule(config), BATCH_AXES)
+        return summarize(config, sums.sum(0), routing, balance_scale)
+
+    spec = weights.specs(declared)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, BATCH_SPEC), out_specs=stats_specs(m), check_vma=True
+    )
+
+
+def next_token_logits(
+    config: utils.Config, mesh: jax.sharding.Mesh
+) -> Callable[[Transformer, Batch, jax.Array], jax.Array]:
+    """(weights, batch [M, B, T], positions [M, B]) -> [M, B, V] float32 logits of what follows each position; nothing is dropped.
+
+    The batch's targets and loss weights are not looked at.
+    """
+    declared, m = declare(config), config.model
+    how = How(m, config.train.seed, capacity_factor=None)
+
+    def local(w: Transformer, data: Batch, positions_Mb: jax.Array) -> jax.Array:
+        def last(w: Last, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
+            h_bTD = gather_sequence(rms_norm(y_btD, w.norm, m.norm_epsilon), how.whole)
+            h_b1D = jnp.take_along_axis(h_bTD, data.targets[:, None, None], axis=1)
+            return None, slice_logits(w.output, h_b1D[:, 0], m.vocabulary)
+
+        run = passes(config, how, jnp.int32(0), jnp.float32(1), 0.0)._replace(last=last)
+        data = numbered(data).replace(targets=positions_Mb)
+        prepared = prepare(config, declared, w)
+        return pipeline.evaluate(run, prepared, data, schedule(config), MESH_AXES)[1]
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(weights.specs(declared), BATCH_SPEC, BATCH_SPEC),
+        out_specs=P(None, BATCH_AXES, VOCABULARY_AXES),
+        check_vma=True,
+    )

@@ -1,0 +1,379 @@
+"""Run the stages of a model over pipeline ranks: forward and backward of every microbatch, in three scans.
+
+    python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     print the schedule (see schedule.py, which holds its arithmetic)
+
+The executor is given three functions and does not know what they compute:
+
+    first(w, data)                      -> x                 before the first stage (embedding)
+    block(w, data, number, x)           -> (x, loss), stats  one block of a stage; `number` counts blocks through the whole model
+    last(w, data, x)                    -> loss, stats       after the last stage (cross-entropy)
+
+`data` is one microbatch. A stage is a scan over its blocks. All ranks run the same operations in every tick, and what falls
+outside their tasks is masked, so no collective stands in divergent control flow: the ticks of warmup are forward only, those of the
+steady phase one forward and one backward, those of cooldown backward only, and the time is M(F + B) + (pipeline - 1)(F + B)/virtual.
+Without pipelining only the steady scan is left, which is gradient accumulation.
+
+What the backward of a block needs is split in two. Weights and data are put back by index; the rest, the residuals that
+`jax.checkpoint` inside the block decides on, waits in a ring of slots. Gradients are added up in float32, in place.
+
+Letters: b sequences, t positions of this rank, D width. `rank` is the position on the pipeline axis.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import schedule as schedules
+from schedule import Schedule
+from utils import BATCH_AXES
+from weights import vary
+
+Tree = Any
+
+
+class Passes(NamedTuple):
+    """What the executor runs; see the head of this file for the types.
+
+    Arrays are typed as differing along all mesh axes, but for what `last` returns, which differs along the batch axes alone.
+    """
+
+    first: Callable[[Tree, Tree], jax.Array]
+    block: Callable[[Tree, Tree, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Tree]]
+    last: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]
+
+
+class Weights(NamedTuple):
+    """Weights, or gradients of weights, of the three functions; those of blocks are [blocks of this rank, ...], chunk by chunk."""
+
+    first: Tree
+    blocks: Tree
+    last: Tree
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick."""
+
+    x: jax.Array  # [b, t, D] from the rank before
+    d_x: jax.Array  # [b, t, D] from the rank after
+    ring: Tree  # [slots, blocks per chunk, ...] residuals
+    grads: Weights
+    block_stats: Tree  # [blocks of this rank, ...]
+    last_stats: Tree
+
+
+def index(tree: Tree, *position: jax.Array | int) -> Tree:
+    """tree[position] of every leaf."""
+
+    def one(a: jax.Array) -> jax.Array:
+        start = (*position, *[0] * (a.ndim - len(position)))
+        sizes = (1,) * len(position) + a.shape[len(position) :]
+        return lax.dynamic_slice(a, start, sizes).reshape(a.shape[len(position) :])
+
+    return jax.tree.map(one, tree)
+
+
+def store(tree: Tree, values: Tree, *position: jax.Array | int) -> Tree:
+    """tree[position] = values, for every leaf."""
+
+    def one(a: jax.Array, value: jax.Array) -> jax.Array:
+        start = (*position, *[0] * (a.ndim - len(position)))
+        return lax.dynamic_update_slice(a, value.reshape((1,) * len(position) + value.shape), start)
+
+    return jax.tree.map(one, tree, values)
+
+
+def add_where(valid: jax.Array, tree: Tree, values: Tree, *position: jax.Array | int) -> Tree:
+    """tree[position] += values where `valid`, in the dtype of `tree`.
+
+    A mask and not a product: in an idle slot the values may be anything.
+    """
+    old = index(tree, *position)
+    new = jax.tree.map(lambda a, v: a + jnp.where(valid, v, 0).astype(a.dtype), old, values)
+    return store(tree, new, *position)
+
+
+def zeros_like_results(
+    function: Callable, *args: Tree, axes: tuple[str, ...] | None = None
+) -> Tree:
+    """Zeros of the shapes that function(*args) returns, typed as differing along all axes, or along `axes`."""
+    shapes = jax.eval_shape(function, *args)
+    make = vary if axes is None else partial(vary, axes=axes)
+    return make(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, jax.Array | jax.ShapeDtypeStruct)
+
+
+@dataclass(frozen=True)
+class Executor:
+    """The tasks of one rank, for one step's weights and data ([M, ...] leaves)."""
+
+    passes: Passes
+    weights: Weights
+    data: Tree
+    schedule: Schedule
+
+    @property
+    def rank(self) -> jax.Array:
+        return lax.axis_index("pipeline")
+
+    @property
+    def per_chunk(self) -> int:
+        return jax.tree.leaves(self.weights.blocks)[0].shape[0] // self.schedule.virtual
+
+    def is_last_rank(self) -> jax.Array:
+        return self.rank == self.schedule.pipeline - 1
+
+    def microbatch(self, m: jax.Array) -> Tree:
+        return index(self.data, m)
+
+    def empty_x(self) -> jax.Array:
+        return zeros_like_results(lambda: self.passes.first(self.weights.first, self.microbatch(0)))
+
+    # --- one block
+
+    def known(self, chunk: jax.Array, i: jax.Array, m: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        """What block i of a chunk needs but its input: weights, data, and its number in the model."""
+        number = (chunk * self.schedule.pipeline + self.rank) * self.per_chunk + i
+        return index(self.weights.blocks, chunk * self.per_chunk + i), self.microbatch(m), number
+
+    def block_vjp(self, known: Tree, x: jax.Array) -> tuple[jax.Array, Callable, Tree]:
+        (y, _), vjp, stats = jax.vjp(
+            lambda known, x: self.passes.block(*known, x), known, x, has_aux=True
+        )
+        return y, vjp, stats
+
+    def kept(self, vjp: Any, known: Tree) -> list[jax.Array]:
+        """The residuals that are not in `known`."""
+        arguments = jax.tree.leaves(vjp.args_res)[len(jax.tree.leaves(known)) :]
+        return vary([a for a in (*arguments, *vjp.opaque_residuals) if is_array(a)])
+
+    def restored(self, template: Any, known: Tree, kept: list[jax.Array]) -> Callable:
+        """The backward function of a block, out of what `known` and `kept` hold."""
+        kept = list(kept)
+        vjp = copy.copy(template)
+        arguments = jax.tree.leaves(template.args_res)[len(jax.tree.leaves(known)) :]
+        arguments = [kept.pop(0) if is_array(a) else a for a in arguments]
+        vjp.args_res = jax.tree.leaves(known) + arguments
+        vjp.opaque_residuals = kept
+        return vjp
+
+    def probe(self, x: jax.Array) -> tuple[Tree, Tree, Any]:
+        """(an empty ring, empty statistics, the backward function of a block to put residuals back into)."""
+        found = {}
+
+        def one_block(x: jax.Array) -> tuple[list[jax.Array], Tree]:
+            known = self.known(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+            _, found["vjp"], stats = self.block_vjp(known, x)
+            return self.kept(found["vjp"], known), stats
+
+        kept, stats = jax.eval_shape(one_block, x)
+        blocks = self.schedule.virtual * self.per_chunk
+        ring = stack_of_zeros(kept, self.schedule.slots, self.per_chunk)
+        return ring, stack_of_zeros(stats, blocks), found["vjp"]
+
+    # --- one task
+
+    def forward_input(self, tick: jax.Array, chunk: jax.Array, x: jax.Array) -> jax.Array:
+        """What enters this rank's chunk: on rank 0, in the first chunk, a new microbatch."""
+        # What rank 0 is at; the same number on every rank, so that all take the same branch and meet in its collectives.
+        chunk0, m0 = self.schedule.forward_task(self.schedule.forward_number(tick, 0))
+        new = lax.cond(
+            chunk0 == 0,
+            lambda: vary(self.passes.first(self.weights.first, self.microbatch(m0))),
+            lambda: vary(jnp.zeros_like(x)),
+        )
+        return jnp.where((self.rank == 0) & (chunk == 0), new, x)
+
+    def forward(self, tick: jax.Array, carry: Carry) -> Carry:
+        """One chunk forward; its residuals into the ring."""
+        number = self.schedule.forward_number(tick, self.rank)
+        chunk, m = self.schedule.forward_task(number)
+        valid, slot = self.schedule.is_task(number), number % self.schedule.slots
+
+        def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
+            x, ring, stats = state
+            known = self.known(chunk, i, m)
+            x, vjp, new = self.block_vjp(known, x)
+            ring = store(ring, self.kept(vjp, known), slot, i)
+            return (x, ring, add_where(valid, stats, new, chunk * self.per_chunk + i)), None
+
+        x = self.forward_input(tick, chunk, carry.x)
+        numbers = jnp.arange(self.per_chunk, dtype=jnp.int32)
+        (x, ring, stats), _ = lax.scan(body, (x, carry.ring, carry.block_stats), numbers)
+        return carry._replace(x=x, ring=ring, block_stats=stats)
+
+    def loss(self, tick: jax.Array, carry: Carry) -> Carry:
+        """Loss and its gradient of what the last stage made in this tick, if it made anything."""
+        number = self.schedule.backward_number(tick, self.schedule.pipeline - 1)
+        chunk, m = self.schedule.backward_task(number)
+
+        def with_loss(grads: Tree, stats: Tree) -> tuple[jax.Array, Tree, Tree]:
+            y = lax.psum(jnp.where(self.is_last_rank(), carry.x, 0), "pipeline")
+            data = self.microbatch(m)
+            value_and_grad = jax.value_and_grad(self.passes.last, argnums=(0, 2), has_aux=True)
+            (_, new), (d_last, d_y) = value_and_grad(self.weights.last, data, y)
+            grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_last)
+            return vary(d_y), grads, jax.tree.map(jnp.add, stats, new)
+
+        d_y, grads, stats = lax.cond(
+            (chunk == self.schedule.virtual - 1) & self.schedule.is_task(number),
+            with_loss,
+            lambda grads, stats: (vary(jnp.zeros_like(carry.x)), grads, stats),
+            carry.grads.last,
+            carry.last_stats,
+        )
+        chunk, _ = self.schedule.backward_task(self.schedule.backward_number(tick, self.rank))
+        ends_here = self.is_last_rank() & (chunk == self.schedule.virtual - 1)
+        return carry._replace(
+            d_x=jnp.where(ends_here, d_y, carry.d_x),
+            grads=carry.grads._replace(last=grads),
+            last_stats=stats,
+        )
+
+    def backward(self, tick: jax.Array, carry: Carry, template: Any) -> Carry:
+        """One chunk backward, its blocks in reverse."""
+        number = self.schedule.backward_number(tick, self.rank)
+        chunk, m = self.schedule.backward_task(number)
+        valid = self.schedule.is_task(number)
+        slot = self.schedule.task_number(chunk, m) % self.schedule.slots
+
+        def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
+            d_x, grads = state
+            known = self.known(chunk, i, m)
+            vjp = self.restored(template, known, index(carry.ring, slot, i))
+            # A block's own loss enters as the constant 1.
+            (d_w, *_), d_x = vjp((d_x, vary(jnp.where(valid, 1.0, 0.0))))
+            return (d_x, add_where(valid, grads, d_w, chunk * self.per_chunk + i)), None
+
+        d_x = jnp.where(valid, carry.d_x, 0)
+        numbers = jnp.arange(self.per_chunk, dtype=jnp.int32)
+        (d_x, blocks), _ = lax.scan(body, (d_x, carry.grads.blocks), numbers, reverse=True)
+        grads = carry.grads._replace(blocks=blocks, first=self.first_grads(tick, d_x, carry))
+        return carry._replace(d_x=d_x, grads=grads)
+
+    def first_grads(self, tick: jax.Array, d_x: jax.Array, carry: Carry) -> Tree:
+        """Gradients of `first`, when rank 0 has just gone back through the first chunk."""
+        number = self.schedule.backward_number(tick, 0)
+        chunk, m = self.schedule.backward_task(number)
+
+        def backward(grads: Tree) -> Tree:
+            _, vjp = jax.vjp(
+                lambda w: vary(self.passes.first(w, self.microbatch(m))), self.weights.first
+            )
+            (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
+            return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
+
+        starts = (chunk == 0) & self.schedule.is_task(number)
+        return lax.cond(starts, backward, lambda grads: grads, carry.grads.first)
+
+
+def stack_of_zeros(tree: Tree, *sizes: int) -> Tree:
+    """Zeros [*sizes, ...] for every leaf, typed as differing along all axes."""
+    return vary(jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), tree))
+
+
+def send(x: jax.Array, ranks: int, step: int) -> jax.Array:
+    """x from the rank `step` places back.  Sends ppermute(pipeline) of x, where there is another rank."""
+    if ranks == 1:
+        return x
+    return lax.ppermute(x, "pipeline", [(rank, (rank + step) % ranks) for rank in range(ranks)])
+
+
+def train(
+    passes: Passes, weights: Weights, data: Tree, schedule: Schedule
+) -> tuple[Weights, Tree, Tree]:
+    """Gradients of the sum of all losses over all microbatches, and statistics summed over them.
+
+    weights  of this rank, whole along fsdp or not, as the passes want them; typed as differing along all mesh axes.
+    data     [M, ...] leaves.
+    -> this rank's part of the gradients, float32; [blocks of this rank, ...] statistics of blocks; those of `last`.
+    Sends    ppermute(pipeline) of [b, t, D] forward and backward in each tick, psum(pipeline) of it once per microbatch.
+    """
+    run = Executor(passes, weights, data, schedule)
+    x = run.empty_x()
+    ring, block_stats, template = run.probe(x)
+    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), weights)
+    last = lambda x: passes.last(weights.last, run.microbatch(0), x)[1]  # noqa: E731
+    last_stats = zeros_like_results(last, x, axes=BATCH_AXES)
+    carry = Carry(x, x, ring, zero, block_stats, last_stats)
+
+    def tick(forward: bool, backward: bool, carry: Carry, t: jax.Array) -> tuple[Carry, None]:
+        if forward:
+            carry = run.forward(t, carry)
+        if forward and backward:
+            carry = run.loss(t, carry)
+        if backward:
+            carry = run.backward(t, carry, template)
+        # What a rank sends in a tick, its neighbour needs in the next.
+        if forward:
+            carry = carry._replace(x=send(carry.x, schedule.pipeline, 1))
+        if backward:
+            carry = carry._replace(d_x=send(carry.d_x, schedule.pipeline, -1))
+        return carry, None
+
+    for start, stop, forward, backward in schedule.phases:
+        ticks = jnp.arange(start, stop, dtype=jnp.int32)
+        carry, _ = lax.scan(partial(tick, forward, backward), carry, ticks)
+    return carry.grads, carry.block_stats, carry.last_stats
+
+
+def evaluate(
+    passes: Passes, weights: Weights, data: Tree, schedule: Schedule, axes: tuple[str, ...]
+) -> tuple[Tree, Tree]:
+    """Forward only: [blocks of this rank, ...] statistics of blocks, summed, and [M, ...] those of `last` for each microbatch.
+
+    axes   the mesh axes along which what `last` returns differs.
+
+    Sends  ppermute(pipeline) of [b, t, D] in each tick, psum(pipeline) of it once per microbatch.
+    """
+    run = Executor(passes, weights, data, schedule)
+    x = run.empty_x()
+    block = lambda x: passes.block(*run.known(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
+    stats = stack_of_zeros(jax.eval_shape(block, x), schedule.virtual * run.per_chunk)
+    last = lambda x: passes.last(weights.last, run.microbatch(0), x)[1]  # noqa: E731
+    one = jax.eval_shape(last, x)
+    out = jax.tree.map(lambda a: jnp.zeros((schedule.microbatches, *a.shape), a.dtype), one)
+
+    def chunk_forward(x: jax.Array, stats: Tree, t: jax.Array) -> tuple[jax.Array, Tree]:
+        number = schedule.forward_number(t, run.rank)
+        chunk, m = schedule.forward_task(number)
+
+        def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
+            x, stats = state
+            (x, _), new = passes.block(*run.known(chunk, i, m), x)
+            valid = schedule.is_task(number)
+            return (x, add_where(valid, stats, new, chunk * run.per_chunk + i)), None
+
+        numbers = jnp.arange(run.per_chunk, dtype=jnp.int32)
+        return lax.scan(body, (run.forward_input(t, chunk, x), stats), numbers)[0]
+
+    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+        x, stats, out = carry
+        x, stats = chunk_forward(x, stats, t)
+        number = schedule.forward_number(t, schedule.pipeline - 1)
+        chunk, m = schedule.forward_task(number)
+
+        def with_last(out: Tree) -> Tree:
+            y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
+            return store(out, passes.last(weights.last, run.microbatch(m), y)[1], m)
+
+        done = (chunk == schedule.virtual - 1) & schedule.is_task(number)
+        out = lax.cond(done, with_last, lambda out: out, out)
+        return (send(x, schedule.pipeline, 1), stats, out), None
+
+    carry = (x, stats, vary(out, axes))
+    ticks = jnp.arange(schedule.work + schedule.pipeline - 1, dtype=jnp.int32)
+    (_, stats, out), _ = lax.scan(tick, carry, ticks)
+    return stats, out
+
+
+if __name__ == "__main__":
+    schedules.main()

@@ -1,0 +1,256 @@
+"""Draws a run from its metrics.jsonl: validation loss, load loss, tokens per expert.
+
+python plot.py --run runs/tiny             -> runs/tiny/plots/*.png
+python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, one over the other
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+import metrics
+import utils
+
+# Told apart by colour-blind readers as well: Okabe and Ito's set.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLE = {
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.edgecolor": "#666666",
+    "font.size": 10.0,
+    "axes.titlesize": 10.0,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What one run's folder holds, as arrays over its steps and its evaluations."""
+
+    name: str
+    tokens_per_step: float
+    steps: np.ndarray
+    train: np.ndarray  # loss/cross_entropy, which validation loss compares with
+    balance: np.ndarray  # loss/balance, with its factor
+    factor: float  # of the balance loss, times MoE layers: what a perfectly even load costs; or 0
+    val_steps: np.ndarray
+    val: np.ndarray
+    val_balance: np.ndarray
+    share: np.ndarray  # [evaluations, MoE layers, experts], of a layer's routed tokens
+
+
+def read(folder: Path) -> Recorded:
+    """The run in `folder`.  Raises ValueError where there is nothing to draw."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
+    records = metrics.read(path)
+    train = [record for record in records if "loss/train" in record]
+    val = [record for record in records if "loss/val" in record]
+    if not train or not val:
+        raise ValueError(
+            f"{path} holds {len(train)} steps and {len(val)} evaluations, and a picture needs one "
+            f"of each. Let the run go on to its first evaluation (--eval.every_steps)."
+        )
+    return Recorded(
+        name=folder.resolve().name,
+        tokens_per_step=train[-1]["tokens"] / train[-1]["step"],
+        steps=_column(train, "step"),
+        train=_column(train, "loss/cross_entropy"),
+        balance=_column(train, "loss/balance"),
+        factor=_balance_factor(folder / "config.toml"),
+        val_steps=_column(val, "step"),
+        val=_column(val, "loss/val"),
+        val_balance=_column(val, "loss/val_balance"),
+        share=_shares(val),
+    )
+
+
+def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
+    """A gap where a value was not finite or not there."""
+    return np.array([np.nan if r[name] is None else r[name] for r in records], float)
+
+
+def _shares(val: list[dict[str, Any]]) -> np.ndarray:
+    tokens = np.array([record["moe/tokens_per_expert"] for record in val], float)
+    tokens = tokens.reshape(len(val), -1, tokens.shape[-1] if tokens.size else 1)
+    return tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
+
+
+def _balance_factor(path: Path) -> float:
+    if not path.is_file():
+        return 0.0
+    model = tomllib.loads(path.read_text()).get("model", {})
+    defaults = utils.Model()
+    blocks = model.get("blocks", defaults.blocks) * model.get("moe_layers", defaults.moe_layers)
+    return blocks * model.get("balance_loss", defaults.balance_loss)
+
+
+def _axes_of_time(axes: list[Axes], runs: list[Recorded]) -> None:
+    """Tokens below, and steps above where all runs take as many tokens in a step."""
+    per_step = runs[0].tokens_per_step
+    same = all(run.tokens_per_step == per_step for run in runs)
+    for ax in axes:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if same:
+            above = ax.secondary_xaxis(
+                "top", functions=(lambda x: x / per_step, lambda x: x * per_step)
+            )
+            above.set_xlabel("steps", fontsize=8.0)
+            above.tick_params(labelsize=8)
+        else:
+            ax.spines.top.set_visible(False)
+
+
+def _figure(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    size = (7.0, 4.4) if rows == columns == 1 else (1.0 + 3.4 * columns, 0.6 + 2.7 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    shape = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    return figure, list(shape.flat)
+
+
+def _marker(points: int) -> dict[str, Any]:
+    return {"marker": "o", "markersize": 3.5} if points <= 40 else {}
+
+
+def validation_loss(runs: list[Recorded]) -> Figure:
+    """Cross-entropy on held-out text over tokens; faint, in training."""
+    figure, [ax] = _figure()
+    for run, color in zip(runs, _colors(runs), strict=True):
+        x = run.val_steps * run.tokens_per_step
+        ax.plot(run.steps * run.tokens_per_step, run.train, color=color, alpha=0.25, lw=0.8)
+        last = f"{run.name}: {run.val[-1]:.3f} at the end"
+        ax.plot(x, run.val, color=color, lw=1.8, label=last, **_marker(len(x)))
+    ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
+    ax.set(xlabel="tokens", ylabel="cross-entropy (nats per token)", title="Validation loss")
+    ax.legend()
+    _axes_of_time([ax], runs)
+    return figure
+
+
+def load_loss(runs: list[Recorded]) -> Figure:
+    """Balance loss without its factor, mean over MoE layers, over tokens; 1 is perfectly even."""
+    figure, [ax] = _figure()
+    for run, color in zip(runs, _colors(runs), strict=True):
+        x = run.val_steps * run.tokens_per_step
+        if run.factor > 0:
+            trained = run.balance / run.factor
+            ax.plot(run.steps * run.tokens_per_step, trained, color=color, alpha=0.3, lw=0.8)
+        ax.plot(x, run.val_balance, color=color, lw=1.8, label=run.name, **_marker(len(x)))
+    ax.axhline(1.0, color="#444444", lw=1.0, ls="--", label="perfectly even")
+    if any(run.factor > 0 for run in runs):
+        ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
+    ax.set(xlabel="tokens", ylabel="balance loss (1 = even)", title="Load loss, at evaluations")
+    ax.legend()
+    _axes_of_time([ax], runs)
+    return figure
+
+
+def tokens_per_expert(runs: list[Recorded]) -> Figure:
+    """Share of routed tokens over tokens: a panel per MoE layer, a line per expert.
+
+    Several runs are drawn as the band between their least and most loaded expert.
+    """
+    layers = max(run.share.shape[1] for run in runs)
+    columns = min(layers, 4)
+    figure, axes = _figure(-(-layers // columns), columns)
+    for ax in axes[layers:]:
+        ax.set_visible(False)
+    for layer, ax in enumerate(axes[:layers]):
+        ax.set_title(f"MoE layer {layer}")
+        for run, color in zip(runs, _colors(runs), strict=True):
+            if layer < run.share.shape[1]:
+                _draw_layer(ax, run, layer, color if len(runs) > 1 else None)
+    _tokens_per_expert_labels(figure, axes[:layers], columns, runs)
+    return figure
+
+
+def _draw_layer(ax: Axes, run: Recorded, layer: int, color: str | None) -> None:
+    x, share = run.val_steps * run.tokens_per_step, run.share[:, layer]
+    ax.axhline(1.0 / share.shape[1], color="#444444", lw=1.0, ls="--", zorder=3)
+    if color is not None:
+        ax.fill_between(x, share.min(1), share.max(1), color=color, alpha=0.2, lw=0)
+        ax.plot(x, share.max(1), color=color, lw=1.3, label=run.name, **_marker(len(x)))
+        ax.plot(x, share.min(1), color=color, lw=1.3, **_marker(len(x)))
+        return
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, share.shape[1]))
+    for expert, shade in enumerate(shades):
+        ax.plot(x, share[:, expert], color=shade, lw=1.1, label=f"{expert}", **_marker(len(x)))
+
+
+def _tokens_per_expert_labels(
+    figure: Figure, axes: list[Axes], columns: int, runs: list[Recorded]
+) -> None:
+    _axes_of_time(axes, runs)
+    for number, ax in enumerate(axes):
+        if number + columns >= len(axes):
+            ax.set_xlabel("tokens")
+            ax.tick_params(labelbottom=True)
+        if number % columns == 0:
+            ax.set_ylabel("share of tokens")
+        ax.set_ylim(bottom=0.0)
+        ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    if len(labels) <= 16:
+        title = "expert" if len(runs) == 1 else "least and most\nloaded expert"
+        figure.legend(handles, labels, title=title, loc="outside right upper", fontsize=8.0)
+    figure.suptitle("Tokens per expert, at evaluations (dashed: even)")
+
+
+def _colors(runs: list[Recorded]) -> list[str]:
+    return [COLORS[number % len(COLORS)] for number in range(len(runs))]
+
+
+def plot_runs(folders: list[Path], out: Path) -> list[Path]:
+    """Draws the runs in `folders` over each other into `out`, and returns the files.
+
+    Runs without experts have a validation loss only.
+    Raises  ValueError where there is nothing to draw.
+    """
+    runs = [read(folder) for folder in folders]
+    pictures = [validation_loss]
+    if any(run.share.size for run in runs):
+        pictures += [load_loss, tokens_per_expert]
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / f"{picture.__name__}.png" for picture in pictures]
+    with matplotlib.rc_context(STYLE):
+        for picture, file in zip(pictures, files, strict=True):
+            picture(runs).savefig(file, dpi=150)
+    return files
+
+
+def plot_run(folder: Path) -> list[Path]:
+    """Draws the run in `folder` into its `plots/`."""
+    return plot_runs([folder], folder / "plots")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Draws runs from their metrics.jsonl."""
+
+    run: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER...")]  # one is drawn alone
+    out: Path | None = None  # folder for the PNGs; RUN/plots, or A+B/plots beside the runs
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments)
+    folders = list(arguments.run)
+    if not folders:
+        raise ValueError("--run names no folder. Give one or more, as --run runs/tiny.")
+    together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
+    for file in plot_runs(folders, arguments.out or together / "plots"):
+        print(file)
+
+
+if __name__ == "__main__":
+    utils.command_line(main)

@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# Set up the environment once, then run a command in it: the same on a laptop and on a pod worker.
+#
+#   ./run.sh                       prepare the sample data and train configs/tiny.toml
+#   ./run.sh --train.steps 20      the same with flags for main.py
+#   ./run.sh COMMAND [ARGUMENT..]  run a command: python main.py ..., pytest, ruff, ...
+#   ./run.sh --help                print this
+#
+# Commands run in the folder of this file.
+#
+# The environment is .venv beside this file, made by uv where it is installed and by python3
+# otherwise, with the jax for this machine: NVIDIA GPU, TPU or CPU. It is brought up to date when
+# requirements.txt changes, and made anew if setting it up was interrupted.
+#
+# Read from the environment, and given a value here if they have none:
+#   PYTHON                     the Python to make .venv from, 3.11 or newer
+#   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
+#   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, and patience with
+#                              devices that share a core; each flag only where it is not given
+#
+# Exit code: that of the command; 2 if the environment cannot be set up.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+root=$PWD
+
+cpu_flags=(
+  --xla_force_host_platform_device_count=8
+  --xla_cpu_collective_call_warn_stuck_timeout_seconds=600
+  --xla_cpu_collective_call_terminate_timeout_seconds=3600
+  --xla_cpu_collective_timeout_seconds=3600
+)
+
+usage() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
+}
+
+say() {
+  echo "run.sh: $*" >&2
+}
+
+fail() {
+  say "$@"
+  exit 2
+}
+
+# Prints cpu, tpu, cuda12 or cuda13: the extra of jax, whose CUDA 13 needs driver 580, and whose
+# CUDA 12 needs 525.
+machine() {
+  local driver
+  if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null); then
+    driver=${driver%%.*}
+    if [[ ! $driver =~ ^[0-9]+$ ]] || ((driver < 525)); then
+      say "the NVIDIA driver (${driver:-unknown}) is older than 525, which jax needs: using the CPU"
+      echo cpu
+    elif ((driver < 580)); then
+      echo cuda12
+    else
+      echo cuda13
+    fi
+  elif has_tpu; then
+    echo tpu
+  else
+    echo cpu
+  fi
+}
+
+# A TPU is /dev/accel0 and on, or on newer hosts a device of Google's (0x1ae0) that vfio holds.
+has_tpu() {
+  compgen -G '/dev/accel[0-9]*' >/dev/null && return
+  compgen -G '/dev/vfio/[0-9]*' >/dev/null || return
+  grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
+}
+
+# What .venv must hold: kept in it as .ready once it does.
+wanted() {
+  echo "jax[$1]"
+  cat requirements.txt
+}
+
+is_ready() {
+  [[ -x .venv/bin/python && "$(cat .venv/.ready 2>/dev/null)" == "$(wanted "$1")" ]]
+}
+
+set_up() {
+  local extra=$1 started=$SECONDS
+  if command -v flock >/dev/null; then # one at a time, where two hosts or shells share a folder
+    exec 9>.venv-lock
+    flock 9
+    if is_ready "$extra"; then
+      exec 9>&-
+      return
+    fi
+  fi
+  mkdir -p .cache
+  say "setting up .venv with jax[$extra], once: some minutes (details in .cache/install.log)"
+  if [[ -e .venv-unfinished || ! -x .venv/bin/python ]]; then
+    touch .venv-unfinished
+    logged create
+  fi
+  touch .venv-unfinished
+  logged install "$extra"
+  wanted "$extra" >.venv/.ready
+  rm .venv-unfinished
+  say "set up in $((SECONDS - started)) s"
+  exec 9>&-
+}
+
+logged() {
+  "$@" </dev/null >.cache/install.log 2>&1 && return
+  tail -n 5 .cache/install.log >&2
+  fail "could not $1 .venv (all of it: .cache/install.log). Mend that and run this again."
+}
+
+create() {
+  if command -v uv >/dev/null; then
+    uv venv --clear --python "${PYTHON:->=3.11}" .venv
+    return
+  fi
+  local python=${PYTHON:-python3}
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "$python is not Python 3.11 or newer: name one that is, as in PYTHON=python3.12 ./run.sh"
+    return 1
+  fi
+  if ! "$python" -m venv --clear .venv; then
+    echo "$python -m venv failed: install uv, or the package python3-venv of this system"
+    return 1
+  fi
+}
+
+install() {
+  local packages=(-r requirements.txt)
+  local installer=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+  [[ $1 == cpu ]] || packages+=("jax[$1]")
+  if command -v uv >/dev/null; then
+    installer=(uv pip install --quiet --python .venv/bin/python)
+  fi
+  "${installer[@]}" "${packages[@]}"
+}
+
+# Adds each flag to XLA_FLAGS whose name is not in it.
+set_cpu_flags() {
+  local flag
+  for flag in "${cpu_flags[@]}"; do
+    [[ " ${XLA_FLAGS:-}" == *" ${flag%%=*}="* ]] || XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }$flag"
+  done
+  export XLA_FLAGS
+}
+
+prepare_sample() {
+  if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
+    python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
+  fi
+}
+
+main() {
+  if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    usage
+    return
+  fi
+  local extra
+  extra=$(machine)
+  is_ready "$extra" || set_up "$extra"
+  if [[ $extra == cpu || ${JAX_PLATFORMS:-} == cpu ]]; then
+    set_cpu_flags
+  fi
+  export VIRTUAL_ENV=$root/.venv PATH=$root/.venv/bin:$PATH
+  export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax}
+  # A program that compiles faster than this is not worth a file.
+  : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
+  export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
+  if [[ $# == 0 || $1 == --* ]]; then
+    prepare_sample
+    exec python main.py --config configs/tiny.toml "$@"
+  fi
+  exec "$@"
+}
+
+main "$@"

@@ -1,0 +1,33 @@
+"""Every test runs on 8 CPU devices, with strict types: the same on a laptop and on a pod."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Devices that share two cores meet late: a slow test is slow, and no collective is given up.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+    "--xla_cpu_collective_timeout_seconds=3600",
+)
+
+
+def with_flags(given: str, flags: tuple[str, ...]) -> str:
+    """The given flags, and those of `flags` whose name is not among them."""
+    names = {flag.split("=")[0] for flag in given.split()}
+    return " ".join([*given.split(), *(f for f in flags if f.split("=")[0] not in names)])
+
+
+# Read once, when jax is imported, so set before that.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")

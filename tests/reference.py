@@ -1,0 +1,257 @@
+"""The model's definition on one device, in its plainest form: what tests hold model.py to.
+
+Shares no code with model.py. Every expert sees every token and nothing is dropped; dropout is
+never applied. Results have the dtype of the weights, float32 or float64. `numpy_attention` and
+`numpy_moe` below are the two layers that are easy to get wrong, once more and token by token.
+
+Letters: B sequences, T query positions, S key positions, D width, V padded vocabulary, N heads,
+H and R head width without and with position, A = H + R, W value head width, Q query latent,
+C key-value latent, E experts, K experts per token, F hidden width of a dense layer or an expert,
+Z two of these widths side by side.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Accelerators multiply float32 matrices with fewer bits unless told otherwise.
+einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+def rms_norm(x, scale, epsilon):
+    """x / sqrt(mean(x^2) + epsilon) * scale, over the last dimension."""
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x / jnp.sqrt(mean_square + epsilon) * jnp.broadcast_to(scale, x.shape)
+
+
+def rotate(x_BTNR, theta):
+    """Turn each pair (x_i, x_{i + R/2}) by position * theta^(-2i/R)."""
+    _, T, _, R = x_BTNR.shape
+    frequency = theta ** (-jnp.arange(0, R, 2, dtype=x_BTNR.dtype) / R)
+    angle = jnp.outer(jnp.arange(T, dtype=x_BTNR.dtype), frequency)[None, :, None, :]
+    first, second = jnp.split(x_BTNR, 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def queries(w, h_BTD, epsilon):
+    """h @ up, or rms_norm(h @ down) @ up."""
+    if "down" not in w:
+        return einsum("BTD,DNA->BTNA", h_BTD, w["up"])
+    latent_BTQ = rms_norm(einsum("BTD,DQ->BTQ", h_BTD, w["down"]), w["norm"], epsilon)
+    return einsum("BTQ,QNA->BTNA", latent_BTQ, w["up"])
+
+
+def attention(w, x_BTD, model, segments_BT, rotary):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1), without the residual."""
+    H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
+    h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
+    q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, model.norm_epsilon), [H], axis=-1)
+    kv_down = einsum("BTD,DZ->BTZ", h_BTD, w["kv_down"])
+    latent_BTC, k_rope = jnp.split(kv_down, [model.kv_lora_rank], axis=-1)
+    latent_BTC = rms_norm(latent_BTC, w["kv_norm"], model.norm_epsilon)
+    k_nope, v_BTNW = jnp.split(einsum("BTC,CNZ->BTNZ", latent_BTC, w["kv_up"]), [H], axis=-1)
+    k_rope = k_rope[:, :, None, :]  # one key for all heads
+    if rotary:
+        q_rope, k_rope = rotate(q_rope, model.rope_theta), rotate(k_rope, model.rope_theta)
+    scores = einsum("BTNH,BSNH->BNTS", q_nope, k_nope)
+    scores += einsum("BTNR,BSR->BNTS", q_rope, k_rope[:, :, 0])
+    scores = jnp.where(visible(segments_BT), scores * (H + R) ** -0.5, -jnp.inf)
+    mixed_BTNW = einsum("BNTS,BSNW->BTNW", jax.nn.softmax(scores, axis=-1), v_BTNW)
+    return einsum("BTNW,NWD->BTD", mixed_BTNW, w["out"])
+
+
+def visible(segments_BT):
+    """[B, 1, T, S]: key S is not after query T and in the same document."""
+    T = segments_BT.shape[1]
+    same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+    return same & jnp.tril(jnp.ones((1, 1, T, T), bool))
+
+
+def swiglu(w, h_BTD):
+    """down(silu(gate h) * up h)."""
+    gate_BTF = jax.nn.silu(einsum("BTD,DF->BTF", h_BTD, w["gate"]))
+    return einsum("BTF,FD->BTD", gate_BTF * einsum("BTD,DF->BTF", h_BTD, w["up"]), w["down"])
+
+
+def mlp(w, x_BTD, model):
+    """The dense feed-forward, without the residual."""
+    return swiglu(w, rms_norm(x_BTD, w["norm"], model.norm_epsilon))
+
+
+def moe(w, x_BTD, model):
+    """Experts of DeepSeek-V3 (arXiv:2412.19437, eq. 12-20), without the residual.
+
+    Returns y, how often each sequence chose each expert [B, E], and the balance loss, unscaled.
+    """
+    h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
+    score_BTE = scores(w, h_BTD, model)
+    ranking = jax.lax.stop_gradient(score_BTE + jnp.broadcast_to(w["bias"], score_BTE.shape))
+    _, choice_BTK = jax.lax.top_k(ranking, model.experts_per_token)
+    chosen_BTKE = jax.nn.one_hot(choice_BTK, model.experts, dtype=x_BTD.dtype)
+    weight_BTK = einsum("BTKE,BTE->BTK", chosen_BTKE, score_BTE)
+    if model.normalize_weights:
+        weight_BTK = weight_BTK / (jnp.sum(weight_BTK, axis=-1, keepdims=True) + 1e-20)
+    weight_BTE = einsum("BTKE,BTK->BTE", chosen_BTKE, weight_BTK * model.routed_scaling_factor)
+    # Expert by expert, all at once: the same swiglu, mapped over the experts' weights.
+    expert_EBTD = jax.vmap(swiglu, in_axes=(0, None))(w["experts"], h_BTD)
+    y_BTD = einsum("BTE,EBTD->BTD", weight_BTE, expert_EBTD)
+    if w["shared"] is not None:
+        y_BTD += swiglu(w["shared"], h_BTD)
+    counts_BE = jnp.sum(chosen_BTKE, axis=(1, 2))
+    return y_BTD, counts_BE, balance(score_BTE, counts_BE, model)
+
+
+def scores(w, h_BTD, model):
+    """How well each expert suits each token, between 0 and 1."""
+    logits_BTE = einsum("BTD,DE->BTE", h_BTD, w["router"])
+    return jax.nn.sigmoid(logits_BTE) if model.scores == "sigmoid" else jax.nn.softmax(logits_BTE)
+
+
+def balance(score_BTE, counts_BE, model):
+    """mean over sequences of sum_e f_e P_e (arXiv:2412.19437, eq. 17-20)."""
+    T = score_BTE.shape[1]
+    f_BE = counts_BE * (model.experts / (model.experts_per_token * T))
+    p_BE = jnp.mean(score_BTE / jnp.sum(score_BTE, axis=-1, keepdims=True), axis=1)
+    return jnp.mean(jnp.sum(jax.lax.stop_gradient(f_BE) * p_BE, axis=-1))
+
+
+def take(tree, *index):
+    """One layer of a stack of layers."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def layers(weights, model):
+    """Each layer's weights, first to last."""
+    for i in range(model.prefix_layers):
+        yield take(weights["prefix"], i)
+    for block in range(model.blocks):
+        for i in range(model.dense_layers):
+            yield take(weights["blocks"]["dense"], block, i)
+        if model.moe_layers:
+            yield take(weights["blocks"]["moe"], block)
+
+
+def forward(weights, tokens_BT, model, segments_BT):
+    """Logits, the sum of balance losses before its factor, and each MoE layer's counts [B, E]."""
+    weights = jax.tree.map(jnp.asarray, weights)
+    x_BTD = weights["embedding"][tokens_BT]
+    counts, balances = [], jnp.zeros((), x_BTD.dtype)
+    for w in layers(weights, model):
+        rotary = "mlp" in w or model.rope_in_moe_layers
+        x_BTD += attention(w["attention"], x_BTD, model, segments_BT, rotary)
+        if "mlp" in w:
+            x_BTD += mlp(w["mlp"], x_BTD, model)
+        else:
+            y_BTD, counts_BE, layer_balance = moe(w["moe"], x_BTD, model)
+            x_BTD += y_BTD
+            balances += layer_balance
+            counts.append(counts_BE)
+    x_BTD = rms_norm(x_BTD, weights["final_norm"], model.norm_epsilon)
+    output = weights["embedding"] if weights["output"] is None else weights["output"]
+    logits_BTV = einsum("BTD,VD->BTV", x_BTD, output)
+    is_token = jnp.arange(output.shape[0])[None, None, :] < model.vocabulary
+    return jnp.where(is_token, logits_BTV, -jnp.inf), balances, counts
+
+
+def logits(weights, tokens, model, segments=None):
+    """[B, T, V]; ids that the tokenizer does not have are at -inf."""
+    segments = jnp.zeros_like(tokens) if segments is None else segments
+    return forward(weights, jnp.asarray(tokens), model, jnp.asarray(segments))[0]
+
+
+def loss(weights, batch, model):
+    """cross_entropy + balance + z, and these as added.
+
+    The parts also hold "tokens_per_expert", integers [MoE layers, E].
+    """
+    batch = jax.tree.map(jnp.asarray, batch)
+    logits_BTV, balances, counts = forward(weights, batch["tokens"], model, batch["segments"])
+    log_z = jax.nn.logsumexp(logits_BTV, axis=-1)
+    target = jnp.take_along_axis(logits_BTV, batch["targets"][:, :, None], axis=-1)[:, :, 0]
+    weight = batch["loss_weights"].astype(logits_BTV.dtype)
+    parts = {
+        "cross_entropy": jnp.sum(weight * (log_z - target)) / jnp.sum(weight),
+        "balance": model.balance_loss * balances,
+        "z": model.z_loss * jnp.sum(weight * jnp.square(log_z)) / jnp.sum(weight),
+    }
+    per_expert = [jnp.sum(counts_BE, axis=0).astype(jnp.int32) for counts_BE in counts]
+    none = jnp.zeros((0, model.experts), jnp.int32)
+    per_layer = jnp.stack(per_expert) if per_expert else none
+    return sum(parts.values()), parts | {"tokens_per_expert": per_layer}
+
+
+def numpy_rms_norm(x, scale, epsilon):
+    return scale * x / np.sqrt(np.mean(x**2) + epsilon)
+
+
+def numpy_rotate(x, position, theta):
+    """The rotary embedding of one vector, whose halves are real and imaginary parts."""
+    half = len(x) // 2
+    angle = np.array([position / theta ** (2 * i / len(x)) for i in range(half)])
+    z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag])
+
+
+def numpy_qkv(w, x, position, model, rotary):
+    """Queries [N][A], keys [N][A] and values [N][W] of one token."""
+    H, C, epsilon = model.qk_nope_head_dim, model.kv_lora_rank, model.norm_epsilon
+    turn = numpy_rotate if rotary else lambda x, position, theta: x
+    h = numpy_rms_norm(x, w["norm"], epsilon)
+    k_latent, k_rope = np.split(h @ w["kv_down"], [C])
+    k_latent = numpy_rms_norm(k_latent, w["kv_norm"], epsilon)
+    k_rope = turn(k_rope, position, model.rope_theta)
+    if "down" in w["query"]:
+        h = numpy_rms_norm(h @ w["query"]["down"], w["query"]["norm"], epsilon)
+    q, k, v = [], [], []
+    for n in range(model.heads):
+        nope, rope = np.split(h @ w["query"]["up"][:, n], [H])
+        q.append(np.concatenate([nope, turn(rope, position, model.rope_theta)]))
+        nope, value = np.split(k_latent @ w["kv_up"][:, n], [H])
+        k.append(np.concatenate([nope, k_rope]))
+        v.append(value)
+    return q, k, v
+
+
+def numpy_attention(w, x_TD, model, segments_T, rotary):
+    """`attention` of one sequence: each query and head by itself, over the keys that it sees."""
+    T = len(x_TD)
+    q, k, v = zip(*(numpy_qkv(w, x_TD[t], t, model, rotary) for t in range(T)), strict=True)
+    y_TD = np.zeros_like(x_TD)
+    for t in range(T):
+        seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
+        for n in range(model.heads):
+            score = np.array([q[t][n] @ k[s][n] for s in seen]) / np.sqrt(len(q[t][n]))
+            share = np.exp(score) / np.sum(np.exp(score))
+            y_TD[t] += sum(a * v[s][n] for a, s in zip(share, seen, strict=True)) @ w["out"][n]
+    return y_TD
+
+
+def numpy_swiglu(gate, up, down, h):
+    return (h @ gate / (1 + np.exp(-(h @ gate))) * (h @ up)) @ down
+
+
+def numpy_moe(w, x_TD, model):
+    """`moe` of one sequence, token by token: y [T, D], choices [T, K] and the balance loss.
+
+    f of the balance loss counts choices, so a small change of a weight does not move it.
+    """
+    E, K, T = model.experts, model.experts_per_token, len(x_TD)
+    y_TD, choices_TK, share_TE = np.zeros_like(x_TD), np.zeros((T, K), int), np.zeros((T, E))
+    for t in range(T):
+        h = numpy_rms_norm(x_TD[t], w["norm"], model.norm_epsilon)
+        logit = h @ w["router"]
+        sigmoid = model.scores == "sigmoid"
+        s = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit) / np.sum(np.exp(logit))
+        choices_TK[t] = np.argsort(-(s + w["bias"]), kind="stable")[:K]
+        total = np.sum(s[choices_TK[t]]) + 1e-20 if model.normalize_weights else 1.0
+        for e in choices_TK[t]:
+            expert = numpy_swiglu(*(w["experts"][name][e] for name in ("gate", "up", "down")), h)
+            y_TD[t] += model.routed_scaling_factor * s[e] / total * expert
+        if w["shared"] is not None:
+            y_TD[t] += numpy_swiglu(*(w["shared"][name] for name in ("gate", "up", "down")), h)
+        share_TE[t] = s / np.sum(s)
+    f = [E / (K * T) * np.sum(choices_TK == e) for e in range(E)]
+    return y_TD, choices_TK, sum(f[e] * np.mean(share_TE[:, e]) for e in range(E))

@@ -1,0 +1,277 @@
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import hlo
+
+PRODUCT = 2 * 8 * 16 * 16  # FLOPs of [8, 16] @ [16, 16]
+
+
+def compiled(function, *shapes):
+    return jax.jit(function).lower(*(jnp.ones(shape) for shape in shapes)).compile().as_text()
+
+
+def repeat(function, x, times):
+    return lax.scan(lambda x, _: (function(x), None), x, None, length=times)[0]
+
+
+def test_one_product_counts_two_flops_per_multiplication():
+    assert hlo.dot_flops(compiled(lambda x, w: x @ w, (8, 16), (16, 24))) == 2 * 8 * 16 * 24
+
+
+def test_products_of_batches_and_over_two_dims_count_every_multiplication():
+    text = compiled(lambda a, b: jnp.einsum("bijk,bjkl->bil", a, b), (3, 4, 5, 6), (3, 5, 6, 7))
+    assert hlo.dot_flops(text) == 2 * 3 * 4 * 5 * 6 * 7
+
+
+def test_a_product_of_bfloat16_counts_once():
+    a = jnp.ones((512, 256), jnp.bfloat16)
+    text = jax.jit(lambda a: jnp.tanh(a @ a.T)).lower(a).compile().as_text()
+    assert hlo.dot_flops(text) == 2 * 512 * 512 * 256
+
+
+def test_a_product_in_a_loop_counts_once_per_trip():
+    text = compiled(lambda x, w: repeat(lambda x: jnp.tanh(x @ w), x, 7), (8, 16), (16, 16))
+    assert hlo.dot_flops(text) == 7 * PRODUCT
+    assert hlo.while_count(text) == 1
+
+
+def test_trip_counts_of_nested_loops_multiply():
+    def nested(x, w):
+        return repeat(lambda x: repeat(lambda x: jnp.tanh(x @ w), x, 5) @ w, x, 7)
+
+    text = compiled(nested, (8, 16), (16, 16))
+    assert hlo.dot_flops(text) == (7 * 5 + 7) * PRODUCT
+    assert hlo.while_count(text) == 2
+
+
+def test_gradients_and_recomputation_count_as_executed():
+    def loss(x, w):
+        step = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))
+        return repeat(step, x, 3).sum()
+
+    forward = compiled(loss, (8, 16), (16, 16))
+    both = compiled(jax.value_and_grad(loss, 1), (8, 16), (16, 16))
+    assert hlo.dot_flops(forward) == 3 * 2 * PRODUCT
+    assert hlo.dot_flops(both) == 3 * (2 + 2 + 4) * PRODUCT
+
+
+def branching(x, w):
+    def step(x, i):
+        with jax.named_scope("sometimes"):
+            return lax.cond(i < 2, lambda x: jnp.tanh(x @ w), lambda x: x, x), None
+
+    return lax.scan(step, x, jnp.arange(6))[0]
+
+
+def test_branches_count_by_the_share_that_the_caller_gives():
+    text, names = compiled(branching, (8, 16), (16, 16)), []
+
+    def share(op_name):
+        names.append(op_name)
+        return Fraction(4, 6), Fraction(2, 6)
+
+    assert hlo.dot_flops(text, share) == 2 * PRODUCT
+    assert all("sometimes" in name for name in names)
+
+
+@pytest.mark.parametrize("share", [None, lambda op_name: None])
+def test_branches_that_differ_are_refused_without_a_share(share):
+    with pytest.raises(ValueError, match=r"sometimes.*nothing says how often.*branch_share"):
+        hlo.dot_flops(compiled(branching, (8, 16), (16, 16)), share)
+
+
+def test_shares_for_another_number_of_branches_are_refused():
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        hlo.dot_flops(compiled(branching, (8, 16), (16, 16)), lambda op_name: (1, 1, 1))
+
+
+def test_branches_that_cost_the_same_need_no_share():
+    def same(x, w):
+        return lax.cond(x[0, 0] > 0, lambda: jnp.tanh(x @ w), lambda: jnp.sin(w @ x.T).T)
+
+    assert hlo.dot_flops(compiled(same, (8, 16), (16, 16))) == PRODUCT
+
+
+def test_a_loop_of_unknown_length_is_refused_if_it_multiplies_and_ignored_if_not():
+    def until_small(step, x):
+        return lax.while_loop(lambda x: x.sum() > 5.0, step, x)
+
+    with pytest.raises(ValueError, match=r"no known trip count.*lax.scan"):
+        hlo.dot_flops(compiled(lambda x: until_small(lambda x: x @ x, x), (16, 16)))
+    text = compiled(lambda x: until_small(lambda x: x / 2, x @ x), (16, 16))
+    assert hlo.dot_flops(text) == 2 * 16**3
+
+
+def convolution(x, kernel, **settings):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, dimension_numbers=layout, **settings)
+
+
+def test_a_convolution_counts_positions_that_meet_an_input():
+    settings = {"window_strides": (2, 1), "padding": ((1, 1), (0, 2)), "rhs_dilation": (1, 2)}
+    text = compiled(
+        lambda x, k: convolution(x, k, feature_group_count=2, **settings),
+        (3, 8, 9, 4),
+        (3, 3, 2, 6),
+    )
+    # rows: 4 windows of 3 at -1, 1, 3, 5, the first of which begins in padding
+    # columns: 7 windows of 0, 2, 4 on from 0, ..., 6, the last two of which end in padding
+    assert hlo.dot_flops(text) == 2 * 3 * 2 * 6 * (4 * 3 - 1) * (7 * 3 - 2)
+
+
+# A loop as the TPU compiler writes it, without a noted trip count, around a product of 8 pairs of
+# matrices that is written as a convolution over the batch.
+TPU = """HloModule step, is_scheduled=true
+
+%fused (p.0: bf16[8,32,16], p.1: bf16[8,64,16]) -> bf16[8,32,64] {
+  %p.0 = bf16[8,32,16]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[8,64,16]{2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %conv = bf16[8,32,64]{2,1,0:T(8,128)} convolution(%p.0, %p.1), \
+window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0oi->0bf
+}
+
+%body (b: (s32[], bf16[8,32,16], bf16[8,64,16])) -> (s32[], bf16[8,32,16], bf16[8,64,16]) {
+  %b = (s32[]{:T(128)}, bf16[8,32,16]{2,1,0:T(8,128)(2,1)}, /*index=2*/bf16[8,64,16]{2,1,0}) \
+parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %x = bf16[8,32,16]{2,1,0:T(8,128)(2,1)} get-tuple-element(%b), index=1
+  %y = bf16[8,64,16]{2,1,0} get-tuple-element(%b), index=2
+  %xy = bf16[8,32,64]{2,1,0:T(8,128)} fusion(%x, %y), kind=kOutput, calls=%fused
+  %start = (bf16[8,32,16]{2,1,0}, bf16[8,32,16]{2,1,0}, u32[]{:S(2)}, u32[]{:S(2)}) \
+collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %done = bf16[8,32,16]{2,1,0} collective-permute-done(%start)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], bf16[8,32,16]{2,1,0}, bf16[8,64,16]{2,1,0}) tuple(%next, %done, %y)
+}
+
+%less (a: s32[], l: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %l = s32[] parameter(1)
+  ROOT %lt = pred[] compare(%a, %l), direction=LT
+}
+
+%condition (c: (s32[], bf16[8,32,16], bf16[8,64,16])) -> pred[] {
+  %c = (s32[]{:T(128)}, bf16[8,32,16]{2,1,0}, bf16[8,64,16]{2,1,0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%c), index=0
+  %limit = s32[]{:T(128)} constant(9)
+  ROOT %go = pred[]{:T(512)} fusion(%j, %limit), kind=kLoop, calls=%less
+}
+
+ENTRY %main (u: bf16[8,32,16], v: bf16[8,64,16]) -> bf16[8,32,16] {
+  %u = bf16[8,32,16]{2,1,0} parameter(0)
+  %v = bf16[8,64,16]{2,1,0} parameter(1)
+  %first = s32[] constant(2)
+  %first.copy = s32[] copy(%first)
+  %state = (s32[], bf16[8,32,16]{2,1,0}, bf16[8,64,16]{2,1,0}) tuple(%first.copy, %u, %v)
+  %loop = (s32[], bf16[8,32,16]{2,1,0}, bf16[8,64,16]{2,1,0}) while(%state), \
+condition=%condition, body=%body
+  %kernel = (f32[8]{0}, u8[4]{0}) custom-call(%u), custom_call_target="tpu_custom_call"
+  ROOT %out = bf16[8,32,16]{2,1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_text_without_trip_counts_takes_them_from_the_condition_and_the_first_count():
+    assert hlo.dot_flops(TPU) == (9 - 2) * 2 * 8 * 32 * 64 * 16
+
+
+def test_an_asynchronous_collective_counts_once():
+    assert hlo.collective_bytes(TPU) == {"collective-permute": 7 * 8 * 32 * 16 * 2}
+
+
+def test_foreign_functions_are_named_with_how_often_they_run():
+    assert hlo.custom_calls(TPU) == {"tpu_custom_call": 1}
+    assert hlo.custom_calls(compiled(lambda x, w: x @ w, (8, 16), (16, 16))) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("constant(9)", "parameter(1)"),
+        ("get-tuple-element(%c), index=0", "parameter(1)"),
+    ],
+)
+def test_a_condition_that_is_not_a_counter_below_a_constant_is_refused(old, new):
+    with pytest.raises(ValueError, match=r"Loop loop .* no known trip count"):
+        hlo.dot_flops(TPU.replace(old, new))
+
+
+def test_a_call_of_cublas_counts_as_a_product():
+    text = """ENTRY %main (a: f32[8,16], b: f32[16,24]) -> f32[8,24] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[16,24]{1,0} parameter(1)
+  %g = (f32[8,24]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{\
+"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %c = f32[8,24]{1,0} get-tuple-element(%g), index=0
+}
+"""
+    assert hlo.dot_flops(text) == 2 * 8 * 16 * 24
+    assert hlo.custom_calls(text) == {}
+
+
+def test_text_that_is_not_a_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        hlo.dot_flops("stablehlo.module")
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """A loop of every collective that the model uses, on 2 x 4 devices."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("fsdp", "tensor"))
+
+    def step(x, w):
+        x = lax.all_gather(x, "tensor", axis=0, tiled=True) @ w
+        x = lax.psum_scatter(x, "tensor", scatter_dimension=0, tiled=True)
+        return lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])
+
+    def run(x, w):
+        x = repeat(lambda x: step(x, w), x, 5)
+        moved = lax.all_to_all(x, "tensor", split_axis=1, concat_axis=0, tiled=True)
+        return moved, lax.psum(x.T @ x, ("fsdp", "tensor"))
+
+    cut = P(("fsdp", "tensor"))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(cut, P()), out_specs=(cut, P()))
+    return compiled(mapped, (64, 16), (16, 16))
+
+
+def test_products_inside_shard_map_count_as_one_device_executes_them(sharded):
+    assert hlo.dot_flops(sharded) == 5 * 2 * 32 * 16 * 16 + 2 * 16 * 8 * 16
+
+
+def test_collectives_count_the_bytes_of_their_results_on_one_device(sharded):
+    assert hlo.collective_bytes(sharded) == {
+        "all-gather": 5 * 32 * 16 * 4,
+        "reduce-scatter": 5 * 8 * 16 * 4,
+        "collective-permute": 5 * 8 * 16 * 4,
+        "all-to-all": 8 * 16 * 4,
+        "all-reduce": 16 * 16 * 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [(("f32", (3, 5)), 60), (("bf16", ()), 2), (("pred", (7,)), 7), (("s4", (3,)), 2)],
+)
+def test_bytes_of_an_array_follow_its_type(shape, expected):
+    assert hlo.shape_bytes(shape) == expected
+
+
+def test_instructions_are_counted_once_whatever_the_trips():
+    counts = [
+        hlo.instruction_count(
+            compiled(lambda x, w, n=n: repeat(lambda x: x @ w, x, n), (8, 16), (16, 16))
+        )
+        for n in (3, 30)
+    ]
+    assert counts[0] == counts[1] > 5
+    assert hlo.instruction_count(TPU) == 28

@@ -1,0 +1,172 @@
+"""The files a run leaves, and what it prints."""
+
+import io
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import wandb
+from rich.console import Console
+
+import metrics
+import utils
+
+CONFIG = utils.Config(train=utils.Train(steps=4))
+
+
+def step(number, **changed):
+    values = dict.fromkeys(metrics.TRAIN, 0.5)
+    return values | {"step": number, "tokens": 10 * number, "skipped": 0} | changed
+
+
+def evaluation(number, **changed):
+    tokens = {"moe/tokens_per_expert": [[3, 1], [2, 2]], "moe/dropped": 0.25}
+    return {"step": number, "loss/val": 3.5, "loss/val_balance": 1.125} | tokens | changed
+
+
+def lines(folder):
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+    monkeypatch.setattr(metrics, "console", console)
+    return file
+
+
+def test_every_step_and_evaluation_is_a_line_of_json_as_soon_as_it_is_known(tmp_path):
+    with metrics.Metrics(CONFIG, tmp_path / "run") as out:
+        out.train(step(1))
+        out.evaluation(evaluation(1))
+        assert lines(tmp_path / "run") == [step(1), evaluation(1)]
+
+
+def test_arrays_and_numbers_that_json_has_not_are_written_as_it_has(tmp_path):
+    strange = {"loss/train": jnp.float32(jnp.nan), "grad_norm": float("inf"), "mfu": None}
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.train(step(1, lr=np.float32(0.25), skipped=jnp.int32(1), **strange))
+        out.evaluation(evaluation(1, **{"moe/tokens_per_expert": jnp.ones((2, 2), jnp.int32)}))
+    train, val = lines(tmp_path)
+    assert [train[name] for name in ("loss/train", "grad_norm", "mfu")] == [None] * 3
+    assert (train["lr"], train["skipped"]) == (0.25, 1)
+    assert val["moe/tokens_per_expert"] == [[1, 1], [1, 1]]
+
+
+def test_a_resumed_run_records_no_step_twice(tmp_path):
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        for number in (1, 2, 3):
+            out.train(step(number))
+            out.evaluation(evaluation(number))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tok')  # the run was killed here
+    with metrics.Metrics(CONFIG, tmp_path, step=2) as out:
+        out.train(step(3, lr=0.125))
+    expected = [step(1), evaluation(1), step(2), evaluation(2), step(3, lr=0.125)]
+    assert lines(tmp_path) == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_starts_anew_keeps_no_old_line(tmp_path):
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.evaluation(evaluation(0))
+        out.train(step(1))
+    with metrics.Metrics(CONFIG, tmp_path):
+        assert lines(tmp_path) == []
+
+
+def test_a_record_with_other_names_is_refused(tmp_path):
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        with pytest.raises(AssertionError, match="loss/tran"):
+            out.train(step(1) | {"loss/tran": 1.0})
+        with pytest.raises(AssertionError, match="loss/val"):
+            out.evaluation({"step": 1})
+
+
+def test_a_console_that_is_no_terminal_gets_first_and_last_step_and_few_between(tmp_path, capsys):
+    now = iter([0.0, 4.0, 12.0, 13.0])
+    with metrics.Metrics(CONFIG, tmp_path, clock=lambda: next(now)) as out:
+        for number in (1, 2, 3, 4):
+            out.train(step(number))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed] == ["1/4", "3/4", "4/4"]
+
+
+def test_a_line_has_loss_speed_mfu_and_time_left(tmp_path, capsys):
+    now = iter([100.0, 4000.0])
+    config = utils.Config(train=utils.Train(steps=3))
+    known = {"loss/train": 2.5, "tokens_per_s": 12345.6, "mfu": 0.4567}
+    with metrics.Metrics(config, tmp_path, clock=lambda: next(now)) as out:
+        out.train(step(1, mfu=None))
+        out.train(step(2, skipped=3, **known))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step 1/3  loss 0.5000  0 tokens/s  MFU -"
+    assert second == ("step 2/3  loss 2.5000  12,346 tokens/s  MFU 45.7%  3 skipped  1:05:00 left")
+
+
+def test_an_evaluation_is_told_at_once(tmp_path, capsys):
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.evaluation(evaluation(2))
+        dense = {"moe/tokens_per_expert": [], "loss/val_balance": None, "moe/dropped": None}
+        out.evaluation(evaluation(3, **dense))
+    moe, dense = capsys.readouterr().out.splitlines()
+    assert moe == "step 2/4  validation loss 3.5000  balance 1.125  dropped 25.00%"
+    assert dense == "step 3/4  validation loss 3.5000"
+
+
+def test_a_terminal_shows_every_step_and_lines_above_it(tmp_path, terminal):
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.train(step(1))
+        metrics.say("a sample: [bold]def")
+        out.train(step(4, **{"loss/train": 1.75}))
+    assert "a sample: [bold]def" in terminal.getvalue()
+    assert "step 4/4  loss 1.7500" in terminal.getvalue()
+
+
+def test_only_process_0_writes_and_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with metrics.Metrics(CONFIG, tmp_path / "run") as out:
+        out.train(step(1))
+        out.evaluation(evaluation(1))
+        metrics.say("hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_wandb_is_offline_without_a_key_and_keeps_its_identity(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = utils.Config(train=utils.Train(steps=4), wandb=utils.Wandb(project="test"))
+    for start in (0, 1):
+        with metrics.Metrics(config, tmp_path, step=start, wandb_config={"width": 8}) as out:
+            out.train(step(start + 1))
+            out.evaluation(evaluation(start + 1))
+    identity = (tmp_path / "wandb_id").read_text()
+    runs = [folder.name for folder in (tmp_path / "wandb").glob("offline-run-*")]
+    assert runs and all(name.endswith(identity) for name in runs)
+    assert "wandb: offline" in capsys.readouterr().out
+
+
+def test_what_wandb_refuses_is_said_in_one_line(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise wandb.errors.CommError("permission denied\nfor this key")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    config = utils.Config(wandb=utils.Wandb(project="test"))
+    with pytest.raises(ValueError, match=r"mode .*: permission denied for this key"):
+        metrics.Metrics(config, tmp_path)
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.train(step(1))
+    config = utils.Config(wandb=utils.Wandb(project="test"))
+    with pytest.raises(ValueError, match=r"--wandb.project test needs the package wandb"):
+        metrics.Metrics(config, tmp_path)

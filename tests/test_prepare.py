@@ -1,0 +1,487 @@
+"""Text to shards and back, by value: what is written is decoded and compared with what went in."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+import tiktoken
+
+from data import prepare, train_tokenizer
+from data.prepare import Prepare, documents, encode_document, in_validation, is_source, main
+from data.tokenizer import SAMPLE_PATTERN, encoding, load_tokenizer, table_sha256
+from dataset import INDEX, Dataset, read_manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+TRICKY = "<|endoftext|> é 漢字 🙂 \x00\t\r\n  x=1\n\n\n    return 1234567 <|fim_prefix|>  "
+
+
+def run(source, out, *flags):
+    main(["--source", str(source), "--out", str(out), "--workers", "1", *map(str, flags)])
+
+
+def tokens_of(folder):
+    names = [shard.name for shard in read_manifest(folder).shards]
+    return np.concatenate([np.load(folder / name) for name in names])
+
+
+def texts_of(folder):
+    """The documents of a folder, split after each end-of-text."""
+    ids = tokens_of(folder)
+    ends = np.flatnonzero(ids == 4095)
+    assert ends[-1] == len(ids) - 1
+    starts = [0, *(ends[:-1] + 1)]
+    tokenizer = load_tokenizer("sample")
+    return [
+        tokenizer.decode([int(i) for i in ids[start:end]])
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def files_of(out):
+    """Every file below a folder with its content."""
+    files = (path for path in sorted(out.rglob("*")) if path.is_file())
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """40 small files in two folders, one of them empty, and a hidden one."""
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    for number in range(40):
+        name = f"sub/{number}.txt" if number % 3 else f"{number}.txt"
+        (folder / name).write_text(f"text {number} " * (number + 1))
+    (folder / "tricky.md").write_bytes(TRICKY.encode())
+    (folder / "empty.txt").touch()
+    (folder / ".hidden.txt").write_text("not read")
+    return folder
+
+
+# The tokenizer
+
+
+def test_the_sample_tokenizer_has_4096_ids_and_the_last_is_end_of_text():
+    tokenizer = load_tokenizer("sample")
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (4096, 4095)
+    assert tokenizer.decode([4095]) == "<|endoftext|>"
+    tokens = [tokenizer.decode_single_token_bytes(i) for i in range(4095)]
+    assert tokens[:256] == [bytes([byte]) for byte in range(256)]
+    assert len(set(tokens)) == 4095
+
+
+def test_any_text_comes_back_from_the_sample_tokenizer():
+    tokenizer = load_tokenizer("sample")
+    characters = np.random.default_rng(0).integers(1, 0xD800, 20_000)
+    for text in (TRICKY, "".join(map(chr, characters)), " " * 300_000, "a" * 300_000, ""):
+        assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
+
+
+def test_the_sample_tokenizer_needs_a_token_for_3_4_bytes_of_held_out_source():
+    found = documents(Prepare(source="python-stdlib", out=""))
+    texts = [document.text for document in found if in_validation(document.name)]
+    ids = sum(map(len, load_tokenizer("sample").encode_ordinary_batch(texts)))
+    assert sum(len(text.encode()) for text in texts) / ids > 3.4
+
+
+def test_the_table_hash_sees_the_pattern_the_ranks_and_end_of_text():
+    table = {bytes([byte]): byte for byte in range(256)}
+    swapped = table | {b"a": table[b"b"], b"b": table[b"a"]}
+    more = table | {b"ab": 256}
+    special = {"<|endoftext|>": 256}
+    pattern = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=table, special_tokens=special)
+    found = [table_sha256(encoding(t)) for t in (table, swapped, more)] + [table_sha256(pattern)]
+    assert len(set(found)) == 4
+    assert found[0] == table_sha256(encoding(dict(table)))
+
+
+def test_a_tokenizer_that_is_not_the_one_of_the_data_is_refused():
+    sha256 = table_sha256(load_tokenizer("sample"))
+    assert load_tokenizer("sample", sha256).n_vocab == 4096
+    with pytest.raises(ValueError, match=f"table sha256 {sha256}, and the data was made with 00"):
+        load_tokenizer("sample", "00")
+
+
+def test_an_unknown_tokenizer_is_refused_with_the_names_that_there_are():
+    with pytest.raises(ValueError, match=r"--tokenizer gpt9 is unknown: .*gpt2.*cl100k_base"):
+        load_tokenizer("gpt9")
+
+
+def test_a_tokenizer_that_cannot_be_fetched_is_refused_with_one_that_needs_no_network(
+    tmp_path, monkeypatch
+):
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"p50k_edit could not be fetched .*--tokenizer sample"):
+        load_tokenizer("p50k_edit")
+
+
+# Training it
+
+
+def reference_bpe(words, size):
+    """All pairs counted anew for each merge."""
+    words = {tuple(bytes([b]) for b in word.encode()): n for word, n in words.items()}
+    tokens = [bytes([b]) for b in range(256)]
+    while len(tokens) < size:
+        pairs = Counter()
+        for word, count in words.items():
+            for i in range(len(word) - 1):
+                pairs[word[i] + word[i + 1]] += count
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        tokens.append(best)
+        merged = Counter()
+        for word, count in words.items():
+            parts = []
+            for part in word:
+                if parts and parts[-1] + part == best:
+                    parts[-1] = best
+                else:
+                    parts.append(part)
+            merged[tuple(parts)] += count
+        words = merged
+    return tokens
+
+
+def test_train_makes_the_same_tokens_as_counting_all_pairs_anew():
+    text = Path(json.__file__).read_text()
+    words = Counter(train_tokenizer.regex.findall(SAMPLE_PATTERN, text))
+    assert train_tokenizer.train([text], 500) == reference_bpe(words, 500)
+
+
+def test_train_takes_the_first_in_byte_order_of_equally_frequent_pairs():
+    tokens = train_tokenizer.train(["ab ab cd"], 260)
+    assert tokens[256:] == [b"ab", b" ab", b" c", b" cd"]
+
+
+def test_train_ends_when_the_text_has_no_more_pairs():
+    assert train_tokenizer.train(["ab"], 4096)[256:] == [b"ab"]
+
+
+def test_the_tokenizer_learns_from_training_files_only(tmp_path, monkeypatch, capsys):
+    names = [f"{number}.py" for number in range(100)]
+    assert sum(map(in_validation, names)) == 5
+    found = [
+        prepare.Document(name, "zq" * 50 if in_validation(name) else "hello", 0) for name in names
+    ]
+    monkeypatch.setattr(train_tokenizer, "documents", lambda config: iter(found))
+    out = tmp_path / "ranks"
+    train_tokenizer.main(["--out", str(out), "--vocabulary", "260"])
+    learned = [line.split()[0] for line in out.read_bytes().splitlines()[256:]]
+    assert [base64.b64decode(token) for token in learned] == [b"el", b"ell", b"ello"]
+    assert "held-out files: 5, 500 bytes, 1.000 bytes per token" in capsys.readouterr().out
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--vocabulary 256 is too small"):
+        train_tokenizer.main(["--out", str(tmp_path / "ranks"), "--vocabulary", "256"])
+
+
+# What is written
+
+
+def test_shards_hold_every_document_in_order_of_path_split_by_the_stated_rule(texts, tmp_path):
+    run(texts, tmp_path / "out", "--val-share", 0.3)
+    expected = {"train": [], "val": []}
+    names = [p.relative_to(texts).as_posix() for p in texts.rglob("*.*") if p.stat().st_size]
+    for name in sorted(set(names) - {".hidden.txt"}):
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        split = "val" if number / 2**64 < 0.3 else "train"
+        expected[split].append((texts / name).read_bytes().decode())
+    assert len(expected["train"]) + len(expected["val"]) == 41
+    for split, documents_of_split in expected.items():
+        assert texts_of(tmp_path / "out" / split) == documents_of_split
+
+
+def test_two_workers_write_the_same_bytes_as_one(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 500)
+    outs = [tmp_path / "one", tmp_path / "two"]
+    for workers, out in enumerate(outs, start=1):
+        arguments = ["--source", str(texts), "--out", str(out), "--workers", str(workers)]
+        main([*arguments, "--val-share", "0.3", "--shard-tokens", "250"])
+    one, two = map(files_of, outs)
+    assert one == two
+    assert len(one) == 13  # eight and three shards, two manifests
+
+
+def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
+    run(texts, tmp_path / "out", "--val-share", 0.3, "--shard-tokens", 500)
+    for split in ("train", "val"):
+        folder = tmp_path / "out" / split
+        manifest = read_manifest(folder)
+        ids, found = tokens_of(folder), texts_of(folder)
+        assert manifest.split == split
+        assert (manifest.tokenizer, manifest.vocabulary, manifest.end_of_text) == (
+            "sample",
+            4096,
+            4095,
+        )
+        assert manifest.tokenizer_sha256 == table_sha256(load_tokenizer("sample"))
+        assert (manifest.dtype, ids.dtype) == ("uint16", np.uint16)
+        assert (manifest.tokens, manifest.documents) == (len(ids), len(found))
+        assert manifest.text_bytes == sum(len(text.encode()) for text in found)
+        assert manifest.command == (
+            f"python data/prepare.py --source {texts} --val-share 0.3 --shard-tokens 500"
+        )
+        assert [s.tokens for s in manifest.shards[:-1]] == [500] * (len(manifest.shards) - 1)
+        assert 0 < manifest.shards[-1].tokens <= 500
+        for shard in manifest.shards:
+            content = (folder / shard.name).read_bytes()
+            assert shard.bytes == len(content)
+            assert shard.crc32c == f"{google_crc32c.value(content):08x}"
+        assert {path.name for path in folder.iterdir()} == {
+            INDEX,
+            *(s.name for s in manifest.shards),
+        }
+
+
+def test_the_size_of_shards_does_not_change_the_tokens(texts, tmp_path):
+    for size in (7, 1000):
+        run(texts, tmp_path / str(size), "--shard-tokens", size)
+    small, large = (tokens_of(tmp_path / str(size) / "train") for size in (7, 1000))
+    np.testing.assert_array_equal(small, large)
+    assert Dataset(tmp_path / "7" / "train", 16).windows == (len(large) - 1) // 16
+
+
+def test_a_special_token_in_the_text_is_text_and_ends_no_document(tmp_path):
+    source = tmp_path / "one.txt"
+    source.write_bytes(TRICKY.encode())
+    run(source, tmp_path / "out", "--val-share", 0)
+    assert (tokens_of(tmp_path / "out" / "train") == 4095).sum() == 1
+    assert texts_of(tmp_path / "out" / "train") == [TRICKY]
+
+
+def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
+    tokenizer = tiktoken.Encoding(
+        "x",
+        pat_str=r"\S+|\s+(?!\S)|\s",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
+    text = " " * 1_000_000 + "x"
+    ids, text_bytes = encode_document(tokenizer, text)
+    assert bytes(ids[:-1].astype(np.uint8)) == text.encode()
+    assert (ids[-1], text_bytes) == (256, 1_000_001)
+
+
+def test_half_a_surrogate_pair_is_replaced_and_stops_nothing(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text": "a\\ud800b"}\n')
+    run(source, tmp_path / "out", "--val-share", 0)
+    assert texts_of(tmp_path / "out" / "train") == ["a\ufffdb"]
+
+
+def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, monkeypatch):
+    table = {bytes([byte]): byte for byte in range(256)}
+    special = {"<|endoftext|>": 2**16}
+    large = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=table, special_tokens=special)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: large)
+    monkeypatch.setattr(prepare, "cached_tokenizer", lambda name: large)
+    run(texts, tmp_path / "out", "--val-share", 0)
+    ids = tokens_of(tmp_path / "out" / "train")
+    assert ids.dtype == np.uint32
+    assert read_manifest(tmp_path / "out" / "train").dtype == "uint32"
+    assert (ids == 2**16).sum() == 41
+
+
+def test_max_tokens_ends_after_the_document_that_reaches_it(texts, tmp_path):
+    run(texts, tmp_path / "all", "--val-share", 0)
+    run(texts, tmp_path / "some", "--val-share", 0, "--max-tokens", 200)
+    every, some = (tokens_of(tmp_path / name / "train") for name in ("all", "some"))
+    np.testing.assert_array_equal(some, every[: len(some)])
+    ends = np.flatnonzero(every == 4095) + 1
+    assert len(some) == ends[ends >= 200][0]
+
+
+# Sources
+
+
+def test_the_standard_library_is_read_without_tests_packages_and_generated_files():
+    kept = ["abc.py", "json/decoder.py", "unittest/mock.py", "testing.py"]
+    left = ["test/a.py", "lib2to3/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d/e.py"]
+    left += ["dist-packages/f.py", "__pycache__/g.py", "_sysconfigdata__linux_x86_64.py"]
+    assert [path for path in kept + left if is_source(Path(path))] == kept
+    names = [document.name for document in documents(Prepare(source="python-stdlib", out=""))]
+    assert names == sorted(names)
+    assert "json/decoder.py" in names
+    assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", name) for name in names)
+
+
+def test_json_lines_give_a_document_per_line_from_the_field_that_is_named(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text('{"body": "three"}\n')
+    (folder / "a.jsonl").write_text('{"body": "one"}\n\n{"body": ""}\n{"body": "two", "n": 1}\n')
+    config = Prepare(source=str(folder), out="", text_field="body")
+    found = [(document.name, document.text) for document in documents(config)]
+    assert found == [("a.jsonl:1", "one"), ("a.jsonl:4", "two"), ("b.jsonl:1", "three")]
+
+
+def test_glob_chooses_the_files_of_a_folder(texts):
+    config = Prepare(source=str(texts), out="", glob="*.md")
+    assert [(d.name, d.text) for d in documents(config)] == [("tricky.md", TRICKY)]
+
+
+def test_a_hugging_face_dataset_is_streamed(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    rows = [json.dumps({"body": f"row {number}"}) for number in range(5)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    run(f"hf:{folder}", tmp_path / "out", "--val-share", 0, "--text-field", "body")
+    assert texts_of(tmp_path / "out" / "train") == [f"row {number}" for number in range(5)]
+    with pytest.raises(ValueError, match=r"cannot be opened \(Bad split: nope.*--hf-split"):
+        run(f"hf:{folder}", tmp_path / "other", "--hf-split", "nope")
+    with pytest.raises(ValueError, match=r"row 0 has no text in the field 'text'.* body"):
+        run(f"hf:{folder}", tmp_path / "other")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "pattern"),
+    [
+        ("a.txt", b"ab\xff", r"a.txt is not UTF-8 text \(byte 2\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl:2 is not a line of JSON"),
+        ("a.jsonl", b'{"text": 1, "body": "x"}', "no text in the field 'text'; .* text: body"),
+        ("a.jsonl", b'["x"]', "a.jsonl:1 has no text in the field 'text'; .* text: none"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused_by_name(tmp_path, name, content, pattern):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=pattern):
+        run(tmp_path / name, tmp_path / "out")
+    assert not list((tmp_path / "out").rglob(INDEX))
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (["--val-share", "1.5"], "--val-share 1.5 is not a share"),
+        (["--val-share", "-0.1"], "--val-share -0.1 is not a share"),
+        (["--shard-tokens", "0"], "--shard-tokens 0 is too small"),
+        (["--max-tokens", "-1"], "--max-tokens -1 is too small"),
+        (["--workers", "-1"], "--workers -1 is too small"),
+        (["--glob", "*.nothing"], "holds no file"),
+        (["--val-share", "1e-12"], "no document .* is for val: all 41"),
+    ],
+)
+def test_a_setting_that_cannot_be_met_is_refused(texts, tmp_path, flags, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        run(texts, tmp_path / "out", *flags)
+    assert not list((tmp_path / "out").rglob(INDEX))
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere holds no file .*Use --source python-stdlib"):
+        run(tmp_path / "nowhere", tmp_path / "out")
+
+
+# Again
+
+
+def test_what_is_already_prepared_is_left_as_it_is(texts, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 0.3)
+    before = files_of(out)
+    capsys.readouterr()
+    monkeypatch.setattr(prepare, "tokenize", None)  # calling it would be a TypeError
+    run(texts, out, "--val-share", 0.3)
+    assert capsys.readouterr().out.startswith(f"{out} is already prepared")
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("change", ["setting", "content", "tokenizer"])
+def test_what_was_prepared_otherwise_is_not_replaced_without_being_asked(texts, tmp_path, change):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 0.3)
+    share, name = 0.3, {"setting": "val_share", "content": "files_sha256"}.get(change)
+    if change == "setting":
+        share = 0.4
+    elif change == "content":
+        (texts / "0.txt").write_text("a longer text than before")
+    else:
+        name = "tokenizer_sha256"
+        index = out / "val" / INDEX
+        index.write_text(json.dumps(json.loads(index.read_text()) | {name: "00"}))
+    before = files_of(out)
+    with pytest.raises(ValueError, match=f"was made with another {name}, .*--overwrite"):
+        run(texts, out, "--val-share", share)
+    assert files_of(out) == before
+    run(texts, out, "--val-share", share, "--overwrite")
+    run(texts, tmp_path / "fresh", "--val-share", share)
+    assert files_of(out) == files_of(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("missing", ["train/index.json", "val/index.json", "val/shard_00000.npy"])
+def test_a_preparation_that_did_not_end_is_done_again_and_leaves_nothing_behind(
+    texts, tmp_path, missing
+):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 0.3)
+    whole = files_of(out)
+    (out / missing).unlink()
+    (out / "train" / "shard_00099.npy").write_bytes(b"left over")
+    (out / "val" / "shard_00001.npy.partial").write_bytes(b"left over")
+    run(texts, out, "--val-share", 0.3)
+    assert files_of(out) == whole
+
+
+def test_a_preparation_that_breaks_off_leaves_no_index_of_the_one_it_replaces(
+    texts, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 0.3)
+    monkeypatch.setattr(prepare, "encode", None)  # calling it is a TypeError
+    with pytest.raises(TypeError):
+        run(texts, out, "--val-share", 0.3, "--overwrite")
+    assert files_of(out) == {}
+
+
+def test_one_split_can_be_prepared_without_touching_the_other(texts, tmp_path):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 1)
+    val = files_of(out)
+    assert {name.split("/")[0] for name in val} == {"val"}
+    run(texts, out, "--val-share", 0, "--glob", "*.md")
+    both = files_of(out)
+    assert {name: both[name] for name in val} == val
+    assert texts_of(out / "train") == [TRICKY]
+
+
+def test_a_share_that_would_replace_one_finished_split_is_refused(texts, tmp_path):
+    out = tmp_path / "out"
+    run(texts, out, "--val-share", 0)
+    before = files_of(out)
+    with pytest.raises(ValueError, match=r"train/index.json was made with another val_share"):
+        run(texts, out, "--val-share", 0.3)
+    assert files_of(out) == before
+
+
+# As a command
+
+
+def test_the_command_prepares_in_processes_of_its_own_and_refuses_in_one_line(texts, tmp_path):
+    command = [sys.executable, ROOT / "data" / "prepare.py", "--source", texts]
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*command, "--out", out, "--workers", "2"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{out}/train: " in done.stdout
+    assert "prepared in " in done.stdout
+    refused = subprocess.run(
+        [*command, "--out", out, "--val-share", "2"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: --val-share 2.0 is not a share: expected 0 to 1. Use --val-share 0.05.\n"
+    )

@@ -1,0 +1,405 @@
+"""Config dataclasses, flags and the axes of the mesh. Knows nothing of the files above it.
+
+A setting is a field below and nothing else: the flag `--model.width`, the key `width` under `[model]` in a TOML file, and the
+line in `--help` (the comment beside the field) are made from it.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+# The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis would be added to BATCH_AXES.
+MESH_AXES = ("fsdp", "pipeline", "tensor")
+BATCH_AXES = ("fsdp",)
+SEQUENCE_AXES = ("tensor",)
+VOCABULARY_AXES = ("pipeline", "tensor")
+EXPERT_AXES = ("fsdp", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    fsdp: int = 2  # ranks that share out the batch and every weight
+    pipeline: int = 2  # ranks that share out the layers
+    tensor: int = 2  # ranks that share out heads, hidden width, and the sequence between matmuls
+    virtual: int = (
+        1  # chunks of layers per pipeline rank; above 1 is interleaved 1F1B (arXiv:2104.04473)
+    )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.fsdp, self.pipeline, self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp:
+    gather: Literal["step", "layer"] = (
+        "step"  # gather weights once per step (fastest), or per layer (least memory)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    vocabulary: int = (
+        4096  # V: token ids that the tokenizer has; padded inside to a multiple of 256
+    )
+    width: int = 256  # D
+    blocks: int = 4  # times that a block of dense_layers + moe_layers layers is repeated
+    dense_layers: int = 1  # layers with a dense feed-forward in each block
+    moe_layers: int = 1  # layers with experts in each block: 0 or 1
+    prefix_layers: int = 0  # dense layers before the blocks (DeepSeek's first_k_dense_replace)
+    heads: int = 4  # N
+    q_lora_rank: int = 0  # Q: width of the latent that queries are made from; 0 makes them from the residual stream
+    kv_lora_rank: int = 64  # C: width of the latent that keys and values are made from
+    qk_nope_head_dim: int = 64  # H: part of a query and key head without position
+    qk_rope_head_dim: int = (
+        32  # R: part of a query head, and the one key for all heads, with rotary position
+    )
+    v_head_dim: int = 64  # W: width of a value head
+    rope_theta: float = 10000.0  # longest wavelength of the rotary embedding, in tokens / 2 pi
+    rope_in_moe_layers: bool = True  # without it, attention in layers with experts sees no position
+    hidden: int = 688  # F of the dense layers' SwiGLU
+    expert_hidden: int = 688  # F of each expert's SwiGLU
+    experts: int = 8  # E: routed experts in each MoE layer
+    experts_per_token: int = 2  # K
+    shared_experts: int = (
+        1  # experts that every token passes through; one SwiGLU of their summed width
+    )
+    scores: Literal["sigmoid", "softmax"] = "sigmoid"  # how router logits become scores
+    normalize_weights: bool = True  # the weights of a token's K experts sum to 1
+    routed_scaling_factor: float = 1.0  # factor on the routed experts' sum
+    capacity_factor: float = (
+        1.5  # room at each expert, over K * tokens / E; what exceeds it is dropped
+    )
+    eval_capacity_factor: float = 2.0  # the same in evaluation
+    experts_layout: Literal["auto", "spread", "gathered"] = (
+        "auto"  # whole experts over fsdp x tensor, or cut and gathered
+    )
+    balance_loss: float = (
+        1e-4  # factor on the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
+    )
+    router_bias_speed: float = (
+        1e-3  # step of the balancing bias (arXiv:2412.19437, eq. 16); 0 turns it off
+    )
+    z_loss: float = 0.0  # factor on log(Z)^2 of the output softmax (arXiv:2204.02311, section 5)
+    dropout: float = 0.0  # share of each layer's output that is zeroed in training
+    tied: bool = True  # the output matrix is the embedding
+    norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
+    compute_dtype: Literal["bfloat16", "float32"] = (
+        "bfloat16"  # of matmuls and activations; weights are float32 at rest
+    )
+    attention: Literal["auto", "xla", "splash", "cudnn"] = (
+        "auto"  # kernel; auto: splash on TPU, cuDNN on GPU, XLA elsewhere
+    )
+
+    @property
+    def padded_vocabulary(self) -> int:
+        return -(-self.vocabulary // 256) * 256
+
+    @property
+    def layers(self) -> int:
+        return self.prefix_layers + self.blocks * (self.dense_layers + self.moe_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    lr: float = 1e-3  # peak learning rate
+    min_lr_ratio: float = 0.1  # last learning rate over the peak
+    schedule: Literal["cosine", "wsd"] = (
+        "cosine"  # after warmup: cosine, or stable and then linear decay (arXiv:2404.06395)
+    )
+    warmup_steps: int = 50  # linear from 0
+    schedule_steps: int = 0  # length of the whole schedule; 0 is train.steps
+    decay_share: float = 0.2  # last part of a wsd schedule
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only
+    decay_embeddings: bool = False  # also on embedding and output
+    clip_norm: float = 1.0  # of the gradient of the whole model; 0 turns it off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    steps: int = 300
+    seed: int = 0  # of weights and dropout
+    sequences: int = 8  # per step, all devices together
+    sequence_length: int = 256  # T, in tokens
+    microbatches: int = 4  # M: parts that a step is cut into; each is sequences / M sequences
+    remat: str = (
+        "none"  # what backward recomputes: none, full, or a comma-separated list of names to keep
+    )
+    loss_chunk_tokens: int = 2048  # tokens whose logits exist at a time
+    max_skipped_in_row: int = (
+        10  # steps without a finite loss and gradient norm after which the run stops
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: str = "data/sample/train"  # folder of shards with an index.json
+    val: str = "data/sample/val"  # the same for evaluation
+    seed: int = 0  # of the order of windows
+    segments: bool = False  # attention stays inside a document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    every_steps: int = 100  # 0: only after the last step
+    sequences: int = 64  # fixed validation windows; a multiple of train.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    every_steps: int = 0  # 0: only after the last step
+    prompts: tuple[str, ...] = ("def",)  # texts to continue; none turns samples off
+    tokens: int = 48  # to add
+    temperature: float = 0.8  # 0 takes the likeliest token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every_steps: int = 100  # also after the last step; 0: never
+    keep: int = 2  # newest ones kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    name: str = "tiny"
+    dir: str = "runs"  # a run lives in DIR/NAME
+    resume: Literal["auto", "never", "must"] = (
+        "auto"  # auto continues a folder that has a checkpoint
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    project: str = ""  # also send metrics there; offline without WANDB_API_KEY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    first_step: int = 0  # first step of the trace
+    steps: int = 0  # steps in the trace, kept in the run's folder; 0 makes none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+    data: Data = field(default_factory=Data)
+    eval: Eval = field(default_factory=Eval)
+    sample: Sample = field(default_factory=Sample)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    run: Run = field(default_factory=Run)
+    wandb: Wandb = field(default_factory=Wandb)
+    profile: Profile = field(default_factory=Profile)
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    """The config that `--config FILE` and the flags say: a flag wins over the file, the file over the default.
+
+    Raises ValueError for a flag, a key or a file that does not exist, and for values that no run can have.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    default, arguments = _config_file(arguments)
+    config, unknown = tyro.cli(
+        Config,
+        args=arguments,
+        default=default,
+        description="Train a sharded transformer. --config FILE.toml gives other defaults; flags win over it.",
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+    if unknown:
+        known = [f"--{section}.{key}" for section, keys in _sections().items() for key in keys]
+        raise ValueError(f"unknown flag {unknown[0]}{_closest(unknown[0].split('=')[0], known)}")
+    check(config)
+    return config
+
+
+def _config_file(arguments: list[str]) -> tuple[Config, list[str]]:
+    """The defaults that `--config` names, and the arguments without it."""
+    for i, argument in enumerate(arguments):
+        name, equals, path = argument.partition("=")
+        if name == "--config":
+            rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
+            path = path if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
+            return load(path), rest
+    return Config(), arguments
+
+
+def load(path: str | Path) -> Config:
+    """A config from a TOML file: [section] key = value for the fields above, the rest as by default."""
+    try:
+        text = Path(path).read_bytes().decode()
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(
+            f"--config {path} cannot be read: {error}. Name a TOML file, such as configs/tiny.toml."
+        ) from None
+    sections = {}
+    for section, values in table.items():
+        known = _sections().get(section)
+        if known is None or not isinstance(values, dict):
+            raise ValueError(
+                f"{path}: unknown section [{section}]{_closest(section, list(_sections()))}"
+            )
+        for key in values:
+            if key not in known:
+                raise ValueError(
+                    f"{path}: unknown key {key} in [{section}]{_closest(key, list(known))}"
+                )
+        made = {
+            key: _typed(f"{path}: {section}.{key}", known[key], value)
+            for key, value in values.items()
+        }
+        sections[section] = _classes()[section](**made)
+    return Config(**sections)
+
+
+def _classes() -> dict[str, type]:
+    return {f.name: f.default_factory for f in dataclasses.fields(Config)}
+
+
+def _sections() -> dict[str, dict[str, dataclasses.Field]]:
+    return {name: {f.name: f for f in dataclasses.fields(cls)} for name, cls in _classes().items()}
+
+
+def _typed(where: str, known: dataclasses.Field, value: object) -> object:
+    """A TOML value as the field's type."""
+    expected = type(known.default)
+    if expected is float and type(value) is int:
+        return float(value)
+    if expected is tuple and type(value) is list:
+        return tuple(value)
+    if type(value) is not expected:
+        raise ValueError(
+            f"{where} = {value!r} is not {expected.__name__}. Write it like {known.default!r}."
+        )
+    return value
+
+
+def _closest(word: str, known: list[str]) -> str:
+    """The mend for an unknown word."""
+    close = difflib.get_close_matches(word, known, 1, 0.5)
+    return (
+        f": did you mean {close[0]}?"
+        if close
+        else f". Known are {', '.join(sorted(known)[:8])}, ...; see --help."
+    )
+
+
+def check(config: Config) -> None:
+    """What can be seen to be wrong before any device is touched, but for the layouts of weights (see weights.check_cuts)."""
+    m, train, mesh = config.model, config.train, config.mesh
+    for section, fields in dataclasses.asdict(config).items():
+        for key, value in fields.items():
+            low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
+            if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+                raise ValueError(f"--{section}.{key} {value} is below {low}. Use {low} or more.")
+    _choices(config)
+    if m.moe_layers > 1 or m.dense_layers + m.moe_layers == 0:
+        raise ValueError(
+            f"--model.dense_layers {m.dense_layers} with --model.moe_layers {m.moe_layers}: a block has any number "
+            f"of dense layers, then 0 or 1 with experts, and at least one in all. Use --model.moe_layers 1."
+        )
+    if m.qk_rope_head_dim % 2:
+        raise ValueError(
+            f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotation takes pairs. Use {m.qk_rope_head_dim + 1}."
+        )
+    if m.moe_layers and m.experts_per_token > m.experts:
+        raise ValueError(
+            f"--model.experts_per_token {m.experts_per_token} is more than --model.experts {m.experts}. Use {m.experts} or less."
+        )
+    multiples = [
+        (
+            "train.sequences",
+            train.sequences,
+            train.microbatches * mesh.fsdp,
+            "--train.microbatches x --mesh.fsdp",
+        ),
+        ("eval.sequences", config.eval.sequences, train.sequences, "--train.sequences"),
+        ("train.sequence_length", train.sequence_length, mesh.tensor, "--mesh.tensor"),
+    ]
+    for flag, size, parts, why in multiples:
+        if size % parts:
+            raise ValueError(
+                f"--{flag} {size} is not a multiple of {why} = {parts}, and every rank must have as much. "
+                f"Use --{flag} {-(-size // parts) * parts}."
+            )
+
+
+MAY_BE_ZERO = frozenset(
+    [
+        "dense_layers",
+        "moe_layers",
+        "prefix_layers",
+        "q_lora_rank",
+        "shared_experts",
+        "warmup_steps",
+        "schedule_steps",
+        "seed",
+        "every_steps",
+        "tokens",
+        "first_step",
+        "steps",
+    ]
+)
+
+
+def _choices(config: Config) -> None:
+    """A file's value of a field with a list of choices is one of them (tyro checks the flags')."""
+    for section, cls in _classes().items():
+        for f in dataclasses.fields(cls):
+            options = getattr(f.type, "__args__", ())
+            value = getattr(getattr(config, section), f.name)
+            if getattr(f.type, "__origin__", None) is Literal and value not in options:
+                raise ValueError(
+                    f"--{section}.{f.name} {value!r} is not one of {', '.join(map(repr, options))}."
+                )
+
+
+def to_toml(config: Config) -> str:
+    """The config as a file that `--config` reads."""
+    lines = []
+    for section, fields in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in fields.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    # TOML's basic strings and arrays are JSON's.
+    return json.dumps(value)
+
+
+# --- the process -----------------------------------------------------------------------------------------------------------
+
+
+def command_line(function: Callable[[], None]) -> None:
+    """Runs function(); what a user caused is one line and exit code 2."""
+    try:
+        function()
+    except ValueError as error:
+        if os.environ.get("TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
