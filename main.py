@@ -103,6 +103,20 @@ def shapes_of(declared: Transformer) -> Transformer:
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
 
 
+def abstract_state(config: Config, mesh: Mesh) -> State:
+    """Shape and layout of each array of the state."""
+    declared = model.declare(config)
+    shapes = jax.eval_shape(
+        lambda w: State(w, optimizer(config, declared).init(w), *[jnp.int32(0)] * 3),
+        shapes_of(declared),
+    )
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        shapes,
+        state_shardings(config, mesh),
+    )
+
+
 def initial_state(config: Config, mesh: Mesh) -> State:
     """The state before the first step; the same bits on every mesh."""
     declared = model.declare(config)
@@ -130,7 +144,7 @@ def train_step(
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         grads, stats = loss_and_gradients(state.weights, batch, state.step)
-        norm, lr = optax.global_norm(grads), rate(state.step)
+        norm, lr = optax.tree.norm(grads), rate(state.step)
         with jax.numpy_dtype_promotion("standard"):
             updates, slots = rule.update(grads, state.optimizer, state.weights)
         new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)
@@ -428,12 +442,9 @@ def map_weights(function: Callable[[Transformer], Transformer], state: State) ->
 
 def unstacked_shapes(config: Config, mesh: Mesh) -> State:
     """Shape and layout of what a checkpoint holds."""
-    declared = model.declare(config)
     shapes = jax.eval_shape(
-        lambda w: State(w, optimizer(config, declared).init(w), *[jnp.int32(0)] * 3),
-        shapes_of(declared),
+        partial(map_weights, model.unstack_blocks), abstract_state(config, mesh)
     )
-    shapes = jax.eval_shape(partial(map_weights, model.unstack_blocks), shapes)
     layout = map_weights(model.unstacked_shardings, state_shardings(config, mesh))
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, layout

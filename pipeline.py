@@ -37,6 +37,10 @@ from weights import vary
 Tree = Any
 
 
+# (any forward, any backward) in a phase's ticks -> its name in profiles.
+PHASES = {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}
+
+
 class Passes(NamedTuple):
     """What the executor runs; see the head of this file for the types.
 
@@ -152,16 +156,16 @@ class Executor:
 
     def kept(self, vjp: Any, known: Tree) -> list[jax.Array]:
         """The residuals that are not in `known`."""
-        arguments = jax.tree.leaves(vjp.args_res)[len(jax.tree.leaves(known)) :]
-        return vary([a for a in (*arguments, *vjp.opaque_residuals) if is_array(a)])
+        return vary([a for a in (vjp.args_res[1], *vjp.opaque_residuals) if is_array(a)])
 
     def restored(self, template: Any, known: Tree, kept: list[jax.Array]) -> Callable:
         """The backward function of a block, out of what `known` and `kept` hold."""
         kept = list(kept)
         vjp = copy.copy(template)
-        arguments = jax.tree.leaves(template.args_res)[len(jax.tree.leaves(known)) :]
-        arguments = [kept.pop(0) if is_array(a) else a for a in arguments]
-        vjp.args_res = jax.tree.leaves(known) + arguments
+        x = template.args_res[
+            1
+        ]  # a placeholder that is no array where the block's input is not needed
+        vjp.args_res = [*jax.tree.leaves(known), kept.pop(0) if is_array(x) else x]
         vjp.opaque_residuals = kept
         return vjp
 
@@ -183,13 +187,14 @@ class Executor:
 
     def forward_input(self, tick: jax.Array, chunk: jax.Array, x: jax.Array) -> jax.Array:
         """What enters this rank's chunk: on rank 0, in the first chunk, a new microbatch."""
-        # What rank 0 is at; the same number on every rank, so that all take the same branch and meet in its collectives.
-        chunk0, m0 = self.schedule.forward_task(self.schedule.forward_number(tick, 0))
-        new = lax.cond(
-            chunk0 == 0,
-            lambda: vary(self.passes.first(self.weights.first, self.microbatch(m0))),
-            lambda: vary(jnp.zeros_like(x)),
-        )
+        # Rank 0's microbatch on every rank: all take the same branch and meet in its collectives.
+        _, m = self.schedule.forward_task(self.schedule.forward_number(tick, 0))
+        with jax.named_scope("first"):
+            new = lax.cond(
+                self.schedule.enters(tick),
+                lambda: vary(self.passes.first(self.weights.first, self.microbatch(m))),
+                lambda: vary(jnp.zeros_like(x)),
+            )
         return jnp.where((self.rank == 0) & (chunk == 0), new, x)
 
     def forward(self, tick: jax.Array, carry: Carry) -> Carry:
@@ -212,8 +217,8 @@ class Executor:
 
     def loss(self, tick: jax.Array, carry: Carry) -> Carry:
         """Loss and its gradient of what the last stage made in this tick, if it made anything."""
-        number = self.schedule.backward_number(tick, self.schedule.pipeline - 1)
-        chunk, m = self.schedule.backward_task(number)
+        last = self.schedule.pipeline - 1
+        _, m = self.schedule.forward_task(self.schedule.forward_number(tick, last))
 
         def with_loss(grads: Tree, stats: Tree) -> tuple[jax.Array, Tree, Tree]:
             y = lax.psum(jnp.where(self.is_last_rank(), carry.x, 0), "pipeline")
@@ -223,13 +228,14 @@ class Executor:
             grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_last)
             return vary(d_y), grads, jax.tree.map(jnp.add, stats, new)
 
-        d_y, grads, stats = lax.cond(
-            (chunk == self.schedule.virtual - 1) & self.schedule.is_task(number),
-            with_loss,
-            lambda grads, stats: (vary(jnp.zeros_like(carry.x)), grads, stats),
-            carry.grads.last,
-            carry.last_stats,
-        )
+        with jax.named_scope("last"):
+            d_y, grads, stats = lax.cond(
+                self.schedule.ends(tick),
+                with_loss,
+                lambda grads, stats: (vary(jnp.zeros_like(carry.x)), grads, stats),
+                carry.grads.last,
+                carry.last_stats,
+            )
         chunk, _ = self.schedule.backward_task(self.schedule.backward_number(tick, self.rank))
         ends_here = self.is_last_rank() & (chunk == self.schedule.virtual - 1)
         return carry._replace(
@@ -261,8 +267,7 @@ class Executor:
 
     def first_grads(self, tick: jax.Array, d_x: jax.Array, carry: Carry) -> Tree:
         """Gradients of `first`, when rank 0 has just gone back through the first chunk."""
-        number = self.schedule.backward_number(tick, 0)
-        chunk, m = self.schedule.backward_task(number)
+        _, m = self.schedule.backward_task(self.schedule.backward_number(tick, 0))
 
         def backward(grads: Tree) -> Tree:
             _, vjp = jax.vjp(
@@ -271,8 +276,10 @@ class Executor:
             (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
 
-        starts = (chunk == 0) & self.schedule.is_task(number)
-        return lax.cond(starts, backward, lambda grads: grads, carry.grads.first)
+        with jax.named_scope("first_backward"):
+            return lax.cond(
+                self.schedule.leaves(tick), backward, lambda grads: grads, carry.grads.first
+            )
 
 
 def stack_of_zeros(tree: Tree, *sizes: int) -> Tree:
@@ -285,6 +292,23 @@ def send(x: jax.Array, ranks: int, step: int) -> jax.Array:
     if ranks == 1:
         return x
     return lax.ppermute(x, "pipeline", [(rank, (rank + step) % ranks) for rank in range(ranks)])
+
+
+def branch_share(schedule: Schedule) -> Callable[[str], list[float] | None]:
+    """Name of a conditional in the compiled program -> how often each of its branches runs (the false one first)."""
+    when = {"first": schedule.enters, "last": schedule.ends, "first_backward": schedule.leaves}
+    ticks = {PHASES[phase[2:]]: range(*phase[:2]) for phase in schedule.phases}
+
+    def share(name: str) -> list[float] | None:
+        parts = name.split("/")
+        found = [(phase, role) for phase in ticks for role in when if {phase, role} <= set(parts)]
+        if len(found) != 1:
+            return None
+        phase, role = found[0]
+        runs = sum(bool(when[role](t)) for t in ticks[phase]) / len(ticks[phase])
+        return [1 - runs, runs]
+
+    return share
 
 
 def train(
@@ -321,7 +345,8 @@ def train(
 
     for start, stop, forward, backward in schedule.phases:
         ticks = jnp.arange(start, stop, dtype=jnp.int32)
-        carry, _ = lax.scan(partial(tick, forward, backward), carry, ticks)
+        with jax.named_scope(PHASES[forward, backward]):
+            carry, _ = lax.scan(partial(tick, forward, backward), carry, ticks)
     return carry.grads, carry.block_stats, carry.last_stats
 
 
@@ -358,15 +383,13 @@ def evaluate(
     def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         x, stats, out = carry
         x, stats = chunk_forward(x, stats, t)
-        number = schedule.forward_number(t, schedule.pipeline - 1)
-        chunk, m = schedule.forward_task(number)
+        _, m = schedule.forward_task(schedule.forward_number(t, schedule.pipeline - 1))
 
         def with_last(out: Tree) -> Tree:
             y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
             return store(out, passes.last(weights.last, run.microbatch(m), y)[1], m)
 
-        done = (chunk == schedule.virtual - 1) & schedule.is_task(number)
-        out = lax.cond(done, with_last, lambda out: out, out)
+        out = lax.cond(schedule.ends(t), with_last, lambda out: out, out)
         return (send(x, schedule.pipeline, 1), stats, out), None
 
     carry = (x, stats, vary(out, axes))

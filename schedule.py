@@ -120,6 +120,21 @@ class Schedule:
         group, position = microbatch // self.pipeline, microbatch % self.pipeline
         return group * self.stages + chunk * self.pipeline + position
 
+    def enters(self, tick):
+        """Whether rank 0 takes a new microbatch into its first chunk."""
+        number = self.forward_number(tick, 0)
+        return (self.forward_task(number)[0] == 0) & self.is_task(number)
+
+    def ends(self, tick):
+        """Whether the last rank has just taken a microbatch through its last chunk."""
+        number = self.forward_number(tick, self.pipeline - 1)
+        return (self.forward_task(number)[0] == self.virtual - 1) & self.is_task(number)
+
+    def leaves(self, tick):
+        """Whether rank 0 takes a microbatch backward through its first chunk."""
+        number = self.backward_number(tick, 0)
+        return (self.backward_task(number)[0] == 0) & self.is_task(number)
+
     def tasks_at(self, tick: int, rank: int) -> list[tuple[str, int, int]]:
         """(`fwd` or `bwd`, chunk, microbatch) of what a rank does in a tick: forward first."""
         forward, backward = self.forward_number(tick, rank), self.backward_number(tick, rank)

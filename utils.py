@@ -24,6 +24,9 @@ SEQUENCE_AXES = ("tensor",)
 VOCABULARY_AXES = ("pipeline", "tensor")
 EXPERT_AXES = ("fsdp", "tensor")
 
+# What `train.remat` may keep, in the order in which a layer makes them (model.py names them).
+REMAT_NAMES = ("latents", "attention", "hidden", "expert_hidden", "expert_out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -271,7 +274,9 @@ def load(path: str | Path) -> Config:
             for key, value in values.items()
         }
         sections[section] = _classes()[section](**made)
-    return Config(**sections)
+    config = Config(**sections)
+    _choices(config)
+    return config
 
 
 def _classes() -> dict[str, type]:
@@ -314,7 +319,12 @@ def check(config: Config) -> None:
             low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
             if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
                 raise ValueError(f"--{section}.{key} {value} is below {low}. Use {low} or more.")
-    _choices(config)
+    _remat(train.remat)
+    for factor in ("capacity_factor", "eval_capacity_factor"):
+        if getattr(m, factor) == 0:
+            raise ValueError(
+                f"--model.{factor} 0.0 leaves no room at any expert: it must be above 0. Use 1.5."
+            )
     if m.moe_layers > 1 or m.dense_layers + m.moe_layers == 0:
         raise ValueError(
             f"--model.dense_layers {m.dense_layers} with --model.moe_layers {m.moe_layers}: a block has any number "
@@ -362,6 +372,15 @@ MAY_BE_ZERO = frozenset(
         "steps",
     ]
 )
+
+
+def _remat(policy: str) -> None:
+    unknown = set(policy.split(",")) - set(REMAT_NAMES)
+    if policy not in ("none", "full") and unknown:
+        raise ValueError(
+            f"--train.remat {policy}: {', '.join(sorted(unknown))} cannot be kept. Use none, full, "
+            f"or some of {', '.join(REMAT_NAMES)}, separated by commas."
+        )
 
 
 def _choices(config: Config) -> None:

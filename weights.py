@@ -117,16 +117,14 @@ def zeros(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> 
     return jnp.zeros(shape, jnp.float32)
 
 
-def gaussian(std: float) -> Init:
-    """N(0, std^2)."""
-    return lambda key, shape, sizes: std * jax.random.normal(key, shape, jnp.float32)
+def normal(inputs: str, scale: float = 1.0) -> Init:
+    """N(0, scale^2 / inputs).
 
-
-def normal(inputs: str) -> Init:
-    """N(0, 1/inputs): `inputs` names the contracted dimensions, whole, so the scale cannot depend on the mesh."""
+    `inputs` names the contracted dimensions, whole, so that the mesh cannot change the scale.
+    """
 
     def init(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> jax.Array:
-        std = math.prod(sizes[letter].size for letter in inputs.split()) ** -0.5
+        std = scale * math.prod(sizes[letter].size for letter in inputs.split()) ** -0.5
         return std * jax.random.normal(key, shape, jnp.float32)
 
     return init
@@ -270,7 +268,8 @@ def _gather(a: jax.Array, dim: int) -> jax.Array:
 
 
 def _gather_forward(a: jax.Array, dim: int) -> tuple[jax.Array, None]:
-    return _gather(a, dim), None
+    # Not _gather itself: a remat policy could not see that this is a gather, and would keep the result.
+    return lax.all_gather(a, "fsdp", axis=dim, tiled=True), None
 
 
 def _gather_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:

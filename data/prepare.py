@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ class Prepare:
     source: str  # python-stdlib, a file or folder of text or .jsonl, or hf:NAME
     out: str  # folder to write train/ and val/ into
     tokenizer: str = "sample"  # sample, or a name of tiktoken's (gpt2, cl100k_base, ...)
-    val_share: float = 0.05  # share of documents for validation, by a hash of their names
+    val_share: float = 0.05  # share of documents for validation, evenly spaced in their order
     shard_tokens: int = 100_000_000  # tokens in each shard but the last
     max_tokens: int = 0  # stop after the document that reaches this many; 0 takes all
     workers: int = 0  # processes that tokenize; 0 is one per core
@@ -217,15 +219,18 @@ def hugging_face(config: Prepare) -> Iterator[Document]:
         yield Document(f"{config.hf_split}:{number}", text, 0)
 
 
-def in_validation(name: str, share: float = Prepare.val_share) -> bool:
-    """hash(name) < share, the hash spread evenly over 0 to 1; no other document has a say in it."""
-    digest = hashlib.sha256(name.encode(errors="replace")).digest()
-    return int.from_bytes(digest[:8], "little") < share * 2**64
+def in_validation(number: int, share: float = Prepare.val_share) -> bool:
+    """Whether document `number` (from 0) is one of a share spread evenly over their order.
+
+    With documents in order of path, every folder gives its share to both sides.
+    """
+    exact = Fraction(str(share))
+    return math.floor((number + 1) * exact) > math.floor(number * exact)
 
 
 VALIDATION_RULE = (
-    "a document is for validation if the first 8 bytes of the sha256 of its name, as a "
-    "little-endian integer, are below val_share * 2**64"
+    "document number n, from 0 and in order (files by path), is for validation if "
+    "floor((n + 1) * val_share) > floor(n * val_share): the 20th, 40th, ... for 0.05"
 )
 
 
@@ -263,8 +268,8 @@ def tokenize(config: Prepare, tokenizer: tiktoken.Encoding) -> dict[str, "ShardW
         clear(folder)
         writers[folder.name] = ShardWriter(folder, config.shard_tokens, dtype)
     with contextlib.closing(encoded(config)) as stream, Report(config) as report:
-        for document, ids, text_bytes in stream:
-            split = "val" if in_validation(document.name, config.val_share) else "train"
+        for number, (document, ids, text_bytes) in enumerate(stream):
+            split = "val" if in_validation(number, config.val_share) else "train"
             writers[split].add(ids.astype(dtype), text_bytes)
             report.add(document, len(ids))
             if config.max_tokens and report.tokens >= config.max_tokens:

@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
             "end-of-text. Use --vocabulary 4096."
         )
     splits: dict[bool, list[str]] = {False: [], True: []}
-    for document in documents(Prepare(source=STDLIB, out="")):
-        splits[in_validation(document.name)].append(document.text)
+    for number, document in enumerate(documents(Prepare(source=STDLIB, out=""))):
+        splits[in_validation(number)].append(document.text)
     tokens = train(splits[False], config.vocabulary - 1)
     config.out.write_bytes(rank_file(tokens))
     tokenizer = encoding({token: rank for rank, token in enumerate(tokens)})

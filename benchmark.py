@@ -1,0 +1,335 @@
+"""What a training step costs, measured; ratios come from one run, since machines are noisy.
+
+    ./run.sh python benchmark.py reference            a small mixture of experts on 8 CPU devices
+    ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
+    ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
+    ./run.sh python benchmark.py gpu                  124M dense, 1B dense, 1B experts on one GPU
+
+`step` takes main.py's flags. Compiled FLOPs are the matrix products in the compiled program, loops
+counted with their trip counts; model FLOPs those of a program without waste (see flops.py).
+"""
+
+import dataclasses
+import gzip
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+import flops
+import hlo
+import main
+import model
+import pipeline
+import utils
+import weights
+from utils import Config
+
+STEPS = 8  # timed ones, after one that is not
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled training step, and what it runs on."""
+
+    config: Config
+    mesh: Mesh
+    step: Any
+    compile_s: float
+
+    @property
+    def tokens(self) -> int:
+        return self.config.train.sequences * self.config.train.sequence_length
+
+    @property
+    def model_flops(self) -> int:
+        return flops.executed_flops_per_step(self.config)["total"]
+
+    def flops_ratio(self) -> float:
+        """Compiled over model FLOPs."""
+        share = pipeline.branch_share(model.schedule(self.config))
+        return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
+
+    def planned_bytes(self) -> int:
+        """Memory of one device as the compiler planned it; the state's is reused for the next."""
+        plan = self.step.memory_analysis()
+        outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return plan.argument_size_in_bytes + plan.temp_size_in_bytes + outputs
+
+
+def compiled(config: Config) -> Program:
+    """The step of main.py, compiled for this config."""
+    utils.check(config)
+    mesh = main.make_mesh(config)
+    state = main.abstract_state(config, mesh)
+    step = main.train_step(config, mesh)
+    start = time.perf_counter()
+    step = step.lower(state, random_batch(config, mesh)).compile()
+    return Program(config, mesh, step, time.perf_counter() - start)
+
+
+def random_batch(config: Config, mesh: Mesh) -> model.Batch:
+    """Any tokens: what a step costs does not depend on them."""
+    t = config.train
+    ids = np.random.default_rng(0).integers(
+        0, config.model.vocabulary, (t.sequences, t.sequence_length + 1), dtype=np.int32
+    )
+
+    def rows(numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {
+            "tokens": ids[numbers, :-1],
+            "targets": ids[numbers, 1:],
+            "loss_weights": np.ones((len(numbers), t.sequence_length), np.float32),
+            "segments": np.zeros((len(numbers), t.sequence_length), np.int32),
+        }
+
+    return main.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
+
+
+def step_seconds(programs: list[Program], steps: int = STEPS) -> list[float]:
+    """Median seconds of a step of each, in turns, so that what slows the machine slows them all."""
+    states = [main.initial_state(p.config, p.mesh) for p in programs]
+    batches = [random_batch(p.config, p.mesh) for p in programs]
+    taken: list[list[float]] = [[] for _ in programs]
+    for _ in range(steps + 1):
+        for i, program in enumerate(programs):
+            start = time.perf_counter()
+            states[i], told = program.step(states[i], batches[i])
+            jax.block_until_ready(told)
+            taken[i].append(time.perf_counter() - start)
+    return [statistics.median(seconds[1:]) for seconds in taken]
+
+
+def peak_bytes(program: Program) -> tuple[int, str]:
+    """Memory of one device at its fullest, and where the number is from."""
+    stats = program.mesh.devices.flat[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "measured"
+    return program.planned_bytes(), "planned by the compiler"
+
+
+def with_values(config: Config, **sections: dict[str, Any]) -> Config:
+    """The config with some fields of some sections replaced."""
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **values)
+            for name, values in sections.items()
+        },
+    )
+
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def report(program: Program, seconds: float) -> None:
+    """Prints what `step` measured."""
+    devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind
+    rate = program.tokens / seconds
+    t = program.config.train
+    per_token = flops.palm_flops_per_token(program.config.model, t.sequence_length)
+    achieved = rate * per_token / devices
+    peak = flops.peak_flops(kind)
+    memory, source = peak_bytes(program)
+    total, active = weights.count(model.declare(program.config))
+    print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
+    print(f"compile        {program.compile_s:.1f} s")
+    print(f"step           {seconds:.4f} s (median of {STEPS})")
+    print(f"tokens/s       {rate:,.0f}")
+    print(f"per device     {achieved / 1e12:.3f} TFLOP/s")
+    print(
+        f"MFU            {achieved / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
+        if peak
+        else f"MFU            not known: no peak for {kind!r} in flops.py"
+    )
+    print(f"memory/device  {memory / 2**30:.2f} GiB ({source})")
+    print(flops.MFU_RULE)
+
+
+def step(arguments: list[str]) -> None:
+    program = compiled(utils.parse(arguments))
+    report(program, step_seconds([program])[0])
+
+
+# --- reference -------------------------------------------------------------------------------------
+
+
+def reference_config(**train: Any) -> Config:
+    """21.5M parameters: 4 blocks of one dense and one MoE layer, on mesh (2, 2, 2), float32."""
+    return Config(
+        mesh=utils.Mesh(fsdp=2, pipeline=2, tensor=2),
+        model=utils.Model(
+            vocabulary=4096, width=256, blocks=4, heads=4, q_lora_rank=64, kv_lora_rank=64,
+            qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, hidden=688, expert_hidden=688,
+            experts=8, experts_per_token=2, shared_experts=1, capacity_factor=1.5,
+            compute_dtype="float32",
+        ),
+        train=utils.Train(sequences=8, sequence_length=256, microbatches=4, **train),
+        eval=utils.Eval(sequences=8),
+    )  # fmt: skip
+
+
+def reference() -> None:
+    """Waste without rematerialisation against its bound, and speed with the best remat policy."""
+    policies = ["none", "full", "latents,attention,hidden,expert_hidden,expert_out"]
+    programs = [compiled(reference_config(remat=policy)) for policy in policies]
+    programs.append(compiled(with_values(programs[0].config, mesh={"virtual": 2})))
+    print(f"{weights.count(model.declare(programs[0].config))[0]:,} parameters, mesh (2, 2, 2)")
+    for program in (programs[0], programs[-1]):
+        mesh, M = program.config.mesh, program.config.train.microbatches
+        bubble = (M + (mesh.pipeline - 1) / mesh.virtual) / M
+        print(
+            f"remat none, virtual {mesh.virtual}: compiled over model FLOPs "
+            f"{program.flops_ratio():.3f} (bound 1.15 x {bubble:.3f} = {1.15 * bubble:.3f})"
+        )
+    table = Table("remat", "virtual", "step s", "GFLOP/s", "memory/device MiB", "compile s")
+    for program, seconds in zip(programs, step_seconds(programs), strict=True):
+        table.add_row(
+            program.config.train.remat,
+            str(program.config.mesh.virtual),
+            f"{seconds:.2f}",
+            f"{program.model_flops / seconds / 1e9:.1f}",
+            f"{program.planned_bytes() / 2**20:.0f}",
+            f"{program.compile_s:.1f}",
+        )
+    Console(width=120).print(table)
+    print("GFLOP/s of model FLOPs, all devices together.")
+
+
+# --- mesh ------------------------------------------------------------------------------------------
+
+
+def mesh() -> None:
+    """One device against eight, waste of a dense model, and compile time against size."""
+    tiny = utils.load("configs/tiny.toml")
+    one = with_values(tiny, mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1})
+    programs = [compiled(one), compiled(tiny)]
+    seconds = step_seconds(programs)
+    for program, s in zip(programs, seconds, strict=True):
+        print(
+            f"mesh {program.config.mesh.shape} virtual {program.config.mesh.virtual}: "
+            f"{program.tokens / s:,.0f} tokens/s, compiled in {program.compile_s:.1f} s, "
+            f"compiled over model FLOPs {program.flops_ratio():.3f}"
+        )
+    print(f"tokens/s of 8 devices over 1: {seconds[0] / seconds[1]:.2f}")
+    for remat in ("none", "full"):
+        dense = with_values(one, model={"moe_layers": 0, "dense_layers": 2}, train={"remat": remat})
+        ratio = compiled(dense).flops_ratio()
+        print(f"dense, no pipeline, remat {remat}: compiled over model FLOPs {ratio:.3f}")
+    print("compile seconds on mesh (2, 2, 2):")
+    for blocks, microbatches in ((4, 4), (16, 4), (4, 16), (16, 16)):
+        train = {"microbatches": microbatches, "sequences": 2 * microbatches}
+        sized = with_values(
+            tiny, model={"blocks": blocks}, train=train, eval={"sequences": 2 * microbatches}
+        )
+        print(
+            f"  {blocks:2} blocks, {microbatches:2} microbatches: {compiled(sized).compile_s:.1f}"
+        )
+
+
+# --- gpu -------------------------------------------------------------------------------------------
+
+GPU_CONFIGS = ("configs/dense_124m.toml", "configs/dense_1b.toml", "configs/moe_1b.toml")
+
+
+def gpu() -> None:
+    """A table of three models on one GPU in bfloat16, a check against the CPU, and where time goes."""
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "benchmark.py gpu needs an NVIDIA GPU, and jax sees only "
+            f"{jax.default_backend()} devices. Use benchmark.py step for those."
+        )
+    check_against_cpu()
+    for path in GPU_CONFIGS:
+        config = with_values(
+            utils.load(path),
+            mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
+            model={"attention": "cudnn", "compute_dtype": "bfloat16"},
+        )
+        program = compiled(config)
+        seconds = step_seconds([program])[0]
+        print(f"\n{path}")
+        report(program, seconds)
+        for name, share in kernel_shares(program):
+            print(f"  {share:6.1%}  {name}")
+
+
+def check_against_cpu() -> None:
+    """Loss and gradients of a small model: bfloat16 on the GPU against float32 on the CPU."""
+    sections = {"mesh": {"fsdp": 1, "pipeline": 1, "tensor": 1}}
+    config = with_values(reference_config(), **sections)
+    results = []
+    for platform, dtype, attention in (("cpu", "float32", "xla"), ("gpu", "bfloat16", "cudnn")):
+        here = with_values(config, model={"compute_dtype": dtype, "attention": attention})
+        devices = np.array(jax.devices(platform)[:1]).reshape(1, 1, 1)
+        place = Mesh(devices, utils.MESH_AXES)
+        with jax.default_device(devices.flat[0]):
+            w = weights.initialize(model.declare(here), place, 0)
+            run = jax.jit(model.loss_and_gradients(here, place))
+            grads, stats = jax.device_get(run(w, random_batch(here, place), jnp.int32(0)))
+        results.append((float(stats.loss), jax.tree.leaves(grads)))
+    (loss, expected), (found_loss, found) = results
+    pairs = list(zip(found, expected, strict=True))
+    norm = math.sqrt(sum(float((e**2).sum()) for _, e in pairs))
+    error = math.sqrt(sum(float(((f - e) ** 2).sum()) for f, e in pairs)) / norm
+    # 2^-8 is bfloat16's rounding; routing may flip for a few tokens.
+    ok = abs(found_loss / loss - 1) < 2**-8 and error < 0.1
+    print(
+        f"GPU bfloat16 against CPU float32: loss {found_loss / loss - 1:+.1e}, gradients "
+        f"{error:.1e} of their norm: {'agree' if ok else 'DISAGREE'}"
+    )
+    if not ok:
+        raise ValueError("the GPU's gradients are not the CPU's: see the line above")
+
+
+def kernel_shares(program: Program, most: int = 12) -> list[tuple[str, float]]:
+    """The operations that take most of a step's time on the device, with their share of it."""
+    state = main.initial_state(program.config, program.mesh)
+    batch = random_batch(program.config, program.mesh)
+    state, told = program.step(state, batch)
+    jax.block_until_ready(told)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            jax.block_until_ready(program.step(state, batch)[1])
+        [file] = Path(folder).rglob("perfetto_trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    taken: Counter[str] = Counter()
+    for event in events:
+        if "hlo_op" in event.get("args", {}):
+            taken[event["name"]] += event.get("dur", 0)
+    total = sum(taken.values())
+    return [(name, duration / total) for name, duration in taken.most_common(most)]
+
+
+def run() -> None:
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    commands = {"reference": reference, "mesh": mesh, "gpu": gpu}
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(__doc__)
+    elif name == "step":
+        step(rest)
+    elif name in commands and not rest:
+        commands[name]()
+    else:
+        raise ValueError(
+            f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, gpu, or "
+            f"step with flags of main.py."
+        )
+
+
+if __name__ == "__main__":
+    utils.command_line(run)

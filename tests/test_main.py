@@ -1,0 +1,279 @@
+"""Whole runs: what they leave, how they continue, and what stops them before they start."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import main
+import metrics
+import model
+import utils
+from conftest import ROOT
+from data import prepare
+
+FLAGS = [
+    "--model.width",
+    "32",
+    "--model.blocks",
+    "4",
+    "--model.heads",
+    "2",
+    "--model.kv_lora_rank",
+    "16",
+    "--model.hidden",
+    "64",
+    "--model.expert_hidden",
+    "32",
+    "--model.qk_nope_head_dim",
+    "16",
+    "--model.qk_rope_head_dim",
+    "8",
+    "--model.v_head_dim",
+    "16",
+    "--model.compute_dtype",
+    "float32",
+    "--model.capacity_factor",
+    "4",
+    "--model.router_bias_speed",
+    "0",
+    "--train.sequence_length",
+    "32",
+    "--optimizer.schedule_steps",
+    "6",
+    "--optimizer.warmup_steps",
+    "2",
+    "--train.steps",
+    "6",
+    "--eval.every_steps",
+    "3",
+    "--eval.sequences",
+    "16",
+    "--checkpoint.every_steps",
+    "3",
+    "--sample.tokens",
+    "4",
+    "--sample.prompts",
+    "def",
+    "import",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("data")
+    prepare.main(["--source", str(ROOT), "--glob", "*.py", "--out", str(out), "--val-share", "0.2"])
+    return ["--data.train", str(out / "train"), "--data.val", str(out / "val")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def start(data, runs, name, *flags):
+    config = utils.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
+    main.train(config)
+    return runs / name
+
+
+@pytest.fixture(scope="module")
+def whole(data, runs):
+    return start(data, runs, "whole")
+
+
+@pytest.fixture(scope="module")
+def stopped_and_resumed(data, runs):
+    start(data, runs, "resumed", "--train.steps", "3")
+    return start(data, runs, "resumed")
+
+
+def losses(folder):
+    return [r["loss/train"] for r in metrics.read(folder / "metrics.jsonl") if "loss/train" in r]
+
+
+def weights_of(folder):
+    """Bytes of the last checkpoint's arrays, read back on one device."""
+    config = utils.load(folder / "config.toml")
+    config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
+    mesh = main.make_mesh(config)
+    saved = main.Checkpoints(folder / "checkpoints")
+    state = saved.restore(6, main.unstacked_shapes(config, mesh))
+    saved.close()
+    return [np.asarray(a) for a in jax.tree.leaves(state)]
+
+
+def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
+    records = metrics.read(whole / "metrics.jsonl")
+    steps = [r for r in records if "loss/train" in r]
+    evaluations = [r for r in records if "loss/val" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in evaluations] == [3, 6]
+    assert all(set(r) == set(metrics.TRAIN) for r in steps)
+    assert np.array(evaluations[0]["moe/tokens_per_expert"]).sum(1).tolist() == [16 * 32 * 2] * 4
+    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    assert [s["prompt"] for s in samples] == ["def", "import"] and all(
+        s["step"] == 6 for s in samples
+    )
+    assert {p.name for p in (whole / "plots").iterdir()} == {
+        "validation_loss.png", "load_loss.png", "tokens_per_expert.png"
+    }  # fmt: skip
+    assert {p.name for p in (whole / "checkpoints").iterdir()} >= {"3", "6"}
+    assert utils.load(whole / "config.toml").model.width == 32
+
+
+def test_losses_add_up_to_what_is_trained_on(whole):
+    for r in metrics.read(whole / "metrics.jsonl"):
+        if "loss/train" in r:
+            parts = r["loss/cross_entropy"] + r["loss/balance"] + r["loss/z"]
+            assert r["loss/train"] == pytest.approx(parts, rel=1e-6)
+
+
+def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
+    whole, stopped_and_resumed
+):
+    assert losses(stopped_and_resumed) == losses(whole)
+    for resumed, expected in zip(weights_of(stopped_and_resumed), weights_of(whole), strict=True):
+        np.testing.assert_array_equal(resumed, expected)
+
+
+def test_a_run_continues_on_another_mesh_with_the_same_data(data, runs, whole):
+    start(data, runs, "moved", "--train.steps", "3")
+    mesh = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2 --train.microbatches 2"
+    moved = start(data, runs, "moved", *mesh.split())
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-4)
+
+
+def test_a_finished_run_started_again_prints_its_result_and_trains_nothing(
+    whole, data, runs, monkeypatch, capsys
+):
+    before = (whole / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(main, "Loop", None)
+    start(data, runs, "whole")
+    assert "6 steps, validation loss" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, data, runs):
+    flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", "whole"]
+    config = utils.parse([*flags, "--train.steps", "9", "--optimizer.schedule_steps", "0"])
+    assert main.continued(config).optimizer.schedule_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--run.name none --run.resume must", "has no checkpoint to resume from"),
+        ("--run.name whole --run.resume never", "has checkpoints, which a new run would overwrite"),
+        ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64 -> 96"),
+        ("--run.name a --model.heads 3", "--model.heads 3 cannot be cut over --mesh.tensor 2.*Use --model.heads 4"),
+        ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
+        ("--run.name a --mesh.virtual 2 --train.microbatches 1", "--train.microbatches 1 .*Use --train.microbatches 2"),
+        ("--run.name a --mesh.fsdp 8", "is 32 devices, and there are 8"),
+        ("--run.name a --data.train absent", "absent"),
+        ("--run.name a --model.vocabulary 512", "--model.vocabulary 512 has no row .*Use --model.vocabulary 4096"),
+        ("--run.name a --train.sequence_length 1000000", "--train.sequence_length .* longer than the data"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs, flags, message):
+    extra = flags.split()
+    if "--mesh.fsdp" in extra:
+        extra += ["--train.sequences", "32", "--eval.sequences", "32", "--model.width", "64"]
+    with pytest.raises(ValueError, match=message) as refused:
+        start(data, runs, "a", *extra)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs):
+    flags = "--optimizer.lr 1e30 --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
+    with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
+        start(data, runs, "lost", *flags.split())
+    records = metrics.read(runs / "lost" / "metrics.jsonl")
+    assert records[-1]["skipped"] >= 2 and records[-1]["loss/train"] is None
+
+
+def test_rows_are_read_once_and_only_those_that_this_process_holds():
+    config = utils.parse(["--mesh.fsdp", "2"])
+    asked = []
+
+    def rows(numbers):
+        asked.append(numbers.tolist())
+        array = np.repeat(numbers[:, None], 4, axis=1)
+        return dict.fromkeys(("tokens", "targets", "loss_weights", "segments"), array)
+
+    batch = main.put_batch(main.make_mesh(config), 2, rows, (8, 4))
+    assert sorted(asked) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert np.asarray(batch.tokens)[:, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    config = utils.parse(
+        [
+            "--optimizer.schedule",
+            "wsd",
+            "--optimizer.lr",
+            "1",
+            "--optimizer.warmup_steps",
+            "4",
+            "--train.steps",
+            "20",
+            "--optimizer.decay_share",
+            "0.25",
+            "--optimizer.min_lr_ratio",
+            "0.1",
+        ]
+    )
+    rate = [float(main.learning_rate(config)(np.int32(step))) for step in range(20)]
+    assert rate[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and rate[4:14] == [1.0] * 10
+    assert rate[14:] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
+    cosine = utils.parse(
+        ["--optimizer.lr", "1", "--optimizer.warmup_steps", "4", "--train.steps", "20"]
+    )
+    rate = [float(main.learning_rate(cosine)(np.int32(step))) for step in range(20)]
+    assert rate[3] == pytest.approx(1.0) and rate[11] == pytest.approx(0.55)
+    assert rate[19] == pytest.approx(0.1) and sorted(rate[3:], reverse=True) == rate[3:]
+
+
+def test_two_processes_train_as_one_does(data, runs, whole):
+    with open(os.devnull) as nothing:
+        port = str(20000 + os.getpid() % 20000)
+        environment = os.environ | {
+            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=4"),
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        }
+        command = [
+            sys.executable,
+            "main.py",
+            *FLAGS,
+            *data,
+            "--run.dir",
+            str(runs),
+            "--run.name",
+            "two",
+        ]
+        both = [
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment | {"JAX_PROCESS_ID": str(i)}, stdin=nothing,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        said = [p.communicate(timeout=600)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], said
+    np.testing.assert_allclose(losses(runs / "two"), losses(whole), rtol=1e-6)
+    assert "validation loss" in said[0] and "validation loss" not in said[1]
+
+
+def test_the_example_configs_describe_runs_that_can_start():
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        config = utils.load(path)
+        utils.check(config)
+        model.declare(config)
+        model.schedule(config)

@@ -1,0 +1,830 @@
+"""The sharded model against the one-device reference, and the properties of its layers.
+
+A whole step takes seconds to compile, so each is compiled once (`trained`, `stats_of`) and asked
+many questions; what one layer can answer is asked of the layer.
+
+Letters: M microbatches, B sequences, T positions, D width, V padded vocabulary, N heads, S key
+positions, E experts, K experts per token, G hidden width of an expert.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import hf_case
+import model
+import pipeline
+import reference
+import utils
+import weights
+from common import (
+    batch_of,
+    canonical,
+    config_of,
+    errors,
+    like,
+    mesh_of,
+    on_mesh,
+    put,
+    relative_error,
+    transformer_of,
+)
+
+BOUND = 2e-5  # relative, float32
+BOTH = [(1, 1, 1), (2, 2, 2)]
+
+BASE = {"q_lora_rank": 24, "prefix_layers": 1, "shared_experts": 2, "z_loss": 1e-3}
+# Between them the cases have every option of the model and of how a step is run.
+CASES = {
+    "1x1x1": config_of(segments=True, **BASE),
+    "4x1x1": config_of(
+        (4, 1, 1),
+        gather="layer",
+        train={"microbatches": 2, "remat": "full", "loss_chunk_tokens": 64},
+        tied=False,
+        experts_layout="gathered",
+        scores="softmax",
+        shared_experts=1,
+    ),
+    "1x4x1": config_of(
+        (1, 4, 1),
+        train={"microbatches": 3, "sequences": 12, "remat": "latents,hidden"},
+        dense_layers=2,
+        normalize_weights=False,
+        shared_experts=0,
+        rope_in_moe_layers=False,
+    ),
+    "1x1x4": config_of(
+        (1, 1, 4),
+        gather="layer",
+        segments=True,
+        train={"microbatches": 1, "sequences": 4},
+        dense_layers=0,
+        tied=False,
+        q_lora_rank=24,
+        experts_layout="gathered",
+        z_loss=0.01,
+    ),
+    "2x2x2": config_of((2, 2, 2), gather="layer", segments=True, train={"microbatches": 8}, **BASE),
+    "2x2x2_virtual": config_of(
+        (2, 2, 2),
+        virtual=2,
+        segments=True,
+        train={"microbatches": 2, "remat": "attention,expert_out"},
+        **BASE,
+    ),
+    "2x2x2_dense": config_of(
+        (2, 2, 2),
+        train={"microbatches": 3, "sequences": 12, "remat": "full", "loss_chunk_tokens": 7},
+        tied=False,
+        moe_layers=0,
+        dense_layers=2,
+        prefix_layers=2,
+        blocks=2,
+    ),
+    "2x2x2_virtual_moe": config_of(
+        (2, 2, 2),
+        virtual=2,
+        train={"remat": "full"},
+        dense_layers=0,
+        prefix_layers=2,
+        experts_layout="gathered",
+        scores="softmax",
+        shared_experts=1,
+    ),
+}
+SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual"]
+
+
+class Trained(NamedTuple):
+    """What one step told."""
+
+    config: utils.Config
+    grads: dict  # a canonical tree
+    stats: model.Stats
+    program: str  # compiled
+
+
+def step_of(config, mesh):
+    """The production step as one argument's worth of compilation: (weights, batch) -> both."""
+    run = model.loss_and_gradients(config, mesh)
+    return jax.jit(lambda w, batch: run(w, batch, jnp.int32(0)))
+
+
+@functools.cache
+def tree_of(fields):
+    """Weights for a model whose norms are not 1 and whose biases are not 0."""
+    return hf_case.weights(fields, seed=3)
+
+
+@functools.cache
+def trained(name):
+    """The case, run once."""
+    config, mesh = CASES[name], mesh_of(CASES[name])
+    w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
+    data = on_mesh(config, mesh, batch)
+    compiled = step_of(config, mesh).lower(w, data).compile()
+    grads, stats = compiled(w, data)
+    return Trained(config, canonical(config, grads), stats, compiled.as_text())
+
+
+@functools.cache
+def expected_of(fields, segments, sequences):
+    """(loss, parts), gradients of the reference for the batch of a case."""
+    small = config_of(segments=segments, train={"sequences": sequences})
+    batch = batch_of(dataclasses.replace(small, model=fields))
+    if not segments:
+        batch["segments"] = np.zeros_like(batch["segments"])
+    run = jax.jit(
+        jax.value_and_grad(reference.loss, has_aux=True),
+        static_argnums=2,
+        compiler_options={"xla_backend_optimization_level": 0},  # compiles faster, runs once
+    )
+    return run(tree_of(fields), batch, fields)
+
+
+def expected(config):
+    return expected_of(config.model, config.data.segments, config.train.sequences)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_match_the_one_device_reference(name):
+    config, grads, stats, _ = trained(name)
+    (loss, parts), reference_grads = expected(config)
+    for part in ("cross_entropy", "balance", "z"):
+        assert relative_error(getattr(stats, part), parts[part]) <= BOUND, part
+    assert relative_error(stats.loss, loss) <= BOUND
+    worst = {leaf: e for leaf, e in errors(grads, reference_grads).items() if e > BOUND}
+    assert not worst, f"relative errors of gradients: {worst}"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].model.moe_layers])
+def test_every_choice_of_an_expert_is_counted_and_none_is_dropped_where_all_have_room(name):
+    config, _, stats, _ = trained(name)
+    counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
+    (_, parts), _ = expected(config)
+    assert counts.tolist() == parts["tokens_per_expert"].tolist()
+    assert stats.dropped == 0
+
+
+def gradient_norm(grads):
+    return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(grads)))
+
+
+def test_balance_loss_and_gradient_norm_depend_on_neither_mesh_nor_microbatches():
+    runs = [trained(name) for name in SAME_MODEL]
+    assert len({(r.config.mesh.shape, r.config.train.microbatches) for r in runs}) == 3
+    for other in runs[1:]:
+        assert relative_error(other.stats.balance, runs[0].stats.balance) <= BOUND
+        norms = gradient_norm(other.grads), gradient_norm(runs[0].grads)
+        assert relative_error(*norms) <= BOUND
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pads_of_the_vocabulary_get_no_gradient(name):
+    config, grads, _, _ = trained(name)
+    for table in ("embedding", "output"):
+        if grads[table] is not None:
+            assert grads[table].shape[0] == 512
+            assert not grads[table][config.model.vocabulary :].any()
+            assert grads[table][: config.model.vocabulary].any()
+
+
+@functools.cache
+def evaluated(name):
+    """Statistics of the case in evaluation, with dropout and scarce capacity in training."""
+    case = CASES[name]
+    fields = dataclasses.replace(case.model, dropout=0.4, capacity_factor=0.5)
+    config, mesh = dataclasses.replace(case, model=fields), mesh_of(case)
+    w, data = transformer_of(case, mesh, tree_of(case.model)), on_mesh(case, mesh, batch_of(case))
+    return jax.jit(model.evaluate(config, mesh))(w, data)
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual"])
+def test_evaluation_is_the_reference_without_dropout_and_with_its_own_capacity(name):
+    config, found = CASES[name], evaluated(name)
+    (_, parts), _ = expected(config)
+    assert relative_error(found.cross_entropy, parts["cross_entropy"]) <= BOUND
+    assert relative_error(found.z, parts["z"]) <= BOUND
+    # 1 where every expert has as much: neither weighted nor summed over layers.
+    mean = parts["balance"] / config.model.balance_loss / config.model.blocks
+    assert relative_error(found.balance, mean) <= BOUND
+    counts = np.asarray(found.tokens_per_expert).reshape(config.model.blocks, -1)
+    assert counts.tolist() == parts["tokens_per_expert"].tolist()
+    assert found.dropped == 0
+
+
+# --- what is compiled --------------------------------------------------------------------------
+
+
+def logit_buffers(program, vocabulary_slice):
+    """Rows of each float buffer of an HLO text that has the vocabulary as one dimension."""
+    shapes = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"\b(?:f32|bf16)\[([\d,]+)\]", program)
+    }
+    found = [shape for shape in shapes if vocabulary_slice in shape]
+    return {int(np.prod(shape)) // vocabulary_slice for shape in found}
+
+
+def test_logits_of_a_chunk_of_tokens_exist_at_a_time():
+    config, _, _, program = trained("1x1x1")
+    # Rows of the embedding; those of the largest buffer of logits.
+    allowed = {config.model.width, config.train.loss_chunk_tokens, 1}
+    assert logit_buffers(program, 512) <= allowed
+
+    whole = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, loss_chunk_tokens=64)
+    )
+    mesh = mesh_of(whole)
+    w, data = jax.eval_shape(lambda: arguments(whole, mesh))
+    program = step_of(whole, mesh).lower(w, data).as_text("hlo")
+    assert 64 in logit_buffers(program, 512), "the search would not see them"
+
+
+def arguments(config, mesh):
+    """Weights and a batch of a config, for a trace."""
+    declared = model.declare(config)
+    w = jax.tree.map(lambda w: jnp.zeros(w.shape), declared)
+    M = config.train.microbatches
+    shape = (M, config.train.sequences // M, config.train.sequence_length)
+    integers = jnp.zeros(shape, jnp.int32)
+    return w, model.Batch(integers, integers, jnp.zeros(shape), integers)
+
+
+def traced(**changes):
+    """The step's traced program, without the sizes and addresses in it."""
+    sizes = {"microbatches": changes.pop("microbatches", 4), "sequences": 64}
+    config = config_of((2, 2, 1), train=sizes | {"remat": "full"}, **(BASE | changes))
+    mesh = mesh_of(config)
+    program = jax.make_jaxpr(step_of(config, mesh))(
+        *jax.eval_shape(lambda: arguments(config, mesh))
+    )
+    return re.sub(r"0x[0-9a-f]+|\d+|\s+", "_", str(program))
+
+
+def test_the_program_grows_with_neither_blocks_nor_dense_layers_nor_microbatches():
+    small = traced()
+    assert small == traced(blocks=16)
+    assert small == traced(dense_layers=3)
+    assert small == traced(microbatches=16)
+
+
+def kept_for_backward(config):
+    """Shapes of what waits between the forward and backward pass of a block."""
+    mesh, found = mesh_of(config), []
+    declared = model.declare(config)
+    how = model.How(config.model, 0, config.model.capacity_factor)
+
+    def local(w, data):
+        passes = model.passes(config, how, jnp.int32(0), jnp.float32(1), 1.0)
+        prepared, data = model.prepare(config, declared, w), model.numbered(data)
+        run = pipeline.Executor(passes, prepared, data, model.schedule(config))
+        ring, _, _ = run.probe(run.empty_x())
+        found.extend(a.shape[2:] for a in jax.tree.leaves(ring))
+        return jnp.zeros(())
+
+    in_specs = (weights.specs(declared), model.BATCH_SPEC)
+    step = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=True)
+    jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)))
+    return found
+
+
+def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again():
+    train = {"remat": "full", "sequences": 24}
+    config = config_of((2, 1, 2), train=train, dense_layers=3, q_lora_rank=24)
+    b, t, D = 24 // 4 // 2, 16 // 2, 48
+    large = [shape for shape in kept_for_backward(config) if np.prod(shape) > 3]
+    assert sorted(large, key=len) == [(b, t, D), (3, b, t, D)]
+
+
+@pytest.mark.parametrize("gather", ["step", "layer"])
+@pytest.mark.parametrize("layout", ["spread", "gathered"])
+def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
+    config = config_of((2, 1, 2), gather=gather, experts_layout=layout, q_lora_rank=24)
+    kept = kept_for_backward(config)
+    D, N, Q, C, F, E, G = 48, 2, 24, 32, 36, 8, 56  # of a tensor rank
+    whole = [(D, Q), (Q, N, 32), (D, C + 12), (C, N, 48), (N, 28, D), (D, F), (F, D), (D, G)]
+    experts = [(E, D, G // 2), (E, G // 2, D), (E // 4, D, G), (E // 4, G, D)]
+    assert not {*whole, *experts, (D, E)} & {shape[-3:] for shape in kept}
+    assert not {*whole, (D, E)} & {shape[-2:] for shape in kept}
+
+
+# --- layers by themselves ----------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """A layer of the production model, on global arrays."""
+
+    config: utils.Config
+    kind: str  # attention, mlp or moe
+    whole: bool = False  # the sequence is not cut over tensor
+    rope: bool = True
+
+    @property
+    def declared(self):
+        """Its weights, without the dimensions that stack them."""
+        blocks = model.declare(self.config).blocks
+        tree, stack = (blocks.dense.mlp, 4) if self.kind == "mlp" else (blocks.moe, 3)
+        tree = tree if self.kind == "mlp" else getattr(tree, self.kind)
+
+        def unstacked(w):
+            return dataclasses.replace(w, cuts=w.cuts[stack:], sizes=w.sizes[stack:])
+
+        return jax.tree.map(unstacked, tree)
+
+    @property
+    def weights(self):
+        """Those of the first such layer, as nested dicts."""
+        blocks = tree_of(self.config.model)["blocks"]
+        tree, index = (blocks["dense"], (0, 0)) if self.kind == "mlp" else (blocks["moe"], 0)
+        return jax.tree.map(lambda a: a[index], tree[self.kind])
+
+    @property
+    def x_spec(self):
+        return P("fsdp", None if self.whole else "tensor")
+
+    def local(self, w, x, segments):
+        """(y, [1] dropped choices, [1, E] tokens per expert); nothing of the latter but in moe."""
+        m, at = self.config.model, model.At(*[jnp.int32(0)] * 3)
+        how = model.How(m, 0, m.capacity_factor, whole=self.whole)
+        w = weights.gather(self.declared, w)
+        if self.kind == "attention":
+            return model.attention(w, x, segments, how, at, self.rope), None
+        if self.kind == "mlp":
+            return model.mlp(w, x, how, at), None
+        y, routing = model.moe(w, x, how, at)
+        return y, (routing.dropped[None], routing.tokens_per_expert[None])
+
+    def sharded(self):
+        """(weights, x [B, T, D], segments [B, T]) -> results of `local`, one row a rank."""
+        ranks = P(utils.EXPERT_AXES)
+        return jax.shard_map(
+            self.local,
+            mesh=mesh_of(self.config),
+            in_specs=(weights.specs(self.declared), self.x_spec, P("fsdp")),
+            out_specs=(self.x_spec, (ranks, ranks) if self.kind == "moe" else None),
+            check_vma=True,
+        )
+
+    def __call__(self, x, segments=None, tree=None):
+        segments = np.zeros(x.shape[:2], np.int32) if segments is None else segments
+        w = put(mesh_of(self.config), self.declared, like(self.declared, tree or self.weights))
+        y, routing = jax.jit(self.sharded())(w, x, segments)
+        return np.asarray(y), jax.tree.map(np.asarray, routing)
+
+
+def layer(kind, shape, whole=False, rope=True, **fields):
+    return Layer(config_of(shape, **({"q_lora_rank": 24} | fields)), kind, whole, rope)
+
+
+def activations(B=4, T=16, D=48, seed=5):
+    return np.random.default_rng(seed).standard_normal((B, T, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("attention", "auto"), ("mlp", "auto"), ("moe", "spread"), ("moe", "gathered")],
+)
+def test_a_layer_on_whole_sequences_is_the_layer_on_cut_ones(kind, layout, shape):
+    cut, whole = (layer(kind, shape, whole, experts_layout=layout) for whole in (False, True))
+    x = activations()
+    (one, routing), (other, whole_routing) = cut(x), whole(x)
+    assert np.abs(one - x).max() > 0.1
+    np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
+    if kind == "moe":
+        assert routing[1].sum(0).tolist() == whole_routing[1].sum(0).tolist()
+        assert whole_routing[1].sum() == 4 * 16 * 2
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+@pytest.mark.parametrize("kind", ["attention", "mlp", "moe"])
+def test_a_layer_on_zeros_is_finite_forward_and_backward(kind, shape):
+    one = layer(kind, shape)
+    run, x = one.sharded(), np.zeros((4, 16, 48), np.float32)
+    segments = np.zeros((4, 16), np.int32)
+    w = put(mesh_of(one.config), one.declared, like(one.declared, one.weights))
+
+    def total(w, x):
+        return jnp.sum(run(w, x, segments)[0] * activations())
+
+    for leaf in jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1)))(w, x)):
+        assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+def test_each_shared_expert_changes_the_output(shape):
+    one, x = layer("moe", shape, shared_experts=3), activations()
+    y, _ = one(x)
+    G = one.config.model.expert_hidden
+    for number in range(3):
+        tree = one.weights
+        down = tree["shared"]["down"].copy()
+        down[number * G : (number + 1) * G] = 0
+        without, _ = one(x, tree=tree | {"shared": tree["shared"] | {"down": down}})
+        assert (np.abs(y - without).max(-1) > 1e-3).all(), f"shared expert {number}"
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+def test_attention_does_not_cross_documents(shape):
+    one, x = layer("attention", shape), activations()
+    segments = np.broadcast_to(np.repeat(np.int32([4, 9]), [5, 11]), (4, 16))
+    changed = x.copy()
+    changed[:, 2] += 1
+    (before, _), (after, _) = one(x, segments), one(changed, segments)
+    np.testing.assert_array_equal(before[:, 5:], after[:, 5:])
+    assert (np.abs(before - after)[:, 2:5].max(-1) > 1e-4).all()
+    (before, _), (after, _) = one(x), one(changed)
+    assert (np.abs(before - after)[:, 5:].max(-1) > 1e-4).all()
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+@pytest.mark.parametrize("rope", [True, False])
+def test_attention_scores_of_every_head_depend_on_distance_only(rope, shape, monkeypatch):
+    def scores(q, k, v, *_):
+        return jnp.einsum("bTnA,bSnA->bTnS", q, k)
+
+    monkeypatch.setattr(model, "attend", scores)
+    # Scores leave the layer as they are: a value head is as wide as there are keys, and the output
+    # matrix is the identity.
+    B, N, T = 4, 4, 16
+    one = layer("attention", shape, rope=rope, width=N * T, v_head_dim=T, rope_theta=30.0)
+    tree = one.weights | {"out": np.eye(N * T, dtype=np.float32).reshape(N, T, N * T)}
+    x = np.broadcast_to(activations(B, 1, N * T), (B, T, N * T))
+    score_BTNS = (one(x, tree=tree)[0] - x).reshape(B, T, N, T)
+    for distance in range(1 - T, T):
+        along = np.diagonal(score_BTNS, -distance, axis1=1, axis2=3)  # [B, N, pairs]
+        spread = along.max(-1) - along.min(-1)
+        assert (spread <= 2e-5).all(), f"distance {distance}: {spread.max()}"
+    varied = np.ptp(score_BTNS[:, 0], axis=-1)
+    assert (varied > 0.1).all() if rope else (varied <= 2e-5).all()
+
+
+# --- capacity ----------------------------------------------------------------------------------
+
+
+def numpy_route(w, h, m):
+    """Choices and weights [B, T, K] of sigmoid scores, normalised."""
+    score = 1 / (1 + np.exp(-(h @ w["router"])))
+    choice = np.argsort(-(score + w["bias"]), axis=-1, kind="stable")[..., : m.experts_per_token]
+    weight = np.take_along_axis(score, choice, axis=-1)
+    return choice, weight / weight.sum(-1, keepdims=True) * m.routed_scaling_factor
+
+
+def numpy_kept(choice, ranks, factor, E):
+    """Whether each choice has room: each rank's slice in order of position, then sequence."""
+    B, T, K = choice.shape
+    b, t = B // ranks[0], T // ranks[1]
+    slots, kept = -(-factor * K * b * t // E), np.zeros(choice.shape, bool)
+    for rank in np.ndindex(ranks):
+        filled = np.zeros(E)
+        for i, j, k in np.ndindex(t, b, K):
+            here = rank[0] * b + j, rank[1] * t + i, k
+            kept[here] = filled[choice[here]] < slots
+            filled[choice[here]] += 1
+    return kept
+
+
+def numpy_moe(one, x, factor):
+    """y of a MoE layer without shared experts, and how many choices had no room."""
+    m, w = one.config.model, one.weights
+    E, shape = m.experts, (one.config.mesh.fsdp, one.config.mesh.tensor)
+    h = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + m.norm_epsilon) * w["norm"]
+    choice, weight = numpy_route(w, h, m)
+    kept = numpy_kept(choice, shape, factor, E)
+    matrices = [w["experts"][name] for name in ("gate", "up", "down")]
+    outputs = [reference.numpy_swiglu(*(a[e] for a in matrices), h) for e in range(E)]
+    picked = np.take_along_axis(np.stack(outputs, 2), choice[..., None], axis=2)
+    return x + np.sum(picked * (weight * kept)[..., None], axis=2), np.sum(~kept)
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+@pytest.mark.parametrize("layout", ["spread", "gathered"])
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_what_has_no_room_is_dropped_in_order_of_position_and_counted(factor, layout, shape):
+    one = layer("moe", shape, capacity_factor=factor, experts_layout=layout, shared_experts=0)
+    x = activations()
+    y, (dropped, counts) = one(x)
+    expected_y, expected_drops = numpy_moe(one, x.astype(np.float64), factor)
+    assert counts.sum() == 4 * 16 * 2
+    assert dropped.sum() == expected_drops > 0
+    np.testing.assert_allclose(y, expected_y, rtol=0, atol=2e-5)
+
+
+def even_routing():
+    """Tokens and a router such that each 4 positions in a row choose each of 8 experts once."""
+    x = 0.01 * activations()
+    for position in range(16):
+        x[:, position, 2 * position % 8] = 1.0
+        x[:, position, (2 * position + 1) % 8] = 0.9
+    return x, np.eye(48, 8, dtype=np.float32)
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+def test_nothing_is_dropped_with_capacity_factor_1_where_each_expert_has_as_much(shape):
+    x, router = even_routing()
+    one = layer("moe", shape, capacity_factor=1.0)
+    changes = {"router": router, "bias": np.zeros(8), "norm": np.ones(48)}
+    tree = one.weights | changes
+    _, (dropped, counts) = one(x, tree=tree)
+    assert (counts == counts[0, 0]).all()
+    assert dropped.sum() == 0
+    x[1, 3] = x[1, 4]  # two choices of experts that are full, instead of two others
+    _, (dropped, _) = one(x, tree=tree)
+    assert dropped.sum() == 2
+
+
+@functools.cache
+def scarce(shape):
+    """(config, mesh, weights, batch -> Stats) of a training step that drops many tokens."""
+    config = config_of(shape, blocks=2, capacity_factor=0.5, q_lora_rank=24)
+    mesh, step = mesh_of(config), step_of(config, mesh_of(config))
+    w = transformer_of(config, mesh, tree_of(config.model))
+    return config, mesh, w, jax.jit(lambda w, batch: step(w, batch)[1])
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+def test_no_later_token_moves_an_earlier_logit_in_training_with_tokens_dropped(shape):
+    """By the loss at the earlier positions alone, of all sequences, when later tokens change."""
+    config, mesh, w, stats_of = scarce(shape)
+    batch = batch_of(config)
+
+    def told(first_changed, weighted):
+        ids = batch["tokens"].copy()
+        ids[::3, first_changed:] = (ids[::3, first_changed:] + 7) % config.model.vocabulary
+        chosen = np.broadcast_to(weighted, ids.shape).astype(np.float32)
+        return stats_of(w, on_mesh(config, mesh, batch | {"tokens": ids, "loss_weights": chosen}))
+
+    for first_changed in (1, 5, 8, 11, 15):
+        earlier = np.arange(16) < first_changed
+        before, after = told(16, earlier), told(first_changed, earlier)
+        assert min(before.dropped, after.dropped) > 100
+        assert before.cross_entropy == after.cross_entropy, first_changed
+        later = told(16, ~earlier).cross_entropy, told(first_changed, ~earlier).cross_entropy
+        assert abs(later[0] - later[1]) > 1e-3
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+def dropped_out(shape, at, branch=0, rate=0.25):
+    """Dropout of ones [8, 16, 64] at some place of the run."""
+    config = config_of(shape, dropout=rate)
+    how = model.How(config.model, 3, None, rate)
+
+    def local(x):
+        return model.drop(x, how, model.At(*map(jnp.int32, at)), branch)
+
+    spec = P("fsdp", "tensor")
+    run = jax.shard_map(local, mesh=mesh_of(config), in_specs=spec, out_specs=spec)
+    return np.asarray(jax.jit(run)(np.ones((8, 16, 64), np.float32)))
+
+
+def agreement(one, other):
+    """Share of elements that both keep or both zero: 0.625 for independent masks of 1/4."""
+    return np.mean((one == 0) == (other == 0))
+
+
+def test_dropout_differs_between_steps_microbatches_layers_and_branches_and_nothing_else():
+    base = dropped_out((1, 1, 1), (5, 1, 2))
+    np.testing.assert_array_equal(base, dropped_out((1, 1, 1), (5, 1, 2)))
+    others = [((6, 1, 2), 0), ((5, 0, 2), 0), ((5, 1, 3), 0), ((5, 1, 2), 1), ((1, 5, 2), 0)]
+    for at, branch in others:
+        assert abs(agreement(base, dropped_out((1, 1, 1), at, branch)) - 0.625) < 0.03, at
+
+
+def test_dropout_differs_between_ranks_that_hold_different_data():
+    slices = dropped_out((2, 1, 2), (5, 1, 2)).reshape(2, 4, 2, 8, 64)
+    ranks = [slices[i, :, j] for i in (0, 1) for j in (0, 1)]
+    for i in range(4):
+        for j in range(i):
+            assert abs(agreement(ranks[i], ranks[j]) - 0.625) < 0.05
+
+
+def test_dropout_keeps_the_mean():
+    y = dropped_out((2, 1, 2), (0, 0, 0))
+    assert abs(np.mean(y == 0) - 0.25) < 0.02
+    assert np.unique(y).tolist() == [0, np.float32(4 / 3)]
+
+
+def test_dropout_of_a_run_depends_on_step_and_microbatch():
+    """By the loss of one of two microbatches that hold the same tokens."""
+    config = config_of(train={"microbatches": 2}, blocks=1, dropout=0.3)
+    mesh, run = mesh_of(config), model.loss_and_gradients(config, mesh_of(config))
+    stats_of = jax.jit(lambda w, batch, step: run(w, batch, step)[1])
+    w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
+
+    def told(step, microbatch):
+        twice = {name: np.concatenate([a[:8], a[:8]]) for name, a in batch.items()}
+        chosen = np.repeat(np.arange(2) == microbatch, 8)[:, None] * np.ones((1, 16))
+        twice["loss_weights"] = chosen.astype(np.float32)
+        return float(stats_of(w, on_mesh(config, mesh, twice), jnp.int32(step)).cross_entropy)
+
+    losses = [told(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
+    assert len(set(losses)) == 4
+    assert losses == [told(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
+
+
+def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
+    """By writing the numbers that layers are given into columns of the residual stream."""
+
+    def write(y, how, at, branch):
+        column = jnp.arange(y.shape[-1])[None, None] == 2 * at.layer + branch
+        return jnp.broadcast_to(column, y.shape).astype(y.dtype) + 0 * y
+
+    monkeypatch.setattr(model, "drop", write)
+    config = config_of(prefix_layers=2, dense_layers=2, blocks=3)
+    declared, mesh = model.declare(config), mesh_of(config)
+
+    def local(w, data):
+        how = model.How(config.model, 0, None)
+        passes = model.passes(config, how, jnp.int32(0), jnp.float32(1), 1.0)
+        prepared, data = model.prepare(config, declared, w), pipeline.index(model.numbered(data), 0)
+        x = passes.first(prepared.first, data)
+        x = x - model.embed(prepared.first.embedding, data.tokens, False)
+        for number in range(3):
+            block = pipeline.index(prepared.blocks, number)
+            (x, _), _ = passes.block(block, data, weights.vary(jnp.int32(number)), x)
+        return lax.psum(x, ("pipeline",))
+
+    specs = (weights.specs(declared), model.BATCH_SPEC)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("fsdp", "tensor"))
+    w = transformer_of(config, mesh, tree_of(config.model))
+    x = np.asarray(jax.jit(run)(w, on_mesh(config, mesh, batch_of(config))))
+    layers = 2 + 3 * (2 + 1)
+    expected_row = (np.arange(48) < 2 * layers).astype(np.float32)
+    np.testing.assert_allclose(x, np.broadcast_to(expected_row, x.shape), atol=1e-5)
+
+
+# --- ends --------------------------------------------------------------------------------------
+
+
+def test_gradient_of_taking_rows_is_that_of_indexing():
+    random = np.random.default_rng(0)
+    x, cotangent = jnp.asarray(random.standard_normal((2, 9, 5)), jnp.float32)
+    index = jnp.int32([3, 9, 0, 3, 8, 1, 9, 3, 4])  # 9 is past the end
+    back = np.full((9, 3), len(index), np.int32)
+    for row in range(9):
+        places = np.flatnonzero(np.asarray(index) == row)
+        back[row, : len(places)] = places
+
+    def plain(x):
+        return jnp.where(index[:, None] < 9, x[jnp.minimum(index, 8)], 0)
+
+    found, vjp = jax.vjp(lambda x: model.take_rows(x, index, jnp.asarray(back)), x)
+    wanted, plain_vjp = jax.vjp(plain, x)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(vjp(cotangent)[0], plain_vjp(cotangent)[0], rtol=1e-6)
+
+
+@functools.cache
+def chunked(shape, chunk):
+    """(value, both sums), (gradients of table and h) of the loss, by chunks of tokens."""
+    table, h, targets, token_weights = loss_inputs()
+    mesh = jax.make_mesh(shape, utils.MESH_AXES, (jax.sharding.AxisType.Auto,) * 3)
+
+    def local(table, h, targets, token_weights):
+        table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
+        split = [a.reshape(-1, chunk, *a.shape[1:]) for a in (h, targets, token_weights)]
+        return model.chunked_loss((500, 0.01), table, *split)
+
+    specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
+    both = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    return both(table, h, targets, token_weights)
+
+
+def loss_inputs():
+    random = np.random.default_rng(2)
+    table, h = (3 * random.standard_normal((n, 6)).astype(np.float32) for n in (512, 24))
+    return table, h, random.integers(0, 500, 24, np.int32), random.random(24, np.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("chunk", [24, 4])
+def test_the_loss_by_chunks_is_that_of_whole_logits(chunk, shape):
+    table, h, targets, token_weights = loss_inputs()
+
+    def plain(table, h):
+        log_z = jax.nn.logsumexp(h @ table[:500].T, axis=-1)
+        nll = log_z - (h * table[targets]).sum(-1)
+        sums = jnp.stack([(token_weights * a).sum() for a in (nll, log_z**2)])
+        return sums[0] + 0.01 * sums[1], sums
+
+    (value, sums), grads = chunked(shape, chunk)
+    (wanted, wanted_sums), wanted_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(table, h)
+    assert relative_error(value, wanted) <= 1e-6
+    assert relative_error(sums, wanted_sums) <= 1e-6
+    for g, e in zip(grads, wanted_grads, strict=True):
+        assert relative_error(g, e) <= 5e-6
+    assert not np.asarray(grads[0])[500:].any()
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(64, 16), (60, 16), (7, 4), (5, 9), (1, 1)])
+def test_chunks_are_equal_and_no_larger_than_asked(tokens, most):
+    count = model.chunks(tokens, most)
+    assert tokens % count == 0
+    assert tokens // count <= most
+    assert not any(tokens % c == 0 and tokens // c <= most for c in range(1, count))
+
+
+# --- Hugging Face ------------------------------------------------------------------------------
+
+
+def hf_logits(name, shape):
+    """Production logits [B, T, V] of a case, at every position."""
+    case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocabulary"])
+    B, T = tokens.shape
+    train = {"microbatches": 2, "sequences": B * T, "sequence_length": T}
+    config = config_of(shape, train=train, **case.model)
+    mesh = mesh_of(config)
+    w = transformer_of(config, mesh, hf_case.weights(config.model, case.seed))
+    ids = np.repeat(tokens, T, axis=0)
+    nothing = {"targets": ids, "loss_weights": np.zeros(ids.shape, np.float32), "segments": ids}
+    batch = on_mesh(config, mesh, {"tokens": ids} | nothing)
+    positions = np.tile(np.arange(T, dtype=np.int32), B).reshape(2, -1)
+    found = jax.jit(model.next_token_logits(config, mesh))(w, batch, positions)
+    return np.asarray(found).reshape(B, T, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, (1, 1, 1)) for name in hf_case.CASES), ("prefix_query_latent_two_shared", (2, 2, 2))],
+    ids=str,
+)
+def test_logits_are_those_of_hugging_face_transformers(name, shape):
+    found = hf_logits(name, shape)
+    with np.load(hf_case.LOGITS_FILE) as file:
+        theirs = file[name]
+    vocabulary = theirs.shape[-1]
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(found[..., :vocabulary], theirs, rtol=0, atol=1e-4)
+    assert np.isneginf(found[..., vocabulary:]).all()
+    assert found.shape[-1] == 256
+
+
+# --- guards ------------------------------------------------------------------------------------
+
+
+def trace(config):
+    mesh = mesh_of(config)
+    step = model.loss_and_gradients(config, mesh)
+    return jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)), jnp.int32(0))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)], ids=str)
+def test_dropping_the_psum_is_refused_before_anything_runs(shape, monkeypatch):
+    def forgetful(declared, grads, gathered):
+        def reduce(w, part):
+            if gathered and w.gathered_dim is not None:
+                dim = w.gathered_dim % part.ndim
+                part = lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
+            return part
+
+        return jax.tree.map(reduce, declared, grads)
+
+    config = config_of(shape)
+    trace(config)
+    monkeypatch.setattr(weights, "reduce_gradients", forgetful)
+    with pytest.raises((TypeError, ValueError), match="out_specs"):
+        trace(config)
+
+
+def test_an_unreduced_loss_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(model, "summarize", unreduced)
+    with pytest.raises((TypeError, ValueError), match="out_specs"):
+        trace(config_of((2, 1, 1), moe_layers=0))
+
+
+def unreduced(config, sums, routing, balance_scale):
+    zero = jnp.zeros(())
+    return model.Stats(sums[0], zero, zero, jnp.int32(0), None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "virtual", "fields", "flag", "works"),
+    [
+        ((1, 1, 8), 1, {"heads": 12}, "model.heads", 16),
+        ((1, 2, 1), 2, {"blocks": 6}, "model.blocks", 8),
+        ((8, 1, 1), 1, {"width": 44}, "model.width", 48),
+        ((2, 1, 2), 1, {"experts": 6, "experts_layout": "spread"}, "model.experts", 8),
+        ((1, 1, 2), 1, {"hidden": 71}, "model.hidden", 72),
+    ],
+)
+def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(
+    shape, virtual, fields, flag, works
+):
+    name = flag.split(".")[1]
+    message = rf"--{flag} {fields[name]} cannot be cut.*Use --{flag} {works}\b"
+    with pytest.raises(ValueError, match=message):
+        model.declare(config_of(shape, virtual=virtual, **fields))
+    model.declare(config_of(shape, virtual=virtual, **(fields | {name: works})))

@@ -1,0 +1,233 @@
+"""Whole runs on every mesh: the same losses, the same bits in every replica, no bad step applied.
+
+A step is compiled once per mesh (`runs`), and every test asks something of those runs.
+
+Letters: M microbatches, B sequences, T positions, E experts.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import main
+import model
+import weights
+from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
+
+STEPS, T = 20, 64
+MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "2x2x2": 4, "1x4x2": 8, "2x2x2_virtual": 2}
+
+
+class Run(NamedTuple):
+    """Twenty steps on one mesh."""
+
+    config: object
+    losses: np.ndarray  # [STEPS], as trained on
+    norms: np.ndarray  # [STEPS], of gradients, before they are clipped
+    counts: np.ndarray  # [STEPS, blocks, E]
+    states: list  # canonical weights after each step
+    replicas: list  # (leaf, copies [devices, ...]) after 10 steps
+    dropped: int
+
+
+def run_config(name, bias_speed=0.0):
+    """The same run on the mesh of that name: only mesh and microbatches differ."""
+    shape, virtual = RUN_MESHES[name]
+    train = {"microbatches": MICROBATCHES[name], "sequence_length": T, "loss_chunk_tokens": 64}
+    return config_of(
+        shape,
+        virtual=virtual,
+        train=train | {"steps": STEPS, "remat": "full"},
+        # A slow start: Adam's first steps go by the sign of a gradient, however small, and a sign
+        # that rounding decides moves a weight as far as any other.
+        optimizer={"lr": 1e-3, "warmup_steps": STEPS},
+        z_loss=1e-3,
+        router_bias_speed=bias_speed,
+        **RUN,
+    )
+
+
+def batch(config, step):
+    """Text that can be learnt: low ids are likelier."""
+    made = batch_of(config, seed=step)
+    V = config.model.vocabulary
+    skewed = {name: made[name].astype(np.int64) ** 3 // V**2 for name in ("tokens", "targets")}
+    return made | {name: ids.astype(np.int32) for name, ids in skewed.items()}
+
+
+@functools.cache
+def step_of(name, bias_speed=0.0):
+    config, mesh = run_config(name, bias_speed), mesh_of(run_config(name))
+    return config, mesh, main.train_step(config, mesh)
+
+
+def copies(tree):
+    """(name, the data of all devices) for each group of devices that should hold the same."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        groups = {}
+        for shard in leaf.addressable_shards:
+            groups.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        for group in groups.values():
+            yield jax.tree_util.keystr(path), group
+
+
+@functools.cache
+def run(name, bias_speed=0.0):
+    config, mesh, step = step_of(name, bias_speed)
+    state = main.initial_state(config, mesh)
+    told, states, replicas = [], [], []
+    for number in range(STEPS):
+        state, new = step(state, on_mesh(config, mesh, batch(config, number)))
+        told.append(jax.device_get(new))
+        states.append(canonical(config, state.weights))
+        if number == 9:
+            replicas = list(copies((state.weights, state.optimizer)))
+    counts = [t["stats"].tokens_per_expert.reshape(config.model.blocks, -1) for t in told]
+    return Run(
+        config,
+        np.array([t["stats"].loss for t in told]),
+        np.array([t["grad_norm"] for t in told]),
+        np.array(counts),
+        states,
+        replicas,
+        sum(int(t["stats"].dropped) for t in told),
+    )
+
+
+def test_the_run_that_meshes_are_compared_on_learns_and_drops_nothing():
+    one = run("1x1x1")
+    assert one.losses[0] - one.losses[-1] > 0.5
+    assert one.dropped == 0
+    assert one.counts.sum() == STEPS * 4 * 16 * T * 2
+
+
+@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+def test_losses_of_a_run_are_the_same_on_every_mesh(name):
+    one, other = run("1x1x1"), run(name)
+    assert np.abs(one.losses - other.losses).max() <= 1e-4
+    np.testing.assert_allclose(one.norms, other.norms, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+def test_gradient_norm_of_the_first_step_is_that_of_the_whole_model_on_every_mesh(name):
+    one, other = run("1x1x1"), run(name)
+    np.testing.assert_allclose(one.norms[0], other.norms[0], rtol=2e-5)
+
+
+def routing_differences(one, other):
+    """Choices that fell on another expert, at least: each moves two counts by one."""
+    return int(np.abs(one.counts - other.counts).sum()) // 2
+
+
+@pytest.mark.parametrize("name", ["2x2x2_virtual"])
+def test_losses_agree_with_the_router_bias_on_as_far_as_routing_does(name, capsys):
+    one, other = run("1x1x1", 1e-3), run(name, 1e-3)
+    assert np.abs(one.losses - other.losses).max() <= 1e-3
+    differ, choices = routing_differences(one, other), int(one.counts.sum())
+    with capsys.disabled():
+        print(f"\nrouting decisions that differ, 1x1x1 and {name}: {differ} of {choices}")
+    assert differ <= choices // 1000
+
+
+@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+def test_every_replica_of_every_weight_has_the_same_bits_after_10_steps(name):
+    replicas = run(name).replicas
+    assert max(len(group) for _, group in replicas) == 8
+    for leaf, group in replicas:
+        for copy in group[1:]:
+            np.testing.assert_array_equal(group[0], copy, err_msg=leaf)
+
+
+def test_the_router_bias_moves_by_the_sign_of_mean_load_minus_load():
+    one = run("1x1x1", 1e-3)
+    bias = np.zeros((4, 8), np.float32)
+    for counts, state in zip(one.counts, one.states, strict=True):
+        bias = bias + np.float32(1e-3) * np.sign(counts.mean(-1, keepdims=True) - counts).astype(
+            np.float32
+        )
+        np.testing.assert_array_equal(state["blocks"]["moe"]["moe"]["bias"], bias)
+    assert np.abs(bias).max() > 5e-3
+
+
+def test_the_router_bias_stays_where_its_speed_is_0():
+    assert not run("2x2x2").states[-1]["blocks"]["moe"]["moe"]["bias"].any()
+
+
+# --- one step ----------------------------------------------------------------------------------
+
+
+def flat(config, state):
+    return jax.device_get((canonical(config, state.weights), state.optimizer))
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual"])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
+    config, mesh, step = step_of(name, 1e-3)
+    good, bad = batch(config, 0), batch(config, 1)
+    bad["loss_weights"] = bad["loss_weights"].copy()
+    bad["loss_weights"][5, 3] = np.nan
+    state, told = step(main.initial_state(config, mesh), on_mesh(config, mesh, good))
+    before = flat(config, state)
+    assert (told["skipped"], told["row"]) == (0, 0)
+    for number in (1, 2):
+        state, told = step(state, on_mesh(config, mesh, bad))
+        assert np.isnan(told["stats"].loss)
+        assert (told["skipped"], told["row"], state.step) == (number, number, number + 1)
+        jax.tree.map(np.testing.assert_array_equal, flat(config, state), before)
+    state, told = step(state, on_mesh(config, mesh, good))
+    assert (told["skipped"], told["row"], state.skipped, state.skipped_in_row) == (2, 0, 2, 0)
+    after = canonical(config, state.weights)
+    assert not np.array_equal(after["embedding"], before[0]["embedding"])
+    bias = after["blocks"]["moe"]["moe"]["bias"] - before[0]["blocks"]["moe"]["moe"]["bias"]
+    assert np.abs(bias).max() > 5e-4
+
+
+def updated(config, grads, w):
+    """What production's optimizer adds to the weights, before the learning rate, and its slots."""
+    rule = main.optimizer(config, model.declare(config))
+
+    def update(grads, w):
+        with jax.numpy_dtype_promotion("standard"):
+            return rule.update(grads, rule.init(w), w)
+
+    return jax.jit(update)(grads, w)
+
+
+def drawn(config, seed=0):
+    random = np.random.default_rng(seed)
+    draw = lambda w: random.standard_normal(w.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, model.declare(config))
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_weight_decay_is_of_matrices_and_of_embeddings_where_asked(embeddings):
+    optimizer = {"weight_decay": 0.3, "decay_embeddings": embeddings}
+    config = config_of(optimizer=optimizer, q_lora_rank=24, prefix_layers=1, tied=False)
+    w, declared = drawn(config), weights.named(model.declare(config))
+    updates, _ = updated(config, jax.tree.map(np.zeros_like, w), w)
+    last_names = {w.name.split(".")[-1] for w in jax.tree.leaves(declared)}
+    kept = {"norm", "kv_norm", "bias"} | (set() if embeddings else {"embedding", "output"})
+    assert last_names == kept | {"embedding", "output", *MATRICES}
+    leaves = map(jax.tree.leaves, (declared, w, updates))
+    for declaration, old, update in zip(*leaves, strict=True):
+        share = 0 if declaration.name.split(".")[-1] in kept else np.float32(0.3)
+        np.testing.assert_array_equal(update, share * old, err_msg=declaration.name)
+
+
+MATRICES = {"gate", "up", "down", "kv_down", "kv_up", "out", "router"}
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_gradients_are_clipped_to_the_norm_of_the_whole_model(clip):
+    """By Adam's first moment after one step, which is (1 - beta1) times the clipped gradient."""
+    config = config_of(optimizer={"clip_norm": clip})
+    grads = drawn(config)
+    norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in jax.tree.leaves(grads)))
+    _, slots = updated(config, grads, grads)
+    (adam,) = (slot for slot in slots if hasattr(slot, "mu"))
+    for moment, grad in zip(jax.tree.leaves(adam.mu), jax.tree.leaves(grads), strict=True):
+        expected = 0.1 * grad * (clip / norm if clip else 1)
+        np.testing.assert_allclose(moment, expected, rtol=1e-5)

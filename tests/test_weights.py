@@ -1,0 +1,318 @@
+"""Declared weights: layouts, first values, counts, and what becomes of gradients.
+
+Letters of the toy: D width, F hidden width, E experts, K experts per token.
+"""
+
+import functools
+import math
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import model
+import weights
+from common import RUN, RUN_MESHES, canonical, config_of, mesh_of, put
+from utils import MESH_AXES
+from weights import Size, normal, ones, weight, zeros
+
+SIZE = {
+    "D": Size(16, "model.width"),
+    "F": Size(24, "model.hidden"),
+    "E": Size(8, "model.experts"),
+    "K": Size(2, "model.experts_per_token"),
+    "V": Size(512, "model.vocabulary", 256),
+    "stage": Size(2, "mesh.pipeline"),
+    "block": Size(3, "model.blocks"),
+}
+
+
+@flax.struct.dataclass
+class Toy:
+    """One weight of each kind of layout."""
+
+    inner: object
+    matrix: jax.Array = weight("D/fsdp F/tensor", normal("D"))
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    table: jax.Array = weight("V/pipeline+tensor D/fsdp", normal("D", 0.1), group="embedding")
+    expert: jax.Array = weight("E/fsdp+tensor D F", normal("D F"), active=("K", "E"))
+    bias: jax.Array = weight("E", zeros, trained=False)
+
+
+@flax.struct.dataclass
+class Inner:
+    down: jax.Array = weight("F/tensor D/fsdp", normal("F"))
+
+
+@flax.struct.dataclass
+class InOtherOrder:
+    """Toy with its weights in another order, and one that is new."""
+
+    expert: jax.Array = weight("E/fsdp+tensor D F", normal("D F"), active=("K", "E"))
+    another: jax.Array = weight("D/fsdp F/tensor", normal("D"))
+    matrix: jax.Array = weight("D/fsdp F/tensor", normal("D"))
+
+
+def toy():
+    return weights.declare(Toy, SIZE, inner=weights.declare(Inner, SIZE))
+
+
+def mesh(shape):
+    return mesh_of(config_of(shape))
+
+
+def test_a_layout_says_shape_and_spec():
+    declared = toy()
+    assert declared.matrix.shape == (16, 24)
+    assert weights.specs(declared) == Toy(
+        inner=Inner(down=P("tensor", "fsdp")),
+        matrix=P("fsdp", "tensor"),
+        norm=P(None),
+        table=P(("pipeline", "tensor"), "fsdp"),
+        expert=P(("fsdp", "tensor"), None, None),
+        bias=P(None),
+    )
+
+
+def test_a_weight_is_gathered_along_the_dimension_that_is_cut_over_fsdp_alone():
+    declared = toy()
+    dims = {name: getattr(declared, name).gathered_dim for name in ("matrix", "norm", "expert")}
+    assert dims == {"matrix": -2, "norm": None, "expert": None}
+    assert (declared.table.gathered_dim, declared.inner.down.gathered_dim) == (-1, -1)
+
+
+def test_stacking_puts_dimensions_in_front_and_moves_no_gather():
+    stacked = weights.stacked(toy(), "stage/pipeline block", SIZE)
+    assert stacked.expert.shape == (2, 3, 8, 16, 24)
+    assert stacked.expert.spec == P("pipeline", None, ("fsdp", "tensor"), None, None)
+    assert stacked.matrix.gathered_dim == toy().matrix.gathered_dim
+    assert stacked.norm.axes == ("pipeline",)
+    assert stacked.norm.decay is False, "two dimensions more make no matrix of it"
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused():
+    with pytest.raises(AssertionError, match="data"):
+        weights._parse("D/data F/tensor")
+
+
+def test_weights_are_named_by_their_path():
+    declared = weights.named(toy())
+    assert (declared.norm.name, declared.inner.down.name) == ("norm", "inner.down")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "letter", "size", "works"),
+    [
+        ((8, 1, 1), "D", 12, 16),
+        ((1, 1, 8), "F", 20, 24),
+        ((4, 1, 2), "E", 12, 16),
+        ((1, 3, 1), "V", 512, 768),
+    ],
+)
+def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, size, works):
+    by_axis = dict(zip(MESH_AXES, ranks, strict=True))
+
+    def check(size):
+        sizes = SIZE | {letter: SIZE[letter]._replace(size=size)}
+        tree = weights.declare(Toy, sizes, inner=weights.declare(Inner, sizes))
+        weights.check_cuts(tree, by_axis)
+
+    flag = SIZE[letter].flag
+    with pytest.raises(ValueError, match=rf"--{flag} {size} .*Use --{flag} {works}\b"):
+        check(size)
+    check(works)
+
+
+# --- first values ------------------------------------------------------------------------------
+
+
+@functools.cache
+def first_values(name, seed=0):
+    shape, virtual = RUN_MESHES[name]
+    config = config_of(shape, virtual=virtual, **RUN)
+    w = weights.initialize(model.declare(config), mesh_of(config), seed)
+    return canonical(config, w)
+
+
+@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+def test_first_values_are_bit_identical_on_every_mesh(name):
+    one, other = first_values("1x1x1"), first_values(name)
+    same = jax.tree.map(np.array_equal, one, other)
+    assert len(jax.tree.leaves(same)) == len(jax.tree.leaves(model.declare(config_of(**RUN))))
+    assert jax.tree.all(same), same
+
+
+def test_first_values_differ_between_seeds_weights_and_layers():
+    one, other = (first_values("1x1x1", seed) for seed in (0, 1))
+    blocks, others = one["blocks"], other["blocks"]
+    gate, up = (blocks["dense"]["mlp"][name] for name in ("gate", "up"))
+    assert gate.shape == up.shape
+    correlations = [
+        (gate, others["dense"]["mlp"]["gate"]),
+        (gate, up),
+        (gate[0], gate[1]),
+        (gate, one["prefix"]["mlp"]["gate"][None].repeat(4, 0)),
+    ]
+    for a, b in correlations:
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
+
+
+def test_first_values_depend_neither_on_the_order_of_weights_nor_on_others():
+    named = [weights.named(tree) for tree in (toy(), weights.declare(InOtherOrder, SIZE))]
+    one, other = (weights.initialize(tree, mesh((2, 2, 2)), 7) for tree in named)
+    np.testing.assert_array_equal(one.matrix, other.matrix)
+    np.testing.assert_array_equal(one.expert, other.expert)
+    assert np.abs(np.asarray(other.another) - np.asarray(one.matrix)).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "2x2x2"])
+def test_the_scale_is_that_of_the_whole_contracted_dimensions(name):
+    values = first_values(name)["blocks"]
+    D, C, N, W, G = 48, 32, 4, 28, 56
+    attention, experts = values["dense"]["attention"], values["moe"]["moe"]["experts"]
+    expected = [
+        (attention["kv_down"], 1, D),
+        (attention["kv_up"], 1, C),
+        (attention["out"], model.RESIDUAL, N * W),
+        (experts["gate"], 1, D),
+        (experts["down"], model.RESIDUAL, G),
+    ]
+    for value, scale, inputs in expected:
+        assert abs(value.std() * math.sqrt(inputs) / scale - 1) < 0.05
+    assert (attention["norm"] == 1).all()
+    assert not values["moe"]["moe"]["bias"].any()
+
+
+# --- counts ------------------------------------------------------------------------------------
+
+
+def test_parameters_are_counted_in_all_and_as_one_token_uses_them():
+    total, active = weights.count(toy())
+    others = 16 * 24 + 16 + 512 * 16 + 8 + 24 * 16
+    assert total == others + 8 * 16 * 24
+    assert active == others + 2 * 16 * 24
+
+
+def test_parameters_of_a_model_are_counted_as_by_hand():
+    D, N, Q, C, H, R, W, F, G, E, K = 48, 4, 24, 32, 20, 12, 28, 72, 56, 8, 2
+    attention = D + D * Q + Q + Q * N * (H + R) + D * (C + R) + C + C * N * (H + W) + N * W * D
+    dense = attention + D + 3 * D * F
+    experts, shared = 3 * D * G, 2 * 3 * D * G
+    moe = attention + D + D * E + E + shared
+    ends = 512 * D + D
+    config = config_of((2, 2, 2), q_lora_rank=Q, dense_layers=2, prefix_layers=3, shared_experts=2)
+    total, active = weights.count(model.declare(config))
+    assert total == ends + 3 * dense + 4 * (2 * dense + moe + E * experts)
+    assert active == ends + 3 * dense + 4 * (2 * dense + moe + K * experts)
+
+
+# --- before use, and gradients after ------------------------------------------------------------
+
+
+def values_of(declared, dtype=np.float32):
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda w: random.standard_normal(w.shape).astype(dtype), declared)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (8, 1, 1)], ids=str)
+def test_gathered_weights_are_whole_along_fsdp_and_cut_along_the_others(shape):
+    declared, here = toy(), mesh(shape)
+    whole = Toy(
+        inner=Inner(down=P("tensor", None)),
+        matrix=P(None, "tensor"),
+        norm=P(None),
+        table=P(("pipeline", "tensor"), None),
+        expert=P(("fsdp", "tensor"), None, None),
+        bias=P(None),
+    )
+
+    def local(w):
+        # The sum over ranks of what one of them shows: a gather's result differs by type alone.
+        first = jax.lax.axis_index("fsdp") == 0
+        gathered = weights.gather(declared, w)
+        return jax.tree.map(
+            lambda w, a: (
+                a if w.gathered_dim is None else jax.lax.psum(jnp.where(first, a, 0), "fsdp")
+            ),
+            declared,
+            gathered,
+        )
+
+    specs = (weights.specs(declared),)
+    run = jax.jit(jax.shard_map(local, mesh=here, in_specs=specs, out_specs=whole))
+    values = values_of(declared)
+    found = run(put(here, declared, values))
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, values))
+
+
+def test_gradients_of_gathered_bfloat16_weights_are_added_up_in_float32():
+    here = mesh((8, 1, 1))
+    declared = toy().matrix
+    # In bfloat16 257 is 256, whichever of the ones are added first; the sum of all is 260.
+    cotangent = np.float32([256] + [0.5] * 6 + [1])[:, None, None] * np.ones(
+        (1, 16, 24), np.float32
+    )
+
+    def local(w, cotangent):
+        _, vjp = jax.vjp(lambda w: weights.gather(declared, w), w)
+        return vjp(weights.vary(cotangent[0].astype(jnp.bfloat16), ("tensor",)))[0]
+
+    run = jax.shard_map(
+        local, mesh=here, in_specs=(declared.spec, P("fsdp")), out_specs=declared.spec
+    )
+    found = jax.jit(run)(jnp.zeros((16, 24), jnp.bfloat16), cotangent)
+    assert found.dtype == jnp.bfloat16
+    assert (np.asarray(found, np.float32) == 260).all()
+
+
+def test_weights_are_cast_but_those_that_stay_float32():
+    declared = toy()
+    found = weights.cast(declared, values_of(declared), jnp.bfloat16)
+    assert {found.matrix.dtype, found.expert.dtype, found.inner.down.dtype} == {
+        jnp.dtype("bfloat16")
+    }
+    assert found.norm.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2)], ids=str)
+def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
+    """Each rank's part is its number (a power of two), so a sum tells which ranks are in it."""
+    declared, here = toy(), mesh(shape)
+
+    def local():
+        rank = jnp.zeros((), jnp.int32)
+        for axis in MESH_AXES:
+            rank = rank * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        part = jnp.exp2(rank.astype(jnp.float32))
+
+        def parts(w):
+            slice_of = [n // math.prod(here.shape[a] for a in c) for n, c in sizes(w)]
+            return weights.vary(jnp.full(slice_of, part))
+
+        def sizes(w):
+            for size, axes in zip(w.shape, w.cuts, strict=True):
+                yield size, () if gathered and axes == ("fsdp",) else axes
+
+        return weights.reduce_gradients(declared, jax.tree.map(parts, declared), gathered)
+
+    spec = weights.specs(declared)
+    found = jax.jit(jax.shard_map(local, mesh=here, in_specs=(), out_specs=spec))()
+    for w, grad in zip(jax.tree.leaves(declared), jax.tree.leaves(found), strict=True):
+        scattered = gathered and w.gathered_dim is not None
+        own = [a for a in w.axes if not (a == "fsdp" and scattered)]
+        for shard in grad.addressable_shards:
+            place = dict(zip(MESH_AXES, np.argwhere(here.devices == shard.device)[0], strict=True))
+            assert (np.asarray(shard.data) == sum_over(here, place, own)).all(), w.name
+
+
+def sum_over(here, place, own):
+    """2^rank summed over the ranks that are at `place` along the axes `own`."""
+    total = 0
+    for rank, position in enumerate(np.ndindex(here.devices.shape)):
+        at = dict(zip(MESH_AXES, position, strict=True))
+        total += 2**rank if all(at[axis] == place[axis] for axis in own) else 0
+    return total
