@@ -1,6 +1,7 @@
 """Causal attention by the kernel that suits the device; all are checked against the XLA one.
 
-Letters: b sequences of this rank, T query and S key positions, n heads of this rank, A width of queries and keys, W of values.
+Letters: b sequences of this rank, T query and S key positions, n heads of this rank, A width of
+queries and keys, W of values.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(A)) v over earlier positions of the same segment -> [b, T, n, W].
 
-    segments_bS  number of the document that a position belongs to; None where a window is one document. With T < S the queries
-                 are the last T positions.
+    segments_bS  number of the document that a position belongs to; None where a window is one
+                 document. With T < S the queries are the last T positions.
     """
     if implementation == "auto":
         implementation = {"tpu": "splash", "gpu": "cudnn"}.get(jax.default_backend(), "xla")
@@ -79,7 +80,9 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """The fused kernel of cuDNN, which wants values as wide as keys: the missing columns are zeros, and cut off after."""
+    """The fused kernel of cuDNN, which wants values as wide as keys: the missing columns are zeros,
+    and cut off after.
+    """
     width = v.shape[-1]
     scale = q.shape[-1] ** -0.5
     wide = -(-max(q.shape[-1], width) // 8) * 8
@@ -100,11 +103,13 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None)
 
 
 def typed_as_varying(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`kernel`, which knows nothing of varying-axes types, made usable where shard_map checks them (check_vma=True).
+    """`kernel`, which knows nothing of varying-axes types, made usable where shard_map checks them
+    (check_vma=True).
 
-    Without it a stock Pallas kernel raises "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`". The check is off
-    inside the kernel only, where there is no collective; the results are typed as differing along the axes that the first
-    argument differs along, and so are all arguments.
+    Without it a stock Pallas kernel raises "`manual_axis_type` on `jax.ShapeDtypeStruct` must not
+    be `None`". The check is off inside the kernel only, where there is no collective; the results
+    are typed as differing along the axes that the first argument differs along, and so are all
+    arguments.
     """
 
     @jax.custom_vjp

@@ -132,7 +132,7 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     )
 
 
-# --- step ------------------------------------------------------------------------------------------
+# --- step -----------------------------------------------------------------------------------------
 
 
 def report(program: Program, seconds: float) -> None:
@@ -164,7 +164,7 @@ def step(arguments: list[str]) -> None:
     report(program, step_seconds([program])[0])
 
 
-# --- reference -------------------------------------------------------------------------------------
+# --- reference ------------------------------------------------------------------------------------
 
 
 def reference_config(**train: Any) -> Config:
@@ -209,7 +209,7 @@ def reference() -> None:
     print("GFLOP/s of model FLOPs, all devices together.")
 
 
-# --- mesh ------------------------------------------------------------------------------------------
+# --- mesh -----------------------------------------------------------------------------------------
 
 
 def mesh() -> None:
@@ -240,13 +240,14 @@ def mesh() -> None:
         )
 
 
-# --- gpu -------------------------------------------------------------------------------------------
+# --- gpu ------------------------------------------------------------------------------------------
 
 GPU_CONFIGS = ("configs/dense_124m.toml", "configs/dense_1b.toml", "configs/moe_1b.toml")
 
 
 def gpu() -> None:
-    """A table of three models on one GPU in bfloat16, a check against the CPU, and where time goes."""
+    """A table of three models on one GPU in bfloat16, a check against the CPU, and where time "
+    "goes."""
     if jax.default_backend() != "gpu":
         raise ValueError(
             "benchmark.py gpu needs an NVIDIA GPU, and jax sees only "

@@ -2,8 +2,9 @@
 
     ./run.sh python main.py --config configs/tiny.toml --train.steps 500
 
-Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in DIR/NAME: config.toml,
-metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a layer works is not known here.
+Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
+DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a layer works is not
+known here.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from model import Batch, Transformer
 from plot import plot_run
 from utils import MESH_AXES, Config
 
-# --- state and optimizer ---------------------------------------------------------------------------------------------------
+# --- state and optimizer --------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -51,7 +52,9 @@ class State:
 
 
 def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
-    """Step number (from 0) -> learning rate: linear warmup, then cosine, or stable and linear decay."""
+    """Step number (from 0) -> learning rate: linear warmup, then cosine, or stable and linear
+    decay.
+    """
     o = config.optimizer
     length = o.schedule_steps or config.train.steps
     low = o.lr * o.min_lr_ratio
@@ -74,7 +77,9 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
 
 
 def optimizer(config: Config, declared: Transformer) -> optax.GradientTransformation:
-    """Clip by the whole model's norm, AdamW (arXiv:1711.05101) with decay where the weight's declaration says; without the rate."""
+    """Clip by the whole model's norm, AdamW (arXiv:1711.05101) with decay where the weight's
+    declaration says; without the rate.
+    """
     o = config.optimizer
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
@@ -127,14 +132,15 @@ def initial_state(config: Config, mesh: Mesh) -> State:
     return State(w, slots, zero, count, row)
 
 
-# --- one step --------------------------------------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------
 
 
 # guide: step
 def train_step(
     config: Config, mesh: Mesh
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """(state, batch [M, B, T]) -> the next state, and what the step tells; jitted, the state's memory is reused.
+    """(state, batch [M, B, T]) -> the next state, and what the step tells; jitted, the state's
+    memory is reused.
 
     A step whose loss or gradient norm is not finite changes nothing but the counters.
     """
@@ -169,9 +175,11 @@ def train_step(
 
 
 def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> Transformer:
-    """bias += speed * sign(mean load - load) for each expert (arXiv:2412.19437, equation 16 and after).
+    """bias += speed * sign(mean load - load) for each expert (arXiv:2412.19437, equation 16 and
+    after).
 
-    count  [virtual, stage, block, E] choices in the whole step, on all ranks, before any was dropped.
+    count  [virtual, stage, block, E] choices in the whole step, on all ranks, before any was
+           dropped.
     """
     speed = config.model.router_bias_speed
     if count is None or not speed:
@@ -182,13 +190,14 @@ def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> T
     return w.replace(blocks=w.blocks.replace(moe=layer.replace(moe=layer.moe.replace(bias=bias))))
 
 
-# --- data ------------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def put_batch(
     mesh: Mesh, microbatches: int, rows: Callable[[np.ndarray], dict[str, np.ndarray]], shape: tuple
 ) -> Batch:
-    """The global batch [M, B, T] on the mesh; this process reads only the rows that its devices hold.
+    """The global batch [M, B, T] on the mesh; this process reads only the rows that its devices
+    hold.
 
     rows   row numbers of the batch -> their arrays [n, T].
     shape  (sequences, T).
@@ -225,11 +234,13 @@ def batches(config: Config, mesh: Mesh, data: Dataset, first_step: int) -> Itera
     return prefetch(batch, range(first_step, t.steps))
 
 
-# --- evaluation and samples ------------------------------------------------------------------------------------------------
+# --- evaluation and samples -----------------------------------------------------------------------
 
 
 class Evaluation:
-    """Loss and routing on fixed validation windows, in forward passes as large as a training step's."""
+    """Loss and routing on fixed validation windows, in forward passes as large as a training
+    step's.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset):
         self.config, self.mesh, self.data = config, mesh, data
@@ -268,7 +279,8 @@ def replicated(mesh: Mesh, tree: Any) -> Any:
 
 
 class Sampler:
-    """Continues prompts by whole forward passes over the padded sequence, one for each new token."""
+    """Continues prompts by whole forward passes over the padded sequence, one for each new "
+    "token."""
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset):
         m = data.manifest
@@ -332,20 +344,22 @@ class Sampler:
         return self.tokenizer.decode([int(i) for i in ids if i < self.tokenizer.n_vocab])
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def start_processes() -> None:
     """Joins the other processes of the job, if there are any, before a device is touched.
 
-    With JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set, those; on a TPU pod, what its workers know.
+    With JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set, those; on a TPU pod,
+    what its workers know.
     """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         address = os.environ["JAX_COORDINATOR_ADDRESS"]
         count, number = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         if count is None or number is None:
             raise ValueError(
-                "JAX_COORDINATOR_ADDRESS is set without JAX_NUM_PROCESSES and JAX_PROCESS_ID. Set all three, or none."
+                "JAX_COORDINATOR_ADDRESS is set without JAX_NUM_PROCESSES and JAX_PROCESS_ID. Set "
+                "all three, or none."
             )
         jax.distributed.initialize(address, int(count), int(number))
     elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
@@ -357,13 +371,16 @@ def make_mesh(config: Config) -> Mesh:
     need, devices = math.prod(config.mesh.shape), jax.devices()
     if need > len(devices) or (need < len(devices) and jax.process_count() > 1):
         hint = (
-            f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, or start through ./run.sh."
+            f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
+            "or start through ./run.sh."
             if devices[0].platform == "cpu" and need > len(devices)
             else ""
         )
         raise ValueError(
-            f"--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x --mesh.tensor "
-            f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes whose product is {len(devices)}.{hint}"
+            f"--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
+            "--mesh.tensor "
+            f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
+            f"whose product is {len(devices)}.{hint}"
         )
     return jax.make_mesh(
         config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need]
@@ -377,7 +394,8 @@ def run_folder(config: Config) -> Path:
 def continued(config: Config) -> Config:
     """The config with the schedule's length filled in, after a look at what its run folder holds.
 
-    Raises ValueError when the folder and --run.resume do not go together, or its run was another one.
+    Raises ValueError when the folder and --run.resume do not go together, or its run was another
+    one.
     """
     folder, resume = run_folder(config), config.run.resume
     saved = folder / "checkpoints"
@@ -385,13 +403,15 @@ def continued(config: Config) -> Config:
     if not steps:
         if resume == "must":
             raise ValueError(
-                f"--run.resume must, and {folder} has no checkpoint to resume from. Check --run.name and --run.dir, or "
+                f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
+                "--run.name and --run.dir, or "
                 f"use --run.resume auto."
             )
         return with_schedule(config, config.train.steps)
     if resume == "never":
         raise ValueError(
-            f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. Use another --run.name, "
+            f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
+            "Use another --run.name, "
             f"or --run.resume auto to continue it."
         )
     before = utils.load(folder / "config.toml")
@@ -521,8 +541,10 @@ class Loop:
         most = self.config.train.max_skipped_in_row
         if told["row"] >= most:
             raise ValueError(
-                f"stopped after step {step}: {most} steps in a row had a loss or gradient norm that was not finite and were not "
-                f"applied (--train.max_skipped_in_row). Lower --optimizer.lr, or look at the data; the last checkpoint is "
+                f"stopped after step {step}: {most} steps in a row had a loss or gradient norm "
+                "that was not finite and were not "
+                "applied (--train.max_skipped_in_row). Lower --optimizer.lr, or look at the "
+                "data; the last checkpoint is "
                 f"in {self.folder / 'checkpoints'}."
             )
 
@@ -562,7 +584,8 @@ class Loop:
         if p.steps and number == min(p.first_step + p.steps, self.config.train.steps):
             jax.profiler.stop_trace()
             say(
-                f"trace of steps {p.first_step} to {number - 1}: {folder} (open perfetto_trace.json.gz in Perfetto)"
+                f"trace of steps {p.first_step} to {number - 1}: {folder} (open "
+                "perfetto_trace.json.gz in Perfetto)"
             )
 
 
@@ -613,8 +636,10 @@ def begin(config: Config, mesh: Mesh, state: State | None) -> State:
     total, active = weights.count(model.declare(config))
     device = mesh.devices.flat[0]
     say(
-        f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh (fsdp, pipeline, tensor) = {config.mesh.shape} "
-        f"on {mesh.devices.size} x {device.device_kind}; {config.train.sequences} x {config.train.sequence_length} tokens per step"
+        f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh (fsdp, pipeline, "
+        f"tensor) = {config.mesh.shape} "
+        f"on {mesh.devices.size} x {device.device_kind}; {config.train.sequences} x "
+        f"{config.train.sequence_length} tokens per step"
     )
     say(flops.MFU_RULE)
     if is_primary():

@@ -1,13 +1,15 @@
 """The architecture: embedding, latent attention, dense and expert feed-forward, blocks, loss.
 
-Every layer is a function of (weights, activations) that runs inside `shard_map`: it sees this rank's slices, and every collective
-is a line in it. Conventions are DeepSeek-V3's (arXiv:2412.19437). When a layer runs is not known here: see pipeline.py.
+Every layer is a function of (weights, activations) that runs inside `shard_map`: it sees this
+rank's slices, and every collective is a line in it. Conventions are DeepSeek-V3's
+(arXiv:2412.19437). When a layer runs is not known here: see pipeline.py.
 
 Letters. UPPER case is a whole dimension, lower case this rank's slice of it:
-    B sequences    T query positions    S key positions     D width           V vocabulary (padded)
-    N heads        H head width without position            R rotary width    A = H + R     W value head width
-    Q query latent                      C key-value latent  F hidden width    G hidden width of an expert
-    E experts      K experts per token  M microbatches      n tokens of this rank (b * t)
+    B sequences        T query positions     S key positions      D width
+    V vocabulary, padded                     M microbatches       n tokens of this rank (b * t)
+    N heads            H head width without position              R rotary width, A = H + R
+    W value width      Q query latent        C key-value latent
+    F hidden width     E experts             K experts per token  G hidden width of an expert
 Words: `slots` is room at an expert, `part_x` a value that ranks still have to add up.
 """
 
@@ -36,13 +38,15 @@ from weights import Size, normal, ones, vary, weight, zeros
 # change of the embedding, which lets it be learned first (0.6 nats after 120 steps of tiny.toml).
 RESIDUAL = 0.1
 
-# --- weights ---------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 # guide: weights
 
 
 def table() -> Any:
-    """Embedding or output: rows over pipeline and tensor, so that no stage is heavier than another (arXiv:2411.05288)."""
+    """Embedding or output: rows over pipeline and tensor, so that no stage is heavier than another
+    (arXiv:2411.05288).
+    """
     return weight("V/pipeline+tensor D/fsdp", normal("D"), group="embedding")
 
 
@@ -64,7 +68,9 @@ class LowRankQuery:
 
 @flax.struct.dataclass
 class Attention:
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1); kv_down makes the latent (C) and the rotary key (R)."""
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1); kv_down makes the latent (C) and
+    the rotary key (R).
+    """
 
     query: Query | LowRankQuery
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
@@ -95,7 +101,9 @@ class SpreadExperts:
 
 @flax.struct.dataclass
 class GatheredExperts:
-    """Routed experts stored like other weights: cut over fsdp and tensor, gathered over fsdp before use."""
+    """Routed experts stored like other weights: cut over fsdp and tensor, gathered over fsdp before
+    use.
+    """
 
     gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
     up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
@@ -104,7 +112,8 @@ class GatheredExperts:
 
 @flax.struct.dataclass
 class SharedExperts:
-    """The experts that every token passes through, as one gated network of their summed width (X)."""
+    """The experts that every token passes through, as one gated network of their summed width "
+    "(X)."""
 
     gate: jax.Array = weight("D/fsdp X/tensor", normal("D"))
     up: jax.Array = weight("D/fsdp X/tensor", normal("D"))
@@ -113,7 +122,9 @@ class SharedExperts:
 
 @flax.struct.dataclass
 class Moe:
-    """Mixture of experts (arXiv:2412.19437, section 2.1.2); `bias` moves the choice of experts, not their weights."""
+    """Mixture of experts (arXiv:2412.19437, section 2.1.2); `bias` moves the choice of experts, not
+    their weights.
+    """
 
     experts: SpreadExperts | GatheredExperts
     shared: SharedExperts | None
@@ -190,8 +201,10 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
     chunks = mesh.virtual * mesh.pipeline
     if m.blocks % chunks:
         raise ValueError(
-            f"--model.blocks {m.blocks} cannot be cut over --mesh.pipeline {mesh.pipeline} x --mesh.virtual "
-            f"{mesh.virtual}: every chunk must hold as many blocks. Use --model.blocks {-(-m.blocks // chunks) * chunks}."
+            f"--model.blocks {m.blocks} cannot be cut over --mesh.pipeline {mesh.pipeline} x "
+            "--mesh.virtual "
+            f"{mesh.virtual}: every chunk must hold as many blocks. Use --model.blocks "
+            f"{-(-m.blocks // chunks) * chunks}."
         )
     for letter in ("H+R", "C+R", "H+W"):
         out[letter] = Size(sum(out[part].size for part in letter.split("+")), out[letter[0]].flag)
@@ -208,7 +221,8 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
 def declare(config: utils.Config) -> Transformer:
     """The model's weights for these sizes, as Weights.
 
-    Blocks are stacked [virtual, stage, block]: in row-major order that is the order in which the layers run.
+    Blocks are stacked [virtual, stage, block]: in row-major order that is the order in which the
+    layers run.
 
     Raises ValueError where a size cannot be cut over the mesh.
     """
@@ -236,7 +250,9 @@ def declare(config: utils.Config) -> Transformer:
 
 
 def spread_experts(config: utils.Config) -> bool:
-    """Whether whole experts are spread over fsdp x tensor; where they do not divide that plane they are cut and gathered."""
+    """Whether whole experts are spread over fsdp x tensor; where they do not divide that plane they
+    are cut and gathered.
+    """
     if config.model.experts_layout == "auto":
         return config.model.experts % (config.mesh.fsdp * config.mesh.tensor) == 0
     return config.model.experts_layout == "spread"
@@ -254,7 +270,8 @@ def stack_blocks(config: utils.Config, w: Transformer) -> Transformer:
 
 
 def unstacked_shardings(shardings: Transformer) -> Transformer:
-    """The layout of unstacked weights: blocks in a row over pipeline, whichever chunks they are in."""
+    """The layout of unstacked weights: blocks in a row over pipeline, whichever chunks they are "
+    "in."""
 
     def one(s: NamedSharding) -> NamedSharding:
         return NamedSharding(s.mesh, P("pipeline", *s.spec[3:]))
@@ -262,7 +279,7 @@ def unstacked_shardings(shardings: Transformer) -> Transformer:
     return shardings.replace(blocks=jax.tree.map(one, shardings.blocks))
 
 
-# --- layers ----------------------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -291,7 +308,8 @@ class How(NamedTuple):
     seed: int
     capacity_factor: float | None  # room at each expert, over K n / E; None is room for every token
     dropout: float = 0.0
-    # Between matmuls: False, the sequence is cut over tensor (training, prefill); True, it is whole (decode, where T is 1).
+    # Between matmuls: False, the sequence is cut over tensor (training, prefill); True, it is whole
+    # (decode, where T is 1).
     whole: bool = False
 
 
@@ -301,7 +319,9 @@ def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32 inside, for the sum of squares."""
+    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32 inside, for the sum of
+    squares.
+    """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     return (x32 * lax.rsqrt(mean + epsilon) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(
@@ -315,7 +335,9 @@ def gather_sequence(x_btD: jax.Array, whole: bool) -> jax.Array:
 
 
 def scatter_sequence(part_bTD: jax.Array, whole: bool) -> jax.Array:
-    """Each tensor rank's part of a sum [b, T, D] -> the sum [b, t, D].  Sends psum_scatter(tensor), or psum of a whole one."""
+    """Each tensor rank's part of a sum [b, T, D] -> the sum [b, t, D].  Sends psum_scatter(tensor),
+    or psum of a whole one.
+    """
     if whole:
         return lax.psum(part_bTD, "tensor")
     return lax.psum_scatter(part_bTD, "tensor", scatter_dimension=1, tiled=True)
@@ -324,7 +346,8 @@ def scatter_sequence(part_bTD: jax.Array, whole: bool) -> jax.Array:
 def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
     """Dropout (arXiv:1207.0580), scaled so that the mean stays.
 
-    The key is made here, from integers, so that nothing but them has to be kept for the backward pass.
+    The key is made here, from integers, so that nothing but them has to be kept for the backward
+    pass.
     """
     if not how.dropout:
         return y_btD
@@ -338,7 +361,9 @@ def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
 
 # guide: rope
 def rotate(x_bTnR: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * theta^(-2i/R); float32 for large positions."""
+    """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * theta^(-2i/R);
+    float32 for large positions.
+    """
     half = x_bTnR.shape[-1] // 2
     position_T = jnp.arange(x_bTnR.shape[1], dtype=jnp.float32)
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -359,7 +384,8 @@ def attention(
     """x + multi-head latent attention of x (arXiv:2405.04434, equations 9-19).
 
     x_btD  [B/fsdp, T/tensor, D]; so is the result.
-    Sends  all_gather(tensor) of the latents [b, T, Q + C + R] (of x itself where queries have none), psum_scatter(tensor) of [b, T, D].
+    Sends  all_gather(tensor) of the latents [b, T, Q + C + R] (of x itself where queries have
+           none), psum_scatter(tensor) of [b, T, D].
     """
     m = how.model
     h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
@@ -451,9 +477,11 @@ def route(w: Moe, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Arra
 def balance(
     share_btE: jax.Array, choice_btK: jax.Array, mine_bt: jax.Array, how: How
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over sequences of sum_e f_e P_e, and [E] choices of each expert (arXiv:2412.19437, equations 17-20).
+    """Sum over sequences of sum_e f_e P_e, and [E] choices of each expert (arXiv:2412.19437,
+    equations 17-20).
 
-    f, the share of a whole sequence's tokens that chose e, has no gradient; the loss is linear in P, so ranks add up their parts.
+    f, the share of a whole sequence's tokens that chose e, has no gradient; the loss is linear in
+    P, so ranks add up their parts.
     Sends  psum(tensor) of [b, E] integers.
     """
     m = how.model
@@ -469,10 +497,12 @@ def balance(
 
 
 def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Give each choice a slot at its expert, by position, then sequence: no later token displaces an earlier one.
+    """Give each choice a slot at its expert, by position, then sequence: no later token displaces
+    an earlier one.
 
-    choice_btK -> slot_nK, slot number e * slots + place, or experts * slots for one that has no room or chose no expert
-                  (`experts`); and choice_s [experts * slots], which choice (n * K + k) sits in a slot, or n * K for none.
+    choice_btK  numbers of experts; `experts` chooses none.
+    -> slot_nK  e * slots + place, or experts * slots for a choice that has no room;
+       choice_s [experts * slots], the choice (n * K + k) that sits in a slot, or n * K for none.
     A stable sort and two scatters of integers: O(n K log n K).
     """
     b, t, K = choice_btK.shape
@@ -495,8 +525,9 @@ def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.A
 def take_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
     """x[index], zeros where `index` is past the end.
 
-    back  [rows of x, J]: the places in the result where each row went, past the end for none. With it the backward pass is a gather
-          too; without, it would be a scatter of rows, which runs one row after the other on a CPU.
+    back  [rows of x, J]: the places in the result where each row went, past the end for none. With
+          it the backward pass is a gather too; without, it would be a scatter of rows, which runs
+          one row after the other on a CPU.
     """
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -515,14 +546,17 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.  Sends all_to_all(fsdp x tensor) of the slots, there and back."""
+    """Each slot through its expert.  Sends all_to_all(fsdp x tensor) of the slots, there and "
+    "back."""
     box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)  # [E/ranks, ranks * slots, D]
     y_eCD = _experts(w, box_eCD)
     return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
 
 
 def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.  Sends all_gather(tensor) and psum_scatter(tensor) of the slots."""
+    """Each slot through its expert.  Sends all_gather(tensor) and psum_scatter(tensor) of the
+    slots.
+    """
     part_ECD = _experts(w, lax.all_gather(box_ECD, "tensor", axis=1, tiled=True))
     return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
 
@@ -538,13 +572,15 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
 
     x_btD  [B/fsdp, T/tensor, D]; so is the result.
-    Sends  see the two layouts of experts; for shared experts all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
+    Sends  see the two layouts of experts; for shared experts all_gather(tensor) and
+           psum_scatter(tensor) of [b, T, D].
     """
     m = how.model
     b, t, D = x_btD.shape
     h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
     share_btE, choice_btK, weight_btK = route(w, h_btD, m)
-    # Whole sequences are the same on all tensor ranks: each rank then sends every so-manieth position.
+    # Whole sequences are the same on all tensor ranks: each rank then sends every so-manieth
+    # position.
     ranks, rank = (lax.axis_size("tensor"), lax.axis_index("tensor")) if how.whole else (1, 0)
     mine_bt = jnp.broadcast_to(jnp.arange(t)[None, :] % ranks == rank, (b, t))
     part_balance, tokens_per_expert = balance(share_btE, choice_btK, mine_bt, how)
@@ -574,7 +610,9 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
 
 
 def expert_slots(m: utils.Model, tokens: int, factor: float | None) -> int:
-    """ceil(factor * K * tokens / E): room at each expert for a rank's tokens; never more than its tokens, which is all of them."""
+    """ceil(factor * K * tokens / E): room at each expert for a rank's tokens; never more than its
+    tokens, which is all of them.
+    """
     if factor is None:
         return tokens
     return min(tokens, math.ceil(factor * m.experts_per_token * tokens / m.experts))
@@ -610,7 +648,7 @@ def dense_layers(
 # guide: end
 
 
-# --- ends ------------------------------------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 def local_rows(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -623,7 +661,8 @@ def local_rows(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 def embed(table_vD: jax.Array, tokens_bT: jax.Array, whole: bool) -> jax.Array:
     """Rows of the embedding -> [b, t, D], the same on every pipeline rank.
 
-    Sends  psum(pipeline) and psum_scatter(tensor) of [b, T, D]: each rank has a slice of the vocabulary.
+    Sends  psum(pipeline) and psum_scatter(tensor) of [b, T, D]: each rank has a slice of the
+           vocabulary.
     """
     row_bT, held_bT = local_rows(tokens_bT, table_vD.shape[0])
     part_bTD = jnp.where(held_bT[:, :, None], table_vD[row_bT], 0)
@@ -671,7 +710,8 @@ def chunked_loss(
     targets_cn: jax.Array,
     weights_cn: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """cross-entropy + z_factor * z-loss, and both sums [2]; logits of one chunk of tokens exist at a time.
+    """cross-entropy + z_factor * z-loss, and both sums [2]; logits of one chunk of tokens exist at
+    a time.
 
     options  (vocabulary without pads, z_factor).
     The gradient is made with the value, chunk by chunk: logits are neither kept nor computed twice.
@@ -728,7 +768,7 @@ def chunks(tokens: int, most: int) -> int:
     return next(c for c in range(max(1, -(-tokens // most)), tokens + 1) if tokens % c == 0)
 
 
-# --- passes ----------------------------------------------------------------------------------------------------------------
+# --- passes ---------------------------------------------------------------------------------------
 
 BATCH_SPEC = P(None, BATCH_AXES)
 
@@ -763,7 +803,8 @@ def passes(
 ) -> pipeline.Passes:
     """The model as the pipeline's three functions, over weights from `prepare`.
 
-    token_scale, balance_scale  what a token's cross-entropy and a sequence's balance loss are multiplied by, so that losses add up.
+    token_scale, balance_scale  what a token's cross-entropy and a sequence's balance loss are
+                                multiplied by, so that losses add up.
     """
     m, remat = config.model, remat_policy(config)
     declared = declare(config)
@@ -778,7 +819,8 @@ def passes(
         return weights.gather(declared, w) if config.fsdp.gather == "layer" else w
 
     def layers(layer: Callable, declared: Any) -> Callable:
-        """`layer` that gathers its weights, and keeps for the backward pass what the policy says."""
+        """`layer` that gathers its weights, and keeps for the backward pass what the policy "
+        "says."""
         return remat(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
 
     def first(w: First, data: Batch) -> jax.Array:
@@ -804,7 +846,8 @@ def passes(
         h_bTD = gather_sequence(rms_norm(y_btD, w.norm, m.norm_epsilon), how.whole)
         n = data.targets.size
         c = chunks(n, config.train.loss_chunk_tokens)
-        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of the vocabulary.
+        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of
+        # the vocabulary.
         h_cnD = vary(h_bTD).reshape(c, n // c, -1)
         targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
         return chunked_loss(
@@ -814,14 +857,16 @@ def passes(
     return pipeline.Passes(first, block, last)
 
 
-# --- weights as the passes want them, and gradients back -------------------------------------------------------------------
+# --- weights as the passes want them, and gradients back ------------------------------------------
 
 
 def prepare(config: utils.Config, declared: Transformer, w: Transformer) -> pipeline.Weights:
-    """This rank's weights for all microbatches of a step: cast, gathered over fsdp, and typed as differing along every axis.
+    """This rank's weights for all microbatches of a step: cast, gathered over fsdp, and typed as
+    differing along every axis.
 
-    Made varying here, replicated weights have their gradients added up locally, and reduced once, in `finish`. With
-    `fsdp.gather = "layer"` blocks and prefix stay cut, and are gathered in their layers; embedding and output never are.
+    Made varying here, replicated weights have their gradients added up locally, and reduced once,
+    in `finish`. With `fsdp.gather = "layer"` blocks and prefix stay cut, and are gathered in their
+    layers; embedding and output never are.
     """
     w = weights.cast(declared, w, jnp.dtype(config.model.compute_dtype))
     if config.fsdp.gather == "step":
@@ -861,12 +906,14 @@ def finish(config: utils.Config, declared: Transformer, grads: pipeline.Weights)
     )
 
 
-# --- whole-model functions, on global arrays -------------------------------------------------------------------------------
+# --- whole-model functions, on global arrays ------------------------------------------------------
 
 
 @flax.struct.dataclass
 class Stats:
-    """What a pass tells, the same on every rank: losses as added (float32), and routing in integers."""
+    """What a pass tells, the same on every rank: losses as added (float32), and routing in
+    integers.
+    """
 
     cross_entropy: jax.Array
     z: jax.Array
@@ -919,7 +966,9 @@ def schedule(config: utils.Config) -> Schedule:
 def loss_and_gradients(
     config: utils.Config, mesh: jax.sharding.Mesh
 ) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
-    """(weights, batch [M, B, T], step) -> gradients of the step's loss, float32, laid out as the weights; Stats."""
+    """(weights, batch [M, B, T], step) -> gradients of the step's loss, float32, laid out as the
+    weights; Stats.
+    """
     declared, m = declare(config), config.model
     how = How(m, config.train.seed, m.capacity_factor, m.dropout)
 
@@ -944,7 +993,9 @@ def loss_and_gradients(
 def evaluate(
     config: utils.Config, mesh: jax.sharding.Mesh
 ) -> Callable[[Transformer, Batch], Stats]:
-    """(weights, batch [M, B, T]) -> Stats; `balance` is the mean over layers and sequences, 1 where every expert has as much."""
+    """(weights, batch [M, B, T]) -> Stats; `balance` is the mean over layers and sequences, 1 where
+    every expert has as much.
+    """
     declared, m = declare(config), config.model
     how = How(m, config.train.seed, m.eval_capacity_factor)
 
@@ -965,7 +1016,8 @@ def evaluate(
 def next_token_logits(
     config: utils.Config, mesh: jax.sharding.Mesh
 ) -> Callable[[Transformer, Batch, jax.Array], jax.Array]:
-    """(weights, batch [M, B, T], positions [M, B]) -> [M, B, V] float32 logits of what follows each position; nothing is dropped.
+    """(weights, batch [M, B, T], positions [M, B]) -> [M, B, V] float32 logits of what follows each
+    position; nothing is dropped.
 
     The batch's targets and loss weights are not looked at.
     """

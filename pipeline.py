@@ -1,22 +1,28 @@
-"""Run the stages of a model over pipeline ranks: forward and backward of every microbatch, in three scans.
+"""Run the stages of a model over pipeline ranks: forward and backward of every microbatch, in three
+scans.
 
-    python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     print the schedule (see schedule.py, which holds its arithmetic)
+    python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     print the schedule (see
+    schedule.py, which holds its arithmetic)
 
 The executor is given three functions and does not know what they compute:
 
     first(w, data)                      -> x                 before the first stage (embedding)
-    block(w, data, number, x)           -> (x, loss), stats  one block of a stage; `number` counts blocks through the whole model
-    last(w, data, x)                    -> loss, stats       after the last stage (cross-entropy)
+    block(w, data, number, x)           -> (x, loss), stats  one block of a stage; `number` counts
+    blocks through the whole model last(w, data, x)                    -> loss, stats       after
+    the last stage (cross-entropy)
 
-`data` is one microbatch. A stage is a scan over its blocks. All ranks run the same operations in every tick, and what falls
-outside their tasks is masked, so no collective stands in divergent control flow: the ticks of warmup are forward only, those of the
-steady phase one forward and one backward, those of cooldown backward only, and the time is M(F + B) + (pipeline - 1)(F + B)/virtual.
+`data` is one microbatch. A stage is a scan over its blocks. All ranks run the same operations in
+every tick, and what falls outside their tasks is masked, so no collective stands in divergent
+control flow: the ticks of warmup are forward only, those of the steady phase one forward and one
+backward, those of cooldown backward only, and the time is M(F + B) + (pipeline - 1)(F + B)/virtual.
 Without pipelining only the steady scan is left, which is gradient accumulation.
 
-What the backward of a block needs is split in two. Weights and data are put back by index; the rest, the residuals that
-`jax.checkpoint` inside the block decides on, waits in a ring of slots. Gradients are added up in float32, in place.
+What the backward of a block needs is split in two. Weights and data are put back by index; the
+rest, the residuals that `jax.checkpoint` inside the block decides on, waits in a ring of slots.
+Gradients are added up in float32, in place.
 
-Letters: b sequences, t positions of this rank, D width. `rank` is the position on the pipeline axis.
+Letters: b sequences, t positions of this rank, D width. `rank` is the position on the pipeline
+axis.
 """
 
 import copy
@@ -44,7 +50,8 @@ PHASES = {(True, False): "warmup", (True, True): "steady", (False, True): "coold
 class Passes(NamedTuple):
     """What the executor runs; see the head of this file for the types.
 
-    Arrays are typed as differing along all mesh axes, but for what `last` returns, which differs along the batch axes alone.
+    Arrays are typed as differing along all mesh axes, but for what `last` returns, which differs
+    along the batch axes alone.
     """
 
     first: Callable[[Tree, Tree], jax.Array]
@@ -53,7 +60,9 @@ class Passes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights, or gradients of weights, of the three functions; those of blocks are [blocks of this rank, ...], chunk by chunk."""
+    """Weights, or gradients of weights, of the three functions; those of blocks are [blocks of this
+    rank, ...], chunk by chunk.
+    """
 
     first: Tree
     blocks: Tree
@@ -105,7 +114,9 @@ def add_where(valid: jax.Array, tree: Tree, values: Tree, *position: jax.Array |
 def zeros_like_results(
     function: Callable, *args: Tree, axes: tuple[str, ...] | None = None
 ) -> Tree:
-    """Zeros of the shapes that function(*args) returns, typed as differing along all axes, or along `axes`."""
+    """Zeros of the shapes that function(*args) returns, typed as differing along all axes, or along
+    `axes`.
+    """
     shapes = jax.eval_shape(function, *args)
     make = vary if axes is None else partial(vary, axes=axes)
     return make(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
@@ -144,7 +155,7 @@ class Executor:
     # --- one block
 
     def known(self, chunk: jax.Array, i: jax.Array, m: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-        """What block i of a chunk needs but its input: weights, data, and its number in the model."""
+        """What block i of a chunk needs but its input: weights, data, its number in the model."""
         number = (chunk * self.schedule.pipeline + self.rank) * self.per_chunk + i
         return index(self.weights.blocks, chunk * self.per_chunk + i), self.microbatch(m), number
 
@@ -170,7 +181,9 @@ class Executor:
         return vjp
 
     def probe(self, x: jax.Array) -> tuple[Tree, Tree, Any]:
-        """(an empty ring, empty statistics, the backward function of a block to put residuals back into)."""
+        """(an empty ring, empty statistics, the backward function of a block to put residuals back
+        into).
+        """
         found = {}
 
         def one_block(x: jax.Array) -> tuple[list[jax.Array], Tree]:
@@ -288,14 +301,18 @@ def stack_of_zeros(tree: Tree, *sizes: int) -> Tree:
 
 
 def send(x: jax.Array, ranks: int, step: int) -> jax.Array:
-    """x from the rank `step` places back.  Sends ppermute(pipeline) of x, where there is another rank."""
+    """x from the rank `step` places back.  Sends ppermute(pipeline) of x, where there is another
+    rank.
+    """
     if ranks == 1:
         return x
     return lax.ppermute(x, "pipeline", [(rank, (rank + step) % ranks) for rank in range(ranks)])
 
 
 def branch_share(schedule: Schedule) -> Callable[[str], list[float] | None]:
-    """Name of a conditional in the compiled program -> how often each of its branches runs (the false one first)."""
+    """Name of a conditional in the compiled program -> how often each of its branches runs (the
+    false one first).
+    """
     when = {"first": schedule.enters, "last": schedule.ends, "first_backward": schedule.leaves}
     ticks = {PHASES[phase[2:]]: range(*phase[:2]) for phase in schedule.phases}
 
@@ -316,10 +333,13 @@ def train(
 ) -> tuple[Weights, Tree, Tree]:
     """Gradients of the sum of all losses over all microbatches, and statistics summed over them.
 
-    weights  of this rank, whole along fsdp or not, as the passes want them; typed as differing along all mesh axes.
+    weights  of this rank, whole along fsdp or not, as the passes want them; typed as differing
+             along all mesh axes.
     data     [M, ...] leaves.
-    -> this rank's part of the gradients, float32; [blocks of this rank, ...] statistics of blocks; those of `last`.
-    Sends    ppermute(pipeline) of [b, t, D] forward and backward in each tick, psum(pipeline) of it once per microbatch.
+    -> this rank's part of the gradients, float32; [blocks of this rank, ...] statistics of blocks;
+    those of `last`.
+    Sends    ppermute(pipeline) of [b, t, D] forward and backward in each tick, psum(pipeline) of it
+             once per microbatch.
     """
     run = Executor(passes, weights, data, schedule)
     x = run.empty_x()
@@ -353,7 +373,8 @@ def train(
 def evaluate(
     passes: Passes, weights: Weights, data: Tree, schedule: Schedule, axes: tuple[str, ...]
 ) -> tuple[Tree, Tree]:
-    """Forward only: [blocks of this rank, ...] statistics of blocks, summed, and [M, ...] those of `last` for each microbatch.
+    """Forward only: [blocks of this rank, ...] statistics of blocks, summed, and [M, ...] those of
+    `last` for each microbatch.
 
     axes   the mesh axes along which what `last` returns differs.
 

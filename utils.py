@@ -1,7 +1,7 @@
 """Config dataclasses, flags and the axes of the mesh. Knows nothing of the files above it.
 
-A setting is a field below and nothing else: the flag `--model.width`, the key `width` under `[model]` in a TOML file, and the
-line in `--help` (the comment beside the field) are made from it.
+A setting is a field below and nothing else: the flag `--model.width`, the key `width` under
+`[model]` in a TOML file, and the line in `--help` (the comment beside the field) are made from it.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from typing import Literal
 
 import tyro
 
-# The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis would be added to BATCH_AXES.
+# The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis
+# would be added to BATCH_AXES.
 MESH_AXES = ("fsdp", "pipeline", "tensor")
 BATCH_AXES = ("fsdp",)
 SEQUENCE_AXES = ("tensor",)
@@ -60,7 +61,7 @@ class Model:
     moe_layers: int = 1  # layers with experts in each block: 0 or 1
     prefix_layers: int = 0  # dense layers before the blocks (DeepSeek's first_k_dense_replace)
     heads: int = 4  # N
-    q_lora_rank: int = 0  # Q: width of the latent that queries are made from; 0 makes them from the residual stream
+    q_lora_rank: int = 0  # Q: width of the latent of queries; 0 makes them without one
     kv_lora_rank: int = 64  # C: width of the latent that keys and values are made from
     qk_nope_head_dim: int = 64  # H: part of a query and key head without position
     qk_rope_head_dim: int = (
@@ -212,13 +213,15 @@ class Config:
     profile: Profile = field(default_factory=Profile)
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 def parse(arguments: list[str] | None = None) -> Config:
-    """The config that `--config FILE` and the flags say: a flag wins over the file, the file over the default.
+    """The config that `--config FILE` and the flags say: a flag wins over the file, the file over
+    the default.
 
-    Raises ValueError for a flag, a key or a file that does not exist, and for values that no run can have.
+    Raises ValueError for a flag, a key or a file that does not exist, and for values that no run
+    can have.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     default, arguments = _config_file(arguments)
@@ -226,7 +229,7 @@ def parse(arguments: list[str] | None = None) -> Config:
         Config,
         args=arguments,
         default=default,
-        description="Train a sharded transformer. --config FILE.toml gives other defaults; flags win over it.",
+        description="Train a sharded transformer. --config FILE.toml gives other defaults.",
         return_unknown_args=True,
         use_underscores=True,
     )
@@ -249,7 +252,9 @@ def _config_file(arguments: list[str]) -> tuple[Config, list[str]]:
 
 
 def load(path: str | Path) -> Config:
-    """A config from a TOML file: [section] key = value for the fields above, the rest as by default."""
+    """A config from a TOML file: [section] key = value for the fields above, the rest as by
+    default.
+    """
     try:
         text = Path(path).read_bytes().decode()
         table = tomllib.loads(text)
@@ -312,7 +317,9 @@ def _closest(word: str, known: list[str]) -> str:
 
 
 def check(config: Config) -> None:
-    """What can be seen to be wrong before any device is touched, but for the layouts of weights (see weights.check_cuts)."""
+    """What can be seen to be wrong before any device is touched, but for the layouts of weights
+    (see weights.check_cuts).
+    """
     m, train, mesh = config.model, config.train, config.mesh
     for section, fields in dataclasses.asdict(config).items():
         for key, value in fields.items():
@@ -327,16 +334,20 @@ def check(config: Config) -> None:
             )
     if m.moe_layers > 1 or m.dense_layers + m.moe_layers == 0:
         raise ValueError(
-            f"--model.dense_layers {m.dense_layers} with --model.moe_layers {m.moe_layers}: a block has any number "
-            f"of dense layers, then 0 or 1 with experts, and at least one in all. Use --model.moe_layers 1."
+            f"--model.dense_layers {m.dense_layers} with --model.moe_layers {m.moe_layers}: a "
+            "block has any number "
+            "of dense layers, then 0 or 1 with experts, and at least one in all. Use "
+            "--model.moe_layers 1."
         )
     if m.qk_rope_head_dim % 2:
         raise ValueError(
-            f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotation takes pairs. Use {m.qk_rope_head_dim + 1}."
+            f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotation takes pairs. Use "
+            f"{m.qk_rope_head_dim + 1}."
         )
     if m.moe_layers and m.experts_per_token > m.experts:
         raise ValueError(
-            f"--model.experts_per_token {m.experts_per_token} is more than --model.experts {m.experts}. Use {m.experts} or less."
+            f"--model.experts_per_token {m.experts_per_token} is more than --model.experts "
+            f"{m.experts}. Use {m.experts} or less."
         )
     multiples = [
         (
@@ -351,7 +362,8 @@ def check(config: Config) -> None:
     for flag, size, parts, why in multiples:
         if size % parts:
             raise ValueError(
-                f"--{flag} {size} is not a multiple of {why} = {parts}, and every rank must have as much. "
+                f"--{flag} {size} is not a multiple of {why} = {parts}, and every rank must have "
+                "as much. "
                 f"Use --{flag} {-(-size // parts) * parts}."
             )
 
@@ -410,7 +422,7 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
-# --- the process -----------------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
 
 def command_line(function: Callable[[], None]) -> None:

@@ -2,10 +2,12 @@
 
     gate: jax.Array = weight("D/fsdp F/tensor", normal("D"))
 
-says that `gate` has dimensions D and F, that D is cut over the mesh axis `fsdp` and F over `tensor`, that its first values have
-standard deviation 1/sqrt(D), and (by default) that weight decay applies. `declare` turns a class of such fields into a tree of
-`Weight`s for given sizes; everything else is derived from that tree: partition specs, initial values, the gather before use and
-the reduction of gradients after it, counts, the optimizer's masks. Nothing here knows which model the weights are for.
+says that `gate` has dimensions D and F, that D is cut over the mesh axis `fsdp` and F over
+`tensor`, that its first values have standard deviation 1/sqrt(D), and (by default) that weight
+decay applies. `declare` turns a class of such fields into a tree of `Weight`s for given sizes;
+everything else is derived from that tree: partition specs, initial values, the gather before use
+and the reduction of gradients after it, counts, the optimizer's masks. Nothing here knows which
+model the weights are for.
 """
 
 import dataclasses
@@ -28,7 +30,9 @@ Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
 
 
 class Size(NamedTuple):
-    """A dimension's whole size; for error messages, the flag that sets it, and what it is always a multiple of."""
+    """A dimension's whole size; for error messages, the flag that sets it, and what it is always a
+    multiple of.
+    """
 
     size: int
     flag: str
@@ -60,9 +64,11 @@ class Weight:
 
     @property
     def gathered_dim(self) -> int | None:
-        """The dimension cut over fsdp alone, from the end (so that stacking does not move it), if there is one.
+        """The dimension cut over fsdp alone, from the end (so that stacking does not move it), if
+        there is one.
 
-        A dimension cut over fsdp and another axis (experts spread over a plane) stays cut while it is used.
+        A dimension cut over fsdp and another axis (experts spread over a plane) stays cut while it
+        is used.
         """
         dims = [i - len(self.cuts) for i, axes in enumerate(self.cuts) if axes == ("fsdp",)]
         return dims[0] if dims else None
@@ -77,7 +83,7 @@ class Weight:
         return math.prod(self.shape)
 
 
-# --- declaring -------------------------------------------------------------------------------------------------------------
+# --- declaring ------------------------------------------------------------------------------------
 
 
 def weight(
@@ -131,7 +137,9 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
 
 
 def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
-    """`cls` with a Weight in each field that `weight` made, and `children` in the others (None if not given)."""
+    """`cls` with a Weight in each field that `weight` made, and `children` in the others (None if
+    not given).
+    """
     fields = {
         f.name: _declared(f.name, sizes, **f.metadata["weight"])
         if "weight" in f.metadata
@@ -184,7 +192,7 @@ def named(tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(name, tree)
 
 
-# --- derived ---------------------------------------------------------------------------------------------------------------
+# --- derived --------------------------------------------------------------------------------------
 
 
 def specs(declared: Tree) -> Tree:
@@ -204,16 +212,19 @@ def check_cuts(declared: Tree, ranks: Mapping[str, int]) -> None:
             if size % parts:
                 mesh = " x ".join(f"--mesh.{axis} {ranks[axis]}" for axis in axes)
                 raise ValueError(
-                    f"--{flag} {size} cannot be cut over {mesh} ({w.name}): every rank must hold an "
-                    f"equal slice. Use --{flag} {-(-size // step) * step}, or ranks whose product divides {size}."
+                    f"--{flag} {size} cannot be cut over {mesh} ({w.name}): every rank must hold "
+                    "an "
+                    f"equal slice. Use --{flag} {-(-size // step) * step}, or ranks whose product "
+                    f"divides {size}."
                 )
 
 
 def initialize(declared: Tree, mesh: Mesh, seed: int) -> Tree:
     """First values, float32, laid out as declared.
 
-    Whole matrices are drawn under jit and the partitioner cuts them, so the values are bit-identical on every mesh. A weight's
-    key is folded from its name: a new weight does not move the others.
+    Whole matrices are drawn under jit and the partitioner cuts them, so the values are
+    bit-identical on every mesh. A weight's key is folded from its name: a new weight does not move
+    the others.
     """
 
     def draw(key: jax.Array) -> Tree:
@@ -232,7 +243,7 @@ def count(declared: Tree) -> tuple[int, int]:
     return sum(w.size for w in leaves), round(sum(w.size * w.active for w in leaves))
 
 
-# --- inside shard_map ------------------------------------------------------------------------------------------------------
+# --- inside shard_map -----------------------------------------------------------------------------
 
 
 def vary(tree: Tree, axes: tuple[str, ...] = MESH_AXES) -> Tree:
@@ -268,12 +279,14 @@ def _gather(a: jax.Array, dim: int) -> jax.Array:
 
 
 def _gather_forward(a: jax.Array, dim: int) -> tuple[jax.Array, None]:
-    # Not _gather itself: a remat policy could not see that this is a gather, and would keep the result.
+    # Not _gather itself: a remat policy could not see that this is a gather, and would keep the
+    # result.
     return lax.all_gather(a, "fsdp", axis=dim, tiled=True), None
 
 
 def _gather_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    # Written by hand because the transpose of a bfloat16 gather would add up the ranks' gradients in bfloat16.
+    # Written by hand because the transpose of a bfloat16 gather would add up the ranks' gradients
+    # in bfloat16.
     total = lax.psum_scatter(grad.astype(jnp.float32), "fsdp", scatter_dimension=dim, tiled=True)
     return (total.astype(grad.dtype),)
 
@@ -284,9 +297,10 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
     """Each rank's part of the gradients -> their sums, float32, laid out as the weights.
 
-    gathered  the gradients are of weights whole along fsdp (they were gathered once, before); else the gather's own backward has
-              already scattered them.
-    Sends     psum_scatter(fsdp) of gathered weights, psum over the axes along which a weight is replicated.
+    gathered  the gradients are of weights whole along fsdp (they were gathered once, before); else
+              the gather's own backward has already scattered them.
+    Sends     psum_scatter(fsdp) of gathered weights, psum over the axes along which a weight is
+              replicated.
     """
 
     def reduce(w: Weight, part: jax.Array) -> jax.Array:

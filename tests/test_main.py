@@ -170,14 +170,14 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
     [
         ("--run.name none --run.resume must", "has no checkpoint to resume from"),
         ("--run.name whole --run.resume never", "has checkpoints, which a new run would overwrite"),
-        ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64 -> 96"),
-        ("--run.name a --model.heads 3", "--model.heads 3 cannot be cut over --mesh.tensor 2.*Use --model.heads 4"),
+        ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64"),
+        ("--run.name a --model.heads 3", "heads 3 cannot be cut over --mesh.tensor 2.*Use --model.heads 4"),
         ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
-        ("--run.name a --mesh.virtual 2 --train.microbatches 1", "--train.microbatches 1 .*Use --train.microbatches 2"),
+        ("--run.name a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
         ("--run.name a --mesh.fsdp 8", "is 32 devices, and there are 8"),
         ("--run.name a --data.train absent", "absent"),
-        ("--run.name a --model.vocabulary 512", "--model.vocabulary 512 has no row .*Use --model.vocabulary 4096"),
-        ("--run.name a --train.sequence_length 1000000", "--train.sequence_length .* longer than the data"),
+        ("--run.name a --model.vocabulary 512", "512 has no row .*Use --model.vocabulary 4096"),
+        ("--run.name a --train.sequence_length 1000000", "1000000 is longer than the data"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs, flags, message):
@@ -190,7 +190,7 @@ def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs,
 
 
 def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs):
-    flags = "--optimizer.lr 1e30 --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
+    flags = "--optimizer.lr inf --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
     with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
         start(data, runs, "lost", *flags.split())
     records = metrics.read(runs / "lost" / "metrics.jsonl")

@@ -34,7 +34,7 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
     [
         (["--model.widht", "3"], "unknown flag --model.widht: did you mean --model.width?"),
         (["--config", "absent.toml"], "absent.toml cannot be read"),
-        (["--train.sequences", "9"], "--train.sequences 9 is not a multiple .*Use --train.sequences 16"),
+        (["--train.sequences", "9"], "9 is not a multiple .*Use --train.sequences 16"),
         (["--train.sequence_length", "255"], "Use --train.sequence_length 256"),
         (["--eval.sequences", "12"], "Use --eval.sequences 16"),
         (["--mesh.virtual", "0"], "--mesh.virtual 0 is below 1"),
