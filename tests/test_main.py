@@ -171,7 +171,7 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
         ("--run.name none --run.resume must", "has no checkpoint to resume from"),
         ("--run.name whole --run.resume never", "has checkpoints, which a new run would overwrite"),
         ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64"),
-        ("--run.name a --model.heads 3", "heads 3 cannot be cut over --mesh.tensor 2.*Use --model.heads 4"),
+        ("--run.name a --model.heads 3", "heads 3 cannot be cut over .*Use --model.heads 4"),
         ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
         ("--run.name a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
         ("--run.name a --mesh.fsdp 8", "is 32 devices, and there are 8"),

@@ -2,7 +2,7 @@
 
 A step is compiled once per mesh (`runs`), and every test asks something of those runs.
 
-Letters: M microbatches, B sequences, T positions, E experts.
+Letters: E experts, V vocabulary.
 """
 
 import functools
@@ -17,7 +17,8 @@ import model
 import weights
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
 
-STEPS, T = 20, 64
+STEPS = 20
+SEQUENCES = 8  # of 16 tokens
 MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "2x2x2": 4, "1x4x2": 8, "2x2x2_virtual": 2}
 
 
@@ -36,13 +37,13 @@ class Run(NamedTuple):
 def run_config(name, bias_speed=0.0):
     """The same run on the mesh of that name: only mesh and microbatches differ."""
     shape, virtual = RUN_MESHES[name]
-    train = {"microbatches": MICROBATCHES[name], "sequence_length": T, "loss_chunk_tokens": 64}
+    train = {"microbatches": MICROBATCHES[name], "sequences": SEQUENCES}
     return config_of(
         shape,
         virtual=virtual,
         train=train | {"steps": STEPS, "remat": "full"},
-        # A slow start: Adam's first steps go by the sign of a gradient, however small, and a sign
-        # that rounding decides moves a weight as far as any other.
+        # A slow start: Adam's first steps go by the sign of a gradient, however small, and one that
+        # rounding decides moves a weight as far as any other.
         optimizer={"lr": 1e-3, "warmup_steps": STEPS},
         z_loss=1e-3,
         router_bias_speed=bias_speed,
@@ -51,8 +52,13 @@ def run_config(name, bias_speed=0.0):
 
 
 def batch(config, step):
-    """Text that can be learnt: low ids are likelier."""
-    made = batch_of(config, seed=step)
+    """Text that can be learnt: low ids are likelier.
+
+    Of the seeds tried, one whose routing is decisive: no token's second and third best experts are
+    within 1e-5 of each other, with the bias and without. Where rounding decides, another mesh may
+    choose another expert, and such runs part.
+    """
+    made = batch_of(config, seed=1000 + step)
     V = config.model.vocabulary
     skewed = {name: made[name].astype(np.int64) ** 3 // V**2 for name in ("tokens", "targets")}
     return made | {name: ids.astype(np.int32) for name, ids in skewed.items()}
@@ -101,7 +107,7 @@ def test_the_run_that_meshes_are_compared_on_learns_and_drops_nothing():
     one = run("1x1x1")
     assert one.losses[0] - one.losses[-1] > 0.5
     assert one.dropped == 0
-    assert one.counts.sum() == STEPS * 4 * 16 * T * 2
+    assert one.counts.sum() == STEPS * 4 * SEQUENCES * 16 * 2
 
 
 @pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
