@@ -17,6 +17,7 @@
 #   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
 #   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, and patience with
 #                              devices that share a core; each flag only where it is not given
+#   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
 #
 # Exit code: that of the command; 2 if the environment cannot be set up.
 
@@ -145,6 +146,9 @@ set_cpu_flags() {
     [[ " ${XLA_FLAGS:-}" == *" ${flag%%=*}="* ]] || XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }$flag"
   done
   export XLA_FLAGS
+  # A device can wait in several collectives at once, each in a thread of one pool. By default the
+  # pool has as many threads as devices; when all of them wait, the program hangs.
+  export PJRT_NPROC=${PJRT_NPROC:-32}
 }
 
 prepare_sample() {

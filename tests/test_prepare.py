@@ -207,7 +207,7 @@ def test_two_workers_write_the_same_bytes_as_one(texts, tmp_path, monkeypatch):
         main([*arguments, "--val-share", "0.3", "--shard-tokens", "250"])
     one, two = map(files_of, outs)
     assert one == two
-    assert len(one) == 14  # eight and four shards, two manifests
+    assert len(one) == 16  # ten and four shards, two manifests
 
 
 def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):

@@ -5,6 +5,7 @@ Letters of the toy: D width, F hidden width, E experts, K experts per token.
 
 import functools
 import math
+import re
 
 import flax
 import jax
@@ -250,7 +251,7 @@ def test_gathered_weights_are_whole_along_fsdp_and_cut_along_the_others(shape):
 def test_gradients_of_gathered_bfloat16_weights_are_added_up_in_float32():
     here = mesh((8, 1, 1))
     declared = toy().matrix
-    # In bfloat16 257 is 256, whichever of the ones are added first; the sum of all is 260.
+    # In bfloat16 256 + 1 is 256; the sum of all is 260.
     cotangent = np.float32([256] + [0.5] * 6 + [1])[:, None, None] * np.ones(
         (1, 16, 24), np.float32
     )
@@ -262,9 +263,13 @@ def test_gradients_of_gathered_bfloat16_weights_are_added_up_in_float32():
     run = jax.shard_map(
         local, mesh=here, in_specs=(declared.spec, P("fsdp")), out_specs=declared.spec
     )
-    found = jax.jit(run)(jnp.zeros((16, 24), jnp.bfloat16), cotangent)
+    arguments = jnp.zeros((16, 24), jnp.bfloat16), cotangent
+    found = jax.jit(run)(*arguments)
     assert found.dtype == jnp.bfloat16
     assert (np.asarray(found, np.float32) == 260).all()
+    # A CPU adds bfloat16 in float32 anyway; what other devices are asked for stands in the program.
+    program = str(jax.make_jaxpr(run)(*arguments))
+    assert re.findall(r"(\w+)\[[\d,]*\]\S* = reduce_scatter", program) == ["f32"]
 
 
 def test_weights_are_cast_but_those_that_stay_float32():
