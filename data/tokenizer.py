@@ -11,9 +11,9 @@ SAMPLE = "sample"
 SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
 END_OF_TEXT = "<|endoftext|>"
 
-# Where no merge may cross: a word or a sign, with the space before it; a digit; a line break; a level
-# of indentation; any other white space. Names, signs and layout stay apart, as in Python's own
-# grammar, which a small model learns sooner. A possessive quantifier keeps long runs linear.
+# Where no merge may cross: a word or a sign, with the space before it; a digit; a line break; a
+# level of indentation; any other white space. Names, signs and layout stay apart, as in Python's
+# own grammar, which a small model learns sooner. A possessive quantifier keeps long runs linear.
 SAMPLE_PATTERN = r" ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]|\r?\n| {4}|\s"
 
 
