@@ -173,9 +173,8 @@ class Executor:
         """The backward function of a block, out of what `known` and `kept` hold."""
         kept = list(kept)
         vjp = copy.copy(template)
-        x = template.args_res[
-            1
-        ]  # a placeholder that is no array where the block's input is not needed
+        # A placeholder that is no array where the backward pass does not need the block's input.
+        x = template.args_res[1]
         vjp.args_res = [*jax.tree.leaves(known), kept.pop(0) if is_array(x) else x]
         vjp.opaque_residuals = kept
         return vjp
