@@ -246,8 +246,7 @@ GPU_CONFIGS = ("configs/dense_124m.toml", "configs/dense_1b.toml", "configs/moe_
 
 
 def gpu() -> None:
-    """A table of three models on one GPU in bfloat16, a check against the CPU, and where time "
-    "goes."""
+    """Three models on one GPU in bfloat16, a check against the CPU, and where time goes."""
     if jax.default_backend() != "gpu":
         raise ValueError(
             "benchmark.py gpu needs an NVIDIA GPU, and jax sees only "

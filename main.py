@@ -279,8 +279,7 @@ def replicated(mesh: Mesh, tree: Any) -> Any:
 
 
 class Sampler:
-    """Continues prompts by whole forward passes over the padded sequence, one for each new "
-    "token."""
+    """Continues prompts: a whole forward pass over the padded sequence for each new token."""
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset):
         m = data.manifest

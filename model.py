@@ -112,8 +112,7 @@ class GatheredExperts:
 
 @flax.struct.dataclass
 class SharedExperts:
-    """The experts that every token passes through, as one gated network of their summed width "
-    "(X)."""
+    """The experts that every token passes through, as one gated network, X wide in all."""
 
     gate: jax.Array = weight("D/fsdp X/tensor", normal("D"))
     up: jax.Array = weight("D/fsdp X/tensor", normal("D"))
@@ -202,9 +201,8 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
     if m.blocks % chunks:
         raise ValueError(
             f"--model.blocks {m.blocks} cannot be cut over --mesh.pipeline {mesh.pipeline} x "
-            "--mesh.virtual "
-            f"{mesh.virtual}: every chunk must hold as many blocks. Use --model.blocks "
-            f"{-(-m.blocks // chunks) * chunks}."
+            f"--mesh.virtual {mesh.virtual}: every chunk must hold as many blocks. Use "
+            f"--model.blocks {-(-m.blocks // chunks) * chunks}."
         )
     for letter in ("H+R", "C+R", "H+W"):
         out[letter] = Size(sum(out[part].size for part in letter.split("+")), out[letter[0]].flag)
@@ -270,8 +268,7 @@ def stack_blocks(config: utils.Config, w: Transformer) -> Transformer:
 
 
 def unstacked_shardings(shardings: Transformer) -> Transformer:
-    """The layout of unstacked weights: blocks in a row over pipeline, whichever chunks they are "
-    "in."""
+    """The layout of unstacked weights: blocks in a row over pipeline, whatever their chunk."""
 
     def one(s: NamedSharding) -> NamedSharding:
         return NamedSharding(s.mesh, P("pipeline", *s.spec[3:]))
@@ -319,14 +316,11 @@ def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32 inside, for the sum of
-    squares.
-    """
+    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32, for the sum of squares."""
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    return (x32 * lax.rsqrt(mean + epsilon) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(
-        x.dtype
-    )
+    scale = jnp.expand_dims(scale, range(x.ndim - 1))
+    return (x32 * lax.rsqrt(mean + epsilon) * scale).astype(x.dtype)
 
 
 def gather_sequence(x_btD: jax.Array, whole: bool) -> jax.Array:
@@ -450,9 +444,8 @@ def mlp(w: Mlp, x_btD: jax.Array, how: How, at: At) -> jax.Array:
 class Routing(NamedTuple):
     """What a MoE layer tells of its routing: this rank's tokens only."""
 
-    part_balance: (
-        jax.Array
-    )  # sum over sequences of sum_e f_e P_e (arXiv:2412.19437, equation 17); differentiable
+    # Sum over sequences of sum_e f_e P_e (arXiv:2412.19437, equation 17); differentiable.
+    part_balance: jax.Array
     tokens_per_expert: jax.Array  # [E] int32, before any is dropped
     dropped: jax.Array  # int32: choices of an expert that had no room
 
@@ -546,16 +539,19 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.  Sends all_to_all(fsdp x tensor) of the slots, there and "
-    "back."""
+    """Each slot through its expert.
+
+    Sends  all_to_all(fsdp x tensor) of the slots, there and back.
+    """
     box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)  # [E/ranks, ranks * slots, D]
     y_eCD = _experts(w, box_eCD)
     return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
 
 
 def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.  Sends all_gather(tensor) and psum_scatter(tensor) of the
-    slots.
+    """Each slot through its expert.
+
+    Sends  all_gather(tensor) and psum_scatter(tensor) of the slots.
     """
     part_ECD = _experts(w, lax.all_gather(box_ECD, "tensor", axis=1, tiled=True))
     return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
@@ -579,8 +575,7 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     b, t, D = x_btD.shape
     h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
     share_btE, choice_btK, weight_btK = route(w, h_btD, m)
-    # Whole sequences are the same on all tensor ranks: each rank then sends every so-manieth
-    # position.
+    # Whole sequences are the same on all tensor ranks: these then deal out the positions.
     ranks, rank = (lax.axis_size("tensor"), lax.axis_index("tensor")) if how.whole else (1, 0)
     mine_bt = jnp.broadcast_to(jnp.arange(t)[None, :] % ranks == rank, (b, t))
     part_balance, tokens_per_expert = balance(share_btE, choice_btK, mine_bt, how)
@@ -819,8 +814,7 @@ def passes(
         return weights.gather(declared, w) if config.fsdp.gather == "layer" else w
 
     def layers(layer: Callable, declared: Any) -> Callable:
-        """`layer` that gathers its weights, and keeps for the backward pass what the policy "
-        "says."""
+        """`layer` that gathers its weights, and keeps what the remat policy says."""
         return remat(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
 
     def first(w: First, data: Batch) -> jax.Array:
