@@ -17,7 +17,7 @@
 #   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
 #   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, and patience with
 #                              devices that share a core; each flag only where it is not given
-#   PJRT_NPROC                 there also: threads that devices may wait in for each other; 64
+#   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
 #
 # Exit code: that of the command; 2 if the environment cannot be set up.
 
@@ -150,7 +150,7 @@ set_cpu_flags() {
   # pool has as many threads as devices; when all of them wait, the program hangs.
   local cores
   cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-  export PJRT_NPROC=${PJRT_NPROC:-$((cores > 64 ? cores : 64))}
+  export PJRT_NPROC=${PJRT_NPROC:-$((cores > 32 ? cores : 32))}
 }
 
 prepare_sample() {

@@ -23,7 +23,7 @@ def with_flags(given: str, flags: tuple[str, ...]) -> str:
 # Read once, when jax is imported, so set before that.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS)
-os.environ.setdefault("PJRT_NPROC", "64")  # as run.sh does, and for its reason
+os.environ.setdefault("PJRT_NPROC", "32")  # as run.sh does, and for its reason
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
