@@ -77,7 +77,7 @@ def compiled(config: Config) -> Program:
     state = main.abstract_state(config, mesh)
     step = main.train_step(config, mesh)
     start = time.perf_counter()
-    step = step.lower(state, random_batch(config, mesh)).compile()
+    step = step.lower(state, main.abstract_batch(config, mesh)).compile()
     return Program(config, mesh, step, time.perf_counter() - start)
 
 

@@ -299,6 +299,23 @@ def positions(
     return int(np.sum((at >= 0) & (at < size * dilate) & (at % dilate == 0)))
 
 
+# What jax's own transformations put between the named scopes of an operation.
+_NO_SCOPE = re.compile(
+    r"jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map"
+    r"|custom_vjp_call|jvp\(\)|transpose\(jvp\(\)\)"
+)
+
+
+def scopes(text: str) -> dict[str, str]:
+    """{instruction: the named scopes that it is in}, e.g. {"dot.7": "steady/jvp(attention)"}."""
+    names = {}
+    for computation in parse(text).computations.values():
+        for instruction in computation.values():
+            parts = instruction.op_name.split("/")[:-1]
+            names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    return names
+
+
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
     """How often each foreign function runs that is not counted as a matrix product."""
     return executed(text, _call_cost, branch_share)

@@ -8,6 +8,7 @@ known here.
 """
 
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flops
+import hlo
 import model
 import utils
 import weights
@@ -221,6 +223,16 @@ def put_batch(
             for name in ("tokens", "targets", "loss_weights", "segments")
         }
     )
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """Shape and layout of a step's batch."""
+    t = config.train
+    shape = (t.microbatches, t.sequences // t.microbatches, t.sequence_length)
+    layout = NamedSharding(mesh, model.BATCH_SPEC)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=ids)
 
 
 def batches(config: Config, mesh: Mesh, data: Dataset, first_step: int) -> Iterator[Batch]:
@@ -582,10 +594,30 @@ class Loop:
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
         if p.steps and number == min(p.first_step + p.steps, self.config.train.steps):
             jax.profiler.stop_trace()
+            shapes = (
+                abstract_state(self.config, self.mesh),
+                abstract_batch(self.config, self.mesh),
+            )
+            names = hlo.scopes(self.step.lower(*shapes).compile().as_text())
+            for file in folder.rglob("perfetto_trace.json.gz"):
+                name_layers(file, names)
             say(
                 f"trace of steps {p.first_step} to {number - 1}: {folder} (open "
                 "perfetto_trace.json.gz in Perfetto)"
             )
+
+
+def name_layers(file: Path, names: dict[str, str]) -> None:
+    """Puts the layer that an operation belongs to in front of its name in a trace.
+
+    names  {operation: named scopes}; a CPU's trace has the compiler's names alone.
+    """
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    for event in trace["traceEvents"]:
+        scope = names.get(event.get("args", {}).get("hlo_op", ""))
+        if scope:
+            event["name"] = f"{scope} {event['name']}"
+    file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
 def result(config: Config) -> str:

@@ -275,3 +275,16 @@ def test_instructions_are_counted_once_whatever_the_trips():
     ]
     assert counts[0] == counts[1] > 5
     assert hlo.instruction_count(TPU) == 28
+
+
+def test_an_instruction_is_named_by_the_scopes_it_was_written_in():
+    def layer(x, w):
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ w), None
+
+    def run(x, w):
+        with jax.named_scope("steady"):
+            return jax.lax.scan(layer, x, w)[0]
+
+    text = jax.jit(run).lower(jnp.ones((4, 4)), jnp.ones((3, 4, 4))).compile().as_text()
+    assert "steady/mlp" in hlo.scopes(text).values()

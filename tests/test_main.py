@@ -1,6 +1,7 @@
 """Whole runs: what they leave, how they continue, and what stops them before they start."""
 
 import dataclasses
+import gzip
 import json
 import os
 import subprocess
@@ -269,6 +270,16 @@ def test_two_processes_train_as_one_does(data, runs, whole):
     assert [p.returncode for p in both] == [0, 0], said
     np.testing.assert_allclose(losses(runs / "two"), losses(whole), rtol=1e-6)
     assert "validation loss" in said[0] and "validation loss" not in said[1]
+
+
+def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
+    flags = "--train.steps 3 --profile.first_step 1 --profile.steps 1 --checkpoint.every_steps 0"
+    folder = start(data, runs, "profiled", *flags.split(), "--sample.prompts")
+    [file] = (folder / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = " ".join(event["name"] for event in events if "hlo_op" in event.get("args", {}))
+    for layer in ("attention", "mlp", "moe", "last"):
+        assert layer in names
 
 
 def test_the_example_configs_describe_runs_that_can_start():
