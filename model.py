@@ -35,7 +35,7 @@ from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
 from weights import Size, normal, ones, vary, weight, zeros
 
 # First values of what is added to the residual stream, over 1/sqrt(inputs): layers begin as a small
-# change of the embedding, which lets it be learned first (0.4 nats after 120 steps of a tiny model).
+# change of the embedding, which is learned first (0.4 nats after 120 steps of a tiny model).
 RESIDUAL = 0.1
 
 # --- weights --------------------------------------------------------------------------------------
