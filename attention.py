@@ -28,9 +28,7 @@ def attend(
     segments_bS  number of the document that a position belongs to; None where a window is one
                  document. With T < S the queries are the last T positions.
     """
-    if implementation == "auto":
-        implementation = {"tpu": "splash", "gpu": "cudnn"}.get(jax.default_backend(), "xla")
-    return {"xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation](
+    return {"auto": _xla, "xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation](
         q_bTnA, k_bSnA, v_bSnW, segments_bS
     )
 

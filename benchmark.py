@@ -257,7 +257,7 @@ def gpu() -> None:
         config = with_values(
             utils.load(path),
             mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
-            model={"attention": "cudnn", "compute_dtype": "bfloat16"},
+            model={"compute_dtype": "bfloat16"},
         )
         program = compiled(config)
         seconds = step_seconds([program])[0]
@@ -272,8 +272,8 @@ def check_against_cpu() -> None:
     sections = {"mesh": {"fsdp": 1, "pipeline": 1, "tensor": 1}}
     config = with_values(reference_config(), **sections)
     results = []
-    for platform, dtype, attention in (("cpu", "float32", "xla"), ("gpu", "bfloat16", "cudnn")):
-        here = with_values(config, model={"compute_dtype": dtype, "attention": attention})
+    for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+        here = with_values(config, model={"compute_dtype": dtype})
         devices = np.array(jax.devices(platform)[:1]).reshape(1, 1, 1)
         place = Mesh(devices, utils.MESH_AXES)
         with jax.default_device(devices.flat[0]):
