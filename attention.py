@@ -1,4 +1,4 @@
-"""Causal attention by XLA, and by the kernels for TPU and GPU (README, Limits, says where they run).
+"""Causal attention by XLA, and by the kernels for TPU and GPU (README says where they run).
 
 Letters: b sequences of this rank, T query and S key positions, n heads of this rank, A width of
 queries and keys, W of values.
