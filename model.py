@@ -168,6 +168,17 @@ class Last:
     output: jax.Array | None = table()
 
 
+class Ends(NamedTuple):
+    """What runs before and after the stages, together: one gradient for a tied embedding."""
+
+    first: First
+    last: Last
+
+    @property
+    def output(self) -> jax.Array:
+        return self.first.embedding if self.last.output is None else self.last.output
+
+
 @flax.struct.dataclass
 class Transformer:
     first: First
@@ -421,8 +432,10 @@ def attention(
 
 def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate h) * up h): this tensor rank's part of the sum over F."""
-    h_bTf = jax.nn.silu(matmul("bTD,Df->bTf", h_bTD, gate)) * matmul("bTD,Df->bTf", h_bTD, up)
-    return matmul("bTf,fD->bTD", checkpoint_name(h_bTf, "hidden"), down)
+    # Both products are named, and not what is made of them: its gradient would need them again.
+    gate_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, gate), "hidden")
+    up_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, up), "hidden")
+    return matmul("bTf,fD->bTD", jax.nn.silu(gate_bTf) * up_bTf, down)
 
 
 # guide: mlp
@@ -558,8 +571,9 @@ def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array
 
 
 def _experts(w: SpreadExperts | GatheredExperts, box_ECD: jax.Array) -> jax.Array:
-    gate, up = matmul("ECD,EDG->ECG", box_ECD, w.gate), matmul("ECD,EDG->ECG", box_ECD, w.up)
-    return matmul("ECG,EGD->ECD", checkpoint_name(jax.nn.silu(gate) * up, "expert_hidden"), w.down)
+    gate_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.gate), "expert_hidden")
+    up_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.up), "expert_hidden")
+    return matmul("ECG,EGD->ECD", jax.nn.silu(gate_ECG) * up_ECG, w.down)
 
 
 # guide: moe
@@ -817,7 +831,8 @@ def passes(
         """`layer` that gathers its weights, and keeps what the remat policy says."""
         return remat(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
 
-    def first(w: First, data: Batch) -> jax.Array:
+    def first(ends: Ends, data: Batch) -> jax.Array:
+        w = ends.first
         x_btD = embed(w.embedding, data.tokens, how.whole)
         if w.prefix is not None:
             run = layers(partial(dense_layer, how=how), declared.first.prefix)
@@ -836,8 +851,8 @@ def passes(
         loss = balance_scale * routing.part_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
-    def last(w: Last, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        h_bTD = gather_sequence(rms_norm(y_btD, w.norm, m.norm_epsilon), how.whole)
+    def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h_bTD = gather_sequence(rms_norm(y_btD, ends.last.norm, m.norm_epsilon), how.whole)
         n = data.targets.size
         c = chunks(n, config.train.loss_chunk_tokens)
         # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of
@@ -845,7 +860,7 @@ def passes(
         h_cnD = vary(h_bTD).reshape(c, n // c, -1)
         targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
         return chunked_loss(
-            (m.vocabulary, m.z_loss), w.output, h_cnD, targets, token_weights * token_scale
+            (m.vocabulary, m.z_loss), ends.output, h_cnD, targets, token_weights * token_scale
         )
 
     return pipeline.Passes(first, block, last)
@@ -871,9 +886,8 @@ def prepare(config: utils.Config, declared: Transformer, w: Transformer) -> pipe
             first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
         )
     w = vary(w)
-    last = w.last.replace(output=w.first.embedding) if config.model.tied else w.last
     blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
-    return pipeline.Weights(w.first, blocks, last)
+    return pipeline.Weights(Ends(w.first, w.last), blocks)
 
 
 def finish(config: utils.Config, declared: Transformer, grads: pipeline.Weights) -> Transformer:
@@ -883,11 +897,8 @@ def finish(config: utils.Config, declared: Transformer, grads: pipeline.Weights)
         1,
         config.model.blocks // config.mesh.virtual // config.mesh.pipeline,
     )
-    first, blocks, last = grads
-    if config.model.tied:
-        first = first.replace(embedding=first.embedding + last.output)
-        last = last.replace(output=None)
-    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), blocks)
+    first, last = grads.ends
+    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), grads.blocks)
     per_step = config.fsdp.gather == "step"
     reduce = weights.reduce_gradients
     return Transformer(
@@ -1019,10 +1030,10 @@ def next_token_logits(
     how = How(m, config.train.seed, capacity_factor=None)
 
     def local(w: Transformer, data: Batch, positions_Mb: jax.Array) -> jax.Array:
-        def last(w: Last, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
-            h_bTD = gather_sequence(rms_norm(y_btD, w.norm, m.norm_epsilon), how.whole)
+        def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
+            h_bTD = gather_sequence(rms_norm(y_btD, ends.last.norm, m.norm_epsilon), how.whole)
             h_b1D = jnp.take_along_axis(h_bTD, data.targets[:, None, None], axis=1)
-            return None, slice_logits(w.output, h_b1D[:, 0], m.vocabulary)
+            return None, slice_logits(ends.output, h_b1D[:, 0], m.vocabulary)
 
         run = passes(config, how, jnp.int32(0), jnp.float32(1), 0.0)._replace(last=last)
         data = numbered(data).replace(targets=positions_Mb)

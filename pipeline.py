@@ -6,10 +6,10 @@ scans.
 
 The executor is given three functions and does not know what they compute:
 
-    first(w, data)                      -> x                 before the first stage (embedding)
-    block(w, data, number, x)           -> (x, loss), stats  one block of a stage; `number` counts
-    blocks through the whole model last(w, data, x)                    -> loss, stats       after
-    the last stage (cross-entropy)
+    first(ends, data)          -> x                 before the first stage (embedding)
+    block(w, data, number, x)  -> (x, loss), stats  one block of a stage; `number` counts blocks
+                                                    through the whole model
+    last(ends, data, x)        -> loss, stats       after the last stage (cross-entropy)
 
 `data` is one microbatch. A stage is a scan over its blocks. All ranks run the same operations in
 every tick, and what falls outside their tasks is masked, so no collective stands in divergent
@@ -62,11 +62,12 @@ class Passes(NamedTuple):
 class Weights(NamedTuple):
     """Weights, or gradients of weights, of the three functions; those of blocks are [blocks of this
     rank, ...], chunk by chunk.
+
+    `first` and `last` are given the same `ends`, so that a matrix that both use has one gradient.
     """
 
-    first: Tree
+    ends: Tree
     blocks: Tree
-    last: Tree
 
 
 class Carry(NamedTuple):
@@ -150,7 +151,7 @@ class Executor:
         return index(self.data, m)
 
     def empty_x(self) -> jax.Array:
-        return zeros_like_results(lambda: self.passes.first(self.weights.first, self.microbatch(0)))
+        return zeros_like_results(lambda: self.passes.first(self.weights.ends, self.microbatch(0)))
 
     # --- one block
 
@@ -204,7 +205,7 @@ class Executor:
         with jax.named_scope("first"):
             new = lax.cond(
                 self.schedule.enters(tick),
-                lambda: vary(self.passes.first(self.weights.first, self.microbatch(m))),
+                lambda: vary(self.passes.first(self.weights.ends, self.microbatch(m))),
                 lambda: vary(jnp.zeros_like(x)),
             )
         return jnp.where((self.rank == 0) & (chunk == 0), new, x)
@@ -236,8 +237,8 @@ class Executor:
             y = lax.psum(jnp.where(self.is_last_rank(), carry.x, 0), "pipeline")
             data = self.microbatch(m)
             value_and_grad = jax.value_and_grad(self.passes.last, argnums=(0, 2), has_aux=True)
-            (_, new), (d_last, d_y) = value_and_grad(self.weights.last, data, y)
-            grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_last)
+            (_, new), (d_ends, d_y) = value_and_grad(self.weights.ends, data, y)
+            grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_ends)
             return vary(d_y), grads, jax.tree.map(jnp.add, stats, new)
 
         with jax.named_scope("last"):
@@ -245,14 +246,14 @@ class Executor:
                 self.schedule.ends(tick),
                 with_loss,
                 lambda grads, stats: (vary(jnp.zeros_like(carry.x)), grads, stats),
-                carry.grads.last,
+                carry.grads.ends,
                 carry.last_stats,
             )
         chunk, _ = self.schedule.backward_task(self.schedule.backward_number(tick, self.rank))
         ends_here = self.is_last_rank() & (chunk == self.schedule.virtual - 1)
         return carry._replace(
             d_x=jnp.where(ends_here, d_y, carry.d_x),
-            grads=carry.grads._replace(last=grads),
+            grads=carry.grads._replace(ends=grads),
             last_stats=stats,
         )
 
@@ -274,7 +275,7 @@ class Executor:
         d_x = jnp.where(valid, carry.d_x, 0)
         numbers = jnp.arange(self.per_chunk, dtype=jnp.int32)
         (d_x, blocks), _ = lax.scan(body, (d_x, carry.grads.blocks), numbers, reverse=True)
-        grads = carry.grads._replace(blocks=blocks, first=self.first_grads(tick, d_x, carry))
+        grads = carry.grads._replace(blocks=blocks, ends=self.first_grads(tick, d_x, carry))
         return carry._replace(d_x=d_x, grads=grads)
 
     def first_grads(self, tick: jax.Array, d_x: jax.Array, carry: Carry) -> Tree:
@@ -283,14 +284,14 @@ class Executor:
 
         def backward(grads: Tree) -> Tree:
             _, vjp = jax.vjp(
-                lambda w: vary(self.passes.first(w, self.microbatch(m))), self.weights.first
+                lambda w: vary(self.passes.first(w, self.microbatch(m))), self.weights.ends
             )
             (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
 
         with jax.named_scope("first_backward"):
             return lax.cond(
-                self.schedule.leaves(tick), backward, lambda grads: grads, carry.grads.first
+                self.schedule.leaves(tick), backward, lambda grads: grads, carry.grads.ends
             )
 
 
@@ -344,7 +345,7 @@ def train(
     x = run.empty_x()
     ring, block_stats, template = run.probe(x)
     zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), weights)
-    last = lambda x: passes.last(weights.last, run.microbatch(0), x)[1]  # noqa: E731
+    last = lambda x: passes.last(weights.ends, run.microbatch(0), x)[1]  # noqa: E731
     last_stats = zeros_like_results(last, x, axes=BATCH_AXES)
     carry = Carry(x, x, ring, zero, block_stats, last_stats)
 
@@ -383,7 +384,7 @@ def evaluate(
     x = run.empty_x()
     block = lambda x: passes.block(*run.known(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
     stats = stack_of_zeros(jax.eval_shape(block, x), schedule.virtual * run.per_chunk)
-    last = lambda x: passes.last(weights.last, run.microbatch(0), x)[1]  # noqa: E731
+    last = lambda x: passes.last(weights.ends, run.microbatch(0), x)[1]  # noqa: E731
     one = jax.eval_shape(last, x)
     out = jax.tree.map(lambda a: jnp.zeros((schedule.microbatches, *a.shape), a.dtype), one)
 
@@ -407,7 +408,7 @@ def evaluate(
 
         def with_last(out: Tree) -> Tree:
             y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
-            return store(out, passes.last(weights.last, run.microbatch(m), y)[1], m)
+            return store(out, passes.last(weights.ends, run.microbatch(m), y)[1], m)
 
         out = lax.cond(schedule.ends(t), with_last, lambda out: out, out)
         return (send(x, schedule.pipeline, 1), stats, out), None

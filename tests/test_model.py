@@ -649,8 +649,8 @@ def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
         how = model.How(config.model, 0, None)
         passes = model.passes(config, how, jnp.int32(0), jnp.float32(1), 1.0)
         prepared, data = model.prepare(config, declared, w), pipeline.index(model.numbered(data), 0)
-        x = passes.first(prepared.first, data)
-        x = x - model.embed(prepared.first.embedding, data.tokens, False)
+        x = passes.first(prepared.ends, data)
+        x = x - model.embed(prepared.ends.first.embedding, data.tokens, False)
         for number in range(3):
             block = pipeline.index(prepared.blocks, number)
             (x, _), _ = passes.block(block, data, weights.vary(jnp.int32(number)), x)

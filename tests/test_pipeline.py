@@ -42,8 +42,16 @@ class Data(NamedTuple):
     gain: jax.Array  # [M, B], that every block uses
 
 
-def first(w, data):
-    return vary(jnp.tanh(data.inputs @ w))
+class Ends(NamedTuple):
+    """What the two end functions multiply by, and what both of them use."""
+
+    first: jax.Array  # [D, D]
+    last: jax.Array  # [D, V]
+    shift: jax.Array  # [D]
+
+
+def first(ends, data):
+    return vary(jnp.tanh(data.inputs @ ends.first + ends.shift[None]))
 
 
 def formula(w, gain, number, x):
@@ -59,12 +67,13 @@ def block(w, data, number, x):
     return (y, loss), {"calls": jnp.int32(1), "sum": jnp.sum(y)}
 
 
-def last(w, data, y):
-    """w is cut over pipeline, as a vocabulary is."""
-    columns = w.shape[1]
+def last(ends, data, y):
+    """Its own matrix is cut over pipeline, as a vocabulary is."""
+    columns = ends.last.shape[1]
     start = lax.axis_index("pipeline") * columns
     targets = lax.dynamic_slice_in_dim(data.targets, start, columns, axis=1)
-    loss = lax.psum(jnp.sum((y @ w - targets) ** 2), ("pipeline", "tensor"))
+    outputs = (y - ends.shift[None]) @ ends.last
+    loss = lax.psum(jnp.sum((outputs - targets) ** 2), ("pipeline", "tensor"))
     return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
 
@@ -75,7 +84,8 @@ def weights_of(blocks):
     random = np.random.default_rng(0)
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
     return pipeline.Weights(
-        draw(D, D), {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)}, draw(D, V)
+        Ends(draw(D, D), draw(D, V), draw(D)),
+        {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)},
     )
 
 
@@ -87,12 +97,12 @@ def data_of(M):
 
 def plain_loss(w, data):
     """(loss, results) of one microbatch: the same toy without an executor."""
-    x, losses, sums = jnp.tanh(data.inputs @ w.first), 0.0, []
+    x, losses, sums = jnp.tanh(data.inputs @ w.ends.first + w.ends.shift[None]), 0.0, []
     for i in range(len(w.blocks["bias"])):
         here = jax.tree.map(lambda a, i=i: a[i], w.blocks)
         x, loss = formula(here, data.gain, jnp.float32(i), x)
         losses, sums = losses + loss, [*sums, jnp.sum(x)]
-    error = jnp.sum((x @ w.last - data.targets) ** 2)
+    error = jnp.sum(((x - w.ends.shift[None]) @ w.ends.last - data.targets) ** 2)
     return losses + error, (error, jnp.stack(sums))
 
 
@@ -108,7 +118,7 @@ def mesh_of(ranks, fsdp):
     return jax.sharding.Mesh(devices, MESH_AXES)
 
 
-WEIGHT_SPECS = pipeline.Weights(P(), P(None, "pipeline"), P(None, "pipeline"))
+WEIGHT_SPECS = pipeline.Weights(Ends(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
 DATA_SPEC = P(None, "fsdp")
 
 
@@ -145,11 +155,12 @@ def train(schedule, passes=PASSES, fsdp=1):
     def local(w, data):
         grads, stats, results = pipeline.train(passes, w, data, schedule)
         blocks = lax.psum(per_chunk(grads.blocks, schedule), ("fsdp", "tensor"))
-        whole = grads._replace(
-            first=lax.psum(grads.first, MESH_AXES),
-            blocks=blocks,
-            last=lax.psum(grads.last, ("fsdp", "tensor")),
+        ends = Ends(
+            lax.psum(grads.ends.first, MESH_AXES),
+            lax.psum(grads.ends.last, ("fsdp", "tensor")),
+            lax.psum(grads.ends.shift, MESH_AXES),
         )
+        whole = pipeline.Weights(ends, blocks)
         stats = lax.psum(per_chunk(stats, schedule), ("fsdp", "tensor"))
         return whole, stats, lax.psum(results, "fsdp")
 
@@ -279,7 +290,8 @@ def test_first_and_last_run_once_for_each_microbatch_and_direction(sizes):
 
 
 def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
-    def forgotten(w, data, y):
+    def forgotten(ends, data, y):
+        w = ends.last
         loss = jnp.sum((y @ w - data.targets[:, : w.shape[1]]) ** 2)
         return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
