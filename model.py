@@ -424,7 +424,8 @@ def attention(
     part_bTD = matmul(
         "bTnW,nWD->bTD", y_bTnW, w.out
     )  # n contracted: each tensor rank has its heads' part
-    return x_btD + drop(scatter_sequence(part_bTD, how.whole), how, at, 0)
+    y_btD = checkpoint_name(scatter_sequence(part_bTD, how.whole), "attention_out")
+    return x_btD + drop(y_btD, how, at, 0)
 
 
 # guide: end
@@ -447,6 +448,7 @@ def mlp(w: Mlp, x_btD: jax.Array, how: How, at: At) -> jax.Array:
     Sends  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
     h_bTD = gather_sequence(rms_norm(x_btD, w.norm, how.model.norm_epsilon), how.whole)
+    h_bTD = checkpoint_name(h_bTD, "mlp_in")
     part_bTD = swiglu(h_bTD, w.gate, w.up, w.down)
     return x_btD + drop(scatter_sequence(part_bTD, how.whole), how, at, 1)
 
@@ -557,7 +559,7 @@ def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
     Sends  all_to_all(fsdp x tensor) of the slots, there and back.
     """
     box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)  # [E/ranks, ranks * slots, D]
-    y_eCD = _experts(w, box_eCD)
+    y_eCD = _experts(w, checkpoint_name(box_eCD, "expert_in"))
     return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
 
 
@@ -566,7 +568,8 @@ def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array
 
     Sends  all_gather(tensor) and psum_scatter(tensor) of the slots.
     """
-    part_ECD = _experts(w, lax.all_gather(box_ECD, "tensor", axis=1, tiled=True))
+    box_ECD = lax.all_gather(box_ECD, "tensor", axis=1, tiled=True)
+    part_ECD = _experts(w, checkpoint_name(box_ECD, "expert_in"))
     return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
 
 
@@ -608,9 +611,8 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     if how.whole:
         y_btD = lax.psum(y_btD, "tensor")
     if w.shared is not None:
-        part_bTD = swiglu(
-            gather_sequence(h_btD, how.whole), w.shared.gate, w.shared.up, w.shared.down
-        )
+        h_bTD = checkpoint_name(gather_sequence(h_btD, how.whole), "mlp_in")
+        part_bTD = swiglu(h_bTD, w.shared.gate, w.shared.up, w.shared.down)
         y_btD += scatter_sequence(part_bTD, how.whole)
     return x_btD + drop(y_btD, how, at, 1), Routing(part_balance, tokens_per_expert, dropped)
 

@@ -26,7 +26,16 @@ VOCABULARY_AXES = ("pipeline", "tensor")
 EXPERT_AXES = ("fsdp", "tensor")
 
 # What `train.remat` may keep, in the order in which a layer makes them (model.py names them).
-REMAT_NAMES = ("latents", "attention", "hidden", "expert_hidden", "expert_out")
+REMAT_NAMES = (
+    "latents",
+    "attention",
+    "attention_out",
+    "mlp_in",
+    "hidden",
+    "expert_in",
+    "expert_hidden",
+    "expert_out",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
