@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+import chips
 import flops
 import hlo
 import main
@@ -142,7 +143,8 @@ def report(program: Program, seconds: float) -> None:
     t = program.config.train
     per_token = flops.palm_flops_per_token(program.config.model, t.sequence_length)
     achieved = rate * per_token / devices
-    peak = flops.peak_flops(kind)
+    chip = chips.chip_of_kind(kind)
+    peak = chip and chip.flops
     memory, source = peak_bytes(program)
     total, active = weights.count(model.declare(program.config))
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
@@ -153,7 +155,7 @@ def report(program: Program, seconds: float) -> None:
     print(
         f"MFU            {achieved / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
         if peak
-        else f"MFU            not known: no peak for {kind!r} in flops.py"
+        else f"MFU            not known: no peak for {kind!r} in chips.py"
     )
     print(f"memory/device  {memory / 2**30:.2f} GiB ({source})")
     print(flops.MFU_RULE)

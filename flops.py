@@ -1,4 +1,4 @@
-"""Parameters and model FLOPs, counted from shapes. Knows nothing of devices but their names.
+"""Parameters and model FLOPs, counted from shapes.
 
 Two counts that are never mixed: `palm_flops_per_token` is what MFU divides by, and
 `executed_flops_per_step` is what a program without any waste executes.
@@ -13,31 +13,6 @@ MFU_RULE = (
     "arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention as "
     "half of its rectangle, no recomputation."
 )
-
-# bf16 FLOP/s of a chip without sparsity, by the `device_kind` that jax gives. Sources: for TPUs the
-# page of each version under cloud.google.com/tpu/docs; for GPUs NVIDIA's data sheets of A100, H100
-# and H200, whose figures "with sparsity" are twice these.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """bf16 FLOP/s of one such chip; None where it is not known, so that no MFU is made up."""
-    return PEAK_FLOPS.get(device_kind)
 
 
 def _attention_matrices(model: utils.Model) -> int:

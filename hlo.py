@@ -11,9 +11,10 @@ other call of foreign code is opaque: `custom_calls` says how often each runs.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,8 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+
+PRODUCTS = ("dot", "convolution", "custom-call")
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -332,10 +335,94 @@ def collective_bytes(text: str, branch_share: BranchShare | None = None) -> Cost
     return executed(text, _collective_cost, branch_share)
 
 
-def _collective_cost(instruction: Instruction, _: Computation) -> Cost:
+def _collective_cost(instruction: Instruction, computation: Computation) -> Cost:
     """An asynchronous collective counts where it is done: what starts it has more results."""
     kind = instruction.opcode.removesuffix("-done")
-    return {kind: sum(map(shape_bytes, instruction.shapes))} if kind in COLLECTIVES else {}
+    if kind not in COLLECTIVES:
+        return {}
+    slices = [i for i in computation.values() if _is_slice_of(instruction, i, computation)]
+    if kind == "all-reduce" and slices:  # how a TPU's fusion writes a reduce-scatter
+        kind, instruction = "reduce-scatter", slices[0]
+    return {kind: sum(map(shape_bytes, instruction.shapes))}
+
+
+def _is_slice_of(whole: Instruction, slice: Instruction, computation: Computation) -> bool:
+    if slice.opcode != "dynamic-slice":
+        return False
+    source = computation.get(slice.operands[0])
+    while source is not None and source.opcode in ("bitcast", "reshape"):
+        source = computation.get(source.operands[0])
+    return source is not None and source.name == whole.name
+
+
+class Collective(NamedTuple):
+    """Which ranks meet, for what, and whether the chip computes meanwhile."""
+
+    axes: tuple[str, ...]  # of the mesh, along which the ranks of a group differ
+    kind: str
+    overlapped: bool  # it is started, and something else is computed before it is done
+
+
+def collectives(
+    text: str, mesh: Mapping[str, int], branch_share: BranchShare | None = None
+) -> dict[Collective, int]:
+    """Bytes of the results of collectives over all executions.
+
+    mesh  sizes of the axes, outermost first: a device's number is its position on them.
+    """
+
+    def cost(instruction: Instruction, computation: Computation) -> Cost:
+        found = _collective_cost(instruction, computation)
+        if not found:
+            return {}
+        first = instruction
+        if instruction.opcode.endswith("-done"):
+            first = computation.get(instruction.operands[0], instruction)
+        axes = group_axes(first, mesh)
+        overlapped = first is not instruction and _computes(first, instruction, computation)
+        return {Collective(axes, kind, overlapped): size for kind, size in found.items() if axes}
+
+    return executed(text, cost, branch_share)
+
+
+def _computes(start: Instruction, done: Instruction, computation: Computation) -> bool:
+    """Whether anything is computed between the two; the text is in the order of execution."""
+    names = list(computation)
+    between = names[names.index(start.name) + 1 : names.index(done.name)]
+    return any(computation[n].opcode in ("fusion", "while", *PRODUCTS) for n in between)
+
+
+def group_axes(collective: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of the mesh along which the ranks of a group differ."""
+    sizes = tuple(mesh.values())
+    groups = device_groups(collective.attributes) or [range(math.prod(sizes))]
+    positions = [np.stack(np.unravel_index(np.asarray(group), sizes)) for group in groups]
+    differs = [any(len(set(p[axis])) > 1 for p in positions) for axis in range(len(sizes))]
+    return tuple(name for name, along in zip(mesh, differs, strict=True) if along)
+
+
+def device_groups(attributes: str) -> list[list[int]]:
+    """The devices that exchange data, in each of the ways that the text may write them:
+
+    {{0,1},{2,3}} or pairs, [2,2]<=[4] with an optional T(1,0), or mesh['a'=2,'b'=2] {'b'}.
+    """
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", attributes):
+        return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", found[1])]
+    if found := re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
+        shape, sizes, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
+        devices = np.arange(math.prod(sizes)).reshape(sizes)
+        return devices.transpose(order or None).reshape(shape).tolist()
+    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        used = re.findall(r"'(\w+)'", found[2])
+        names = list(sizes)
+        order = [names.index(n) for n in names if n not in used] + [names.index(n) for n in used]
+        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        size = math.prod(sizes[n] for n in used)
+        return devices.transpose(order).reshape(-1, size).tolist()
+    return []
 
 
 def shape_bytes(shape: Shape) -> int:

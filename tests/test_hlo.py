@@ -288,3 +288,105 @@ def test_an_instruction_is_named_by_the_scopes_it_was_written_in():
 
     text = jax.jit(run).lower(jnp.ones((4, 4)), jnp.ones((3, 4, 4))).compile().as_text()
     assert "steady/mlp" in hlo.scopes(text).values()
+
+
+# --- which ranks meet ----------------------------------------------------------------------------
+
+MESH = {"fsdp": 2, "pipeline": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        ("replica_groups={{0,1},{2,3}}, x=1", [[0, 1], [2, 3]]),
+        ("source_target_pairs={{0,2},{2,0}}", [[0, 2], [2, 0]]),
+        ("replica_groups=[2,4]<=[8], use_global_device_ids=true", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups={}", []),
+    ],
+)
+def test_groups_of_devices_are_read_however_they_are_written(written, groups):
+    assert hlo.device_groups(written) == groups
+
+
+@pytest.mark.parametrize(
+    "axes", [("fsdp",), ("pipeline",), ("tensor",), ("fsdp", "tensor"), tuple(MESH)], ids=str
+)
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+def test_collectives_are_told_apart_by_the_axes_that_they_go_over(kind, axes):
+    here = Mesh(np.array(jax.devices()[:8]).reshape(tuple(MESH.values())), tuple(MESH))
+    ranks = 2 ** len(axes)
+    functions = {
+        "all-reduce": lambda x: lax.psum(x, axes),
+        "all-gather": lambda x: lax.all_gather(x, axes, tiled=True),
+        "reduce-scatter": lambda x: lax.psum_scatter(x, axes, tiled=True),
+        "all-to-all": lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True),
+    }
+    local = 8 * 64 * 4
+    result = {"all-gather": local * ranks, "reduce-scatter": local // ranks}.get(kind, local)
+
+    def loop(x):
+        return repeat(lambda x: x + functions[kind](x).sum(), x, 3)
+
+    spec = P(tuple(MESH))
+    run = jax.shard_map(loop, mesh=here, in_specs=spec, out_specs=spec, check_vma=False)
+    text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
+    found = hlo.collectives(text, MESH)
+    assert found == {hlo.Collective(axes, kind, False): 3 * result}
+    assert hlo.collective_bytes(text) == {kind: 3 * result}
+
+
+FUSED = """
+HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (p: f32[8,128], i: s32[]) -> f32[4,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %whole = f32[8,128]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  %flat = f32[8,128]{1,0} bitcast(%whole)
+  ROOT %own = f32[4,128]{1,0} dynamic-slice(%flat, %i, %z), dynamic_slice_sizes={4,128}
+}
+
+%double (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  ROOT %twice = f32[8,128]{1,0} add(%x, %x)
+}
+
+ENTRY %main (p0: f32[8,128], p1: s32[]) -> (f32[4,128], f32[8,128], f32[16,128]) {
+  %p0 = f32[8,128]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %cut = f32[4,128]{1,0} fusion(%p0, %p1), kind=kCustom, calls=%all-reduce-scatter
+  %permute = (f32[8,128]{1,0}, f32[8,128]{1,0}) collective-permute-start(%p0), PAIRS
+  %more = f32[8,128]{1,0} fusion(%p0), kind=kLoop, calls=%double
+  %moved = f32[8,128]{1,0} collective-permute-done(%permute)
+  %start = (f32[8,128]{1,0}, f32[16,128]{1,0}) all-gather-start(%p0), dimensions={0}, GROUPS
+  %all = f32[16,128]{1,0} all-gather-done(%start)
+  ROOT %result = (f32[4,128]{1,0}, f32[8,128]{1,0}, f32[16,128]{1,0}) tuple(%cut, %more, %all)
+}
+""".replace("PAIRS", "source_target_pairs={{0,1},{1,0}}").replace(
+    "GROUPS", "replica_groups={{0,1}}"
+)
+
+
+def test_what_a_tpu_fuses_and_overlaps_is_read_from_its_text():
+    """An all-reduce of which a rank keeps its slice is a reduce-scatter; a collective is overlapped
+    if something is computed between its start and its end.
+    """
+    found = hlo.collectives(FUSED, {"fsdp": 2})
+    assert found == {
+        hlo.Collective(("fsdp",), "reduce-scatter", False): 4 * 128 * 4,
+        hlo.Collective(("fsdp",), "collective-permute", True): 8 * 128 * 4,
+        hlo.Collective(("fsdp",), "all-gather", False): 16 * 128 * 4,
+    }
+    whole = FUSED.replace("dynamic-slice(%flat, %i, %z), dynamic_slice_sizes={4,128}", "add(%i)")
+    kept = hlo.Collective(("fsdp",), "all-reduce", False)
+    assert hlo.collectives(whole, {"fsdp": 2})[kept] == 8 * 128 * 4
