@@ -281,6 +281,19 @@ def test_weights_are_cast_but_those_that_stay_float32():
     assert found.norm.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dim, shape", [(1, (3, 16)), (1, (3, 8 * 128)), (0, (16, 3))], ids=str)
+def test_each_rank_gets_its_own_slice_of_a_sum(dim, shape):
+    """Also where slices cut a TPU's row of lanes, and are sent in another order of dimensions."""
+    parts = np.random.default_rng(0).integers(-9, 9, (8, *shape)).astype(np.float32)
+    cut = P(*("fsdp" if d == dim else None for d in range(2)))
+
+    def local(part):
+        return weights._scatter(part[0], dim)
+
+    run = jax.shard_map(local, mesh=mesh((8, 1, 1)), in_specs=P("fsdp"), out_specs=cut)
+    np.testing.assert_array_equal(jax.jit(run)(parts), parts.sum(0))
+
+
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2)], ids=str)
 def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
