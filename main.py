@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import chips
 import flops
 import hlo
 import model
@@ -377,9 +379,10 @@ def start_processes() -> None:
         jax.distributed.initialize()
 
 
-def make_mesh(config: Config) -> Mesh:
-    """The (fsdp, pipeline, tensor) mesh over this job's devices."""
-    need, devices = math.prod(config.mesh.shape), jax.devices()
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The (fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
+    devices = jax.devices() if devices is None else devices
+    need = math.prod(config.mesh.shape)
     if need > len(devices) or (need < len(devices) and jax.process_count() > 1):
         hint = (
             f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
@@ -393,9 +396,11 @@ def make_mesh(config: Config) -> Mesh:
             f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
             f"whose product is {len(devices)}.{hint}"
         )
-    return jax.make_mesh(
-        config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need]
+    # An axis of the torus may be split: on 4x4x4 chips a mesh axis of 2 has none of its own.
+    placed = mesh_utils.create_device_mesh(
+        config.mesh.shape, devices[:need], allow_split_physical_axes=True
     )
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def run_folder(config: Config) -> Path:
@@ -494,9 +499,9 @@ class Loop:
         self.sample = Sampler(config, mesh, train) if config.sample.prompts else None
         self.step = train_step(config, mesh)
         per_token = flops.palm_flops_per_token(config.model, config.train.sequence_length)
-        peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
+        chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
         self.flops_per_token = per_token
-        self.peak = peak and peak * mesh.devices.size
+        self.peak = chip and chip.flops * mesh.devices.size
 
     def run(self, state: State) -> State:
         """All steps from `state` on."""
