@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from utils import MESH_AXES
 
-TPU_LANES = 128  # elements of an array's last dimension that a TPU holds together
 Tree = Any  # a nest of flax.struct dataclasses with arrays, or Weights, as leaves
 Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
 
@@ -296,14 +296,12 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 def _scatter(part: jax.Array, dim: int) -> jax.Array:
     """Parts of a sum -> the sum, cut over fsdp along `dim`."""
-    ranks = lax.axis_size("fsdp")
-    size = part.shape[dim] // ranks
-    if dim < part.ndim - 1 or size % TPU_LANES == 0:
-        return lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
-    # Slices that cut a TPU's row of lanes: its compiler would send twice as much, in an all-reduce,
-    # if the ranks were not put in front.
-    slices = jnp.moveaxis(part.reshape(*part.shape[:-1], ranks, size), -2, 0)
-    return lax.psum_scatter(slices, "fsdp", scatter_dimension=0, tiled=False)
+    # Where libtpu cuts along another than the second dimension from the last, as they lie in
+    # memory, it makes an all-reduce that sends twice as much.
+    minor = part.ndim - 1 if dim < part.ndim - 1 else part.ndim - 2
+    order = (*(d for d in range(part.ndim) if d not in (dim, minor)), dim, minor)
+    part = with_layout_constraint(part, Layout(major_to_minor=order))
+    return lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
 
 
 def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:

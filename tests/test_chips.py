@@ -16,7 +16,7 @@ def test_no_two_chips_are_called_the_same():
 
 def test_an_unknown_chip_is_refused_with_the_known_ones():
     assert chips.chip_named("V4") is chips.CHIPS["v4"]
-    with pytest.raises(ValueError, match="--chip v7 is not known. Use one of v4, v5e, v5p, v6e"):
+    with pytest.raises(ValueError, match=r"--chip v7 is not known. Use one of v4, v5e, v5p, v6e"):
         chips.chip_named("v7")
 
 
@@ -28,7 +28,7 @@ def test_a_number_of_chips_has_a_usual_slice(name, count, sides):
 
 
 def test_a_number_of_chips_without_a_slice_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="--chips 24: .* 16, 32, .*--topology 2x4x4"):
+    with pytest.raises(ValueError, match=r"--chips 24: .* 16, 32, .*--topology 2x4x4"):
         chips.topology(chips.CHIPS["v4"], 24)
 
 
