@@ -43,9 +43,8 @@ class Mesh:
     fsdp: int = 2  # ranks that share out the batch and every weight
     pipeline: int = 2  # ranks that share out the layers
     tensor: int = 2  # ranks that share out heads, hidden width, and the sequence between matmuls
-    virtual: int = (
-        1  # chunks of layers per pipeline rank; above 1 is interleaved 1F1B (arXiv:2104.04473)
-    )
+    # chunks of layers per pipeline rank; above 1 is interleaved 1F1B (arXiv:2104.04473)
+    virtual: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,16 +53,14 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:
-    gather: Literal["step", "layer"] = (
-        "step"  # gather weights once per step (fastest), or per layer (least memory)
-    )
+    # gather weights once per step (fastest), or per layer (least memory)
+    gather: Literal["step", "layer"] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    vocabulary: int = (
-        4096  # V: token ids that the tokenizer has; padded inside to a multiple of 256
-    )
+    # V: token ids that the tokenizer has; padded inside to a multiple of 256
+    vocabulary: int = 4096
     width: int = 256  # D
     blocks: int = 4  # times that a block of dense_layers + moe_layers layers is repeated
     dense_layers: int = 1  # layers with a dense feed-forward in each block
@@ -73,9 +70,8 @@ class Model:
     q_lora_rank: int = 0  # Q: width of the latent of queries; 0 makes them without one
     kv_lora_rank: int = 64  # C: width of the latent that keys and values are made from
     qk_nope_head_dim: int = 64  # H: part of a query and key head without position
-    qk_rope_head_dim: int = (
-        32  # R: part of a query head, and the one key for all heads, with rotary position
-    )
+    # R: part of a query head, and the one key for all heads, with rotary position
+    qk_rope_head_dim: int = 32
     v_head_dim: int = 64  # W: width of a value head
     rope_theta: float = 10000.0  # longest wavelength of the rotary embedding, in tokens / 2 pi
     rope_in_moe_layers: bool = True  # without it, attention in layers with experts sees no position
@@ -83,35 +79,28 @@ class Model:
     expert_hidden: int = 688  # F of each expert's SwiGLU
     experts: int = 8  # E: routed experts in each MoE layer
     experts_per_token: int = 2  # K
-    shared_experts: int = (
-        1  # experts that every token passes through; one SwiGLU of their summed width
-    )
+    # experts that every token passes through; one SwiGLU of their summed width
+    shared_experts: int = 1
     scores: Literal["sigmoid", "softmax"] = "sigmoid"  # how router logits become scores
     normalize_weights: bool = True  # the weights of a token's K experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the routed experts' sum
-    capacity_factor: float = (
-        1.5  # room at each expert, over K * tokens / E; what exceeds it is dropped
-    )
+    # room at each expert, over K * tokens / E; what exceeds it is dropped
+    capacity_factor: float = 1.5
     eval_capacity_factor: float = 2.0  # the same in evaluation
-    experts_layout: Literal["auto", "spread", "gathered"] = (
-        "auto"  # whole experts over fsdp x tensor, or cut and gathered
-    )
-    balance_loss: float = (
-        1e-4  # factor on the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
-    )
-    router_bias_speed: float = (
-        1e-3  # step of the balancing bias (arXiv:2412.19437, eq. 16); 0 turns it off
-    )
+    # whole experts over fsdp x tensor, or cut and gathered
+    experts_layout: Literal["auto", "spread", "gathered"] = "auto"
+    # factor on the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
+    balance_loss: float = 1e-4
+    # step of the balancing bias (arXiv:2412.19437, eq. 16); 0 turns it off
+    router_bias_speed: float = 1e-3
     z_loss: float = 0.0  # factor on log(Z)^2 of the output softmax (arXiv:2204.02311, section 5)
     dropout: float = 0.0  # share of each layer's output that is zeroed in training
     tied: bool = True  # the output matrix is the embedding
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
-    compute_dtype: Literal["bfloat16", "float32"] = (
-        "bfloat16"  # of matmuls and activations; weights are float32 at rest
-    )
-    attention: Literal["auto", "xla", "splash", "cudnn"] = (
-        "auto"  # kernel; auto is XLA; splash and cuDNN do not run in a model yet
-    )
+    # of matmuls and activations; weights are float32 at rest
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # kernel; auto is XLA; splash and cuDNN do not run in a model yet
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
 
     @property
     def padded_vocabulary(self) -> int:
@@ -126,9 +115,8 @@ class Model:
 class Optimizer:
     lr: float = 1e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # last learning rate over the peak
-    schedule: Literal["cosine", "wsd"] = (
-        "cosine"  # after warmup: cosine, or stable and then linear decay (arXiv:2404.06395)
-    )
+    # after warmup: cosine, or stable and then linear decay (arXiv:2404.06395)
+    schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = 50  # linear from 0
     schedule_steps: int = 0  # length of the whole schedule; 0 is train.steps
     decay_share: float = 0.2  # last part of a wsd schedule
@@ -147,13 +135,11 @@ class Train:
     sequences: int = 8  # per step, all devices together
     sequence_length: int = 256  # T, in tokens
     microbatches: int = 4  # M: parts that a step is cut into; each is sequences / M sequences
-    remat: str = (
-        "none"  # what backward recomputes: none, full, or a comma-separated list of names to keep
-    )
+    # what backward recomputes: none, full, or a comma-separated list of names to keep
+    remat: str = "none"
     loss_chunk_tokens: int = 2048  # tokens whose logits exist at a time
-    max_skipped_in_row: int = (
-        10  # steps without a finite loss and gradient norm after which the run stops
-    )
+    # steps without a finite loss and gradient norm after which the run stops
+    max_skipped_in_row: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +174,8 @@ class Checkpoint:
 class Run:
     name: str = "tiny"
     dir: str = "runs"  # a run lives in DIR/NAME
-    resume: Literal["auto", "never", "must"] = (
-        "auto"  # auto continues a folder that has a checkpoint
-    )
+    # auto continues a folder that has a checkpoint
+    resume: Literal["auto", "never", "must"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +210,11 @@ class Config:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None = None) -> Config:
+def parse(arguments: list[str] | None = None, others: tuple[str, ...] = ()) -> Config:
     """The config that `--config FILE` and the flags say: a flag wins over the file, the file over
     the default.
+
+    others  flags that the program has beside these, to be named where one is unknown.
 
     Raises ValueError for a flag, a key or a file that does not exist, and for values that no run
     can have.
@@ -244,6 +231,7 @@ def parse(arguments: list[str] | None = None) -> Config:
     )
     if unknown:
         known = [f"--{section}.{key}" for section, keys in _sections().items() for key in keys]
+        known += [f"--{name}" for name in others]
         raise ValueError(f"unknown flag {unknown[0]}{_closest(unknown[0].split('=')[0], known)}")
     check(config)
     return config

@@ -1,10 +1,12 @@
 """Flags and TOML files: what a user writes becomes a config, or one line with the mend."""
 
 import dataclasses
+import re
 
 import pytest
 
 import utils
+from conftest import ROOT
 
 
 def file_with(tmp_path, text):
@@ -83,3 +85,15 @@ def test_every_field_has_its_help():
     for section in dataclasses.fields(utils.Config):
         for field in dataclasses.fields(section.default_factory):
             assert field.default is not dataclasses.MISSING, (section.name, field.name)
+
+
+def test_help_shows_the_comment_beside_each_setting(capsys):
+    with pytest.raises(SystemExit):
+        utils.parse(["--help"])
+    text = "".join(capsys.readouterr().out.replace("│", " ").split())
+    source = (ROOT / "utils.py").read_text()
+    body = source[source.index("class Mesh:") : source.index("class Config:")]
+    comments = re.findall(r"# (.*)", body)
+    assert len(comments) > 60
+    missing = [c for c in comments if "".join(c.split()) not in text]
+    assert not missing
