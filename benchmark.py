@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import chips
+import compiler
 import flops
 import hlo
 import main
@@ -63,12 +64,6 @@ class Program:
         """Compiled over model FLOPs."""
         share = pipeline.branch_share(model.schedule(self.config))
         return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
-
-    def planned_bytes(self) -> int:
-        """Memory of one device as the compiler planned it; the state's is reused for the next."""
-        plan = self.step.memory_analysis()
-        outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        return plan.argument_size_in_bytes + plan.temp_size_in_bytes + outputs
 
 
 def compiled(config: Config) -> Program:
@@ -114,14 +109,6 @@ def step_seconds(programs: list[Program], steps: int = STEPS) -> list[float]:
     return [statistics.median(seconds[1:]) for seconds in taken]
 
 
-def peak_bytes(program: Program) -> tuple[int, str]:
-    """Memory of one device at its fullest, and where the number is from."""
-    stats = program.mesh.devices.flat[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"], "measured"
-    return program.planned_bytes(), "planned by the compiler"
-
-
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     """The config with some fields of some sections replaced."""
     return dataclasses.replace(
@@ -145,7 +132,7 @@ def report(program: Program, seconds: float) -> None:
     achieved = rate * per_token / devices
     chip = chips.chip_of_kind(kind)
     peak = chip and chip.flops
-    memory, source = peak_bytes(program)
+    memory, source = main.peak_bytes(program.mesh, program.step)
     total, active = weights.count(model.declare(program.config))
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
     print(f"compile        {program.compile_s:.1f} s")
@@ -204,7 +191,7 @@ def reference() -> None:
             str(program.config.mesh.virtual),
             f"{seconds:.2f}",
             f"{program.model_flops / seconds / 1e9:.1f}",
-            f"{program.planned_bytes() / 2**20:.0f}",
+            f"{compiler.memory_bytes(program.step) / 2**20:.0f}",
             f"{program.compile_s:.1f}",
         )
     Console(width=120).print(table)

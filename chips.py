@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
+TORUS_SIDE = 4  # of the cubes that slices of TPUs are put together from
 GPUS_PER_HOST = 8  # of an HGX or DGX board, joined by NVLink
 
 
@@ -31,16 +32,28 @@ class Chip:
     def is_tpu(self) -> bool:
         return self.dims > 0
 
+    def rings(self, ranks: int) -> int:
+        """Axes of the torus, 4 chips long until all are in use, that so many neighbours lie on."""
+        return min(self.dims, max(1, math.ceil(math.log(ranks, TORUS_SIDE) - 1e-9)))
+
     def axis_bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes per second that a chip sends in a collective over `ranks` devices that are `stride`
         apart.
 
-        A ring on a torus uses one link in each direction; two neighbours have one link. GPUs of one
-        host use NVLink, and the network beyond.
+        A ring on a torus uses one link in each direction, and as many rings as the ranks lie on are
+        at work at once; two neighbours have one link. GPUs of one host use NVLink, and the network
+        beyond.
         """
         if self.is_tpu:
-            return self.link_bandwidth * (1 if ranks == 2 else 2)
+            return self.link_bandwidth * (1 if ranks == 2 else 2 * self.rings(ranks))
         return self.link_bandwidth if ranks * stride <= GPUS_PER_HOST else self.network_bandwidth
+
+    def detour(self, ranks: int) -> float:
+        """Links that a byte of an all-to-all passes: a quarter of each side of a torus."""
+        if not self.is_tpu:
+            return 1.0
+        rings = self.rings(ranks)
+        return max(1.0, rings * ranks ** (1 / rings) / 4)
 
 
 def _tpu(name, kinds, flops, memory, bandwidth, link, dims) -> Chip:

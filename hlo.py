@@ -360,7 +360,8 @@ class Collective(NamedTuple):
 
     axes: tuple[str, ...]  # of the mesh, along which the ranks of a group differ
     kind: str
-    overlapped: bool  # it is started, and something else is computed before it is done
+    asynchronous: bool  # its start and its end are apart
+    overlapped: bool  # and something is computed between them
 
 
 def collectives(
@@ -379,8 +380,9 @@ def collectives(
         if instruction.opcode.endswith("-done"):
             first = computation.get(instruction.operands[0], instruction)
         axes = group_axes(first, mesh)
-        overlapped = first is not instruction and _computes(first, instruction, computation)
-        return {Collective(axes, kind, overlapped): size for kind, size in found.items() if axes}
+        apart = first is not instruction
+        how = apart, apart and _computes(first, instruction, computation)
+        return {Collective(axes, kind, *how): size for kind, size in found.items() if axes}
 
     return executed(text, cost, branch_share)
 

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import chips
+import compiler
+import cost
 import flops
 import hlo
 import model
@@ -497,7 +500,11 @@ class Loop:
         self.folder = run_folder(config)
         self.evaluate = Evaluation(config, mesh, val)
         self.sample = Sampler(config, mesh, train) if config.sample.prompts else None
-        self.step = train_step(config, mesh)
+        shapes = abstract_state(config, mesh), abstract_batch(config, mesh)
+        started = time.perf_counter()
+        self.step = train_step(config, mesh).lower(*shapes).compile()
+        say(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
+        self.taken_s: list[float] = []  # of each step, without what is between steps
         per_token = flops.palm_flops_per_token(config.model, config.train.sequence_length)
         chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
         self.flops_per_token = per_token
@@ -523,6 +530,7 @@ class Loop:
             state, told = self.step(state, batch)
             told = jax.device_get(told)
             now = time.perf_counter()
+            self.taken_s.append(now - done_at)
             metrics.train(self._record(number + 1, told, now - done_at, waited))
             self._stop_if_lost(number + 1, told)
             done_at = now
@@ -599,17 +607,28 @@ class Loop:
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
         if p.steps and number == min(p.first_step + p.steps, self.config.train.steps):
             jax.profiler.stop_trace()
-            shapes = (
-                abstract_state(self.config, self.mesh),
-                abstract_batch(self.config, self.mesh),
-            )
-            names = hlo.scopes(self.step.lower(*shapes).compile().as_text())
+            names = hlo.scopes(self.step.as_text())
             for file in folder.rglob("perfetto_trace.json.gz"):
                 name_layers(file, names)
             say(
                 f"trace of steps {p.first_step} to {number - 1}: {folder} (open "
                 "perfetto_trace.json.gz in Perfetto)"
             )
+
+    def measured(self) -> str:
+        """Memory and step time as they were, beside the plan that was printed at the start."""
+        memory, source = peak_bytes(self.mesh, self.step)
+        later = self.taken_s[1:] or self.taken_s
+        seconds = f"; {statistics.median(later):.3g} s per step (median)" if later else ""
+        return f"measured: {memory / 2**30:.3g} GiB per device ({source}){seconds}"
+
+
+def peak_bytes(mesh: Mesh, step: Any) -> tuple[int, str]:
+    """Memory of one device at its fullest, and where the number is from."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "at its fullest"
+    return compiler.memory_bytes(step), "planned by the compiler"
 
 
 def name_layers(file: Path, names: dict[str, str]) -> None:
@@ -657,7 +676,11 @@ def train(config: Config) -> None:
             say(f"finished before.\n{result(config)}")
             return
         state = begin(config, mesh, state)
-        Loop(config, mesh, train_data, val_data, saved).run(state)
+        planned = cost.predict(config, chips.chip_of_kind(mesh.devices.flat[0].device_kind)).line()
+        say(planned)
+        loop = Loop(config, mesh, train_data, val_data, saved)
+        loop.run(state)
+        say(f"{planned}\n{loop.measured()}")
     finally:
         if saved:
             saved.close()
@@ -682,7 +705,7 @@ def begin(config: Config, mesh: Mesh, state: State | None) -> State:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(utils.to_toml(config))
     if state is None:
-        say(f"{folder}: a new run. The first step takes longer: it is compiled.")
+        say(f"{folder}: a new run")
         return initial_state(config, mesh)
     say(f"{folder}: continues after step {int(state.step)}")
     return state

@@ -18,6 +18,7 @@
 #   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, and patience with
 #                              devices that share a core; each flag only where it is not given
 #   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
+#   JAX_PLATFORMS              there also: cpu, or an installed libtpu looks for a TPU
 #
 # Exit code: that of the command; 2 if the environment cannot be set up.
 
@@ -151,6 +152,7 @@ set_cpu_flags() {
   local cores
   cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
   export PJRT_NPROC=${PJRT_NPROC:-$((cores > 32 ? cores : 32))}
+  export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 }
 
 prepare_sample() {

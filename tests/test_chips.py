@@ -36,5 +36,10 @@ def test_a_ring_uses_a_link_each_way_and_hosts_are_joined_by_the_network():
     v4, h100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
     assert v4.axis_bandwidth(2, 1) == v4.link_bandwidth
     assert v4.axis_bandwidth(4, 1) == 2 * v4.link_bandwidth
+    assert v4.axis_bandwidth(16, 1) == 4 * v4.link_bandwidth
+    assert v4.axis_bandwidth(4096, 1) == 6 * v4.link_bandwidth
+    assert v4.detour(4) == 1
+    assert v4.detour(4096) == pytest.approx(3 * 16 / 4)
+    assert h100.detour(64) == 1
     assert h100.axis_bandwidth(8, 1) == h100.link_bandwidth
     assert h100.axis_bandwidth(2, 8) == h100.network_bandwidth

@@ -334,7 +334,7 @@ def test_collectives_are_told_apart_by_the_axes_that_they_go_over(kind, axes):
     run = jax.shard_map(loop, mesh=here, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
     found = hlo.collectives(text, MESH)
-    assert found == {hlo.Collective(axes, kind, False): 3 * result}
+    assert found == {hlo.Collective(axes, kind, False, False): 3 * result}
     assert hlo.collective_bytes(text) == {kind: 3 * result}
 
 
@@ -383,10 +383,10 @@ def test_what_a_tpu_fuses_and_overlaps_is_read_from_its_text():
     """
     found = hlo.collectives(FUSED, {"fsdp": 2})
     assert found == {
-        hlo.Collective(("fsdp",), "reduce-scatter", False): 4 * 128 * 4,
-        hlo.Collective(("fsdp",), "collective-permute", True): 8 * 128 * 4,
-        hlo.Collective(("fsdp",), "all-gather", False): 16 * 128 * 4,
+        hlo.Collective(("fsdp",), "reduce-scatter", False, False): 4 * 128 * 4,
+        hlo.Collective(("fsdp",), "collective-permute", True, True): 8 * 128 * 4,
+        hlo.Collective(("fsdp",), "all-gather", True, False): 16 * 128 * 4,
     }
     whole = FUSED.replace("dynamic-slice(%flat, %i, %z), dynamic_slice_sizes={4,128}", "add(%i)")
-    kept = hlo.Collective(("fsdp",), "all-reduce", False)
+    kept = hlo.Collective(("fsdp",), "all-reduce", False, False)
     assert hlo.collectives(whole, {"fsdp": 2})[kept] == 8 * 128 * 4

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import cost
 import main
 import metrics
 import model
@@ -188,6 +190,23 @@ def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs,
     with pytest.raises(ValueError, match=message) as refused:
         start(data, runs, "a", *extra)
     assert "\n" not in str(refused.value)
+
+
+def test_a_run_tells_its_plan_at_the_start_and_what_was_measured_at_the_end(data, runs, capsys):
+    folder = start(data, runs, "told", "--train.steps", "3", "--eval.every_steps", "0")
+    lines = capsys.readouterr().out.splitlines()
+    plan = cost.predict(utils.load(folder / "config.toml"), None).line()
+    told = [i for i, line in enumerate(lines) if line == plan]
+    first = next(i for i, line in enumerate(lines) if line.startswith("step 1/3"))
+    assert told[0] < first < told[1] and lines[told[1] + 1].startswith("measured: ")
+    found = re.fullmatch(
+        r"measured: (\S+) GiB per device \(planned by the compiler\); (\S+) s per step \(median\)",
+        lines[told[1] + 1],
+    )
+    seconds = [r["step_s"] for r in metrics.read(folder / "metrics.jsonl") if "step_s" in r]
+    assert float(found[2]) == pytest.approx(np.median(seconds[1:]), rel=0.01)
+    predicted = float(re.match(r"plan: (\S+) GiB", plan)[1])
+    assert float(found[1]) == pytest.approx(predicted, rel=0.25)
 
 
 def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs):

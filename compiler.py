@@ -1,0 +1,270 @@
+"""The training step as its compiler builds it, on a machine without the devices.
+
+libtpu compiles ahead of time for a named TPU topology; a CPU's devices are pretended. The step is
+the one of main.py. It is compiled in a child process, for a compiler that aborts takes its process
+with it: `compile_step` starts the child, which is `python compiler.py REQUEST`.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chips
+import utils
+from chips import Chip
+
+# The libtpu that predictions are compared with; others plan some buffers differently.
+LIBTPU = "0.0.51"
+
+# libtpu's own text of a program, for what jax's text of it cannot be made from.
+DUMP_FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false "
+    "--xla_jf_dump_llo_pass_label_regex=NOTHING"
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler planned for one chip."""
+
+    memory_bytes_per_chip: int  # arguments + temporaries + results that are not arguments
+    argument_bytes: int
+    temporary_bytes: int
+    program_bytes: int  # of the program itself, beside the above
+    flops_per_chip: float  # of matrix products, loops counted with their trips
+    model_flops_per_chip: float  # as executed without waste: see flops.py
+    collective_bytes_per_chip: dict[str, float]  # by mesh axes, by the size of results
+    collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
+    custom_calls: dict[str, float]  # how often each opaque kernel runs
+    compile_s: float
+    compiler: str
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+def compile_step(
+    config: utils.Config, chip: Chip | None, topology: str, hlo_file: Path | None = None
+) -> tuple[Compiled, str]:
+    """The compiled step of this config, and the text of the program.
+
+    chip       None for the CPU's devices, of which as many are pretended as the mesh has.
+    topology   sides of the slice, as 2x4x4.
+    hlo_file   also keep the text there.
+
+    Raises  ValueError for what the user can mend, and for a compiler that failed or stopped.
+    """
+    check_compiler(chip)
+    with tempfile.TemporaryDirectory() as folder:
+        request = Path(folder) / "request.json"
+        name = f"{chip.name}:{topology}" if chip else "cpu"
+        (Path(folder) / "config.toml").write_text(utils.to_toml(config))
+        request.write_text(json.dumps({"topology": name}))
+        run_child(request, name, {})
+        if not (Path(folder) / "program.hlo").exists():
+            # jax cannot read back some programs of a newer libtpu: let that write its own text.
+            dump = Path(folder) / "dump"
+            flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP_FLAGS.format(folder=dump)}"
+            run_child(request, f"{name}, again for its text", {"LIBTPU_INIT_ARGS": flags.strip()})
+        text = (Path(folder) / "program.hlo").read_text()
+        found = json.loads((Path(folder) / "compiled.json").read_text())
+    if hlo_file:
+        hlo_file.parent.mkdir(parents=True, exist_ok=True)
+        hlo_file.write_text(text)
+    return Compiled(**found, **counted(config, text)), text
+
+
+def check_compiler(chip: Chip | None) -> None:
+    """Raises ValueError where there is no compiler for this chip."""
+    if chip is None:
+        return
+    if not chip.is_tpu:
+        raise ValueError(
+            f"--compile --chip {chip.name}: only TPU programs can be compiled without the chip. "
+            "Use --chip v4, or benchmark.py step on a machine with that GPU."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        pip = "-m pip" if importlib.util.find_spec("pip") else "-m uv pip"
+        raise ValueError(
+            f"--compile --chip {chip.name} needs libtpu, which is not installed (no TPU is "
+            f"needed). Use: {sys.executable} {pip} install libtpu=={LIBTPU}"
+        )
+
+
+def run_child(request: Path, name: str, environment: dict[str, str]) -> None:
+    """Compile in a child process, with the seconds it takes shown meanwhile.
+
+    Raises  ValueError with what it said, if it fails.
+    """
+    from rich.console import Console
+
+    command = [sys.executable, str(Path(__file__).resolve()), str(request)]
+    log = request.with_name("log")
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=child_environment() | environment
+        )
+        try:
+            console = Console(stderr=True)
+            with console.status(f"compiling for {name}") as status:
+                started = time.perf_counter()
+                while child.poll() is None:
+                    time.sleep(0.2)
+                    status.update(f"compiling for {name}: {time.perf_counter() - started:.0f} s")
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    if child.returncode:
+        raise ValueError(f"compiling for {name} failed: {reason(child.returncode, log)}")
+
+
+def child_environment() -> dict[str, str]:
+    """The environment in which libtpu compiles without looking for a TPU."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    count = "--xla_force_host_platform_device_count="  # the child pretends as many as it needs
+    return os.environ | {
+        "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(count)),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # do not ask a cloud's metadata server who we are
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process fails on its lock file
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # the time to compile is reported
+    }
+
+
+def reason(returncode: int, log: Path) -> str:
+    """Why a child ended, in a line: what it raised, or the last line before it was stopped."""
+    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("error: "):
+            return line.removeprefix("error: ")
+    if returncode < 0:
+        failed = [line for line in lines if "Check failed" in line or line.startswith("F")]
+        last = (failed or lines or [""])[-1]
+        return f"the compiler stopped with {signal.Signals(-returncode).name}: {last[:300]}"
+    return (lines or [f"exit code {returncode}"])[-1][:500]
+
+
+def memory_bytes(compiled: Any) -> int:
+    """Memory of one device as the compiler planned it: arguments, temporaries, and results that do
+    not take an argument's place.
+    """
+    plan = compiled.memory_analysis()
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
+
+
+def counted(config: utils.Config, text: str) -> dict[str, Any]:
+    """What is counted in a program's text."""
+    import flops
+    import hlo
+    import model
+    import pipeline
+
+    share = pipeline.branch_share(model.schedule(config))
+    mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
+    by_axis: dict[str, float] = {}
+    rows = []
+    for found, size in sorted(hlo.collectives(text, mesh, share).items()):
+        axes = "+".join(found.axes)
+        by_axis[axes] = by_axis.get(axes, 0.0) + float(size)
+        rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
+    return {
+        "flops_per_chip": float(hlo.dot_flops(text, share)),
+        "model_flops_per_chip": flops.executed_flops_per_step(config)["total"]
+        / math.prod(mesh.values()),
+        "collective_bytes_per_chip": by_axis,
+        "collectives": rows,
+        "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},
+    }
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def devices_of(name: str, count: int) -> list[Any]:
+    """Devices to compile for: of a TPU topology, as v4:2x4x4, or this machine's CPU.
+
+    Raises  ValueError for a topology that libtpu refuses.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if name == "cpu":
+        jax.config.update("jax_num_cpu_devices", count)
+        return jax.devices("cpu")
+    chip = chips.CHIPS[name.partition(":")[0]]
+    # A v4 or v5p chip has two cores, which act as one device.
+    options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
+    try:
+        return topologies.get_topology_desc(name, platform="tpu", **options).devices
+    except Exception as error:  # whatever libtpu raises for a name
+        usual = ", ".join(chips.TOPOLOGIES[chip.dims].values())
+        first = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"libtpu refuses the topology {name}: {first}. Use --topology with one of {usual}."
+        ) from None
+
+
+def build(request: Path) -> None:
+    """Compile what the request asks for; the figures and the text are left beside it."""
+    folder = request.parent
+    config = utils.load(folder / "config.toml")
+    name = json.loads(request.read_text())["topology"]
+    devices = devices_of(name, math.prod(config.mesh.shape))
+
+    import jax
+
+    import main
+
+    mesh = main.make_mesh(config, devices)
+    started = time.perf_counter()
+    compiled = (
+        main.train_step(config, mesh)
+        .lower(main.abstract_state(config, mesh), main.abstract_batch(config, mesh))
+        .compile()
+    )
+    seconds = time.perf_counter() - started
+    plan = compiled.memory_analysis()
+    found = {
+        "memory_bytes_per_chip": memory_bytes(compiled),
+        "argument_bytes": plan.argument_size_in_bytes,
+        "temporary_bytes": plan.temp_size_in_bytes,
+        "program_bytes": plan.generated_code_size_in_bytes,
+        "compile_s": seconds,
+        "compiler": f"jax {jax.__version__}"
+        + ("" if name == "cpu" else f", libtpu {importlib.metadata.version('libtpu')}"),
+    }
+    figures = folder / "compiled.json"
+    if not figures.exists():  # of two compilations the first is timed: the other writes a dump
+        figures.write_text(json.dumps(found))
+    text = program_text(compiled, folder / "dump")
+    if text:
+        (folder / "program.hlo").write_text(text)
+
+
+def program_text(compiled: Any, dump: Path) -> str | None:
+    """The optimized program; None where jax cannot read it and nothing was dumped."""
+    dumped = sorted(dump.glob("*-hlo.txt")) if dump.is_dir() else []
+    if dumped:
+        return max((path.read_text() for path in dumped), key=len)
+    import jax
+
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+if __name__ == "__main__":
+    utils.command_line(lambda: build(Path(sys.argv[1])))

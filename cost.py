@@ -1,0 +1,622 @@
+"""What a training step costs one chip, from shapes: FLOPs, traffic over the mesh, memory, time.
+
+Nothing is traced and no device is touched. `attention`, `mlp` and `moe` say what a layer
+multiplies, what it sends, what its backward pass can keep, and what is alive while it runs;
+`flops_by_part`, `traffic` and `memory` add that up over the layers of a chip and over the schedule,
+and `predict` divides it by what the chip can do.
+
+Letters as in model.py: UPPER case is a whole dimension, lower case this chip's slice.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+import flops
+import model
+import utils
+import weights
+from chips import Chip
+from utils import EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
+from weights import Weight
+
+FLOAT = 4  # bytes of float32: weights at rest, gradients, moments, softmax
+MOMENTS = 2  # of AdamW, each as large as the weights
+GAPS = 0.03  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
+
+# When the backward pass needs a result again: unless a name is kept, or one of these.
+ALWAYS, NEVER = "", None
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products of a layer on one microbatch."""
+
+    part: str  # as in flops.executed_flops_per_step
+    flops: int  # forward; backward is twice that
+    again: str | None  # computed again unless this name of train.remat is kept
+
+
+@dataclass(frozen=True)
+class Send:
+    """A collective of a layer on one microbatch, and its transpose in the backward pass."""
+
+    cause: str
+    axes: tuple[str, ...]
+    forward: tuple[str, int]  # kind, bytes of the result
+    backward: tuple[str, int]
+    again: str | None  # as in Product
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer does with one microbatch on one chip."""
+
+    products: list[Product] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)  # bytes of each name of train.remat
+    residuals: int = 0  # bytes that the backward pass finds where nothing is computed again
+    alive: int = 0  # bytes alive at once in it, beside weights and what is kept
+
+    def __add__(self, other: "Layer") -> "Layer":
+        return Layer(
+            self.products + other.products,
+            self.sends + other.sends,
+            dict(Counter(self.kept) + Counter(other.kept)),
+            self.residuals + other.residuals,
+            max(self.alive, other.alive),
+        )
+
+
+class Sizes:
+    """The letters of a config on one chip."""
+
+    def __init__(self, c: utils.Config):
+        m, mesh, t = c.model, c.mesh, c.train
+        self.b = t.sequences // (t.microbatches * mesh.fsdp)
+        self.T, self.t = t.sequence_length, t.sequence_length // mesh.tensor
+        self.D, self.n = m.width, m.heads // mesh.tensor
+        self.H, self.R, self.W = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
+        self.A, self.Q, self.C = self.H + self.R, m.q_lora_rank, m.kv_lora_rank
+        self.f, self.x = m.hidden // mesh.tensor, m.shared_experts * m.expert_hidden // mesh.tensor
+        self.E, self.K, self.G = m.experts, m.experts_per_token, m.expert_hidden
+        self.v = m.padded_vocabulary // (mesh.pipeline * mesh.tensor)
+        self.slots = model.expert_slots(m, self.b * self.t, m.capacity_factor)
+        self.byte = 4 if m.compute_dtype == "float32" else 2  # of an activation
+        self.whole, self.cut = self.b * self.T, self.b * self.t  # tokens
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def gather(cause: str, s: Sizes, width: int, again: str | None) -> Send:
+    """[b, t, width] -> [b, T, width] over tensor."""
+    whole, cut = (tokens * width * s.byte for tokens in (s.whole, s.cut))
+    return Send(cause, ("tensor",), ("all-gather", whole), ("reduce-scatter", cut), again)
+
+
+def scatter(cause: str, s: Sizes, width: int, again: str | None) -> Send:
+    """Parts of [b, T, width] -> their sum [b, t, width] over tensor."""
+    whole, cut = (tokens * width * s.byte for tokens in (s.whole, s.cut))
+    return Send(cause, ("tensor",), ("reduce-scatter", cut), ("all-gather", whole), again)
+
+
+def norm_residuals(s: Sizes, width: int, tokens: int) -> int:
+    """What rms_norm's backward finds: its input and output in float32, and numbers per token."""
+    return (2 * tokens * width + 4 * tokens + width) * FLOAT
+
+
+def attention(s: Sizes) -> Layer:
+    sent = (s.Q or s.D) + s.C + s.R
+    rectangle = s.b * s.n * s.T * s.T
+    down = s.D * (s.C + s.R + s.Q)
+    up = (s.Q or s.D) * s.n * s.A + s.C * s.n * (s.H + s.W)
+    projections, scores = "attention_projections", "attention_scores"
+    products = [
+        # The norms' backward needs their input, whatever is kept.
+        Product(projections, 2 * s.cut * down, ALWAYS),
+        Product(projections, 2 * s.whole * up, ALWAYS),
+        Product(scores, 2 * rectangle * s.A, ALWAYS),
+        Product(scores, 2 * rectangle * s.W, "attention"),
+        Product(projections, 2 * s.whole * s.n * s.W * s.D, "attention_out"),
+    ]
+    sends = [
+        gather("attention latents", s, sent, "latents"),
+        scatter("attention output", s, s.D, "attention_out"),
+    ]
+    kept = {
+        "latents": s.whole * sent * s.byte,
+        "attention": s.whole * s.n * s.W * s.byte,
+        "attention_out": s.cut * s.D * s.byte,
+    }
+    heads = 2 * s.whole * s.n * (s.A + s.W) * s.byte  # queries, keys, values, and what they make
+    residuals = (
+        sum(norm_residuals(s, width, s.cut) for width in (s.D, s.C, s.Q) if width)
+        + s.cut * s.D * s.byte
+        + s.whole * (s.C + (s.Q or s.D)) * s.byte
+        + heads
+        + rectangle * (FLOAT + s.byte)
+        + 2 * s.b * s.n * s.T * FLOAT
+    )
+    # Backward, softmax holds scores and their gradient in float32 beside the probabilities.
+    alive = rectangle * (2 * FLOAT + s.byte) + heads
+    return Layer(products, sends, kept, residuals, alive)
+
+
+def swiglu(part: str, cause: str, s: Sizes, hidden: int) -> Layer:
+    """[b, T, D] -> [b, t, D]; its gathered input is `mlp_in`."""
+    one = 2 * s.whole * s.D * hidden
+    products = [Product(part, 2 * one, "hidden"), Product(part, one, NEVER)]
+    sends = [gather(f"{cause} input", s, s.D, "mlp_in"), scatter(f"{cause} output", s, s.D, NEVER)]
+    kept = {"mlp_in": s.whole * s.D * s.byte, "hidden": 2 * s.whole * hidden * s.byte}
+    residuals = s.whole * (s.D + 6 * hidden) * s.byte
+    return Layer(products, sends, kept, residuals, s.whole * (2 * s.D + 3 * hidden) * s.byte)
+
+
+def mlp(s: Sizes) -> Layer:
+    return swiglu("mlp", "mlp", s, s.f) + Layer(residuals=norm_residuals(s, s.D, s.cut))
+
+
+def experts(s: Sizes, spread: bool, tensor: int) -> Layer:
+    """The routed experts: E * slots rows go out and come back."""
+    rows = s.E * s.slots  # of this chip's tokens, and after an all-to-all of its experts
+    box = rows * s.D * s.byte
+    one = 2 * rows * s.D * s.G
+    if spread:
+        hidden = rows * s.G * s.byte
+        there = back = ("all-to-all", box)
+        sends = [
+            Send("expert dispatch", EXPERT_AXES, there, back, "expert_in"),
+            Send("expert return", EXPERT_AXES, back, there, "expert_out"),
+        ]
+    else:
+        hidden, whole = rows * s.G * s.byte, box * tensor
+        there, back = ("all-gather", whole), ("reduce-scatter", box)
+        sends = [
+            Send("expert dispatch", ("tensor",), there, back, "expert_in"),
+            Send("expert return", ("tensor",), back, there, "expert_out"),
+        ]
+    out = s.cut * s.K * s.D * s.byte
+    inside = box if spread else box * tensor
+    products = [Product("experts", 2 * one, "expert_hidden"), Product("experts", one, "expert_out")]
+    kept = {"expert_in": inside, "expert_hidden": 2 * hidden, "expert_out": out}
+    # Beside the hidden layer: numbers of slots and choices, and each choice's result.
+    residuals = inside + 6 * hidden + out + rows * FLOAT + s.cut * s.K * FLOAT
+    return Layer(products, sends, kept, residuals, 2 * inside + 3 * hidden + out)
+
+
+def moe(s: Sizes, c: utils.Config) -> Layer:
+    """Router, routed and shared experts."""
+    layer = experts(s, model.spread_experts(c), c.mesh.tensor)
+    if s.x:
+        layer += swiglu("shared_experts", "shared experts", s, s.x)
+    router = Layer(
+        [Product("router", 2 * s.cut * s.D * s.E, ALWAYS)],
+        residuals=norm_residuals(s, s.D, s.cut)
+        + s.cut * s.D * FLOAT
+        + s.cut * s.E * (3 * FLOAT + 1)
+        + s.cut * s.K * (2 * FLOAT + s.byte)
+        + 4 * s.cut * FLOAT
+        + s.b * s.E * FLOAT,
+    )
+    return router + layer
+
+
+# --- over layers and schedule ---------------------------------------------------------------------
+
+
+class Step:
+    """A config's layers on one chip, and how often each runs in a step."""
+
+    def __init__(self, config: utils.Config):
+        m, mesh = config.model, config.mesh
+        self.config, self.sizes = config, Sizes(config)
+        self.declared = model.declare(config)
+        self.schedule = model.schedule(config)
+        s = self.sizes
+        self.dense, self.moe = attention(s) + mlp(s), attention(s) + moe(s, config)
+        self.block = [(self.dense, m.dense_layers), (self.moe, m.moe_layers)]
+        self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
+        self.chips = math.prod(mesh.shape)
+        self.M = config.train.microbatches
+        self.per_chunk = m.blocks // (mesh.pipeline * mesh.virtual)
+        # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
+        self.useful = self.schedule.work * self.per_chunk
+        self.run = (self.schedule.work + mesh.pipeline - 1) * self.per_chunk
+
+    def again(self, name: str | None) -> int:
+        """1 if what `name` says of a result makes the backward pass compute it again."""
+        remat = self.config.train.remat
+        return int(remat != "none" and name is not NEVER and name not in remat.split(","))
+
+    def kept(self, layer: Layer) -> int:
+        """Bytes that one layer leaves for its backward pass."""
+        remat = self.config.train.remat
+        if remat == "none":
+            return layer.residuals
+        names = remat.split(",")
+        s = self.sizes
+        x = s.cut * s.D * s.byte
+        return x + sum(size for name, size in layer.kept.items() if name in names)
+
+    def cut(self, w: Weight, gathered: bool = False) -> int:
+        """Elements of a weight on this chip, at rest or whole along fsdp."""
+        axes = [a for i, axes in enumerate(w.cuts) for a in axes]
+        if gathered and w.gathered_dim is not None:
+            axes.remove("fsdp")
+        return w.size // math.prod(self.ranks[axis] for axis in axes)
+
+
+def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
+    """{part: {forward, backward, recomputed, bubble}} of matrix products.
+
+    Backward is twice forward. Recomputed: what train.remat does not keep. Bubble: what a chip runs
+    in ticks in which the schedule has no task for it.
+    """
+    ways = ("forward", "backward", "recomputed", "bubble")
+    parts: dict[str, dict[str, int]] = {}
+
+    def add(part: str, **more: int) -> None:
+        found = parts.setdefault(part, dict.fromkeys(ways, 0))
+        for way, count in more.items():
+            found[way] += count
+
+    for layer, count in step.block:
+        for p in layer.products:
+            again, each = step.again(p.again), p.flops * count
+            idle = (step.run - step.useful) * (3 + again) * each
+            add(
+                p.part,
+                forward=step.useful * each,
+                backward=2 * step.useful * each,
+                recomputed=step.useful * again * each,
+                bubble=idle,
+            )
+    m, s = step.config.model, step.sizes
+    for p in step.dense.products:  # of the prefix, whose forward runs anew before its backward
+        each = step.M * m.prefix_layers * p.flops
+        again = 1 + step.again(p.again)
+        add(p.part, forward=each, backward=2 * each, recomputed=again * each)
+    each = step.M * 2 * s.whole * s.D * s.v
+    add("output", forward=each, backward=2 * each)
+    return parts
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one cause in a step."""
+
+    cause: str
+    axes: tuple[str, ...]  # of more than one rank
+    kind: str
+    result_bytes: int  # by the size of their results
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that leave the chip when each rank passes on all parts but its own."""
+        if self.kind == "collective-permute":
+            return self.result_bytes
+        whole = self.result_bytes * (self.ranks if self.kind == "reduce-scatter" else 1)
+        return whole * (self.ranks - 1) / self.ranks * (2 if self.kind == "all-reduce" else 1)
+
+
+def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
+    """What is sent in a step, by cause, as the chip's compiler sends it."""
+    found: Counter = Counter()
+
+    def add(cause: str, axes: tuple[str, ...], kind: str, result: int, times: int = 1) -> None:
+        axes = tuple(a for a in MESH_AXES if a in axes and step.ranks[a] > 1)
+        ranks = math.prod(step.ranks[a] for a in axes)
+        if kind == "reduce-scatter" and sums_everywhere(step, chip, axes):
+            kind, result = "all-reduce", result * ranks
+        if axes and result * times:
+            found[cause, axes, kind] += result * times
+
+    def layer_sends(layer: Layer, forward: int, backward: int) -> None:
+        for send in layer.sends:
+            kind, size = send.forward
+            add(send.cause, send.axes, kind, size, forward + backward * step.again(send.again))
+            add(f"{send.cause}, backward", send.axes, *send.backward, backward)
+
+    m, M = step.config.model, step.M
+    for layer, count in step.block:
+        layer_sends(layer, step.run * count, step.run * count)
+    layer_sends(step.dense, 2 * M * m.prefix_layers, M * m.prefix_layers)
+    _ends(step, add)
+    _weights(step, add, sums_everywhere(step, chip, ("fsdp",)))
+    return [
+        Traffic(cause, axes, kind, size, math.prod(step.ranks[a] for a in axes))
+        for (cause, axes, kind), size in found.items()
+    ]
+
+
+def sums_everywhere(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> bool:
+    """Whether a reduce-scatter becomes an all-reduce, as libtpu makes one over a whole slice."""
+    whole = math.prod(step.ranks[a] for a in axes) == step.chips
+    return chip is not None and chip.is_tpu and whole
+
+
+def _ends(step: Step, add) -> None:
+    """Collectives of the pipeline, the embedding and the loss."""
+    s, M = step.sizes, step.M
+    cut, whole = s.cut * s.D * s.byte, s.whole * s.D * s.byte
+    ticks = step.schedule.work + step.schedule.pipeline - 1
+    # A cooldown of one tick is no loop, and compilers leave out its send, which nobody reads.
+    sends = 2 * ticks - (step.schedule.stages == 2)
+    add("pipeline sends", ("pipeline",), "collective-permute", cut, sends)
+    times = M * (2 if step.config.model.prefix_layers else 1)
+    add("embedding", ("pipeline",), "all-reduce", whole, times)
+    add("embedding", ("tensor",), "reduce-scatter", cut, times)
+    add("embedding, backward", ("pipeline",), "all-reduce", cut, M)
+    add("embedding, backward", ("tensor",), "all-gather", whole, M)
+    add("last stage to all", ("pipeline",), "all-reduce", cut, M)
+    add("loss input", ("tensor",), "all-gather", whole, M)
+    add("loss input, backward", ("tensor",), "reduce-scatter", cut, M)
+    add("loss input, backward", ("pipeline",), "all-reduce", s.cut * s.D * FLOAT, M)
+    # The largest logit, the sum of exponentials, and the target's logit.
+    add("vocabulary reductions", VOCABULARY_AXES, "all-reduce", 3 * s.whole * FLOAT, M)
+
+
+def _weights(step: Step, add, narrow: bool) -> None:
+    """Collectives of weights and of their gradients.
+
+    narrow  gradients of a gather per layer are summed in the type that they are computed in: what
+            libtpu makes of a sum over a whole slice.
+    """
+    c, declared = step.config, step.declared
+    per_layer = c.fsdp.gather == "layer"
+    stages = {id(w) for w in jax.tree.leaves(declared.blocks)}
+    prefix = {id(w) for w in jax.tree.leaves(declared.first.prefix)}
+    blocks = c.mesh.virtual * step.per_chunk  # of this chip
+    for w in jax.tree.leaves(declared):
+        byte = FLOAT if w.float32 else step.sizes.byte
+        cut, whole = step.cut(w), step.cut(w, gathered=True)
+        if w.gathered_dim is not None:
+            forward = backward = 1
+            if per_layer and id(w) in stages:  # each time that a block runs, of all on the chip
+                cut, whole = cut // blocks, whole // blocks
+                forward, backward = 2 * step.run, step.run
+            elif per_layer and id(w) in prefix:
+                forward, backward = 3 * step.M, step.M
+            add("weights", ("fsdp",), "all-gather", whole * byte, forward)
+            grad = byte if narrow and backward > 1 else FLOAT
+            add("gradients", ("fsdp",), "reduce-scatter", cut * grad, backward)
+        replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
+        add("replicated gradients", replicated, "all-reduce", step.cut(w) * FLOAT)
+    add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(jax.tree.leaves(declared)))
+
+
+def memory(step: Step) -> dict[str, int]:
+    """Bytes by part, at the fullest moment of a step."""
+    c, s, declared = step.config, step.sizes, step.declared
+    per_layer = c.fsdp.gather == "layer"
+    stages = {id(w) for w in jax.tree.leaves((declared.blocks, declared.first.prefix))}
+    parts = Counter()
+    for w in jax.tree.leaves(declared):
+        byte = FLOAT if w.float32 else s.byte
+        held = step.cut(w, gathered=not (per_layer and id(w) in stages))
+        parts["weights"] += step.cut(w) * FLOAT
+        parts["optimizer state"] += step.cut(w) * FLOAT * MOMENTS
+        parts["weights in use"] += held * byte
+        parts["gradients"] += held * FLOAT
+    parts["batch"] = 4 * step.M * s.whole * FLOAT
+    kept = sum(step.kept(layer) * count for layer, count in step.block)
+    parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
+    parts["pipeline buffers"] = 4 * s.cut * s.D * s.byte
+    parts[working_part(step)] = max(working(step).values())
+    lasting = parts["weights"] + parts["optimizer state"] + parts["batch"]
+    parts["gaps"] = round(GAPS * (parts.total() - lasting))
+    return dict(parts)
+
+
+def working(step: Step) -> dict[str, int]:
+    """Bytes that only one moment needs, by what happens in it."""
+    c, s = step.config, step.sizes
+    tokens = s.whole // model.chunks(s.whole, c.train.loss_chunk_tokens)
+    table = s.v * s.D
+    kept = sum(step.kept(layer) * count for layer, count in step.block)
+    block = sum(step.cut(w, gathered=True) for w in jax.tree.leaves(step.declared.blocks))
+    block //= c.mesh.virtual * step.per_chunk
+    alive = max(layer.alive for layer, count in step.block if count)
+    return {
+        # Logits, their gradient, and where there are several chunks the sum of the table's.
+        "logits": tokens * s.v * (FLOAT + s.byte)
+        + s.whole * s.D * s.byte
+        + (table * FLOAT if tokens < s.whole else 0),
+        # A block's weights and their gradients, its part of the ring, and one of its layers.
+        "one layer": 2 * block * s.byte + kept + alive,
+    }
+
+
+def working_part(step: Step) -> str:
+    """What happens at the fullest moment."""
+    found = working(step)
+    return max(found, key=found.__getitem__)
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+USES = {"forward": 2, "recomputed": 2, "backward": 3}  # of a layer's results: written and read
+
+
+def memory_traffic(step: Step) -> dict[str, int]:
+    """Bytes that go through a chip's memory in a step, by cause.
+
+    Rule: what the backward pass finds of a layer is written and read once in its forward pass, as
+    often where it is computed again, and read, read and written once more in its backward pass;
+    each pass over a block reads its weights, and a backward one adds to float32 gradients; logits
+    as a layer's results; the optimizer reads gradients twice, and reads and writes weights and
+    moments.
+    """
+    s, again = step.sizes, step.again("every")
+    uses = USES["forward"] + USES["backward"] + again * USES["recomputed"]
+    block = sum(step.cut(w, gathered=True) for w in jax.tree.leaves(step.declared.blocks))
+    block //= step.config.mesh.virtual * step.per_chunk
+    here = sum(step.cut(w) for w in jax.tree.leaves(step.declared))
+    prefix = step.M * step.config.model.prefix_layers * step.dense.residuals
+    table = s.v * s.D
+    return {
+        "activations": uses * step.run * sum(la.residuals * count for la, count in step.block)
+        + (uses + USES["forward"]) * prefix,
+        "weights in use": (2 + again) * step.run * block * s.byte + 3 * step.M * table * s.byte,
+        "gradients": 2 * FLOAT * (step.run * block + 2 * step.M * table),
+        "logits": 5 * step.M * s.whole * s.v * (FLOAT + s.byte),
+        "optimizer": 8 * FLOAT * here,
+    }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to need of one chip. Times are None where the chip is not known."""
+
+    parameters: int
+    active_parameters: int
+    tokens_per_step: int
+    memory_bytes_per_chip: int
+    flops_per_chip: int
+    model_flops_per_chip: float  # as executed without waste: see flops.py
+    collective_bytes_per_chip: dict[str, float]  # by mesh axes, by the size of results
+    bubble: float  # idle share of the slots of a pipeline rank
+    memory: dict[str, int]
+    flops: dict[str, dict[str, int]]
+    traffic: list[Traffic]
+    memory_traffic: dict[str, int]
+    seconds: dict[str, float] | None  # compute, memory, and the links of each group of axes
+    mfu_flops_per_token: float  # what MFU multiplies: see flops.py
+    chip: Chip | None
+    chips: int
+
+    @property
+    def bound_by(self) -> str | None:
+        """What takes longest."""
+        return self.seconds and max(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def step_s(self) -> float | None:
+        """The roofline: compute, memory and links all at work at once."""
+        return self.seconds and max(self.seconds.values())
+
+    @property
+    def serial_step_s(self) -> float | None:
+        """With no link at work while the chip computes."""
+        if self.seconds is None:
+            return None
+        links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
+        return max(self.seconds["compute"], self.seconds["memory"]) + links
+
+    def over(self, compiled: Mapping[str, Any]) -> dict[str, float]:
+        """Predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or more.
+
+        compiled  the fields of a compiler.Compiled.
+        """
+        found = {
+            "memory": self.memory_bytes_per_chip / compiled["memory_bytes_per_chip"],
+            "FLOPs": self.flops_per_chip / compiled["flops_per_chip"],
+        }
+        by_axes = compiled["collective_bytes_per_chip"]
+        return found | {
+            axes: self.collective_bytes_per_chip.get(axes, 0.0) / size
+            for axes, size in by_axes.items()
+            if size >= 0.01 * sum(by_axes.values())
+        }
+
+    def line(self) -> str:
+        """Memory and step time in a line."""
+        memory = f"plan: {self.memory_bytes_per_chip / 2**30:.3g} GiB per device"
+        if self.seconds is None:
+            return f"{memory}; no step time, for no figures of this device are known"
+        return (
+            f"{memory} of {self.chip.memory_bytes / 2**30:.0f}; {self.step_s:.3g} s per step at "
+            f"best, {self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}"
+        )
+
+    def tokens_per_s(self, step_s: float) -> float:
+        return self.tokens_per_step / step_s
+
+    def mfu(self, step_s: float) -> float:
+        """Model FLOP/s over the peak of all chips, by the rule of flops.MFU_RULE."""
+        return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.chip.flops)
+
+
+def predict(config: utils.Config, chip: Chip | None) -> Prediction:
+    """What a step of this config costs each of its mesh's chips.
+
+    chip    None for one whose figures are not known: no times.
+    Raises  ValueError where the model cannot be cut over the mesh.
+    """
+    step = Step(config)
+    t = config.train
+    flops_of = flops_by_part(step)
+    held = memory(step)
+    sends = traffic(step, chip)
+    through = memory_traffic(step)
+    by_axes: dict[str, float] = {}
+    for sent in sends:
+        axes = "+".join(sent.axes)
+        by_axes[axes] = by_axes.get(axes, 0.0) + sent.result_bytes
+    total = sum(sum(ways.values()) for ways in flops_of.values())
+    parameters, active = weights.count(step.declared)
+    chips = math.prod(config.mesh.shape)
+    return Prediction(
+        parameters=parameters,
+        active_parameters=active,
+        tokens_per_step=t.sequences * t.sequence_length,
+        memory_bytes_per_chip=sum(held.values()),
+        flops_per_chip=total,
+        model_flops_per_chip=flops.executed_flops_per_step(config)["total"] / chips,
+        collective_bytes_per_chip=by_axes,
+        bubble=float(step.schedule.bubble),
+        memory=held,
+        flops=flops_of,
+        traffic=sends,
+        memory_traffic=through,
+        seconds=chip and seconds(step, chip, total, sum(through.values()), sends),
+        mfu_flops_per_token=flops.palm_flops_per_token(config.model, t.sequence_length),
+        chip=chip,
+        chips=chips,
+    )
+
+
+def seconds(
+    step: Step, chip: Chip, flops_per_chip: int, memory_bytes: int, sends: list[Traffic]
+) -> dict[str, float]:
+    """How long each resource is at work in a step, at its peak."""
+    found = {
+        "compute": flops_per_chip / chip.flops,
+        "memory": memory_bytes / chip.memory_bandwidth,
+    }
+    for sent in sends:
+        axes = "+".join(sent.axes)
+        found[axes] = found.get(axes, 0.0) + link_seconds(step, chip, sent)
+    return found
+
+
+def seconds_again(step: Step, chip: Chip | None, layer: Layer, name: str) -> float:
+    """Time to make again what `name` of train.remat keeps of a layer; where the chip is not known,
+    in units of a FLOP.
+    """
+    found = sum(p.flops for p in layer.products if p.again == name) / (chip.flops if chip else 1)
+    for send in layer.sends:
+        axes = tuple(a for a in MESH_AXES if a in send.axes and step.ranks[a] > 1)
+        if chip and axes and send.again == name:
+            kind, size = send.forward
+            ranks = math.prod(step.ranks[a] for a in axes)
+            found += link_seconds(step, chip, Traffic(send.cause, axes, kind, size, ranks))
+    return found
+
+
+def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
+    """Bytes sent, over the bandwidth of the links that the group's ranks have."""
+    inner = MESH_AXES[MESH_AXES.index(sent.axes[-1]) + 1 :]
+    stride = math.prod(step.ranks[axis] for axis in inner)
+    bandwidth = chip.axis_bandwidth(sent.ranks, stride)
+    if sent.kind == "all-to-all":
+        bandwidth /= chip.detour(sent.ranks)
+    if chip.is_tpu and sent.kind == "collective-permute":
+        bandwidth = chip.link_bandwidth  # one way, to the next
+    return sent.sent_bytes / bandwidth

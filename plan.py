@@ -1,0 +1,536 @@
+"""What a run needs, before it is booked: memory, FLOPs, traffic and time of a step per chip.
+
+    ./run.sh python plan.py --config configs/moe_1b.toml --chip v4 --chips 32
+    ./run.sh python plan.py --config configs/moe_1b.toml --chip v4 --chips 32 --search --png moe.png
+    ./run.sh python plan.py --config configs/jaxformer_1b.toml --chip v4 --compile
+
+From shapes alone, in seconds and without a device (cost.py); with --compile also as the chip's own
+compiler plans it, in a minute or two (compiler.py); with --search for every mesh (search.py). Takes
+main.py's flags as well.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich import box
+from rich.console import Console, Group
+from rich.progress import track
+from rich.table import Table
+
+import chips
+import compiler
+import cost
+import flops
+import search
+import utils
+from chips import Chip
+from compiler import Compiled
+from cost import Prediction
+from search import Candidate, Found
+
+if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts fast
+    from matplotlib.axes import Axes
+
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+GIB = 2**30
+FLOPS_RULE = (
+    "FLOPs are 2 per multiplication and addition of matrix products; attention as its whole "
+    "rectangle, every capacity slot, the padded vocabulary. Backward is twice forward; recomputed "
+    "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
+)
+TIME_RULE = (
+    "Time is FLOPs at the bf16 peak, bytes at the memory's and the links' full bandwidth. At best "
+    "all are at work at once; without overlap the links wait for the chip and the chip for them."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a training step needs of one chip, predicted from shapes. Every flag of main.py is taken
+    too, as --mesh.fsdp 8 (see main.py --help).
+    """
+
+    config: Path | None = None  # TOML file with other defaults, as for main.py
+    chip: str = "v4"  # v4, v5e, v5p, v6e, a100, a100-40gb, h100, h100-pcie, h200, or cpu
+    chips: int = 0  # 0: as many as the mesh has; for another number the best mesh is found
+    topology: str = ""  # sides of the TPU slice to compile for, as 2x4x4; empty: the usual one
+    tokens: float = 0  # of the whole run, for its days; 0: those of train.steps
+    search: Switch = False  # rank all meshes, schedules, remat policies and gather modes
+    compile: Switch = False  # also build the step with the chip's compiler; needs no chip
+    json: Switch = False  # print JSON instead of tables
+    png: Path | None = None  # draw memory by part and time by cause there
+    hlo: Path | None = None  # keep the text of the compiled program there
+    svg: Path | None = None  # draw the compiled program's graph by layer there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is printed."""
+
+    flags: Flags
+    config: utils.Config
+    chip: Chip | None
+    predicted: Prediction
+    compiled: Compiled | None
+    found: Found | None
+
+    @property
+    def tokens(self) -> float:
+        return self.flags.tokens or self.config.train.steps * self.predicted.tokens_per_step
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a plan, and draw it if asked."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    flags, rest = tyro.cli(
+        Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
+    )
+    show(make(flags, rest))
+
+
+def make(flags: Flags, rest: list[str]) -> Plan:
+    """The plan that the flags ask for.
+
+    rest    main.py's flags.
+    Raises  ValueError for what the user can mend.
+    """
+    check(flags)
+    named = ["--config", str(flags.config)] if flags.config else []
+    own = tuple(field.name for field in dataclasses.fields(Flags))
+    config = utils.parse([*named, *rest], own)
+    chip = None if flags.chip == "cpu" else chips.chip_named(flags.chip)
+    if chip is not None and (flags.compile or flags.topology):
+        compiler.check_compiler(chip)
+    given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
+    fixed = frozenset(search.FREE) & given
+    count = flags.chips or math.prod(config.mesh.shape)
+    found = None
+    if flags.search or count != math.prod(config.mesh.shape):
+        found = searched(config, chip, count, fixed, flags)
+        config = found.best[0].config
+    predicted = cost.predict(config, chip)
+    built = build(flags, config, chip) if flags.compile else None
+    return Plan(flags, config, chip, predicted, built, found)
+
+
+def check(flags: Flags) -> None:
+    """Raises ValueError for flags that do not go together."""
+    for name in ("hlo", "svg"):
+        if getattr(flags, name) and not flags.compile:
+            raise ValueError(f"--{name} keeps what --compile makes. Use --compile --{name} FILE.")
+    for name in ("png", "svg"):
+        path = getattr(flags, name)
+        if path and path.suffix != f".{name}":
+            raise ValueError(
+                f"--{name} {path} does not end in .{name}. Use --{name} "
+                f"{path.with_suffix('.' + name)}."
+            )
+    if flags.chips < 0 or flags.tokens < 0:
+        raise ValueError("--chips and --tokens are counts. Use 0 or more.")
+
+
+def searched(
+    config: utils.Config, chip: Chip | None, count: int, fixed: frozenset[str], flags: Flags
+) -> Found:
+    """The search over meshes of so many chips.
+
+    Raises  ValueError where no mesh has so many chips, or none has the memory.
+    """
+    mesh = fixed & set(search.MESH_FLAGS)
+    if mesh == set(search.MESH_FLAGS) and count != math.prod(config.mesh.shape):
+        raise ValueError(
+            f"--chips {count}, and the mesh that is asked for has {math.prod(config.mesh.shape)}. "
+            "Leave out --chips, or the --mesh flags to have a mesh found."
+        )
+
+    def progress(items: list) -> Iterable:
+        console = Console(stderr=True)
+        return track(items, "meshes", console=console, transient=True, disable=flags.json)
+
+    found = search.search(config, chip, count, fixed, progress)
+    if not found.best:
+        raise ValueError(fits_nowhere(found, chip, count))
+    return found
+
+
+def fits_nowhere(found: Found, chip: Chip, count: int) -> str:
+    """How much memory is missing where it is least, and which flag saves most."""
+    least = found.nearest
+    need, usable = least.predicted.memory_bytes_per_chip, search.usable_bytes(chip)
+    saves = search.savings(least.config, chip)
+    advice = f" Of single flags {saving(saves[0])} saves most." if saves else ""
+    return (
+        f"the config fits on no mesh of {count} {chip.name}: at best {gib(need - usable)} per chip "
+        f"are missing. Needed are {gib(need)}, and usable {gib(usable)} ({search.USABLE:.0%} of "
+        f"{gib(chip.memory_bytes)}), with {search.flags_of(least.config)}.{advice}"
+    )
+
+
+def saving(one: tuple[str, int]) -> str:
+    return f"{one[0]} ({gib(one[1])})"
+
+
+def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
+    """The compiled step, its text and graph kept where they are asked for."""
+    topology = flags.topology or (
+        chips.topology(chip, math.prod(config.mesh.shape)) if chip else ""
+    )
+    compiled, text = compiler.compile_step(config, chip, topology, flags.hlo)
+    if flags.svg:
+        import graph
+        import model
+        import pipeline
+
+        share = pipeline.branch_share(model.schedule(config))
+        graph.draw(text, flags.svg, config.run.name, share)
+    return compiled
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def show(plan: Plan) -> None:
+    """Tables or JSON, and the pictures."""
+    if plan.flags.png:
+        draw(plan, plan.flags.png)
+    if plan.flags.json:
+        print(json.dumps(as_json(plan), indent=1))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    for part in (header, memory_table, flops_table, traffic_table, time_table):
+        console.print(part(plan))
+    if plan.compiled:
+        console.print(compiled_table(plan))
+        console.print(kinds_table(plan.compiled))
+    if plan.found:
+        console.print(search_table(plan.found, plan.chip))
+        console.print(out_lines(plan.found), markup=False)
+        console.print(f"flags: {search.flags_of(plan.config)}", markup=False, soft_wrap=True)
+    for path in (plan.flags.png, plan.flags.hlo, plan.flags.svg):
+        if path:
+            console.print(f"written: {path}", markup=False)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """The first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def noted(table: Table, note: str) -> Group:
+    """A table with a paragraph below it."""
+    return Group(table, f"  {note}\n") if note else Group(table)
+
+
+def header(plan: Plan) -> str:
+    p, c = plan.predicted, plan.config
+    name = plan.flags.config or "defaults"
+    where = plan.chip.name if plan.chip else "cpu"
+    lines = [
+        f"{name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
+        f"{p.chips} x {where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
+        f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
+        f"{c.fsdp.gather}",
+        f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+def memory_table(plan: Plan) -> Group:
+    p = plan.predicted
+    table = new_table("Memory per chip", "part", "GiB", "share")
+    for part, size in sorted(p.memory.items(), key=lambda item: -item[1]):
+        table.add_row(part, f"{size / GIB:.3f}", f"{size / p.memory_bytes_per_chip:.1%}")
+    table.add_section()
+    table.add_row("sum", f"{p.memory_bytes_per_chip / GIB:.3f}", "")
+    return noted(table, verdict(plan.config, plan.chip, p) if plan.chip else "")
+
+
+def verdict(config: utils.Config, chip: Chip, p: Prediction) -> str:
+    """Whether it fits."""
+    usable, need = search.usable_bytes(chip), p.memory_bytes_per_chip
+    of = f"{gib(usable)} usable of {gib(chip.memory_bytes)}"
+    if need <= usable:
+        return f"fits: {need / usable:.0%} of {of}"
+    saves = ", ".join(saving(one) for one in search.savings(config, chip)[:3])
+    return f"does not fit: {gib(need - usable)} more than {of}. What saves most: {saves or 'none'}"
+
+
+def flops_table(plan: Plan) -> Group:
+    p = plan.predicted
+    ways = ("forward", "backward", "recomputed", "bubble")
+    table = new_table("MFLOPs per token", "part", *ways, "sum")
+    per_token = p.chips / p.tokens_per_step / 1e6
+    for part, found in sorted(p.flops.items(), key=lambda item: -sum(item[1].values())):
+        if any(found.values()):
+            counts = [*(found[way] for way in ways), sum(found.values())]
+            table.add_row(part, *(f"{n * per_token:,.1f}" for n in counts))
+    table.add_section()
+    sums = [sum(found[way] for found in p.flops.values()) for way in ways]
+    table.add_row("sum", *(f"{n * per_token:,.1f}" for n in (*sums, sum(sums))))
+    ratio = p.flops_per_chip / p.model_flops_per_chip
+    return noted(table, f"{ratio:.3f} times the FLOPs of a program without waste. {FLOPS_RULE}")
+
+
+def traffic_table(plan: Plan) -> Table:
+    p = plan.predicted
+    title = "Collectives per chip and step"
+    table = new_table(title, "mesh axes", "cause", "kind", "MB of results", "MB sent")
+    for column in (1, 2):
+        table.columns[column].justify = "left"
+    rows = sorted(p.traffic, key=lambda t: ("+".join(t.axes), -t.result_bytes))
+    small = 0.001 * sum(t.result_bytes for t in rows)
+    for sent in rows:
+        if sent.result_bytes >= small:
+            axes = "+".join(sent.axes)
+            sizes = (f"{sent.result_bytes / 1e6:,.1f}", f"{sent.sent_bytes / 1e6:,.1f}")
+            table.add_row(axes, sent.cause, sent.kind, *sizes)
+    table.add_section()
+    sums = (sum(t.result_bytes for t in rows), sum(t.sent_bytes for t in rows))
+    table.add_row("sum", "", "", *(f"{s / 1e6:,.1f}" for s in sums))
+    return table
+
+
+def time_table(plan: Plan) -> Group | str:
+    p = plan.predicted
+    if not plan.chip:
+        return "No times: no figures of this chip are known.\n"
+    table = new_table("Time of a step", "at work", "ms")
+    for name, seconds in sorted(p.seconds.items(), key=lambda item: -item[1]):
+        if seconds >= 5e-5:
+            label = name if name in ("compute", "memory") else f"links along {name}"
+            table.add_row(label, f"{1e3 * seconds:,.1f}")
+    table.add_section()
+    for label, seconds in (("at best", p.step_s), ("without overlap", p.serial_step_s)):
+        rate = p.tokens_per_s(seconds)
+        table.add_row(
+            f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
+            f"{plan.tokens / rate / 86400:.1f} days to {plan.tokens:.3g} tokens",
+            f"{1e3 * seconds:,.1f}",
+        )
+    return noted(table, f"Bound by {p.bound_by}. {TIME_RULE} {flops.MFU_RULE}")
+
+
+def compiled_table(plan: Plan) -> Group:
+    p, c = plan.predicted, plan.compiled
+    r = p.over(dataclasses.asdict(c))
+    table = new_table(f"As compiled by {c.compiler}", "per chip", "predicted", "compiled", "ratio")
+
+    def row(name: str, unit: float, predicted: float, compiled: float, ratio: float | None) -> None:
+        cells = (f"{predicted / unit:,.3f}", f"{compiled / unit:,.3f}")
+        table.add_row(name, *cells, "" if ratio is None else f"{ratio:.3f}")
+
+    row("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip, r["memory"])
+    row("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip, r["FLOPs"])
+    sums = [sum(x.collective_bytes_per_chip.values()) for x in (p, c)]
+    for axes, size in sorted(c.collective_bytes_per_chip.items(), key=lambda item: -item[1]):
+        predicted = p.collective_bytes_per_chip.get(axes, 0.0)
+        row(f"collectives along {axes}, GB", 1e9, predicted, size, r.get(axes))
+    row("collectives, GB", 1e9, *sums, sums[0] / sums[1] if sums[1] else None)
+    calls = ", ".join(f"{name} {n:,.0f}" for name, n in c.custom_calls.items()) or "none"
+    note = (
+        f"Compiled FLOPs are {c.flops_per_chip / c.model_flops_per_chip:.3f} times the model's. "
+        f"Compiled in {c.compile_s:.0f} s; the program itself is {gib(c.program_bytes)}. Kernels "
+        f"that are not counted: {calls}."
+    )
+    if not plan.chip and plan.config.model.compute_dtype == "bfloat16":
+        note += " A CPU's compiler holds and sends bfloat16 as float32, twice as large."
+    return noted(table, note)
+
+
+def kinds_table(compiled: Compiled) -> Table:
+    """What the compiled program sends, and whether the chip computes meanwhile."""
+    kinds = ("asynchronous", "overlapped")
+    table = new_table("Compiled collectives, GB", "mesh axes", "kind", "all", *kinds)
+    table.columns[1].justify = "left"
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row in compiled.collectives:
+        found = sums.setdefault((row["axes"], row["kind"]), [0.0, 0.0, 0.0])
+        for i, counts in enumerate((True, *(row[kind] for kind in kinds))):
+            found[i] += row["bytes"] if counts else 0.0
+    for (axes, kind), found in sums.items():
+        if found[0] >= 5e-4 * sum(compiled.collective_bytes_per_chip.values()):
+            table.add_row(axes, kind, *(f"{size / 1e9:,.3f}" for size in found))
+    return table
+
+
+def search_table(found: Found, chip: Chip | None) -> Table:
+    title = f"{len(found.best)} meshes of {found.tried} ways that were tried"
+    names = (
+        "mesh",
+        "virtual",
+        "microbatches",
+        "gather",
+        "GiB",
+        "ms at best",
+        "no overlap",
+        "remat",
+    )
+    table = new_table(title, *names)
+    table.columns[-1].justify = "left"
+    for candidate in found.best:
+        c, p = candidate.config, candidate.predicted
+        times = [f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s)]
+        table.add_row(
+            " x ".join(map(str, c.mesh.shape)),
+            str(c.mesh.virtual),
+            str(c.train.microbatches),
+            c.fsdp.gather,
+            f"{p.memory_bytes_per_chip / GIB:.2f}",
+            *times,
+            c.train.remat.replace(",", ", "),
+        )
+    return table
+
+
+def out_lines(found: Found) -> str:
+    """Why the other meshes are out, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for mesh, reason in found.out.items():
+        reasons.setdefault(reason, []).append(" x ".join(map(str, mesh)))
+    return "\n".join(f"out: {', '.join(meshes)}: {why}" for why, meshes in reasons.items())
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All of it; `predicted` and `compiled` share the names of what both count."""
+    p, c = plan.predicted, plan.compiled
+    told: dict[str, Any] = {
+        "chip": plan.chip.name if plan.chip else "cpu",
+        "chips": p.chips,
+        "flags": {flag: search.value_of(plan.config, flag) for flag in search.FREE},
+        "tokens": plan.tokens,
+        "fits": p.memory_bytes_per_chip <= search.usable_bytes(plan.chip),
+        "predicted": predicted_json(p),
+    }
+    if c:
+        told |= {
+            "compiled": dataclasses.asdict(c),
+            "compile_s": c.compile_s,
+            "ratios": p.over(dataclasses.asdict(c)),
+        }
+    if plan.found:
+        told["search"] = [candidate_json(candidate) for candidate in plan.found.best]
+        out = {"x".join(map(str, mesh)): reason for mesh, reason in plan.found.out.items()}
+        told["out"] = out
+    return told
+
+
+def predicted_json(p: Prediction) -> dict[str, Any]:
+    told = {
+        field.name: getattr(p, field.name)
+        for field in dataclasses.fields(p)
+        if field.name not in ("chip", "traffic")
+    }
+    told["traffic"] = [
+        dataclasses.asdict(t) | {"axes": "+".join(t.axes), "sent_bytes": t.sent_bytes}
+        for t in p.traffic
+    ]
+    times = ("bound_by", "step_s", "serial_step_s")
+    return told | {name: getattr(p, name) for name in times} | rates_json(p)
+
+
+def rates_json(p: Prediction) -> dict[str, float]:
+    """Of the roofline."""
+    if p.step_s is None:
+        return {}
+    return {"tokens_per_s": p.tokens_per_s(p.step_s), "mfu": p.mfu(p.step_s)}
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    c, p = candidate.config, candidate.predicted
+    return {
+        "flags": {flag: search.value_of(c, flag) for flag in search.FREE},
+        "memory_bytes_per_chip": p.memory_bytes_per_chip,
+        "step_s": p.step_s,
+        "serial_step_s": p.serial_step_s,
+        "bound_by": p.bound_by,
+    }
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+MOST_BARS = 12
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Memory by part and time by cause, one bar per mesh."""
+    from matplotlib.figure import Figure  # imported late, so that printing starts fast
+
+    here = [Candidate(plan.config, plan.predicted)]
+    shown = plan.found.best[:MOST_BARS] if plan.found else here
+    names = [" x ".join(map(str, c.config.mesh.shape)) for c in shown]
+    figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
+    memory, times = figure.subplots(2, 1)
+    stack(memory, names, [{k: v / GIB for k, v in c.predicted.memory.items()} for c in shown])
+    memory.set_ylabel("GiB per chip")
+    if plan.chip:
+        limit = search.usable_bytes(plan.chip) / GIB
+        if limit < 3 * memory.get_ylim()[1]:
+            memory.axhline(limit, color="black", linestyle="--", linewidth=1)
+            memory.text(0, limit, f" usable of a {plan.chip.name}", va="bottom", size=8)
+    if plan.compiled:
+        memory.plot(0, plan.compiled.memory_bytes_per_chip / GIB, "k_", markersize=40)
+        memory.text(0, plan.compiled.memory_bytes_per_chip / GIB, " compiled", va="bottom", size=8)
+    stack(times, names, [milliseconds(c.predicted) for c in shown])
+    times.set_ylabel("ms per step, one after the other")
+    times.set_xlabel("mesh: fsdp x pipeline x tensor")
+    if not plan.chip:
+        times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
+    what = plan.flags.config.stem if plan.flags.config else "defaults"
+    chip = plan.chip.name if plan.chip else "cpu"
+    figure.suptitle(f"{what} on {plan.predicted.chips} x {chip}", size=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def milliseconds(p: Prediction) -> dict[str, float]:
+    """By cause; compute and memory are at work at once, so the longer of them counts."""
+    if p.seconds is None:
+        return {}
+    found = {k: 1e3 * s for k, s in p.seconds.items() if k not in ("compute", "memory")}
+    compute, memory = (1e3 * p.seconds[k] for k in ("compute", "memory"))
+    return {"compute": compute, "memory, beyond compute": max(0.0, memory - compute)} | {
+        f"links along {k}": v for k, v in found.items()
+    }
+
+
+def stack(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
+    """Stacked bars with a legend of what is large enough to see."""
+    import numpy as np
+
+    from plot import COLORS
+
+    keys = list(dict.fromkeys(k for bar in bars for k in bar))
+    most = max((sum(bar.values()) for bar in bars), default=0.0)
+    bottom = np.zeros(len(bars))
+    for i, key in enumerate(keys):
+        heights = np.array([bar.get(key, 0.0) for bar in bars])
+        seen = key if heights.max() > 0.005 * most else None
+        face = COLORS[i % len(COLORS)]
+        hatch = "//" if i >= len(COLORS) else None
+        axes.bar(range(len(bars)), heights, 0.7, bottom, color=face, label=seen, hatch=hatch)
+        bottom += heights
+    axes.set_xticks(range(len(names)), names, rotation=0 if len(names) < 8 else 30)
+    axes.spines[["top", "right"]].set_visible(False)
+    if keys:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+
+
+if __name__ == "__main__":
+    utils.command_line(main)

@@ -1,0 +1,174 @@
+"""Compile a dozen steps for TPU v4 and v5p, and compare plan.py's predictions with each.
+
+    ./run.sh python tests/make_compiled.py                all of them: about half an hour
+    ./run.sh python tests/make_compiled.py NAME ...       only these, e.g. jaxformer-full v5p
+    ./run.sh python tests/make_compiled.py --print        the table of what is recorded
+
+Writes what the compiler planned to tests/compiled.json, which tests/test_cost.py reads, and prints
+a table of ratios, predicted over compiled. Needs libtpu (plan.py --compile says how to get it).
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import chips  # noqa: E402
+import compiler  # noqa: E402
+import cost  # noqa: E402
+import utils  # noqa: E402
+
+RECORDED = Path(__file__).with_name("compiled.json")
+CHIPS = ("v4", "v5p")
+ALL_NAMES = ",".join(utils.REMAT_NAMES)
+
+# {name: (topology, config, flags)}
+CASES = {
+    "jaxformer": ("2x4x4", "jaxformer_1b", {}),
+    "jaxformer-full": ("2x4x4", "jaxformer_1b", {"train.remat": "full"}),
+    "jaxformer-full-layer": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"train.remat": "full", "fsdp.gather": "layer"},
+    ),
+    "jaxformer-all-names-16x1x2": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"mesh": (16, 1, 2), "train.remat": ALL_NAMES},
+    ),
+    "jaxformer-two-names-8x4x1": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"mesh": (8, 4, 1), "train.remat": "latents,attention"},
+    ),
+    "jaxformer-full-4x2x4-interleaved": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"mesh": (4, 2, 4), "mesh.virtual": 2, "train.remat": "full"},
+    ),
+    "jaxformer-none": ("2x4x4", "jaxformer_1b", {"train.remat": "none"}),
+    "moe-full-interleaved": ("2x4x4", "moe_1b", {"train.remat": "full"}),
+    "moe-all-names-layer": (
+        "2x4x4",
+        "moe_1b",
+        {"train.remat": ALL_NAMES, "fsdp.gather": "layer"},
+    ),
+    "moe-two-names-16x2x1": (
+        "2x4x4",
+        "moe_1b",
+        {
+            "mesh": (16, 2, 1),
+            "mesh.virtual": 1,
+            "train.remat": "latents,attention_out,expert_in,expert_hidden",
+        },
+    ),
+    "dense-full-layer-32x1x1": (
+        "2x4x4",
+        "dense_1b",
+        {
+            "mesh": (32, 1, 1),
+            "train.microbatches": 8,
+            "train.remat": "full",
+            "fsdp.gather": "layer",
+        },
+    ),
+    "dense-names-4x4x2": (
+        "2x4x4",
+        "dense_1b",
+        {
+            "mesh": (4, 4, 2),
+            "train.microbatches": 16,
+            "train.remat": "latents,attention,attention_out,mlp_in,hidden",
+        },
+    ),
+    "dense-full-8x1x4": (
+        "2x4x4",
+        "dense_1b",
+        {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
+    ),
+    "small-none-8x1x1": (
+        "2x2x2",
+        "dense_124m",
+        {"mesh": (8, 1, 1), "train.microbatches": 8, "train.sequences": 256, "train.remat": "none"},
+    ),
+}
+
+
+def config_of(name: str) -> tuple[str, utils.Config]:
+    """(topology, config) of a case."""
+    topology, file, changes = CASES[name]
+    flags = []
+    for key, value in changes.items():
+        keys = [key] if key != "mesh" else ["mesh.fsdp", "mesh.pipeline", "mesh.tensor"]
+        values = value if key == "mesh" else [value]
+        flags += [f"--{k}={v}" for k, v in zip(keys, values, strict=True)]
+    return topology, utils.parse(["--config", str(ROOT / "configs" / f"{file}.toml"), *flags])
+
+
+def recorded() -> dict[str, dict]:
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+
+
+def record(name: str, chip: str) -> None:
+    topology, config = config_of(name)
+    keep = os.environ.get("KEEP_HLO")
+    file = Path(keep) / f"{name}.{chip}.hlo" if keep else None
+    found, _ = compiler.compile_step(config, chips.chip_named(chip), topology, file)
+    rows = recorded()
+    rows[f"{name} {chip}"] = dataclasses.asdict(found)
+    RECORDED.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+
+
+def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
+    """Predicted over compiled, of memory, FLOPs, and traffic of each axis that carries any."""
+    _, config = config_of(name)
+    return cost.predict(config, chips.chip_named(chip)).over(found)
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Markdown: a row per step, with the chips' numbers beside each other."""
+    lines = [
+        f"| step | GiB per chip, {' and '.join(CHIPS)} | memory | FLOPs | traffic by mesh axes |",
+        "|---|---|---|---|---|",
+    ]
+    for name in CASES:
+        chips_here = [chip for chip in CHIPS if f"{name} {chip}" in rows]
+        found = [rows[f"{name} {chip}"] for chip in chips_here]
+        if not found:
+            continue
+        each = [ratios(name, chip, row) for chip, row in zip(chips_here, found, strict=True)]
+        gib = ", ".join(f"{row['memory_bytes_per_chip'] / 2**30:.2f}" for row in found)
+        parts = {part: [r[part] for r in each if part in r] for part in each[0]}
+        memory, flops = (", ".join(f"{v:.3f}" for v in parts.pop(p)) for p in ("memory", "FLOPs"))
+        axes = ", ".join(f"{axes} {span(values)}" for axes, values in parts.items())
+        lines.append(f"| {name} | {gib} | {memory} | {flops} | {axes} |")
+    return "\n".join(lines)
+
+
+def span(values: list[float]) -> str:
+    """Lowest to highest."""
+    least, most = f"{min(values):.3f}", f"{max(values):.3f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words != ["--print"]:
+        wanted = [w for w in words if w in chips.CHIPS] or CHIPS
+        names = [w for w in words if w not in chips.CHIPS] or list(CASES)
+        unknown = set(names) - set(CASES)
+        if unknown:
+            raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(CASES)}.")
+        for chip in wanted:
+            for name in names:
+                print(name, chip, flush=True)
+                record(name, chip)
+    print(table(recorded()))
+
+
+if __name__ == "__main__":
+    utils.command_line(main)

@@ -1,0 +1,250 @@
+"""Predictions against compilers: those recorded in compiled.json, and the one of this machine."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import chips
+import compiler
+import cost
+import hlo
+import main
+import make_compiled
+import model
+import pipeline
+import utils
+import weights
+from common import config_of, mesh_of
+
+V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
+RECORDED = make_compiled.recorded()
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+# --- TPU programs ---------------------------------------------------------------------------------
+
+
+def test_a_dozen_steps_are_recorded_for_two_chips():
+    wanted = {f"{name} {chip}" for name in make_compiled.CASES for chip in ("v4", "v5p")}
+    assert set(RECORDED) == wanted and len(make_compiled.CASES) >= 12
+
+
+@pytest.mark.parametrize("key", RECORDED)
+def test_predictions_match_what_libtpu_planned(key):
+    name, chip = key.split()
+    found = make_compiled.ratios(name, chip, RECORDED[key])
+    within = {"memory": 0.10, "FLOPs": 0.05}
+    far = {part: r for part, r in found.items() if abs(r - 1) > within.get(part, 0.10)}
+    assert not far
+    assert len(found) > 2  # some axis carries traffic
+
+
+@pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
+@pytest.mark.parametrize("name", ["small-none-8x1x1", "dense-full-8x1x4"])
+def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
+    topology, config = make_compiled.config_of(name)
+    compiled, text = compiler.compile_step(config, V4, topology, tmp_path / "step.hlo")
+    before = RECORDED[f"{name} v4"]
+    assert compiled.flops_per_chip == pytest.approx(before["flops_per_chip"], rel=0.001)
+    for axes, size in before["collective_bytes_per_chip"].items():
+        assert compiled.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02)
+    if importlib.metadata.version("libtpu") == compiler.LIBTPU:
+        assert compiled.memory_bytes_per_chip == pytest.approx(
+            before["memory_bytes_per_chip"], rel=0.02
+        )
+    assert (tmp_path / "step.hlo").read_text() == text
+
+
+# --- the program of this machine's compiler -------------------------------------------------------
+
+CPU_CASES = {
+    "2x2x2": config_of((2, 2, 2), shared_experts=2),
+    "2x1x4 gathered experts, per layer": config_of(
+        (2, 1, 4), gather="layer", experts_layout="gathered", train={"remat": "full"}
+    ),
+    "1x2x2 interleaved, prefix, query latent, names": config_of(
+        (1, 2, 2),
+        virtual=2,
+        prefix_layers=1,
+        q_lora_rank=24,
+        tied=False,
+        train={"remat": "latents,attention_out,hidden,expert_in,expert_out"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CPU_CASES)
+def test_flops_and_traffic_are_those_of_the_compiled_program(name):
+    config = CPU_CASES[name]
+    mesh = mesh_of(config)
+    shapes = main.abstract_state(config, mesh), main.abstract_batch(config, mesh)
+    text = main.train_step(config, mesh).lower(*shapes).compile().as_text()
+    predicted = cost.predict(config, None)
+    share = pipeline.branch_share(model.schedule(config))
+    assert predicted.flops_per_chip == pytest.approx(float(hlo.dot_flops(text, share)), rel=0.02)
+    ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
+    compiled: dict[str, float] = {}
+    for found, size in hlo.collectives(text, ranks, share).items():
+        axes = "+".join(found.axes)
+        compiled[axes] = compiled.get(axes, 0.0) + float(size)
+    most = max(compiled.values())
+    for axes, size in compiled.items():
+        if size > 0.02 * most:
+            assert predicted.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02), axes
+
+
+def residual_bytes(config):
+    """What one block leaves for its backward pass beside weights and data, as jax traces it."""
+    mesh = AbstractMesh(
+        config.mesh.shape, utils.MESH_AXES, axis_types=(AxisType.Auto,) * len(utils.MESH_AXES)
+    )
+    declared, found = model.declare(config), []
+
+    def local(w, data, step):
+        data = model.numbered(data)
+        how = model.How(config.model, 0, config.model.capacity_factor, config.model.dropout)
+        run = model.passes(config, how, step, *model.scales(data, config.model.balance_loss))
+        executor = pipeline.Executor(
+            run, model.prepare(config, declared, w), data, model.schedule(config)
+        )
+
+        def one_block(x):
+            zero = jnp.int32(0)
+            known = executor.known(zero, zero, zero)
+            return executor.kept(executor.block_vjp(known, x)[1], known)
+
+        found.extend(jax.eval_shape(one_block, executor.empty_x()))
+        return jnp.zeros(())
+
+    t = config.train
+    shape = (t.microbatches, t.sequences // t.microbatches, t.sequence_length)
+    ids, real = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = model.Batch(tokens=ids, targets=ids, loss_weights=real, segments=ids)
+    specs = (weights.specs(declared), model.BATCH_SPEC, P())
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    jax.eval_shape(run, main.shapes_of(declared), batch, jax.ShapeDtypeStruct((), jnp.int32))
+    return sum(a.size * a.dtype.itemsize for a in found)
+
+
+@pytest.mark.parametrize("remat", ["full", "none", ",".join(utils.REMAT_NAMES), *utils.REMAT_NAMES])
+def test_what_a_block_keeps_is_what_jax_traces(remat):
+    _, config = make_compiled.config_of("jaxformer")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
+    step = cost.Step(config)
+    predicted = sum(step.kept(layer) * count for layer, count in step.block)
+    assert predicted == pytest.approx(residual_bytes(config), rel=0.02)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def sizes(config, **values):
+    """The config with fields of train or mesh replaced."""
+    for section in ("train", "mesh", "fsdp"):
+        part = getattr(config, section)
+        names = {f.name for f in dataclasses.fields(part)} & values.keys()
+        part = dataclasses.replace(part, **{name: values[name] for name in names})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+JAXFORMER = make_compiled.config_of("jaxformer")[1]
+
+
+def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
+    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
+    predicted = cost.predict(config, V4)
+    assert predicted.flops_per_chip == pytest.approx(predicted.model_flops_per_chip, rel=1e-3)
+    assert predicted.bubble == 0
+
+
+def test_one_chip_sends_nothing():
+    predicted = cost.predict(sizes(JAXFORMER, fsdp=1, pipeline=1, tensor=1), V4)
+    assert predicted.collective_bytes_per_chip == {} and predicted.traffic == []
+
+
+def test_parts_sum_to_the_totals():
+    p = cost.predict(JAXFORMER, V4)
+    assert sum(p.memory.values()) == p.memory_bytes_per_chip
+    assert sum(sum(ways.values()) for ways in p.flops.values()) == p.flops_per_chip
+    assert sum(p.collective_bytes_per_chip.values()) == sum(t.result_bytes for t in p.traffic)
+    assert p.seconds["compute"] == p.flops_per_chip / V4.flops
+    assert p.seconds["memory"] == sum(p.memory_traffic.values()) / V4.memory_bandwidth
+
+
+def test_a_step_takes_at_least_its_longest_part_and_at_most_their_sum():
+    p = cost.predict(JAXFORMER, V4)
+    assert p.step_s == max(p.seconds.values()) == p.seconds[p.bound_by]
+    assert p.step_s <= p.serial_step_s <= sum(p.seconds.values())
+    per_token = p.mfu_flops_per_token / (p.chips * V4.flops)
+    assert p.mfu(p.step_s) == pytest.approx(p.tokens_per_step / p.step_s * per_token)
+
+
+def test_an_unknown_chip_gets_no_times():
+    p = cost.predict(JAXFORMER, None)
+    assert p.seconds is p.step_s is p.serial_step_s is p.bound_by is None
+    assert "no figures" in p.line()
+    assert "bound by" in cost.predict(JAXFORMER, V4).line()
+
+
+def test_keeping_more_costs_memory_and_saves_flops():
+    policies = ["full", "latents", "latents,attention", ",".join(utils.REMAT_NAMES), "none"]
+    found = [cost.predict(sizes(JAXFORMER, remat=policy), V4) for policy in policies]
+    memory = [p.memory_bytes_per_chip for p in found]
+    counts = [p.flops_per_chip for p in found]
+    assert memory == sorted(memory) and len(set(memory)) == len(memory)
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > counts[-1]
+
+
+@pytest.mark.parametrize(
+    "kind, result, sent",
+    [
+        ("all-gather", 8.0, 7.0),
+        ("reduce-scatter", 1.0, 7.0),
+        ("all-reduce", 8.0, 14.0),
+        ("all-to-all", 8.0, 7.0),
+        ("collective-permute", 8.0, 8.0),
+    ],
+)
+def test_bytes_sent_follow_from_the_size_of_the_result(kind, result, sent):
+    assert cost.Traffic("", ("fsdp",), kind, result, 8).sent_bytes == sent
+
+
+def test_links_are_slower_beyond_a_host_and_over_detours():
+    step = cost.Step(sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1))
+    sent = cost.Traffic("", ("fsdp",), "all-gather", 10**9, 32)
+    far = cost.Traffic("", ("fsdp",), "all-to-all", 10**9, 32)
+    here = sent.sent_bytes
+    assert cost.link_seconds(step, H100, sent) == here / H100.network_bandwidth
+    assert cost.link_seconds(step, V4, sent) == here / (6 * V4.link_bandwidth)
+    assert cost.link_seconds(step, V4, far) > 2 * cost.link_seconds(step, V4, sent)
+    inner = cost.Step(sizes(JAXFORMER, fsdp=8, pipeline=2, tensor=2))
+    near = cost.Traffic("", ("tensor",), "all-gather", 10**9, 2)
+    assert cost.link_seconds(inner, H100, near) == near.sent_bytes / H100.link_bandwidth
+
+
+def test_only_over_a_whole_slice_of_tpus_does_a_sum_go_everywhere():
+    whole = cost.Step(sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1))
+    part = cost.Step(JAXFORMER)
+    assert cost.sums_everywhere(whole, V4, ("fsdp",))
+    assert not cost.sums_everywhere(whole, H100, ("fsdp",))
+    assert not cost.sums_everywhere(part, V4, ("fsdp",))
+    kinds = {t.kind for t in cost.traffic(whole, V4) if t.cause == "gradients"}
+    assert kinds == {"all-reduce"}
+
+
+def test_gathering_per_layer_trades_traffic_for_memory():
+    step, layer = (
+        cost.predict(sizes(JAXFORMER, gather=gather), V4) for gather in ("step", "layer")
+    )
+    assert layer.memory_bytes_per_chip < step.memory_bytes_per_chip
+    traffic = [p.collective_bytes_per_chip["fsdp"] for p in (step, layer)]
+    assert traffic[1] > 5 * traffic[0]
+    assert math.isclose(step.flops_per_chip, layer.flops_per_chip)

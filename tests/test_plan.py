@@ -1,0 +1,173 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import chips
+import cost
+import make_compiled
+import plan
+from conftest import ROOT
+
+JAXFORMER = ["--config", str(ROOT / "configs" / "jaxformer_1b.toml")]
+SMALL = [
+    *("--model.width=32", "--model.blocks=2", "--model.heads=2", "--model.kv_lora_rank=16"),
+    *("--model.hidden=64", "--model.moe_layers=0", "--model.qk_nope_head_dim=16"),
+    *("--model.qk_rope_head_dim=8", "--model.v_head_dim=16", "--train.sequence_length=32"),
+    "--model.compute_dtype=float32",
+]
+LARGE = ["--chip=v5e", "--chips=8", "--model.width=8192", "--model.blocks=64"]
+SHARED = {
+    "memory_bytes_per_chip",
+    "flops_per_chip",
+    "model_flops_per_chip",
+    "collective_bytes_per_chip",
+}
+
+
+def told(capsys, *flags):
+    plan.main([*flags, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_starts_no_device():
+    """A platform that does not exist is an error as soon as a device is asked for."""
+    flags = [*JAXFORMER, "--chip", "v4", "--chips", "32", "--search", "--json"]
+    environment = os.environ | {"JAX_PLATFORMS": "none_such"}
+    command = [sys.executable, str(ROOT / "plan.py"), *flags]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert len(json.loads(run.stdout)["search"]) > 5
+
+
+def test_json_tells_what_the_tables_do(capsys):
+    found = told(capsys, *JAXFORMER, "--chip", "v4")
+    predicted = found["predicted"]
+    _, config = make_compiled.config_of("jaxformer")
+    expected = cost.predict(config, chips.CHIPS["v4"])
+    assert set(predicted) >= SHARED | {"memory", "flops", "traffic", "seconds", "bound_by", "mfu"}
+    for name in SHARED:
+        assert predicted[name] == getattr(expected, name)
+    assert predicted["step_s"] == expected.step_s and found["fits"] is True
+    assert found["flags"]["mesh.fsdp"] == 8 and found["chips"] == 32
+    assert "compiled" not in found and "search" not in found
+
+
+def test_tables_show_every_part(capsys):
+    plan.main([*JAXFORMER, "--chip", "v4", "--tokens", "6.5e9"])
+    text = capsys.readouterr().out
+    for words in (
+        "973,788,032 parameters",
+        "saved activations",
+        "attention_scores",
+        "expert dispatch, backward",
+        "links along fsdp+tensor",
+        "days to 6.5e+09 tokens",
+        "Bound by",
+        "fits: ",
+    ):
+        assert words in text, words
+
+
+def test_another_number_of_chips_has_the_best_mesh_found(capsys):
+    found = told(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
+    flags = found["flags"]
+    assert flags["mesh.fsdp"] * flags["mesh.pipeline"] * flags["mesh.tensor"] == 16
+    assert found["search"][0]["flags"] == flags
+    again = [word for flag in flags for word in (f"--{flag}", str(flags[flag]))]
+    same = told(capsys, *JAXFORMER, "--chip", "v5e", *again)
+    assert same["predicted"] == found["predicted"]
+
+
+def test_what_is_too_large_says_so_and_what_would_help(capsys):
+    one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.remat=none"]
+    plan.main([*JAXFORMER, "--chip", "v5e", *one])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in text
+    assert "What saves most: --train.remat full (" in text
+
+
+def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
+    flags = [*SMALL, "--chip", "cpu", "--compile"]
+    files = {name: tmp_path / f"step.{name}" for name in ("hlo", "svg", "png")}
+    kept = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    found = told(capsys, *flags, *kept)
+    assert set(found["compiled"]) >= SHARED | {"compile_s"}
+    assert found["compile_s"] == found["compiled"]["compile_s"] > 0
+    assert abs(found["ratios"]["FLOPs"] - 1) < 0.05
+    assert abs(found["ratios"]["tensor"] - 1) < 0.1
+    assert files["hlo"].read_text().startswith("HloModule")
+    assert "<svg" in files["svg"].read_text()[:500]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
+    row = make_compiled.recorded()["jaxformer v4"]
+    monkeypatch.setattr(plan, "build", lambda *_: plan.Compiled(**row))
+    plan.main([*JAXFORMER, "--chip", "v4", "--compile"])
+    text = capsys.readouterr().out
+    assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
+    assert "times the model's" in text
+
+
+def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
+    _, config = make_compiled.config_of("jaxformer")
+    chip = chips.CHIPS["v4"]
+    found = plan.search.search(config, chip, 32)
+    best = found.best[0]
+    flags = plan.Flags(chip="v4", chips=32)
+    made = plan.Plan(flags, best.config, chip, best.predicted, None, found)
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    bars = [plan.milliseconds(c.predicted) for c in found.best]
+    plan.stack(axes, [str(n) for n in range(len(bars))], bars)
+    tops = {}
+    for patch in axes.patches:
+        x = round(patch.get_x() + patch.get_width() / 2)
+        tops[x] = max(tops.get(x, 0.0), patch.get_y() + patch.get_height())
+    for x, candidate in enumerate(found.best):
+        assert tops[x] == pytest.approx(1e3 * candidate.predicted.serial_step_s, rel=1e-6)
+    plan.draw(made, tmp_path / "meshes.png")
+    assert (tmp_path / "meshes.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--chip", "v7"], "--chip v7 is not known. Use one of v4, v5e"),
+        ([*JAXFORMER, "--chips", "7"], "--chips 7: the model divides over no mesh of so many"),
+        (["--hlo", "x"], "Use --compile --hlo FILE"),
+        (["--svg", "x.png", "--compile"], "Use --svg x.svg"),
+        (["--png", "x.jpg"], "Use --png x.png"),
+        (["--tokens", "-1"], "Use 0 or more"),
+        (["--chip", "h200", "--compile"], "only TPU programs"),
+        (["--chp", "v4"], "unknown flag --chp: did you mean --chip"),
+        (
+            ["--chips=4", "--mesh.fsdp=2", "--mesh.pipeline=2", "--mesh.tensor=2"],
+            "--chips 4, and the mesh that is asked for has 8",
+        ),
+        (
+            [*JAXFORMER, *LARGE],
+            "the config fits on no mesh of 8 v5e: at best",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_what_would_work(flags, message):
+    with pytest.raises(ValueError) as caught:
+        plan.main(flags)
+    assert message in str(caught.value)
+
+
+def test_what_cannot_fit_says_how_much_is_missing_and_which_flag_saves_most():
+    with pytest.raises(ValueError, match=r"GiB per chip are missing.*Of single flags --[a-z._]+ "):
+        plan.main([*JAXFORMER, *LARGE])
+
+
+def test_help_shows_every_flag_with_its_text(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("the best mesh is found", "rank all meshes", "needs no chip", "main.py's flags"):
+        assert words in text

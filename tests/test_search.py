@@ -1,0 +1,113 @@
+import itertools
+import math
+
+import pytest
+
+import chips
+import cost
+import make_compiled
+import search
+
+V4, V5E = chips.CHIPS["v4"], chips.CHIPS["v5e"]
+_, JAXFORMER = make_compiled.config_of("jaxformer")
+_, DENSE = make_compiled.config_of("dense-names-4x4x2")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search.search(JAXFORMER, V4, 32)
+
+
+def test_all_meshes_of_a_number_of_chips_are_listed():
+    assert len(search.meshes(32)) == 21 == len(set(search.meshes(32)))
+    assert all(math.prod(mesh) == 32 for mesh in search.meshes(32))
+
+
+def test_every_mesh_is_either_ranked_or_out_with_a_reason(found):
+    ranked = {c.config.mesh.shape for c in found.best}
+    assert ranked | set(found.out) == set(search.meshes(32))
+    assert not ranked & set(found.out)
+    assert "--model.heads 12 cannot be cut over --mesh.tensor 8" in found.out[4, 1, 8]
+
+
+def test_the_best_comes_first_and_fits(found):
+    times = [c.predicted.serial_step_s for c in found.best]
+    assert times == sorted(times)
+    assert all(c.predicted.memory_bytes_per_chip <= search.usable_bytes(V4) for c in found.best)
+
+
+def test_no_neighbour_of_the_best_is_faster(found):
+    """Each of what a search chooses, changed by hand."""
+    best = found.best[0]
+    changes = [{"train.microbatches": m} for m in search.divisors(256 // best.config.mesh.fsdp)] + [
+        {"train.remat": "full"},
+        {"fsdp.gather": "layer"},
+        {"fsdp.gather": "step"},
+    ]
+    for change in changes:
+        try:
+            other = cost.predict(search.changed(best.config, change), V4)
+        except ValueError:
+            continue
+        fits = other.memory_bytes_per_chip <= search.usable_bytes(V4)
+        assert not fits or other.serial_step_s >= best.predicted.serial_step_s
+
+
+def test_flags_that_are_given_stay_as_they_are():
+    fixed = frozenset(["train.remat", "mesh.tensor", "train.microbatches"])
+    found = search.search(JAXFORMER, V4, 32, fixed)
+    assert found.best
+    for candidate in found.best:
+        c = candidate.config
+        assert c.train.remat == JAXFORMER.train.remat
+        assert c.mesh.tensor == 2 and c.train.microbatches == 8
+
+
+def test_less_memory_makes_more_be_computed_again():
+    """On a v5e, which has half the memory of a v4."""
+    mesh = dict(zip(search.MESH_FLAGS, (8, 2, 2), strict=True))
+    values = mesh | {"mesh.virtual": 1, "train.microbatches": 8, "fsdp.gather": "step"}
+    kept = [search.with_most_kept(JAXFORMER, chip, values, False) for chip in (V4, V5E)]
+    assert kept[0].config.train.remat == "none"
+    assert kept[1].config.train.remat not in ("none", "full")
+    assert kept[1].predicted.memory_bytes_per_chip <= search.usable_bytes(V5E)
+
+
+def test_remat_policies_keep_less_and_less_of_what_the_model_has():
+    policies = search.remat_policies(DENSE, V4)
+    assert policies[0] == "none" and policies[-1] == "full"
+    names = [set(policy.split(",")) for policy in policies[1:-1]]
+    assert names[0] == {"latents", "attention", "attention_out", "mlp_in", "hidden"}
+    assert all(len(more - less) == 1 for more, less in itertools.pairwise(names))
+    memory = [sum(cost.memory(cost.Step(search.changed(DENSE, {"train.remat": p}))).values())
+              for p in policies[1:]]  # fmt: skip
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_a_number_of_chips_that_no_mesh_has_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"--chips 7: .* Use --chips 4 or 8\..*\(7, 1, 1\)"):
+        search.search(JAXFORMER, V4, 7)
+    assert all(search.divides(JAXFORMER, n) for n in (4, 8))
+    assert not any(search.divides(JAXFORMER, n) for n in (5, 7, 9))
+
+
+def test_where_nothing_fits_the_least_memory_is_known_and_what_saves_most():
+    large = search.changed(JAXFORMER, {"model.width": 8192, "model.blocks": 64})
+    found = search.search(large, V5E, 8)
+    assert not found.best
+    least = found.nearest
+    assert least.config.train.remat == "full"
+    needs = [reason for reason in found.out.values() if "GiB of 14.4 GiB at least" in reason]
+    smallest = min(float(reason.split()[1]) for reason in needs)
+    assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
+    saves = search.savings(least.config, V5E)
+    assert [size for _, size in saves] == sorted((size for _, size in saves), reverse=True)
+    flag, value = saves[0][0].removeprefix("--").split()
+    smaller = search.changed(least.config, {flag: int(value)})
+    then = cost.predict(smaller, V5E).memory_bytes_per_chip
+    assert least.predicted.memory_bytes_per_chip - then == saves[0][1] > 0
+
+
+def test_without_a_chip_the_search_still_tells_meshes_apart():
+    found = search.search(JAXFORMER, None, 8)
+    assert found.best and found.best[0].predicted.seconds is None
