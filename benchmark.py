@@ -144,7 +144,7 @@ def report(program: Program, seconds: float) -> None:
         if peak
         else f"MFU            not known: no peak for {kind!r} in chips.py"
     )
-    print(f"memory/device  {memory / 2**30:.2f} GiB ({source})")
+    print(f"memory/device  {memory / utils.GIB:.2f} GiB ({source})")
     print(flops.MFU_RULE)
 
 

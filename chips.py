@@ -1,18 +1,21 @@
-"""What one chip can do: figures of accelerators, each with its source.
+"""What one chip can do, and the links between chips: figures of accelerators, each with its source.
 
-TPU figures are those of the page of each version under cloud.google.com/tpu/docs (read 2026-11);
-"bandwidth of the interconnect per chip" there is over all links and one direction: 2,400 Gbps on 6
-links for v4, 1,600 on 4 for v5e, 4,800 on 6 for v5p, and for v6e 800 GB/s of both directions on 4.
-GPU figures are those of NVIDIA's data sheets of the SXM modules, whose FLOP/s "with sparsity" are
-twice these; NVLink is given there for both directions together.
+TPU figures are those of the page of each version under cloud.google.com/tpu/docs (read 2026-11). A
+link's is the page's interconnect bandwidth of a chip, over its links and both directions: 400 GB/s
+on 4 links for v5e, 1,200 on 6 for v5p, 800 on 4 for v6e; for v4 the page says that 24 TB/s go
+through the middle of 16 x 16 x 16 chips, which 512 links cross. GPU figures are those of NVIDIA's
+data sheets, whose FLOP/s "with sparsity" are twice these and whose NVLink and PCIe are of both
+directions; memory is what nvidia-smi shows.
 """
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
-TORUS_SIDE = 4  # of the cubes that slices of TPUs are put together from
 GPUS_PER_HOST = 8  # of an HGX or DGX board, joined by NVLink
+BF16_PASSES = 6  # in which a TPU multiplies float32
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Chip:
     name: str
     kinds: tuple[str, ...]  # `device_kind` in jax
     flops: float  # bf16 FLOP/s without sparsity
+    float32_flops: float  # of products in float32
     memory_bytes: int
     memory_bandwidth: float  # bytes per second
     link_bandwidth: float  # bytes per second of one link in one direction
@@ -32,58 +36,113 @@ class Chip:
     def is_tpu(self) -> bool:
         return self.dims > 0
 
-    def rings(self, ranks: int) -> int:
-        """Axes of the torus, 4 chips long until all are in use, that so many neighbours lie on."""
-        return min(self.dims, max(1, math.ceil(math.log(ranks, TORUS_SIDE) - 1e-9)))
+    def collective_s(
+        self, kind: str, whole: float, groups: tuple[tuple[int, int], ...], chips: int
+    ) -> float:
+        """Least seconds of a collective, its links at full bandwidth.
 
-    def axis_bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second that a chip sends in a collective over `ranks` devices that are `stride`
-        apart.
-
-        A ring on a torus uses one link in each direction, and as many rings as the ranks lie on are
-        at work at once; two neighbours have one link. GPUs of one host use NVLink, and the network
-        beyond.
+        whole   bytes that a chip has before a reduce-scatter or all-reduce, or after an all-gather,
+                or that it sends in an all-to-all or collective-permute.
+        groups  (ranks, stride) along each mesh axis of the group: devices of a group are those
+                numbers apart.
+        chips   of the slice or job.
         """
-        if self.is_tpu:
-            return self.link_bandwidth * (1 if ranks == 2 else 2 * self.rings(ranks))
-        return self.link_bandwidth if ranks * stride <= GPUS_PER_HOST else self.network_bandwidth
+        seconds = self._torus_s if self.is_tpu else self._hosts_s
+        return seconds(kind, whole, groups, chips) * (2 if kind == "all-reduce" else 1)
 
-    def detour(self, ranks: int) -> float:
-        """Links that a byte of an all-to-all passes: a quarter of each side of a torus."""
-        if not self.is_tpu:
-            return 1.0
-        rings = self.rings(ranks)
-        return max(1.0, rings * ranks ** (1 / rings) / 4)
+    def _torus_s(
+        self, kind: str, whole: float, groups: tuple[tuple[int, int], ...], chips: int
+    ) -> float:
+        ranks = math.prod(n for n, _ in groups)
+        if kind == "collective-permute":
+            return whole / self.link_bandwidth
+        sides = sides_of(self.dims, ranks, slice_sides(self.dims, chips))
+        links = sum(n for _, n in sides)
+        share = whole * (ranks - 1) / ranks / (links * self.link_bandwidth)
+        if kind != "all-to-all":
+            return share
+        # Half of what a chip sends crosses the middle of each side.
+        middle = max(side / (4 * n) for side, n in sides)
+        return max(share, whole * middle / self.link_bandwidth)
+
+    def _hosts_s(
+        self, kind: str, whole: float, groups: tuple[tuple[int, int], ...], chips: int
+    ) -> float:
+        ranks = math.prod(n for n, _ in groups)
+        offsets = itertools.product(*(range(0, n * stride, stride) for n, stride in groups))
+        here = sum(sum(offset) < GPUS_PER_HOST for offset in offsets)  # of the group on one host
+        if kind == "collective-permute":
+            return whole / (self.link_bandwidth if here == ranks else self.network_bandwidth)
+        if kind == "all-to-all":
+            away, near = (ranks - here) / ranks, (here - 1) / ranks
+        else:  # each host fetches what others have once, over the network of all its ranks
+            hosts = ranks / here
+            away, near = (hosts - 1) / hosts / here, (here - 1) / here
+        beyond = away / self.network_bandwidth if away else 0.0
+        return whole * max(beyond, near / self.link_bandwidth)
+
+
+@functools.cache
+def slice_sides(dims: int, chips: int) -> tuple[int, ...]:
+    """Sides of the slice: the usual one, or one as near to a cube as the number allows."""
+    if chips in TOPOLOGIES[dims]:
+        return tuple(map(int, TOPOLOGIES[dims][chips].split("x")))
+    if dims == 1:
+        return (chips,)
+    side = max(n for n in range(1, round(chips ** (1 / dims)) + 1) if chips % n == 0)
+    return (side, *slice_sides(dims - 1, chips // side))
+
+
+@functools.cache
+def sides_of(dims: int, ranks: int, sides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(length, links of a chip) along each side of a slice that so many neighbours lie on.
+
+    A side is a ring, with two links, on a 3-D slice of whole cubes of 4 x 4 x 4, and on a 2-D one
+    if it is 16 long; else it is a line, whose ends have one.
+    """
+    closed = all(side % 4 == 0 for side in sides) if dims == 3 else max(sides) >= 16
+    found = []
+    for side in sorted(sides, reverse=True):
+        length = min(side, ranks)
+        if length > 1:
+            ring = closed and length == side and (dims == 3 or side >= 16)
+            found.append((length, 2 if ring else 1))
+        ranks = -(-ranks // length)
+    return tuple(found)
 
 
 def _tpu(name, kinds, flops, memory, bandwidth, link, dims) -> Chip:
-    return Chip(name, kinds, flops * TERA, memory * 2**30, bandwidth * GB, link * GB, dims)
+    rates = (flops * TERA, flops * TERA / BF16_PASSES)
+    return Chip(name, kinds, *rates, memory * 2**30, bandwidth * GB, link * GB, dims)
 
 
-def _gpu(name, kinds, flops, memory, bandwidth, link, network) -> Chip:
-    figures = (flops * TERA, memory * GB, bandwidth * GB, link * GB)
+def _gpu(name, kinds, flops, float32, memory, bandwidth, link, network) -> Chip:
+    figures = (flops * TERA, float32 * TERA, memory * 2**20, bandwidth * GB, link * GB)
     return Chip(name, kinds, *figures, network_bandwidth=network * GB)
 
 
-# bf16 TFLOP/s; memory in GiB (TPU) or GB (GPU); GB/s of memory, of a link, of the network.
+# bf16 (and for GPUs float32) TFLOP/s; memory in GiB (TPU) or MiB (GPU); GB/s of memory, of a link,
+# of the network, which is 400 Gb/s InfiniBand per GPU from the H100 on and 200 before (DGX data
+# sheets).
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", ("TPU v4",), 275, 32, 1228, 50, 3),
+        _tpu("v4", ("TPU v4",), 275, 32, 1200, 47, 3),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 50, 2),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2765, 100, 3),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1638, 100, 2),
-        # 400 Gb/s InfiniBand per GPU from the H100 on, 200 before: NVIDIA DGX data sheets.
-        _gpu("a100", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312, 80, 2039, 300, 25),
-        _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312, 40, 1555, 300, 25),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 989, 80, 3350, 450, 50),
-        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 756, 80, 2000, 64, 50),
-        _gpu("h200", ("NVIDIA H200",), 989, 141, 4800, 450, 50),
+        _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 312, 19.5, 81920, 2039, 300, 25),
+        _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312, 19.5, 40960, 1555, 300, 25),
+        _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 312, 19.5, 81920, 1935, 32, 25),
+        _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 312, 19.5, 40960, 1555, 32, 25),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 989, 67, 81559, 3350, 450, 50),
+        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 756, 51, 81559, 2000, 64, 50),
+        _gpu("h200", ("NVIDIA H200",), 989, 67, 143771, 4800, 450, 50),
     )
 }  # fmt: skip
 
-# Slices that exist, by number of chips: cuboids on a 3-D torus, rectangles on a 2-D one. The sides
-# are those of the tables of the same pages.
+# Slices by number of chips, as libtpu compiles for them: cuboids on a 3-D torus, rectangles on a
+# 2-D one.
 TOPOLOGIES = {
     3: {
         math.prod(sides): "x".join(map(str, sides))
@@ -98,16 +157,19 @@ TOPOLOGIES = {
             (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16),
         )
     },
+    1: {},
 }  # fmt: skip
 
 
-def chip_named(name: str) -> Chip:
-    """The chip of this name.
+def chip_named(name: str) -> Chip | None:
+    """The chip of this name; None for cpu, of which no figures are known.
 
     Raises  ValueError that lists the known ones.
     """
+    if name.lower() == "cpu":
+        return None
     if name.lower() not in CHIPS:
-        raise ValueError(f"--chip {name} is not known. Use one of {', '.join(CHIPS)}.")
+        raise ValueError(f"--chip {name} is not known. Use one of {', '.join(CHIPS)}, cpu.")
     return CHIPS[name.lower()]
 
 

@@ -144,7 +144,8 @@ def child_environment() -> dict[str, str]:
 
 def reason(returncode: int, log: Path) -> str:
     """Why a child ended, in a line: what it raised, or the last line before it was stopped."""
-    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+    text = log.read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith("error: "):
             return line.removeprefix("error: ")
@@ -208,7 +209,7 @@ def devices_of(name: str, count: int) -> list[Any]:
     options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
     try:
         return topologies.get_topology_desc(name, platform="tpu", **options).devices
-    except Exception as error:  # whatever libtpu raises for a name
+    except jax.errors.JaxRuntimeError as error:
         usual = ", ".join(chips.TOPOLOGIES[chip.dims].values())
         first = str(error).splitlines()[0][:200]
         raise ValueError(

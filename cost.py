@@ -21,12 +21,12 @@ import model
 import utils
 import weights
 from chips import Chip
-from utils import EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
+from utils import EXPERT_AXES, GIB, MESH_AXES, VOCABULARY_AXES
 from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, moments, softmax
 MOMENTS = 2  # of AdamW, each as large as the weights
-GAPS = 0.03  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
+GAPS = 0.04  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
 
 # When the backward pass needs a result again: unless a name is kept, or one of these.
 ALWAYS, NEVER = "", None
@@ -87,7 +87,7 @@ class Sizes:
         self.v = m.padded_vocabulary // (mesh.pipeline * mesh.tensor)
         self.slots = model.expert_slots(m, self.b * self.t, m.capacity_factor)
         self.byte = 4 if m.compute_dtype == "float32" else 2  # of an activation
-        self.whole, self.cut = self.b * self.T, self.b * self.t  # tokens
+        self.bT, self.bt = self.b * self.T, self.b * self.t  # tokens
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ class Sizes:
 
 def gather(cause: str, s: Sizes, width: int, again: str | None) -> Send:
     """[b, t, width] -> [b, T, width] over tensor."""
-    whole, cut = (tokens * width * s.byte for tokens in (s.whole, s.cut))
-    return Send(cause, ("tensor",), ("all-gather", whole), ("reduce-scatter", cut), again)
+    whole, own = (tokens * width * s.byte for tokens in (s.bT, s.bt))
+    return Send(cause, ("tensor",), ("all-gather", whole), ("reduce-scatter", own), again)
 
 
 def scatter(cause: str, s: Sizes, width: int, again: str | None) -> Send:
     """Parts of [b, T, width] -> their sum [b, t, width] over tensor."""
-    whole, cut = (tokens * width * s.byte for tokens in (s.whole, s.cut))
-    return Send(cause, ("tensor",), ("reduce-scatter", cut), ("all-gather", whole), again)
+    whole, own = (tokens * width * s.byte for tokens in (s.bT, s.bt))
+    return Send(cause, ("tensor",), ("reduce-scatter", own), ("all-gather", whole), again)
 
 
 def norm_residuals(s: Sizes, width: int, tokens: int) -> int:
@@ -118,26 +118,26 @@ def attention(s: Sizes) -> Layer:
     projections, scores = "attention_projections", "attention_scores"
     products = [
         # The norms' backward needs their input, whatever is kept.
-        Product(projections, 2 * s.cut * down, ALWAYS),
-        Product(projections, 2 * s.whole * up, ALWAYS),
+        Product(projections, 2 * s.bt * down, ALWAYS),
+        Product(projections, 2 * s.bT * up, ALWAYS),
         Product(scores, 2 * rectangle * s.A, ALWAYS),
         Product(scores, 2 * rectangle * s.W, "attention"),
-        Product(projections, 2 * s.whole * s.n * s.W * s.D, "attention_out"),
+        Product(projections, 2 * s.bT * s.n * s.W * s.D, "attention_out"),
     ]
     sends = [
         gather("attention latents", s, sent, "latents"),
         scatter("attention output", s, s.D, "attention_out"),
     ]
     kept = {
-        "latents": s.whole * sent * s.byte,
-        "attention": s.whole * s.n * s.W * s.byte,
-        "attention_out": s.cut * s.D * s.byte,
+        "latents": s.bT * sent * s.byte,
+        "attention": s.bT * s.n * s.W * s.byte,
+        "attention_out": s.bt * s.D * s.byte,
     }
-    heads = 2 * s.whole * s.n * (s.A + s.W) * s.byte  # queries, keys, values, and what they make
+    heads = 2 * s.bT * s.n * (s.A + s.W) * s.byte  # queries, keys, values, and what they make
     residuals = (
-        sum(norm_residuals(s, width, s.cut) for width in (s.D, s.C, s.Q) if width)
-        + s.cut * s.D * s.byte
-        + s.whole * (s.C + (s.Q or s.D)) * s.byte
+        sum(norm_residuals(s, width, s.bt) for width in (s.D, s.C, s.Q) if width)
+        + s.bt * s.D * s.byte
+        + s.bT * (s.C + (s.Q or s.D)) * s.byte
         + heads
         + rectangle * (FLOAT + s.byte)
         + 2 * s.b * s.n * s.T * FLOAT
@@ -149,43 +149,36 @@ def attention(s: Sizes) -> Layer:
 
 def swiglu(part: str, cause: str, s: Sizes, hidden: int) -> Layer:
     """[b, T, D] -> [b, t, D]; its gathered input is `mlp_in`."""
-    one = 2 * s.whole * s.D * hidden
+    one = 2 * s.bT * s.D * hidden
     products = [Product(part, 2 * one, "hidden"), Product(part, one, NEVER)]
     sends = [gather(f"{cause} input", s, s.D, "mlp_in"), scatter(f"{cause} output", s, s.D, NEVER)]
-    kept = {"mlp_in": s.whole * s.D * s.byte, "hidden": 2 * s.whole * hidden * s.byte}
-    residuals = s.whole * (s.D + 6 * hidden) * s.byte
-    return Layer(products, sends, kept, residuals, s.whole * (2 * s.D + 3 * hidden) * s.byte)
+    kept = {"mlp_in": s.bT * s.D * s.byte, "hidden": 2 * s.bT * hidden * s.byte}
+    residuals = s.bT * (s.D + 6 * hidden) * s.byte
+    return Layer(products, sends, kept, residuals, s.bT * (2 * s.D + 3 * hidden) * s.byte)
 
 
 def mlp(s: Sizes) -> Layer:
-    return swiglu("mlp", "mlp", s, s.f) + Layer(residuals=norm_residuals(s, s.D, s.cut))
+    return swiglu("mlp", "mlp", s, s.f) + Layer(residuals=norm_residuals(s, s.D, s.bt))
 
 
 def experts(s: Sizes, spread: bool, tensor: int) -> Layer:
-    """The routed experts: E * slots rows go out and come back."""
-    rows = s.E * s.slots  # of this chip's tokens, and after an all-to-all of its experts
-    box = rows * s.D * s.byte
-    one = 2 * rows * s.D * s.G
+    """The routed experts: E * slots rows of this chip's tokens go out and come back."""
+    rows = s.E * s.slots
+    box, hidden, one = rows * s.D * s.byte, rows * s.G * s.byte, 2 * rows * s.D * s.G
+    inside = box if spread else box * tensor  # where the experts are
+    axes = EXPERT_AXES if spread else ("tensor",)
+    there, back = ("all-gather", inside), ("reduce-scatter", box)
     if spread:
-        hidden = rows * s.G * s.byte
         there = back = ("all-to-all", box)
-        sends = [
-            Send("expert dispatch", EXPERT_AXES, there, back, "expert_in"),
-            Send("expert return", EXPERT_AXES, back, there, "expert_out"),
-        ]
-    else:
-        hidden, whole = rows * s.G * s.byte, box * tensor
-        there, back = ("all-gather", whole), ("reduce-scatter", box)
-        sends = [
-            Send("expert dispatch", ("tensor",), there, back, "expert_in"),
-            Send("expert return", ("tensor",), back, there, "expert_out"),
-        ]
-    out = s.cut * s.K * s.D * s.byte
-    inside = box if spread else box * tensor
+    sends = [
+        Send("expert dispatch", axes, there, back, "expert_in"),
+        Send("expert return", axes, back, there, "expert_out"),
+    ]
+    out = s.bt * s.K * s.D * s.byte
     products = [Product("experts", 2 * one, "expert_hidden"), Product("experts", one, "expert_out")]
     kept = {"expert_in": inside, "expert_hidden": 2 * hidden, "expert_out": out}
     # Beside the hidden layer: numbers of slots and choices, and each choice's result.
-    residuals = inside + 6 * hidden + out + rows * FLOAT + s.cut * s.K * FLOAT
+    residuals = inside + 6 * hidden + out + rows * FLOAT + s.bt * s.K * FLOAT
     return Layer(products, sends, kept, residuals, 2 * inside + 3 * hidden + out)
 
 
@@ -195,12 +188,12 @@ def moe(s: Sizes, c: utils.Config) -> Layer:
     if s.x:
         layer += swiglu("shared_experts", "shared experts", s, s.x)
     router = Layer(
-        [Product("router", 2 * s.cut * s.D * s.E, ALWAYS)],
-        residuals=norm_residuals(s, s.D, s.cut)
-        + s.cut * s.D * FLOAT
-        + s.cut * s.E * (3 * FLOAT + 1)
-        + s.cut * s.K * (2 * FLOAT + s.byte)
-        + 4 * s.cut * FLOAT
+        [Product("router", 2 * s.bt * s.D * s.E, ALWAYS)],
+        residuals=norm_residuals(s, s.D, s.bt)
+        + s.bt * s.D * FLOAT
+        + s.bt * s.E * (3 * FLOAT + 1)
+        + s.bt * s.K * (2 * FLOAT + s.byte)
+        + 4 * s.bt * FLOAT
         + s.b * s.E * FLOAT,
     )
     return router + layer
@@ -220,6 +213,8 @@ class Step:
         s = self.sizes
         self.dense, self.moe = attention(s) + mlp(s), attention(s) + moe(s, config)
         self.block = [(self.dense, m.dense_layers), (self.moe, m.moe_layers)]
+        self.in_blocks = {id(w) for w in jax.tree.leaves(self.declared.blocks)}
+        self.in_prefix = {id(w) for w in jax.tree.leaves(self.declared.first.prefix)}
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.chips = math.prod(mesh.shape)
         self.M = config.train.microbatches
@@ -228,27 +223,42 @@ class Step:
         self.useful = self.schedule.work * self.per_chunk
         self.run = (self.schedule.work + mesh.pipeline - 1) * self.per_chunk
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes anything again."""
+        return self.config.train.remat != "none"
+
     def again(self, name: str | None) -> int:
         """1 if what `name` says of a result makes the backward pass compute it again."""
-        remat = self.config.train.remat
-        return int(remat != "none" and name is not NEVER and name not in remat.split(","))
+        names = self.config.train.remat.split(",")
+        return int(self.recomputes and name is not NEVER and name not in names)
 
     def kept(self, layer: Layer) -> int:
         """Bytes that one layer leaves for its backward pass."""
-        remat = self.config.train.remat
-        if remat == "none":
+        if not self.recomputes:
             return layer.residuals
-        names = remat.split(",")
-        s = self.sizes
-        x = s.cut * s.D * s.byte
+        s, names = self.sizes, self.config.train.remat.split(",")
+        x = s.bt * s.D * s.byte
         return x + sum(size for name, size in layer.kept.items() if name in names)
 
-    def cut(self, w: Weight, gathered: bool = False) -> int:
+    def elements(self, w: Weight, gathered: bool = False) -> int:
         """Elements of a weight on this chip, at rest or whole along fsdp."""
         axes = [a for i, axes in enumerate(w.cuts) for a in axes]
         if gathered and w.gathered_dim is not None:
             axes.remove("fsdp")
         return w.size // math.prod(self.ranks[axis] for axis in axes)
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one block's weights, whole along fsdp."""
+        blocks = self.config.mesh.virtual * self.per_chunk  # of this chip
+        leaves = jax.tree.leaves(self.declared.blocks)
+        return sum(self.elements(w, gathered=True) for w in leaves) // blocks
+
+    def gathered_per_layer(self, w: Weight) -> bool:
+        """Whether a weight is gathered each time that its layer runs, and not once per step."""
+        layers = id(w) in self.in_blocks or id(w) in self.in_prefix
+        return self.config.fsdp.gather == "layer" and layers
 
 
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
@@ -281,7 +291,7 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
         each = step.M * m.prefix_layers * p.flops
         again = 1 + step.again(p.again)
         add(p.part, forward=each, backward=2 * each, recomputed=again * each)
-    each = step.M * 2 * s.whole * s.D * s.v
+    each = step.M * 2 * s.bT * s.D * s.v
     add("output", forward=each, backward=2 * each)
     return parts
 
@@ -344,22 +354,22 @@ def sums_everywhere(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> boo
 def _ends(step: Step, add) -> None:
     """Collectives of the pipeline, the embedding and the loss."""
     s, M = step.sizes, step.M
-    cut, whole = s.cut * s.D * s.byte, s.whole * s.D * s.byte
+    own, whole = s.bt * s.D * s.byte, s.bT * s.D * s.byte
     ticks = step.schedule.work + step.schedule.pipeline - 1
     # A cooldown of one tick is no loop, and compilers leave out its send, which nobody reads.
     sends = 2 * ticks - (step.schedule.stages == 2)
-    add("pipeline sends", ("pipeline",), "collective-permute", cut, sends)
+    add("pipeline sends", ("pipeline",), "collective-permute", own, sends)
     times = M * (2 if step.config.model.prefix_layers else 1)
     add("embedding", ("pipeline",), "all-reduce", whole, times)
-    add("embedding", ("tensor",), "reduce-scatter", cut, times)
-    add("embedding, backward", ("pipeline",), "all-reduce", cut, M)
+    add("embedding", ("tensor",), "reduce-scatter", own, times)
+    add("embedding, backward", ("pipeline",), "all-reduce", own, M)
     add("embedding, backward", ("tensor",), "all-gather", whole, M)
-    add("last stage to all", ("pipeline",), "all-reduce", cut, M)
+    add("last stage to all", ("pipeline",), "all-reduce", own, M)
     add("loss input", ("tensor",), "all-gather", whole, M)
-    add("loss input, backward", ("tensor",), "reduce-scatter", cut, M)
-    add("loss input, backward", ("pipeline",), "all-reduce", s.cut * s.D * FLOAT, M)
+    add("loss input, backward", ("tensor",), "reduce-scatter", own, M)
+    add("loss input, backward", ("pipeline",), "all-reduce", s.bt * s.D * FLOAT, M)
     # The largest logit, the sum of exponentials, and the target's logit.
-    add("vocabulary reductions", VOCABULARY_AXES, "all-reduce", 3 * s.whole * FLOAT, M)
+    add("vocabulary reductions", VOCABULARY_AXES, "all-reduce", 3 * s.bT * FLOAT, M)
 
 
 def _weights(step: Step, add, narrow: bool) -> None:
@@ -368,47 +378,44 @@ def _weights(step: Step, add, narrow: bool) -> None:
     narrow  gradients of a gather per layer are summed in the type that they are computed in: what
             libtpu makes of a sum over a whole slice.
     """
-    c, declared = step.config, step.declared
-    per_layer = c.fsdp.gather == "layer"
-    stages = {id(w) for w in jax.tree.leaves(declared.blocks)}
-    prefix = {id(w) for w in jax.tree.leaves(declared.first.prefix)}
-    blocks = c.mesh.virtual * step.per_chunk  # of this chip
+    declared = step.declared
+    blocks = step.config.mesh.virtual * step.per_chunk  # of this chip
     for w in jax.tree.leaves(declared):
         byte = FLOAT if w.float32 else step.sizes.byte
-        cut, whole = step.cut(w), step.cut(w, gathered=True)
+        own, whole = step.elements(w), step.elements(w, gathered=True)
         if w.gathered_dim is not None:
             forward = backward = 1
-            if per_layer and id(w) in stages:  # each time that a block runs, of all on the chip
-                cut, whole = cut // blocks, whole // blocks
+            per_layer = step.gathered_per_layer(w)
+            if per_layer and id(w) in step.in_blocks:
+                own, whole = own // blocks, whole // blocks
                 forward, backward = 2 * step.run, step.run
-            elif per_layer and id(w) in prefix:
+            elif per_layer:
                 forward, backward = 3 * step.M, step.M
             add("weights", ("fsdp",), "all-gather", whole * byte, forward)
-            grad = byte if narrow and backward > 1 else FLOAT
-            add("gradients", ("fsdp",), "reduce-scatter", cut * grad, backward)
+            grad = byte if narrow and per_layer else FLOAT
+            add("gradients", ("fsdp",), "reduce-scatter", own * grad, backward)
         replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
-        add("replicated gradients", replicated, "all-reduce", step.cut(w) * FLOAT)
+        add("replicated gradients", replicated, "all-reduce", step.elements(w) * FLOAT)
     add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(jax.tree.leaves(declared)))
 
 
 def memory(step: Step) -> dict[str, int]:
     """Bytes by part, at the fullest moment of a step."""
-    c, s, declared = step.config, step.sizes, step.declared
-    per_layer = c.fsdp.gather == "layer"
-    stages = {id(w) for w in jax.tree.leaves((declared.blocks, declared.first.prefix))}
-    parts = Counter()
+    s, declared = step.sizes, step.declared
+    parts: Counter = Counter()
     for w in jax.tree.leaves(declared):
         byte = FLOAT if w.float32 else s.byte
-        held = step.cut(w, gathered=not (per_layer and id(w) in stages))
-        parts["weights"] += step.cut(w) * FLOAT
-        parts["optimizer state"] += step.cut(w) * FLOAT * MOMENTS
+        held = step.elements(w, gathered=not step.gathered_per_layer(w))
+        parts["weights"] += step.elements(w) * FLOAT
+        parts["optimizer state"] += step.elements(w) * FLOAT * MOMENTS
         parts["weights in use"] += held * byte
         parts["gradients"] += held * FLOAT
-    parts["batch"] = 4 * step.M * s.whole * FLOAT
+    parts["batch"] = 4 * step.M * s.bT * FLOAT
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
-    parts["pipeline buffers"] = 4 * s.cut * s.D * s.byte
-    parts[working_part(step)] = max(working(step).values())
+    parts["pipeline buffers"] = 4 * s.bt * s.D * s.byte
+    part, size = max(working(step).items(), key=lambda item: item[1])
+    parts[part] = size
     lasting = parts["weights"] + parts["optimizer state"] + parts["batch"]
     parts["gaps"] = round(GAPS * (parts.total() - lasting))
     return dict(parts)
@@ -417,26 +424,21 @@ def memory(step: Step) -> dict[str, int]:
 def working(step: Step) -> dict[str, int]:
     """Bytes that only one moment needs, by what happens in it."""
     c, s = step.config, step.sizes
-    tokens = s.whole // model.chunks(s.whole, c.train.loss_chunk_tokens)
+    tokens = s.bT // model.chunks(s.bT, c.train.loss_chunk_tokens)
     table = s.v * s.D
     kept = sum(step.kept(layer) * count for layer, count in step.block)
-    block = sum(step.cut(w, gathered=True) for w in jax.tree.leaves(step.declared.blocks))
-    block //= c.mesh.virtual * step.per_chunk
     alive = max(layer.alive for layer, count in step.block if count)
+    prefix = c.model.prefix_layers
     return {
         # Logits, their gradient, and where there are several chunks the sum of the table's.
         "logits": tokens * s.v * (FLOAT + s.byte)
-        + s.whole * s.D * s.byte
-        + (table * FLOAT if tokens < s.whole else 0),
+        + s.bT * s.D * s.byte
+        + (table * FLOAT if tokens < s.bT else 0),
         # A block's weights and their gradients, its part of the ring, and one of its layers.
-        "one layer": 2 * block * s.byte + kept + alive,
+        "one layer": 2 * step.block_elements * s.byte + kept + alive,
+        # All of the prefix's layers, whose forward pass runs anew before its backward pass.
+        "prefix layers": (prefix * step.kept(step.dense) + step.dense.alive if prefix else 0),
     }
-
-
-def working_part(step: Step) -> str:
-    """What happens at the fullest moment."""
-    found = working(step)
-    return max(found, key=found.__getitem__)
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -447,25 +449,30 @@ USES = {"forward": 2, "recomputed": 2, "backward": 3}  # of a layer's results: w
 def memory_traffic(step: Step) -> dict[str, int]:
     """Bytes that go through a chip's memory in a step, by cause.
 
-    Rule: what the backward pass finds of a layer is written and read once in its forward pass, as
-    often where it is computed again, and read, read and written once more in its backward pass;
-    each pass over a block reads its weights, and a backward one adds to float32 gradients; logits
-    as a layer's results; the optimizer reads gradients twice, and reads and writes weights and
-    moments.
+    An estimate, by rule: what the backward pass finds of a layer is written and read once in its
+    forward pass, as often where it is computed again and not kept, and read, read and written once
+    more in its backward pass; each pass over a block reads its weights, and a backward one adds to
+    float32 gradients, as does each chunk of the loss; the optimizer reads gradients twice, and
+    reads and writes weights and moments.
     """
-    s, again = step.sizes, step.again("every")
-    uses = USES["forward"] + USES["backward"] + again * USES["recomputed"]
-    block = sum(step.cut(w, gathered=True) for w in jax.tree.leaves(step.declared.blocks))
-    block //= step.config.mesh.virtual * step.per_chunk
-    here = sum(step.cut(w) for w in jax.tree.leaves(step.declared))
-    prefix = step.M * step.config.model.prefix_layers * step.dense.residuals
+    c, s = step.config, step.sizes
+
+    def results(layer: Layer) -> int:
+        again = layer.residuals - step.kept(layer) if step.recomputes else 0
+        once = USES["forward"] + USES["backward"]
+        return once * layer.residuals + USES["recomputed"] * max(0, again)
+
+    here = sum(step.elements(w) for w in jax.tree.leaves(step.declared))
+    prefix = step.M * c.model.prefix_layers
+    chunks = step.M * model.chunks(s.bT, c.train.loss_chunk_tokens)
     table = s.v * s.D
+    passes = 2 + step.recomputes
     return {
-        "activations": uses * step.run * sum(la.residuals * count for la, count in step.block)
-        + (uses + USES["forward"]) * prefix,
-        "weights in use": (2 + again) * step.run * block * s.byte + 3 * step.M * table * s.byte,
-        "gradients": 2 * FLOAT * (step.run * block + 2 * step.M * table),
-        "logits": 5 * step.M * s.whole * s.v * (FLOAT + s.byte),
+        "activations": step.run * sum(results(layer) * count for layer, count in step.block)
+        + prefix * (results(step.dense) + USES["forward"] * step.dense.residuals),
+        "weights in use": (passes * step.run * step.block_elements + 2 * chunks * table) * s.byte,
+        "gradients": 2 * FLOAT * (step.run * step.block_elements + (chunks + step.M) * table),
+        "logits": 5 * step.M * s.bT * s.v * (FLOAT + s.byte),
         "optimizer": 8 * FLOAT * here,
     }
 
@@ -527,11 +534,15 @@ class Prediction:
 
     def line(self) -> str:
         """Memory and step time in a line."""
-        memory = f"plan: {self.memory_bytes_per_chip / 2**30:.3g} GiB per device"
+        memory = f"plan: {self.memory_bytes_per_chip / GIB:.3g} GiB per device"
         if self.seconds is None:
             return f"{memory}; no step time, for no figures of this device are known"
+        if self.memory_bytes_per_chip > self.chip.memory_bytes:
+            memory += ", which does not fit: it has"
+        else:
+            memory += " of"
         return (
-            f"{memory} of {self.chip.memory_bytes / 2**30:.0f}; {self.step_s:.3g} s per step at "
+            f"{memory} {self.chip.memory_bytes / GIB:.0f}; {self.step_s:.3g} s per step at "
             f"best, {self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}"
         )
 
@@ -587,7 +598,8 @@ def seconds(
 ) -> dict[str, float]:
     """How long each resource is at work in a step, at its peak."""
     found = {
-        "compute": flops_per_chip / chip.flops,
+        "compute": flops_per_chip
+        / (chip.float32_flops if step.sizes.byte == FLOAT else chip.flops),
         "memory": memory_bytes / chip.memory_bandwidth,
     }
     for sent in sends:
@@ -611,12 +623,11 @@ def seconds_again(step: Step, chip: Chip | None, layer: Layer, name: str) -> flo
 
 
 def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
-    """Bytes sent, over the bandwidth of the links that the group's ranks have."""
-    inner = MESH_AXES[MESH_AXES.index(sent.axes[-1]) + 1 :]
-    stride = math.prod(step.ranks[axis] for axis in inner)
-    bandwidth = chip.axis_bandwidth(sent.ranks, stride)
-    if sent.kind == "all-to-all":
-        bandwidth /= chip.detour(sent.ranks)
-    if chip.is_tpu and sent.kind == "collective-permute":
-        bandwidth = chip.link_bandwidth  # one way, to the next
-    return sent.sent_bytes / bandwidth
+    """At the full bandwidth of the links that the group's ranks have."""
+    ranks, strides, stride = list(step.ranks.items()), {}, 1
+    for axis, size in reversed(ranks):
+        strides[axis] = stride
+        stride *= size
+    groups = tuple((step.ranks[axis], strides[axis]) for axis in sent.axes)
+    whole = sent.result_bytes * (sent.ranks if sent.kind == "reduce-scatter" else 1)
+    return chip.collective_s(sent.kind, whole, groups, step.chips)

@@ -620,7 +620,7 @@ class Loop:
         memory, source = peak_bytes(self.mesh, self.step)
         later = self.taken_s[1:] or self.taken_s
         seconds = f"; {statistics.median(later):.3g} s per step (median)" if later else ""
-        return f"measured: {memory / 2**30:.3g} GiB per device ({source}){seconds}"
+        return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
 
 
 def peak_bytes(mesh: Mesh, step: Any) -> tuple[int, str]:

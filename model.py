@@ -15,7 +15,7 @@ Words: `slots` is room at an expert, `part_x` a value that ranks still have to a
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import flax
@@ -774,6 +774,7 @@ chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 # guide: end
 
 
+@cache
 def chunks(tokens: int, most: int) -> int:
     """The fewest equal chunks of at most `most` tokens."""
     return next(c for c in range(max(1, -(-tokens // most)), tokens + 1) if tokens % c == 0)

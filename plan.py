@@ -12,6 +12,7 @@ main.py's flags as well.
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,31 +35,30 @@ from chips import Chip
 from compiler import Compiled
 from cost import Prediction
 from search import Candidate, Found
+from utils import GIB
 
 if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts fast
     from matplotlib.axes import Axes
 
 Switch = tyro.conf.FlagCreatePairsOff[bool]
-GIB = 2**30
 FLOPS_RULE = (
     "FLOPs are 2 per multiplication and addition of matrix products; attention as its whole "
     "rectangle, every capacity slot, the padded vocabulary. Backward is twice forward; recomputed "
     "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
-    "Time is FLOPs at the bf16 peak, bytes at the memory's and the links' full bandwidth. At best "
-    "all are at work at once; without overlap the links wait for the chip and the chip for them."
+    "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. "
+    "How often results go through memory is an estimate (see cost.memory_traffic). At best all are "
+    "at work at once; without overlap the links wait for the chip and the chip for them."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What a training step needs of one chip, predicted from shapes. Every flag of main.py is taken
-    too, as --mesh.fsdp 8 (see main.py --help).
-    """
+    """Flags of plan.py beside those of main.py."""
 
     config: Path | None = None  # TOML file with other defaults, as for main.py
-    chip: str = "v4"  # v4, v5e, v5p, v6e, a100, a100-40gb, h100, h100-pcie, h200, or cpu
+    chip: str = "v4"  # TPU v4, v5e, v5p, v6e, GPU a100, h100, h200 (see chips.py), or cpu
     chips: int = 0  # 0: as many as the mesh has; for another number the best mesh is found
     topology: str = ""  # sides of the TPU slice to compile for, as 2x4x4; empty: the usual one
     tokens: float = 0  # of the whole run, for its days; 0: those of train.steps
@@ -104,9 +104,9 @@ def make(flags: Flags, rest: list[str]) -> Plan:
     check(flags)
     named = ["--config", str(flags.config)] if flags.config else []
     own = tuple(field.name for field in dataclasses.fields(Flags))
-    config = utils.parse([*named, *rest], own)
-    chip = None if flags.chip == "cpu" else chips.chip_named(flags.chip)
-    if chip is not None and (flags.compile or flags.topology):
+    config = utils.parse([*named, *rest], own, checked=False)
+    chip = chips.chip_named(flags.chip)
+    if flags.compile:
         compiler.check_compiler(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
     fixed = frozenset(search.FREE) & given
@@ -115,25 +115,39 @@ def make(flags: Flags, rest: list[str]) -> Plan:
     if flags.search or count != math.prod(config.mesh.shape):
         found = searched(config, chip, count, fixed, flags)
         config = found.best[0].config
+    utils.check(config)
     predicted = cost.predict(config, chip)
     built = build(flags, config, chip) if flags.compile else None
     return Plan(flags, config, chip, predicted, built, found)
 
 
 def check(flags: Flags) -> None:
-    """Raises ValueError for flags that do not go together."""
-    for name in ("hlo", "svg"):
+    """Raises ValueError for flags that do not go together, and files that cannot be written."""
+    for name in ("hlo", "svg", "topology"):
         if getattr(flags, name) and not flags.compile:
-            raise ValueError(f"--{name} keeps what --compile makes. Use --compile --{name} FILE.")
-    for name in ("png", "svg"):
+            raise ValueError(f"--{name} goes with --compile. Use --compile --{name} ...")
+    for name in ("png", "svg", "hlo"):
         path = getattr(flags, name)
-        if path and path.suffix != f".{name}":
+        if path and name != "hlo" and path.suffix != f".{name}":
             raise ValueError(
                 f"--{name} {path} does not end in .{name}. Use --{name} "
                 f"{path.with_suffix('.' + name)}."
             )
-    if flags.chips < 0 or flags.tokens < 0:
+        if path:
+            check_writable(name, path)
+    if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
         raise ValueError("--chips and --tokens are counts. Use 0 or more.")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Before minutes are spent on what goes there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(
+            f"--{name} {path} cannot be written: {error.strerror}. Name another file."
+        ) from None
 
 
 def searched(
@@ -143,12 +157,6 @@ def searched(
 
     Raises  ValueError where no mesh has so many chips, or none has the memory.
     """
-    mesh = fixed & set(search.MESH_FLAGS)
-    if mesh == set(search.MESH_FLAGS) and count != math.prod(config.mesh.shape):
-        raise ValueError(
-            f"--chips {count}, and the mesh that is asked for has {math.prod(config.mesh.shape)}. "
-            "Leave out --chips, or the --mesh flags to have a mesh found."
-        )
 
     def progress(items: list) -> Iterable:
         console = Console(stderr=True)
@@ -162,9 +170,9 @@ def searched(
 
 def fits_nowhere(found: Found, chip: Chip, count: int) -> str:
     """How much memory is missing where it is least, and which flag saves most."""
-    least = found.nearest
-    need, usable = least.predicted.memory_bytes_per_chip, search.usable_bytes(chip)
-    saves = search.savings(least.config, chip)
+    least = found.smallest
+    need, usable = least.memory, search.usable_bytes(chip)
+    saves = search.savings(least.config, chip, same_chips=True)
     advice = f" Of single flags {saving(saves[0])} saves most." if saves else ""
     return (
         f"the config fits on no mesh of {count} {chip.name}: at best {gib(need - usable)} per chip "
@@ -198,11 +206,15 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
 
 def show(plan: Plan) -> None:
     """Tables or JSON, and the pictures."""
+    if plan.flags.json:
+        print(json.dumps(as_json(plan), indent=1, allow_nan=False))
+    else:
+        print_tables(plan)
     if plan.flags.png:
         draw(plan, plan.flags.png)
-    if plan.flags.json:
-        print(json.dumps(as_json(plan), indent=1))
-        return
+
+
+def print_tables(plan: Plan) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     for part in (header, memory_table, flops_table, traffic_table, time_table):
         console.print(part(plan))
@@ -265,7 +277,7 @@ def verdict(config: utils.Config, chip: Chip, p: Prediction) -> str:
     of = f"{gib(usable)} usable of {gib(chip.memory_bytes)}"
     if need <= usable:
         return f"fits: {need / usable:.0%} of {of}"
-    saves = ", ".join(saving(one) for one in search.savings(config, chip)[:3])
+    saves = ", ".join(saving(one) for one in search.savings(config, chip, False)[:3])
     return f"does not fit: {gib(need - usable)} more than {of}. What saves most: {saves or 'none'}"
 
 
@@ -298,6 +310,10 @@ def traffic_table(plan: Plan) -> Table:
             axes = "+".join(sent.axes)
             sizes = (f"{sent.result_bytes / 1e6:,.1f}", f"{sent.sent_bytes / 1e6:,.1f}")
             table.add_row(axes, sent.cause, sent.kind, *sizes)
+    less = [t for t in rows if t.result_bytes < small]
+    if less:
+        sizes = (sum(t.result_bytes for t in less), sum(t.sent_bytes for t in less))
+        table.add_row("", f"{len(less)} smaller ones", "", *(f"{s / 1e6:,.1f}" for s in sizes))
     table.add_section()
     sums = (sum(t.result_bytes for t in rows), sum(t.sent_bytes for t in rows))
     table.add_row("sum", "", "", *(f"{s / 1e6:,.1f}" for s in sums))
@@ -310,18 +326,25 @@ def time_table(plan: Plan) -> Group | str:
         return "No times: no figures of this chip are known.\n"
     table = new_table("Time of a step", "at work", "ms")
     for name, seconds in sorted(p.seconds.items(), key=lambda item: -item[1]):
-        if seconds >= 5e-5:
-            label = name if name in ("compute", "memory") else f"links along {name}"
-            table.add_row(label, f"{1e3 * seconds:,.1f}")
+        table.add_row(resource(name), f"{1e3 * seconds:,.3g}")
     table.add_section()
     for label, seconds in (("at best", p.step_s), ("without overlap", p.serial_step_s)):
         rate = p.tokens_per_s(seconds)
         table.add_row(
             f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
-            f"{plan.tokens / rate / 86400:.1f} days to {plan.tokens:.3g} tokens",
-            f"{1e3 * seconds:,.1f}",
+            f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens",
+            f"{1e3 * seconds:,.3g}",
         )
-    return noted(table, f"Bound by {p.bound_by}. {TIME_RULE} {flops.MFU_RULE}")
+    return noted(table, f"Bound by {resource(p.bound_by)}. {TIME_RULE} {flops.MFU_RULE}")
+
+
+def resource(name: str) -> str:
+    return name if name in ("compute", "memory") else f"the links along {name}"
+
+
+def duration(seconds: float) -> str:
+    """In days, or hours where they are fewer than two."""
+    return f"{seconds / 86400:.1f} days" if seconds > 172800 else f"{seconds / 3600:.1f} hours"
 
 
 def compiled_table(plan: Plan) -> Group:
@@ -368,7 +391,7 @@ def kinds_table(compiled: Compiled) -> Table:
 
 
 def search_table(found: Found, chip: Chip | None) -> Table:
-    title = f"{len(found.best)} meshes of {found.tried} ways that were tried"
+    title = f"Meshes that fit: {len(found.best)}, best of {found.tried} ways to use them"
     names = (
         "mesh",
         "virtual",
@@ -397,11 +420,17 @@ def search_table(found: Found, chip: Chip | None) -> Table:
 
 
 def out_lines(found: Found) -> str:
-    """Why the other meshes are out, those with one reason together."""
-    reasons: dict[str, list[str]] = {}
+    """Why the other meshes are out: one of each kind of reason, and how many there are."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
     for mesh, reason in found.out.items():
-        reasons.setdefault(reason, []).append(" x ".join(map(str, mesh)))
-    return "\n".join(f"out: {', '.join(meshes)}: {why}" for why, meshes in reasons.items())
+        kind = re.sub(r"\d+(\.\d+)?", "", reason.split(":")[0])
+        kinds.setdefault(kind, []).append((" x ".join(map(str, mesh)), reason))
+    lines = []
+    for same in kinds.values():
+        mesh, reason = same[0]
+        more = f" (and {len(same) - 1} like it)" if len(same) > 1 else ""
+        lines.append(f"out: {mesh}{more}: {reason}")
+    return "\n".join(lines)
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -415,7 +444,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chips": p.chips,
         "flags": {flag: search.value_of(plan.config, flag) for flag in search.FREE},
         "tokens": plan.tokens,
-        "fits": p.memory_bytes_per_chip <= search.usable_bytes(plan.chip),
+        "fits": plan.chip and p.memory_bytes_per_chip <= search.usable_bytes(plan.chip),
         "predicted": predicted_json(p),
     }
     if c:
@@ -446,10 +475,15 @@ def predicted_json(p: Prediction) -> dict[str, Any]:
 
 
 def rates_json(p: Prediction) -> dict[str, float]:
-    """Of the roofline."""
-    if p.step_s is None:
-        return {}
-    return {"tokens_per_s": p.tokens_per_s(p.step_s), "mfu": p.mfu(p.step_s)}
+    """At best and, as serial_, without overlap."""
+    told = {}
+    for prefix, seconds in (("", p.step_s), ("serial_", p.serial_step_s)):
+        if seconds is not None:
+            told |= {
+                f"{prefix}tokens_per_s": p.tokens_per_s(seconds),
+                f"{prefix}mfu": p.mfu(seconds),
+            }
+    return told
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -494,8 +528,10 @@ def draw(plan: Plan, path: Path) -> None:
         times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
     what = plan.flags.config.stem if plan.flags.config else "defaults"
     chip = plan.chip.name if plan.chip else "cpu"
-    figure.suptitle(f"{what} on {plan.predicted.chips} x {chip}", size=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{what} on {plan.predicted.chips} x {chip}"
+    if plan.found and len(plan.found.best) > len(shown):
+        title += f", best {len(shown)} of {len(plan.found.best)} meshes"
+    figure.suptitle(title, size=11)
     figure.savefig(path, dpi=150)
 
 

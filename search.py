@@ -6,20 +6,27 @@ the time of a step in which nothing overlaps, then by memory.
 """
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import cost
 import utils
 from chips import Chip
-from utils import Config
+from utils import GIB, Config
 
-# Of a chip's memory: predictions are within 10 % of what a compiler plans.
-USABLE = 0.9
+# Of a chip's memory: predictions are within 10 % of what a compiler plans, and a runtime keeps some
+# for itself.
+USABLE = 0.85
 MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.tensor")
 FREE = (*MESH_FLAGS, "mesh.virtual", "train.microbatches", "train.remat", "fsdp.gather")
+MOST_CHIPS = 2**17
+
+MeshShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,13 @@ class Candidate:
     predicted: cost.Prediction
 
     @property
-    def rank(self) -> tuple[float, int]:
+    def memory(self) -> int:
+        return self.predicted.memory_bytes_per_chip
+
+    @property
+    def order(self) -> tuple[float, int]:
         """Smallest is best."""
-        return self.predicted.serial_step_s or 0.0, self.predicted.memory_bytes_per_chip
+        return self.predicted.serial_step_s or 0.0, self.memory
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,9 @@ class Found:
     """What a search came to."""
 
     best: list[Candidate]  # of each mesh, best mesh first
-    out: dict[tuple[int, int, int], str]  # mesh -> why it is out
+    out: dict[MeshShape, str]  # mesh -> why it is out
     tried: int
-    nearest: Candidate | None  # the least memory, where nothing fits
+    smallest: Candidate | None  # where nothing fits
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
@@ -75,11 +86,13 @@ def flags_of(config: Config) -> str:
     return " ".join(f"--{flag} {value_of(config, flag)}" for flag in FREE)
 
 
+@cache
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def meshes(chips: int) -> list[tuple[int, int, int]]:
+def meshes(chips: int) -> list[MeshShape]:
     """All (fsdp, pipeline, tensor) of so many chips."""
     return [
         (chips // (pipeline * tensor), pipeline, tensor)
@@ -105,43 +118,62 @@ def search(
     progress  wraps the list of meshes that is gone through.
     Raises    ValueError where the model divides over no mesh.
     """
-    best, out, tried, least = [], {}, 0, None
-    for mesh in progress(meshes(chips)):
-        if any(
-            f in fixed and value_of(config, f) != n for f, n in zip(MESH_FLAGS, mesh, strict=True)
-        ):
-            continue
-        candidates, reason = [], ""
-        for values in ways(config, mesh, fixed):
-            try:
-                candidate = with_most_kept(config, chip, values, "train.remat" in fixed)
-            except ValueError as error:
-                reason = reason or str(error)
-                continue
-            tried += 1
-            candidates.append(candidate)
-        fit = [c for c in candidates if c.predicted.memory_bytes_per_chip <= usable_bytes(chip)]
+    best, small, out, tried = [], [], {}, 0
+    for mesh in progress(allowed(config, chips, fixed)):
+        candidates, reason = candidates_on(config, chip, mesh, fixed)
+        tried += len(candidates)
+        fit = [c for c in candidates if c.memory <= usable_bytes(chip)]
         if fit:
-            best.append(min(fit, key=lambda c: c.rank))
-            continue
-        if candidates:
-            small = min(candidates, key=lambda c: c.predicted.memory_bytes_per_chip)
-            if least is None or (
-                small.predicted.memory_bytes_per_chip < least.predicted.memory_bytes_per_chip
-            ):
-                least = small
-            need = small.predicted.memory_bytes_per_chip / 2**30
-            reason = f"needs {need:.1f} GiB of {usable_bytes(chip) / 2**30:.1f} GiB at least"
-        out[mesh] = reason
-    if not best and least is None:
-        raise ValueError(no_mesh(config, chips, out))
-    best.sort(key=lambda c: c.rank)
-    return Found(best, out, tried, None if best else least)
+            best.append(min(fit, key=lambda c: c.order))
+        elif candidates:
+            small.append(min(candidates, key=lambda c: c.memory))
+            need, most = small[-1].memory / GIB, usable_bytes(chip) / GIB
+            out[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
+        else:
+            out[mesh] = reason
+    if not best and not small:
+        raise ValueError(no_mesh(config, chips, fixed, out))
+    best.sort(key=lambda c: c.order)
+    smallest = None if best else min(small, key=lambda c: c.memory)
+    return Found(best, out, tried, smallest)
 
 
-def ways(
-    config: Config, mesh: tuple[int, int, int], fixed: frozenset[str]
-) -> Iterator[dict[str, Any]]:
+def allowed(config: Config, chips: int, fixed: frozenset[str]) -> list[MeshShape]:
+    """Meshes of so many chips that keep the fixed sizes.
+
+    Raises  ValueError where there are none.
+    """
+    if chips > MOST_CHIPS:
+        raise ValueError(f"--chips {chips} is more than {MOST_CHIPS}. Use as many as there are.")
+    sizes = {flag: value_of(config, flag) for flag in MESH_FLAGS if flag in fixed}
+    found = [
+        mesh
+        for mesh in meshes(chips)
+        if all(mesh[MESH_FLAGS.index(flag)] == size for flag, size in sizes.items())
+    ]
+    if not found:
+        given, needed = " ".join(f"--{f} {n}" for f, n in sizes.items()), math.prod(sizes.values())
+        raise ValueError(
+            f"--chips {chips} cannot be had with {given}. Use a multiple of {needed}, or leave "
+            "the mesh flags out to have a mesh found."
+        )
+    return found
+
+
+def candidates_on(
+    config: Config, chip: Chip | None, mesh: MeshShape, fixed: frozenset[str]
+) -> tuple[list[Candidate], str]:
+    """All ways to use a mesh, and why the first one that cannot be had cannot."""
+    candidates, reason = [], ""
+    for values in ways(config, mesh, fixed):
+        try:
+            candidates.append(with_most_kept(config, chip, values, fixed))
+        except ValueError as error:
+            reason = reason or str(error)
+    return candidates, reason
+
+
+def ways(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     """What to try on a mesh: {flag: value} without train.remat."""
     fsdp, pipeline, _ = mesh
     blocks, sequences = config.model.blocks, config.train.sequences
@@ -164,15 +196,14 @@ def ways(
 
 
 def with_most_kept(
-    config: Config, chip: Chip | None, values: dict[str, Any], keep_remat: bool
+    config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
 ) -> Candidate:
     """The candidate whose backward pass finds the most that fits; the smallest if none does."""
     config = changed(config, values)
-    policies = [config.train.remat] if keep_remat else remat_policies(config, chip)
-    for policy in policies:
+    keep = "train.remat" in fixed
+    for policy in [config.train.remat] if keep else remat_policies(config, chip):
         config = changed(config, {"train.remat": policy})
-        step = cost.Step(config)
-        if sum(cost.memory(step).values()) <= usable_bytes(chip):
+        if sum(cost.memory(cost.Step(config)).values()) <= usable_bytes(chip):
             break
     return Candidate(config, cost.predict(config, chip))
 
@@ -180,31 +211,41 @@ def with_most_kept(
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
     """From all to nothing kept, what saves the least time for its bytes dropped first."""
     step = cost.Step(changed(config, {"train.remat": "full"}))
-    worth: dict[str, float] = {}
+    saved, held = Counter(), Counter()
     for layer, count in step.block:
         for name, size in layer.kept.items():
-            saved = cost.seconds_again(step, chip, layer, name)
-            worth[name] = worth.get(name, 0.0) + (saved / size if count and size else 0.0)
-    order = sorted((name for name in worth if worth[name]), key=lambda name: -worth[name])
-    kept = [order[:n] for n in range(len(order), 0, -1)]
+            saved[name] += count * cost.seconds_again(step, chip, layer, name)
+            held[name] += count * size
+    names = [name for name in held if held[name]]
+    names.sort(key=lambda name: -saved[name] / held[name])
+    kept = [names[:n] for n in range(len(names), 0, -1)]
     return ["none", *(",".join(n for n in utils.REMAT_NAMES if n in some) for some in kept), "full"]
 
 
-def no_mesh(config: Config, chips: int, out: dict[tuple[int, int, int], str]) -> str:
+def no_mesh(config: Config, chips: int, fixed: frozenset[str], out: dict[MeshShape, str]) -> str:
     """What to say where the model divides over no mesh of so many chips."""
-    near = [n for n in sorted(range(1, 2 * chips + 65), key=lambda n: abs(n - chips)) if n != chips]
-    works = [n for n in near if divides(config, n)][:2]
-    reason = f" For one, (fsdp, pipeline, tensor) = {next(iter(out))}: {next(iter(out.values()))}"
+    mesh, reason = next(iter(out.items()))
+    said = f"For one, (fsdp, pipeline, tensor) = {mesh}: {reason}"
+    given = " ".join(f"--{flag} {value_of(config, flag)}" for flag in sorted(fixed))
+    if given and divides(config, chips, frozenset()):
+        return f"with {given} the model divides over no mesh of {chips} chips. Leave it out. {said}"
+    near = (n for d in range(1, chips + 64) for n in (chips - d, chips + d) if n > 0)
+    works = sorted(itertools.islice((n for n in near if divides(config, n, fixed)), 2))
     return (
         f"--chips {chips}: the model divides over no mesh of so many. Use --chips "
-        f"{' or '.join(map(str, sorted(works)))}.{reason if out else ''}"
+        f"{' or '.join(map(str, works))}. {said}"
     )
 
 
-def divides(config: Config, chips: int) -> bool:
+def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
     """Whether the model can be cut over any mesh of so many chips."""
+    m, t = config.model, config.train
     for mesh in meshes(chips):
-        for values in ways(config, mesh, frozenset()):
+        fsdp, pipeline, tensor = mesh
+        parts = ((t.sequences, fsdp), (m.blocks, pipeline), (m.heads, tensor))
+        if any(size % ranks for size, ranks in parts):  # most are seen to be out at once
+            continue
+        for values in ways(config, mesh, fixed):
             try:
                 cost.Step(changed(config, values))
             except ValueError:
@@ -213,8 +254,11 @@ def divides(config: Config, chips: int) -> bool:
     return False
 
 
-def savings(config: Config, chip: Chip | None) -> list[tuple[str, int]]:
-    """Flags that make the config smaller, with the bytes per chip that each saves; most first."""
+def savings(config: Config, chip: Chip | None, same_chips: bool) -> list[tuple[str, int]]:
+    """Flags that make the config smaller, with the bytes per chip that each saves; most first.
+
+    same_chips  leave out those that take twice the chips.
+    """
     m, t = config.model, config.train
     now = cost.predict(config, chip).memory_bytes_per_chip
     tries: dict[str, Any] = {
@@ -224,11 +268,10 @@ def savings(config: Config, chip: Chip | None) -> list[tuple[str, int]]:
         "train.sequences": t.sequences // 2,
         "train.sequence_length": t.sequence_length // 2,
         "train.loss_chunk_tokens": max(1, t.loss_chunk_tokens // 2),
-        "mesh.fsdp": 2 * config.mesh.fsdp,
-        "mesh.tensor": 2 * config.mesh.tensor,
-        "mesh.pipeline": 2 * config.mesh.pipeline,
         "model.blocks": m.blocks // 2,
     }
+    if not same_chips:
+        tries |= {flag: 2 * value_of(config, flag) for flag in MESH_FLAGS}
     found = []
     for flag, value in tries.items():
         try:
@@ -236,5 +279,6 @@ def savings(config: Config, chip: Chip | None) -> list[tuple[str, int]]:
         except ValueError:
             continue
         if then < now:
-            found.append((f"--{flag} {value}", now - then))
+            twice = " on twice the chips" if flag in MESH_FLAGS else ""
+            found.append((f"--{flag} {value}{twice}", now - then))
     return sorted(found, key=lambda pair: -pair[1])

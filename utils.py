@@ -7,6 +7,7 @@ A setting is a field below and nothing else: the flag `--model.width`, the key `
 import dataclasses
 import difflib
 import json
+import math
 import os
 import sys
 import tomllib
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+
+GIB = 2**30
 
 # The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis
 # would be added to BATCH_AXES.
@@ -210,11 +213,14 @@ class Config:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None = None, others: tuple[str, ...] = ()) -> Config:
+def parse(
+    arguments: list[str] | None = None, others: tuple[str, ...] = (), checked: bool = True
+) -> Config:
     """The config that `--config FILE` and the flags say: a flag wins over the file, the file over
     the default.
 
-    others  flags that the program has beside these, to be named where one is unknown.
+    others   flags that the program has beside these, to be named where one is unknown.
+    checked  False leaves the call of `check` to the caller.
 
     Raises ValueError for a flag, a key or a file that does not exist, and for values that no run
     can have.
@@ -233,7 +239,8 @@ def parse(arguments: list[str] | None = None, others: tuple[str, ...] = ()) -> C
         known = [f"--{section}.{key}" for section, keys in _sections().items() for key in keys]
         known += [f"--{name}" for name in others]
         raise ValueError(f"unknown flag {unknown[0]}{_closest(unknown[0].split('=')[0], known)}")
-    check(config)
+    if checked:
+        check(config)
     return config
 
 
@@ -320,6 +327,8 @@ def check(config: Config) -> None:
     m, train, mesh = config.model, config.train, config.mesh
     for section, fields in dataclasses.asdict(config).items():
         for key, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{section}.{key} {value} is not a finite number. Use one.")
             low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
             if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
                 raise ValueError(f"--{section}.{key} {value} is below {low}. Use {low} or more.")

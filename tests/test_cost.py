@@ -217,17 +217,41 @@ def test_bytes_sent_follow_from_the_size_of_the_result(kind, result, sent):
     assert cost.Traffic("", ("fsdp",), kind, result, 8).sent_bytes == sent
 
 
-def test_links_are_slower_beyond_a_host_and_over_detours():
-    step = cost.Step(sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1))
-    sent = cost.Traffic("", ("fsdp",), "all-gather", 10**9, 32)
-    far = cost.Traffic("", ("fsdp",), "all-to-all", 10**9, 32)
-    here = sent.sent_bytes
-    assert cost.link_seconds(step, H100, sent) == here / H100.network_bandwidth
-    assert cost.link_seconds(step, V4, sent) == here / (6 * V4.link_bandwidth)
-    assert cost.link_seconds(step, V4, far) > 2 * cost.link_seconds(step, V4, sent)
-    inner = cost.Step(sizes(JAXFORMER, fsdp=8, pipeline=2, tensor=2))
-    near = cost.Traffic("", ("tensor",), "all-gather", 10**9, 2)
-    assert cost.link_seconds(inner, H100, near) == near.sent_bytes / H100.link_bandwidth
+def test_links_are_those_of_the_ranks_that_meet():
+    step = cost.Step(sizes(JAXFORMER, fsdp=2, pipeline=4, tensor=2))
+    near = cost.Traffic("", ("tensor",), "reduce-scatter", 10**9, 2)
+    far = cost.Traffic("", ("fsdp", "tensor"), "all-to-all", 10**9, 4)
+    assert cost.link_seconds(step, H100, near) == 10**9 / H100.link_bandwidth
+    assert cost.link_seconds(step, H100, far) == 10**9 / 2 / H100.network_bandwidth
+
+
+def test_a_prefix_is_alive_at_once_in_its_backward_pass():
+    many = dataclasses.replace(JAXFORMER.model, prefix_layers=40)
+    config = sizes(dataclasses.replace(JAXFORMER, model=many), remat="none")
+    step = cost.Step(config)
+    assert cost.memory(step)["prefix layers"] > 40 * step.dense.residuals
+
+
+def test_what_is_kept_is_not_made_again_in_memory_either():
+    found = [
+        sum(cost.memory_traffic(cost.Step(sizes(JAXFORMER, remat=policy))).values())
+        for policy in ("full", "latents,attention", ",".join(utils.REMAT_NAMES), "none")
+    ]
+    assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
+
+
+def test_small_chunks_of_the_loss_read_the_table_often():
+    few, many = (
+        cost.memory_traffic(cost.Step(sizes(JAXFORMER, loss_chunk_tokens=tokens)))["gradients"]
+        for tokens in (4096, 128)
+    )
+    assert many > 5 * few
+
+
+def test_float32_is_slower_than_bfloat16():
+    wide = dataclasses.replace(JAXFORMER.model, compute_dtype="float32")
+    wide = cost.predict(dataclasses.replace(JAXFORMER, model=wide), V4)
+    assert wide.seconds["compute"] == 6 * cost.predict(JAXFORMER, V4).seconds["compute"]
 
 
 def test_only_over_a_whole_slice_of_tpus_does_a_sum_go_everywhere():

@@ -62,9 +62,9 @@ def test_tables_show_every_part(capsys):
         "saved activations",
         "attention_scores",
         "expert dispatch, backward",
-        "links along fsdp+tensor",
-        "days to 6.5e+09 tokens",
-        "Bound by",
+        "the links along fsdp+tensor",
+        "hours to 6.5e+09 tokens",
+        "Bound by memory",
         "fits: ",
     ):
         assert words in text, words
@@ -78,6 +78,12 @@ def test_another_number_of_chips_has_the_best_mesh_found(capsys):
     again = [word for flag in flags for word in (f"--{flag}", str(flags[flag]))]
     same = told(capsys, *JAXFORMER, "--chip", "v5e", *again)
     assert same["predicted"] == found["predicted"]
+
+
+def test_sizes_that_only_the_files_mesh_forbids_are_no_hindrance(capsys):
+    """32 sequences are too few for 8 microbatches on 8 fsdp ranks, which 4 chips do not have."""
+    found = told(capsys, *JAXFORMER, "--chips", "4", "--train.sequences", "32")
+    assert found["chips"] == 4
 
 
 def test_what_is_too_large_says_so_and_what_would_help(capsys):
@@ -95,6 +101,7 @@ def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
     found = told(capsys, *flags, *kept)
     assert set(found["compiled"]) >= SHARED | {"compile_s"}
     assert found["compile_s"] == found["compiled"]["compile_s"] > 0
+    assert found["fits"] is None
     assert abs(found["ratios"]["FLOPs"] - 1) < 0.05
     assert abs(found["ratios"]["tensor"] - 1) < 0.1
     assert files["hlo"].read_text().startswith("HloModule")
@@ -138,7 +145,11 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     [
         (["--chip", "v7"], "--chip v7 is not known. Use one of v4, v5e"),
         ([*JAXFORMER, "--chips", "7"], "--chips 7: the model divides over no mesh of so many"),
-        (["--hlo", "x"], "Use --compile --hlo FILE"),
+        (["--hlo", "x"], "--hlo goes with --compile"),
+        (["--topology", "2x2"], "--topology goes with --compile"),
+        (["--png", "/proc/x.png"], "--png /proc/x.png cannot be written"),
+        (["--tokens", "nan"], "Use 0 or more"),
+        (["--model.capacity_factor", "inf"], "inf is not a finite number"),
         (["--svg", "x.png", "--compile"], "Use --svg x.svg"),
         (["--png", "x.jpg"], "Use --png x.png"),
         (["--tokens", "-1"], "Use 0 or more"),
@@ -146,7 +157,7 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
         (["--chp", "v4"], "unknown flag --chp: did you mean --chip"),
         (
             ["--chips=4", "--mesh.fsdp=2", "--mesh.pipeline=2", "--mesh.tensor=2"],
-            "--chips 4, and the mesh that is asked for has 8",
+            "--chips 4 cannot be had with --mesh.fsdp 2 --mesh.pipeline 2 --mesh.tensor 2",
         ),
         (
             [*JAXFORMER, *LARGE],

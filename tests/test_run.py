@@ -115,6 +115,14 @@ def test_the_driver_decides_which_cuda_is_installed(checkout, extra):
     assert checkout.calls[-1].endswith(f"-r requirements.txt jax[{extra}]")
 
 
+def test_jax_looks_for_no_tpu_on_a_cpu_and_takes_most_of_a_gpu(checkout):
+    cpu = environment_of(checkout.run("env"))
+    assert cpu["JAX_PLATFORMS"] == "cpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in cpu
+    assert environment_of(checkout.run("env", JAX_PLATFORMS="tpu"))["JAX_PLATFORMS"] == "tpu"
+    gpu = environment_of(checkout.run("env", DRIVER=DRIVER["cuda13"]))
+    assert gpu["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92" and "JAX_PLATFORMS" not in gpu
+
+
 def test_a_driver_that_is_too_old_for_jax_is_said_and_the_cpu_used(checkout):
     done = checkout.run("true")
     assert "NVIDIA driver (470) is older than 525" in done.stderr

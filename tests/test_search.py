@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -33,7 +34,7 @@ def test_every_mesh_is_either_ranked_or_out_with_a_reason(found):
 def test_the_best_comes_first_and_fits(found):
     times = [c.predicted.serial_step_s for c in found.best]
     assert times == sorted(times)
-    assert all(c.predicted.memory_bytes_per_chip <= search.usable_bytes(V4) for c in found.best)
+    assert all(c.memory <= search.usable_bytes(V4) for c in found.best)
 
 
 def test_no_neighbour_of_the_best_is_faster(found):
@@ -67,7 +68,7 @@ def test_less_memory_makes_more_be_computed_again():
     """On a v5e, which has half the memory of a v4."""
     mesh = dict(zip(search.MESH_FLAGS, (8, 2, 2), strict=True))
     values = mesh | {"mesh.virtual": 1, "train.microbatches": 8, "fsdp.gather": "step"}
-    kept = [search.with_most_kept(JAXFORMER, chip, values, False) for chip in (V4, V5E)]
+    kept = [search.with_most_kept(JAXFORMER, chip, values, frozenset()) for chip in (V4, V5E)]
     assert kept[0].config.train.remat == "none"
     assert kept[1].config.train.remat not in ("none", "full")
     assert kept[1].predicted.memory_bytes_per_chip <= search.usable_bytes(V5E)
@@ -87,20 +88,61 @@ def test_remat_policies_keep_less_and_less_of_what_the_model_has():
 def test_a_number_of_chips_that_no_mesh_has_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--chips 7: .* Use --chips 4 or 8\..*\(7, 1, 1\)"):
         search.search(JAXFORMER, V4, 7)
-    assert all(search.divides(JAXFORMER, n) for n in (4, 8))
-    assert not any(search.divides(JAXFORMER, n) for n in (5, 7, 9))
+    assert all(search.divides(JAXFORMER, n, frozenset()) for n in (4, 8))
+    assert not any(search.divides(JAXFORMER, n, frozenset()) for n in (5, 7, 9))
+
+
+@pytest.mark.parametrize(
+    "chips_wanted, fixed, message",
+    [
+        (4, {"mesh.fsdp": 8}, r"--chips 4 cannot be had with --mesh.fsdp 8. Use a multiple of 8"),
+        (
+            16,
+            {"mesh.pipeline": 16},
+            r"with --mesh.pipeline 16 the model divides over no mesh of 16",
+        ),
+        (10**9, {}, r"--chips 1000000000 is more than 131072"),
+        (
+            4099,
+            {},
+            r"--chips 4099: the model divides over no mesh of so many. Use --chips 2048 or 4096",
+        ),
+    ],
+)
+def test_chips_that_cannot_be_had_are_refused_soon(chips_wanted, fixed, message):
+    config = JAXFORMER
+    for flag, value in fixed.items():
+        section, key = flag.split(".")
+        part = dataclasses.replace(getattr(config, section), **{key: value})
+        config = dataclasses.replace(config, **{section: part})
+    with pytest.raises(ValueError, match=message):
+        search.search(config, V4, chips_wanted, frozenset(fixed))
+
+
+def test_what_is_dropped_first_saves_least_time_for_its_bytes():
+    """Per byte over all layers, however many kinds of layers have it."""
+    step = cost.Step(search.changed(JAXFORMER, {"train.remat": "full"}))
+    policies = [set(p.split(",")) for p in search.remat_policies(JAXFORMER, V4)[1:-1]]
+    order = [next(iter(more - less)) for more, less in itertools.pairwise(policies)]
+    order += policies[-1]
+
+    def worth(name):
+        saved = sum(n * cost.seconds_again(step, V4, layer, name) for layer, n in step.block)
+        return saved / sum(n * layer.kept.get(name, 0) for layer, n in step.block)
+
+    assert order == sorted(order, key=worth)
 
 
 def test_where_nothing_fits_the_least_memory_is_known_and_what_saves_most():
     large = search.changed(JAXFORMER, {"model.width": 8192, "model.blocks": 64})
     found = search.search(large, V5E, 8)
     assert not found.best
-    least = found.nearest
+    least = found.smallest
     assert least.config.train.remat == "full"
-    needs = [reason for reason in found.out.values() if "GiB of 14.4 GiB at least" in reason]
+    needs = [reason for reason in found.out.values() if "GiB of 13.6 GiB at least" in reason]
     smallest = min(float(reason.split()[1]) for reason in needs)
     assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
-    saves = search.savings(least.config, V5E)
+    saves = search.savings(least.config, V5E, True)
     assert [size for _, size in saves] == sorted((size for _, size in saves), reverse=True)
     flag, value = saves[0][0].removeprefix("--").split()
     smaller = search.changed(least.config, {flag: int(value)})
