@@ -141,6 +141,7 @@ def check(flags: Flags) -> None:
 
 def check_writable(name: str, path: Path) -> None:
     """Before minutes are spent on what goes there."""
+    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -148,6 +149,8 @@ def check_writable(name: str, path: Path) -> None:
         raise ValueError(
             f"--{name} {path} cannot be written: {error.strerror}. Name another file."
         ) from None
+    if not existed:
+        path.unlink()
 
 
 def searched(
@@ -212,6 +215,9 @@ def show(plan: Plan) -> None:
         print_tables(plan)
     if plan.flags.png:
         draw(plan, plan.flags.png)
+    for path in (plan.flags.png, plan.flags.hlo, plan.flags.svg):
+        if path and not plan.flags.json:
+            print(f"written: {path}")
 
 
 def print_tables(plan: Plan) -> None:
@@ -225,9 +231,6 @@ def print_tables(plan: Plan) -> None:
         console.print(search_table(plan.found, plan.chip))
         console.print(out_lines(plan.found), markup=False)
         console.print(f"flags: {search.flags_of(plan.config)}", markup=False, soft_wrap=True)
-    for path in (plan.flags.png, plan.flags.hlo, plan.flags.svg):
-        if path:
-            console.print(f"written: {path}", markup=False)
 
 
 def gib(size: float) -> str:
