@@ -261,6 +261,10 @@ def header(plan: Plan) -> str:
         f"{c.fsdp.gather}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
+    if plan.chip and plan.chip.is_tpu and p.chips not in chips.TOPOLOGIES[plan.chip.dims]:
+        lines.append(
+            f"No usual slice of {plan.chip.name} has {p.chips} chips: see chips.TOPOLOGIES."
+        )
     return "\n".join(lines)
 
 

@@ -70,6 +70,12 @@ def test_tables_show_every_part(capsys):
         assert words in text, words
 
 
+def test_a_number_of_chips_that_no_slice_has_is_said(capsys):
+    sizes = ["--mesh.fsdp=1", "--mesh.pipeline=3", "--mesh.tensor=1", "--model.blocks=3"]
+    plan.main([*SMALL, *sizes, "--model.vocabulary=768"])
+    assert "No usual slice of v4 has 3 chips" in capsys.readouterr().out
+
+
 def test_another_number_of_chips_has_the_best_mesh_found(capsys):
     found = told(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
     flags = found["flags"]
