@@ -230,11 +230,11 @@ def build(request: Path) -> None:
 
     mesh = main.make_mesh(config, devices)
     started = time.perf_counter()
-    compiled = (
-        main.train_step(config, mesh)
-        .lower(main.abstract_state(config, mesh), main.abstract_batch(config, mesh))
-        .compile()
-    )
+    shapes = main.abstract_state(config, mesh), main.abstract_batch(config, mesh)
+    try:
+        compiled = main.train_step(config, mesh).lower(*shapes).compile()
+    except jax.errors.JaxRuntimeError as error:  # as where the chip has too little memory
+        raise ValueError(str(error).splitlines()[0]) from None
     seconds = time.perf_counter() - started
     plan = compiled.memory_analysis()
     found = {

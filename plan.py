@@ -87,16 +87,31 @@ class Plan:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print a plan, and draw it if asked."""
+    """Print a plan, what is predicted before minutes go into compiling; and draw it if asked."""
     arguments = sys.argv[1:] if arguments is None else arguments
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
-    show(make(flags, rest))
+    plan = make(flags, rest)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    if not flags.json:
+        print_predicted(plan, console)
+    if flags.compile:
+        plan = dataclasses.replace(plan, compiled=build(flags, plan.config, plan.chip))
+    if flags.json:
+        print(json.dumps(as_json(plan), indent=1, allow_nan=False))
+    elif plan.compiled:
+        console.print(compiled_table(plan))
+        console.print(kinds_table(plan.compiled))
+    if flags.png:
+        draw(plan, flags.png)
+    for path in (flags.png, flags.hlo, flags.svg):
+        if path and not flags.json:
+            print(f"written: {path}")
 
 
 def make(flags: Flags, rest: list[str]) -> Plan:
-    """The plan that the flags ask for.
+    """The plan that the flags ask for, not compiled yet.
 
     rest    main.py's flags.
     Raises  ValueError for what the user can mend.
@@ -117,8 +132,7 @@ def make(flags: Flags, rest: list[str]) -> Plan:
         config = found.best[0].config
     utils.check(config)
     predicted = cost.predict(config, chip)
-    built = build(flags, config, chip) if flags.compile else None
-    return Plan(flags, config, chip, predicted, built, found)
+    return Plan(flags, config, chip, predicted, None, found)
 
 
 def check(flags: Flags) -> None:
@@ -207,26 +221,9 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def show(plan: Plan) -> None:
-    """Tables or JSON, and the pictures."""
-    if plan.flags.json:
-        print(json.dumps(as_json(plan), indent=1, allow_nan=False))
-    else:
-        print_tables(plan)
-    if plan.flags.png:
-        draw(plan, plan.flags.png)
-    for path in (plan.flags.png, plan.flags.hlo, plan.flags.svg):
-        if path and not plan.flags.json:
-            print(f"written: {path}")
-
-
-def print_tables(plan: Plan) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+def print_predicted(plan: Plan, console: Console) -> None:
     for part in (header, memory_table, flops_table, traffic_table, time_table):
         console.print(part(plan))
-    if plan.compiled:
-        console.print(compiled_table(plan))
-        console.print(kinds_table(plan.compiled))
     if plan.found:
         console.print(search_table(plan.found, plan.chip))
         console.print(out_lines(plan.found), markup=False)

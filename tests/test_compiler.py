@@ -85,6 +85,15 @@ def test_a_topology_that_libtpu_refuses_is_refused_with_those_it_takes():
 
 
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
+def test_a_step_that_needs_more_memory_than_the_chip_has_is_refused_in_the_compilers_words():
+    config = config_of(
+        width=1024, vocabulary=50000, train={"sequences": 512, "sequence_length": 1024}
+    )
+    with pytest.raises(ValueError, match=r"RESOURCE_EXHAUSTED: .*exceeds available HBM"):
+        compiler.compile_step(config, chips.CHIPS["v5e"], "1x1")
+
+
+@pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
 def test_a_slice_of_another_size_than_the_mesh_is_refused():
     with pytest.raises(ValueError, match="is 2 devices, and there are 1"):
         compiler.compile_step(config_of((2, 1, 1)), V4, "1x1x1")
