@@ -94,10 +94,12 @@ def check_compiler(chip: Chip | None) -> None:
             "Use --chip v4, or benchmark.py step on a machine with that GPU."
         )
     if importlib.util.find_spec("libtpu") is None:
-        pip = "-m pip" if importlib.util.find_spec("pip") else "-m uv pip"
+        install = f"{sys.executable} -m pip install"
+        if importlib.util.find_spec("pip") is None:  # an environment that uv made
+            install = f"uv pip install --python {sys.executable}"
         raise ValueError(
             f"--compile --chip {chip.name} needs libtpu, which is not installed (no TPU is "
-            f"needed). Use: {sys.executable} {pip} install libtpu=={LIBTPU}"
+            f"needed). Use: {install} libtpu=={LIBTPU}"
         )
 
 

@@ -63,12 +63,18 @@ def test_a_config_that_the_child_refuses_is_refused_in_its_words():
         compiler.compile_step(config_of((1, 1, 8)), None, "")
 
 
-def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch):
-    real = importlib.util.find_spec
+@pytest.mark.parametrize(
+    "missing, command",
+    [
+        ({"libtpu"}, " -m pip install libtpu"),
+        ({"libtpu", "pip"}, "uv pip install --python .* libtpu"),
+    ],
+)
+def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch, missing, command):
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "libtpu" else real(name)
+        importlib.util, "find_spec", lambda name: None if name in missing else object()
     )
-    with pytest.raises(ValueError, match=f"pip install libtpu=={compiler.LIBTPU}"):
+    with pytest.raises(ValueError, match=f"{command}=={compiler.LIBTPU}"):
         compiler.compile_step(config_of(), V4, "2x2x1")
     compiler.check_compiler(None)
 
