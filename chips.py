@@ -85,10 +85,10 @@ class Chip:
 @functools.cache
 def slice_sides(dims: int, chips: int) -> tuple[int, ...]:
     """Sides of the slice: the usual one, or one as near to a cube as the number allows."""
-    if chips in TOPOLOGIES[dims]:
-        return tuple(map(int, TOPOLOGIES[dims][chips].split("x")))
     if dims == 1:
         return (chips,)
+    if chips in TOPOLOGIES[dims]:
+        return tuple(map(int, TOPOLOGIES[dims][chips].split("x")))
     side = max(n for n in range(1, round(chips ** (1 / dims)) + 1) if chips % n == 0)
     return (side, *slice_sides(dims - 1, chips // side))
 
@@ -157,7 +157,6 @@ TOPOLOGIES = {
             (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16),
         )
     },
-    1: {},
 }  # fmt: skip
 
 

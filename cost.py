@@ -10,7 +10,7 @@ Letters as in model.py: UPPER case is a whole dimension, lower case this chip's 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ def norm_residuals(s: Sizes, width: int, tokens: int) -> int:
 
 
 def attention(s: Sizes) -> Layer:
+    """Multi-head latent attention by XLA: [b, t, D] -> [b, t, D], the latents gathered between."""
     sent = (s.Q or s.D) + s.C + s.R
     rectangle = s.b * s.n * s.T * s.T
     down = s.D * (s.C + s.R + s.Q)
@@ -158,6 +159,7 @@ def swiglu(part: str, cause: str, s: Sizes, hidden: int) -> Layer:
 
 
 def mlp(s: Sizes) -> Layer:
+    """The feed-forward of a dense layer, with its norm."""
     return swiglu("mlp", "mlp", s, s.f) + Layer(residuals=norm_residuals(s, s.D, s.bt))
 
 
@@ -351,7 +353,7 @@ def sums_everywhere(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> boo
     return chip is not None and chip.is_tpu and whole
 
 
-def _ends(step: Step, add) -> None:
+def _ends(step: Step, add: Callable[..., None]) -> None:
     """Collectives of the pipeline, the embedding and the loss."""
     s, M = step.sizes, step.M
     own, whole = s.bt * s.D * s.byte, s.bT * s.D * s.byte
@@ -372,7 +374,7 @@ def _ends(step: Step, add) -> None:
     add("vocabulary reductions", VOCABULARY_AXES, "all-reduce", 3 * s.bT * FLOAT, M)
 
 
-def _weights(step: Step, add, narrow: bool) -> None:
+def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
     """Collectives of weights and of their gradients.
 
     narrow  gradients of a gather per layer are summed in the type that they are computed in: what

@@ -225,7 +225,7 @@ def print_predicted(plan: Plan, console: Console) -> None:
     for part in (header, memory_table, flops_table, traffic_table, time_table):
         console.print(part(plan))
     if plan.found:
-        console.print(search_table(plan.found, plan.chip))
+        console.print(search_table(plan.found))
         console.print(out_lines(plan.found), markup=False)
         console.print(f"flags: {search.flags_of(plan.config)}", markup=False, soft_wrap=True)
 
@@ -394,19 +394,10 @@ def kinds_table(compiled: Compiled) -> Table:
     return table
 
 
-def search_table(found: Found, chip: Chip | None) -> Table:
+def search_table(found: Found) -> Table:
     title = f"Meshes that fit: {len(found.best)}, best of {found.tried} ways to use them"
-    names = (
-        "mesh",
-        "virtual",
-        "microbatches",
-        "gather",
-        "GiB",
-        "ms at best",
-        "no overlap",
-        "remat",
-    )
-    table = new_table(title, *names)
+    times = ("ms at best", "no overlap")
+    table = new_table(title, "mesh", "virtual", "microbatches", "gather", "GiB", *times, "remat")
     table.columns[-1].justify = "left"
     for candidate in found.best:
         c, p = candidate.config, candidate.predicted

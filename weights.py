@@ -296,8 +296,8 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 def _scatter(part: jax.Array, dim: int) -> jax.Array:
     """Parts of a sum -> the sum, cut over fsdp along `dim`."""
-    # Where libtpu cuts along another than the second dimension from the last, as they lie in
-    # memory, it makes an all-reduce that sends twice as much.
+    # libtpu scatters along the dimension that is second from the last in memory; for any other it
+    # makes an all-reduce, which sends twice as much.
     minor = part.ndim - 1 if dim < part.ndim - 1 else part.ndim - 2
     order = (*(d for d in range(part.ndim) if d not in (dim, minor)), dim, minor)
     part = with_layout_constraint(part, Layout(major_to_minor=order))

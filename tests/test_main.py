@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import re
@@ -216,6 +217,29 @@ def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs
     records = metrics.read(runs / "lost" / "metrics.jsonl")
     last = records[-1]
     assert last["skipped"] >= 2 and None in (last["loss/train"], last["grad_norm"])
+
+
+class TpuAt:
+    """As much of a TPU device as placing it on a mesh asks for."""
+
+    platform, device_kind, core_on_chip, slice_index = "tpu", "TPU v4", 0, 0
+
+    def __init__(self, number, coords):
+        self.id, self.coords, self.process_index = number, coords, number // 4
+
+
+@pytest.mark.parametrize("shape", [(16, 2, 2), (2, 16, 2), (32, 1, 2), (64, 1, 1)], ids=str)
+def test_an_axis_of_two_finds_its_place_on_a_cube_of_64_chips(shape):
+    """Each axis of the torus is 4 long, and none of them is the mesh axis's own."""
+    places = itertools.product(range(4), repeat=3)
+    devices = [TpuAt(i, (x, y, z)) for i, (z, y, x) in enumerate(places)]
+    fsdp, pipeline, tensor = shape
+    mesh = utils.Mesh(fsdp=fsdp, pipeline=pipeline, tensor=tensor)
+    placed = main.make_mesh(utils.Config(mesh=mesh), devices).devices
+    assert placed.shape == shape and len({d.id for d in placed.flat}) == 64
+    if tensor == 2:  # neighbours
+        for one, other in placed.reshape(-1, 2):
+            assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
 
 
 def test_rows_are_read_once_and_only_those_that_this_process_holds():
