@@ -177,7 +177,8 @@ def searched(
 
     def progress(items: list) -> Iterable:
         console = Console(stderr=True)
-        return track(items, "meshes", console=console, transient=True, disable=flags.json)
+        quiet = flags.json or not console.is_terminal
+        return track(items, "meshes", console=console, transient=True, disable=quiet)
 
     found = search.search(config, chip, count, fixed, progress)
     if not found.best:
