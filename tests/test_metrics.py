@@ -148,8 +148,9 @@ def test_wandb_is_offline_without_a_key_and_keeps_its_identity(tmp_path, monkeyp
             out.train(step(start + 1))
             out.evaluation(evaluation(start + 1))
     identity = (tmp_path / "wandb_id").read_text()
-    runs = [folder.name for folder in (tmp_path / "wandb").glob("offline-run-*")]
-    assert runs and all(name.endswith(identity) for name in runs)
+    # by the files' names: wandb numbers the folders of runs that start within one second
+    runs = [file.name for file in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
+    assert runs and set(runs) == {f"run-{identity}.wandb"}
     assert "wandb: offline" in capsys.readouterr().out
 
 
