@@ -154,12 +154,6 @@ def either(one: Value, other: Value) -> Value:
     return makers_of(one) | makers_of(other)
 
 
-def product_flops(instruction: Instruction, computation: hlo.Computation) -> int:
-    count = {"dot": hlo.product_flops, "convolution": hlo.convolution_flops}
-    found = count.get(instruction.opcode)
-    return found(instruction, computation) if found else 0
-
-
 def result_bytes(instruction: Instruction) -> int:
     return sum(map(hlo.shape_bytes, instruction.shapes))
 
@@ -221,7 +215,7 @@ class Walker:
         if instruction.opcode in NAMES_ONLY:
             return
         found[place, "instructions"] += 1
-        if flops := product_flops(instruction, computation):
+        if flops := hlo.flops(instruction, computation):
             found[place, "flops"] += flops
         # As hlo.py: an asynchronous collective counts where it is done.
         kind = instruction.opcode.removesuffix("-done")

@@ -4,14 +4,15 @@
 `compiled.as_text()` is walked instead, through loops, branches, calls and fusions. All counts are
 of one device's program.
 
-Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Any
-other call of foreign code is opaque: `custom_calls` says how often each runs.
+Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
+are opaque: those of splash attention are counted by rule, and of any other call of foreign code
+`custom_calls` says how often it runs.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -33,6 +34,10 @@ COLLECTIVES = (
 )
 
 PRODUCTS = ("dot", "convolution", "custom-call")
+
+# Kernels of splash attention: matrix products as wide as queries, and as values. Backward, each of
+# two makes the scores and the probabilities' gradient of its own.
+SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -102,11 +107,23 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
 
 
+def _lines(text: str) -> Iterator[str]:
+    """The lines, an instruction's in one: a Pallas kernel's attributes are written over three."""
+    whole = ""
+    for line in text.splitlines():
+        if line.startswith(('"', "}}")):
+            whole += line
+        else:
+            yield whole
+            whole = line
+    yield whole
+
+
 def parse(text: str) -> Program:
     """The computations of an optimized module, by name, and which one is entered."""
     computations: dict[str, Computation] = {}
     entry, current = "", {}
-    for line in text.splitlines():
+    for line in _lines(text):
         if header := _HEADER.match(line):
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
@@ -226,13 +243,21 @@ def dot_flops(text: str, branch_share: BranchShare | None = None):
 
 
 def _product_cost(instruction: Instruction, computation: Computation) -> Cost:
+    found = flops(instruction, computation)
+    return {"flops": found} if found else {}
+
+
+def flops(instruction: Instruction, computation: Computation) -> int:
+    """Of an instruction that is a matrix product, or a kernel whose products are known; else 0."""
     if instruction.opcode == "dot":
-        return {"flops": product_flops(instruction, computation)}
+        return product_flops(instruction, computation)
     if instruction.opcode == "convolution":
-        return {"flops": convolution_flops(instruction, computation)}
+        return convolution_flops(instruction, computation)
     if instruction.opcode == "custom-call" and _is_gemm(instruction):
-        return {"flops": gemm_flops(instruction, computation)}
-    return {}
+        return gemm_flops(instruction, computation)
+    if instruction.opcode == "custom-call" and _splash(instruction):
+        return splash_flops(instruction, computation)
+    return 0
 
 
 def product_flops(dot: Instruction, computation: Computation) -> int:
@@ -255,6 +280,26 @@ def _target(call: Instruction) -> str:
 
 def _is_gemm(call: Instruction) -> bool:
     return _target(call).startswith("__cublas$")
+
+
+def _splash(call: Instruction) -> tuple[int, int] | None:
+    """The entry of SPLASH that a call has."""
+    return next((found for name, found in SPLASH.items() if call.name.startswith(name)), None)
+
+
+def splash_flops(call: Instruction, computation: Computation) -> int:
+    """2 * pairs of positions in the blocks that are computed * what is multiplied at each, by rule:
+    nothing in the text tells. The blocks are those at and below the diagonal.
+    """
+    shapes = [computation[name].shapes[0] for name in call.operands]
+    _, rows, columns = shapes[0][1]  # which blocks there are
+    # With one sequence the batch's dimension is left out.
+    (*batch, T, A), _, (*_, W) = [dims for kind, dims in shapes if kind in ("bf16", "f32")][:3]
+    if rows != columns:
+        raise ValueError(f"the blocks of {call.name} are not square: {rows} by {columns} in {T}")
+    by_query, by_value = _splash(call)
+    pairs = T * T * (rows + 1) // (2 * rows)
+    return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 
 
 def convolution_flops(convolution: Instruction, computation: Computation) -> int:
@@ -325,7 +370,7 @@ def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
 
 
 def _call_cost(instruction: Instruction, _: Computation) -> Cost:
-    if instruction.opcode != "custom-call" or _is_gemm(instruction):
+    if instruction.opcode != "custom-call" or _is_gemm(instruction) or _splash(instruction):
         return {}
     return {_target(instruction): 1}
 

@@ -205,6 +205,51 @@ def test_a_condition_that_is_not_a_counter_below_a_constant_is_refused(old, new)
         hlo.dot_flops(TPU.replace(old, new))
 
 
+METADATA = """frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512, \\"block_kv\\": 512}"
+}}, metadata={op_name="jit(step)/steady/while/body/SCOPE/attention/pallas_call" stack_frame_id=4}"""
+SPLASH = """
+ENTRY %main (q: bf16[4,6,1024,192]) -> bf16[4,6,1024,64] {
+  %m = s8[1,2,2]{2,1,0} parameter(0)
+  %q = bf16[4,6,1024,192]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  %v = bf16[4,6,1024,64]{3,2,1,0:T(8,128)(2,1)} parameter(2)
+  %l = f32[4,6,1,1024]{3,2,1,0:T(1,128)} parameter(3)
+  %p = s32[1024,128]{1,0} parameter(4)
+  %splash_mha_fwd_residuals.15 = (f32[4,512,128]{2,1,0}, bf16[4,6,1024,64]{3,2,1,0}) \
+custom-call(%m, %m, %q, %q, %v, /*index=5*/%p), custom_call_target="tpu_custom_call", FORWARD
+  %splash_mha_dkv_segmented_no_residuals.2 = (bf16[4,6,1024,192]{3,2,1,0}, \
+bf16[4,6,1024,64]{3,2,1,0}) custom-call(%m, %m, %q, %q, %v, /*index=5*/%l, %v, %l, %p), \
+custom_call_target="tpu_custom_call", BACKWARD
+  %splash_mha_dq_no_residuals.4 = (f32[4,512,192]{2,1,0}, bf16[4,6,1024,192]{3,2,1,0}) \
+custom-call(%m, %m, %q, %q, %v, /*index=5*/%l, %v, %l, %p), \
+custom_call_target="tpu_custom_call", BACKWARD
+  ROOT %out = bf16[4,6,1024,64]{3,2,1,0} get-tuple-element(%splash_mha_fwd_residuals.15), index=1
+}
+"""
+for word, scope in (("FORWARD", "jvp()"), ("BACKWARD", "transpose(jvp())")):
+    SPLASH = SPLASH.replace(word, METADATA.replace("SCOPE", scope))
+
+
+def test_kernels_of_splash_count_by_the_blocks_that_they_compute():
+    pairs = 4 * 6 * 3 * 512 * 512  # of 2 x 2 blocks those not above the diagonal
+    forward, dkv, dq = 192 + 64, 2 * 192 + 2 * 64, 2 * 192 + 64
+    assert hlo.dot_flops(SPLASH) == 2 * pairs * (forward + dkv + dq)
+    assert hlo.custom_calls(SPLASH) == {}
+    one = SPLASH.replace("[4,6,", "[6,").replace("{3,2,1,0", "{2,1,0")  # sequence
+    assert hlo.dot_flops(one) == hlo.dot_flops(SPLASH) / 4
+    oblong = SPLASH.replace("s8[1,2,2]", "s8[1,2,4]")
+    with pytest.raises(ValueError, match="are not square: 2 by 4"):
+        hlo.dot_flops(oblong)
+
+
+def test_a_kernel_is_in_its_scopes_though_its_attributes_take_three_lines():
+    scopes = hlo.scopes(SPLASH)
+    assert scopes["splash_mha_fwd_residuals.15"] == "steady/attention"
+    assert scopes["splash_mha_dq_no_residuals.4"] == "steady/attention"
+    found = hlo.parse(SPLASH).computations["main"]["splash_mha_dkv_segmented_no_residuals.2"]
+    assert "transpose(jvp())/attention/" in found.op_name
+
+
 def test_a_call_of_cublas_counts_as_a_product():
     text = """ENTRY %main (a: f32[8,16], b: f32[16,24]) -> f32[8,24] {
   %a = f32[8,16]{1,0} parameter(0)
