@@ -1,19 +1,49 @@
-"""Causal attention by XLA, and by the kernels for TPU and GPU (README says where they run).
+"""Causal attention by XLA, and by the splash kernel on TPUs.
 
 Letters: b sequences of this rank, T query and S key positions, n heads of this rank, A width of
 queries and keys, W of values.
 """
 
 from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as private_config  # the one private import: see typed_as_varying
+from jax._src import config as private_config  # the one private import: see untyped
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
+import utils
+from utils import LANES
 from weights import vary
 
 MASKED = -1e30  # added to a score; finite, so that a row with nothing to see stays finite
+BLOCK = 512  # positions that splash takes at once, where that divides a sequence
+
+
+def chosen(config: utils.Config, platform: str) -> str:
+    """The implementation that `--model.attention` asks for on this platform: xla or splash.
+
+    auto is splash on a TPU where it can be used, else XLA.
+
+    platform  as jax names it: cpu, gpu or tpu. On a CPU splash is interpreted, which is slow.
+    Raises    ValueError where splash is asked for and cannot run.
+    """
+    wanted, T = config.model.attention, config.train.sequence_length
+    if wanted == "auto":
+        # float32 is for checking against other devices, and XLA is on all of them.
+        fits = T % LANES == 0 and config.model.compute_dtype == "bfloat16"
+        return "splash" if platform == "tpu" and fits else "xla"
+    utils.check_attention(config)
+    if wanted == "splash" and platform == "gpu":
+        raise ValueError(
+            "--model.attention splash is a kernel for TPUs, and these devices are GPUs. Use "
+            "--model.attention auto."
+        )
+    return wanted
 
 
 def attend(
@@ -25,12 +55,12 @@ def attend(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(A)) v over earlier positions of the same segment -> [b, T, n, W].
 
+    Named "attention" for train.remat, with what a kernel's backward pass needs beside it.
+
     segments_bS  number of the document that a position belongs to; None where a window is one
-                 document. With T < S the queries are the last T positions.
+                 document. With T < S (XLA only) the queries are the last T positions.
     """
-    return {"auto": _xla, "xla": _xla, "splash": _splash, "cudnn": _cudnn}[implementation](
-        q_bTnA, k_bSnA, v_bSnW, segments_bS
-    )
+    return {"xla": _xla, "splash": _splash}[implementation](q_bTnA, k_bSnA, v_bSnW, segments_bS)
 
 
 def _mask(T: int, S: int, segments_bS: jax.Array | None) -> jax.Array:
@@ -53,86 +83,167 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -
     bias = jnp.where(_mask(q.shape[1], k.shape[1], segments), 0.0, MASKED)
     # float32: the sum of up to S exponentials.
     probs_bnTS = jax.nn.softmax(scores_bnTS * q.shape[-1] ** -0.5 + bias).astype(v.dtype)
-    return jnp.einsum("bnTS,bSnW->bTnW", probs_bnTS, v, precision=precision)
+    out_bTnW = jnp.einsum("bnTS,bSnW->bTnW", probs_bnTS, v, precision=precision)
+    return checkpoint_name(out_bTnW, "attention")
+
+
+# --- splash ---------------------------------------------------------------------------------------
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """The TPU kernel that ships with JAX; queries and keys may be wider than values."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    """The kernel for TPUs that ships with jax; queries and keys may be wider than values."""
+    T = k.shape[1]
+    assert q.shape[1] == T and T % LANES == 0, "see chosen"
+    # The kernel leaves the scale to its caller. In bfloat16 it is rounded with the queries, by as
+    # much as they are already.
+    arrays = q * q.shape[-1] ** -0.5, k, v, () if segments is None else (segments,)
+    types = [jax.typeof(a).mat.varying for a in jax.tree.leaves(arrays)]
+    # What is the same on some ranks, as segments are over tensor, meets there what is not.
+    axes = tuple(axis for axis in utils.MESH_AXES if any(axis in varying for varying in types))
+    return _call(splash_kernel(q.shape[2], T), *vary(arrays, axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _call(
+    kernel: "Kernel", q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> jax.Array:
+    """[b, T, n, .] in and out; the kernel wants heads before positions."""
+    [out] = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.plain)
+    return out.swapaxes(1, 2)
+
+
+def _call_forward(
+    kernel: "Kernel", q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Any]:
+    out, logsumexp = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.forward)
+    [out] = swapped(out)
+    # Kept with its heads side by side: a TPU pads a last dimension to 128.
+    out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
+    out = out.reshape(v.shape)
+    return out, (q, k, v, out, logsumexp, extra)
+
+
+def _call_backward(kernel: "Kernel", kept: Any, grad: jax.Array) -> Any:
+    q, k, v, out, logsumexp, extra = kept
+    arrays = swapped(grad, q, k, v, out)
+    found = foreign_p.bind(*arrays, logsumexp, *extra, function=kernel.backward)
+    return *swapped(*found), None
+
+
+_call.defvjp(_call_forward, _call_backward)
+
+
+def swapped(*arrays: jax.Array) -> list[jax.Array]:
+    """[b, T, n, .] <-> [b, n, T, .]."""
+    return [a.swapaxes(1, 2) for a in arrays]
+
+
+def block_size(T: int) -> int:
+    """Positions that splash takes at once."""
+    return next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
+
+
+def computed_share(config: utils.Config, platform: str) -> float:
+    """Share of the rectangle of scores that is computed: splash passes over the blocks that
+    causality masks whole.
+    """
+    T = config.train.sequence_length
+    blocks = T // block_size(T) if chosen(config, platform) == "splash" else 1
+    return (blocks + 1) / (2 * blocks)
+
+
+class Kernel(NamedTuple):
+    """A kernel and its gradient, as functions of arrays without varying-axes types.
+
+    All also take `interpret`: to run as operations of jax, on a device that the kernel is not for.
+    """
+
+    plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
+    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores)))
+    backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
+
+
+@cache  # one object for one size: programs that hold it compare as equal
+def splash_kernel(n: int, T: int) -> Kernel:
+    """Of arrays [b, n, T, .]."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    T, heads = q.shape[1], q.shape[2]
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * heads)
-    kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
+    sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    blocks = library.BlockSizes(**{f"block_{name}": block_size(T) for name in sizes})
 
-    def call(q: jax.Array, k: jax.Array, v: jax.Array, *segment: jax.Array) -> jax.Array:
-        ids = [splash.SegmentIds(s.astype(jnp.int32), s.astype(jnp.int32)) for s in segment]
-        return kernel(q, k, v, *ids)
-
-    # The kernel does not scale; it wants heads before positions.
-    q_bnTA, k_bnTA, v_bnTW = (a.swapaxes(1, 2) for a in (q * q.shape[-1] ** -0.5, k, v))
-    # Segment numbers travel as float: a hand-written vjp must return a gradient for each argument.
-    extra = () if segments is None else (segments.astype(jnp.float32),)
-    out_bnTW = typed_as_varying(jax.vmap(call))(q_bnTA, k_bnTA, v_bnTW, *extra)
-    return out_bnTW.swapaxes(1, 2)
-
-
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """The fused kernel of cuDNN, which wants values as wide as keys: the missing columns are zeros,
-    and cut off after.
-    """
-    width = v.shape[-1]
-    scale = q.shape[-1] ** -0.5
-    wide = -(-max(q.shape[-1], width) // 8) * 8
-
-    def pad(a: jax.Array) -> jax.Array:
-        return jnp.pad(a, [(0, 0)] * 3 + [(0, wide - a.shape[-1])])
-
-    def call(q: jax.Array, k: jax.Array, v: jax.Array, *segment: jax.Array) -> jax.Array:
-        mask = None
-        if segment:
-            mask = segment[0][:, None, :, None] == segment[0][:, None, None, :]
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
+    def make(**how: bool) -> Any:
+        mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * n)
+        return library.make_splash_mha(
+            mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, **how
         )
 
-    extra = () if segments is None else (segments.astype(jnp.float32),)
-    return typed_as_varying(call)(pad(q), pad(k), pad(v), *extra)[..., :width]
+    def ids(segments: tuple[jax.Array, ...]) -> Any:
+        return library.SegmentIds(*segments, *segments) if segments else None
+
+    def plain(*arrays: jax.Array, interpret: bool) -> Any:
+        kernel = make(save_residuals=False, interpret=interpret)
+        return [jax.vmap(lambda q, k, v, *segments: kernel(q, k, v, ids(segments)))(*arrays)]
+
+    def forward(*arrays: jax.Array, interpret: bool) -> Any:
+        kernel = make(save_residuals=True, interpret=interpret)
+
+        def one(q, k, v, *segments):
+            out, (logsumexp,) = kernel(q, k, v, ids(segments))
+            return out, logsumexp
+
+        return jax.vmap(one)(*arrays)
+
+    def backward(*arrays: jax.Array, interpret: bool) -> Any:
+        # jax offers no call of the backward pass alone: this is the rule that its own vjp has.
+        kernel = make(save_residuals=False, interpret=interpret)
+        infos = kernel.dq_mask_info, kernel.dkv_mask_info
+        sinks = None
+
+        def one(grad, q, k, v, out, logsumexp, *segments):
+            kept = (q, k, v, ids(segments), sinks, out, logsumexp, *infos)
+            found = library._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)
+            return found[3:6]
+
+        return jax.vmap(one)(*arrays)
+
+    return Kernel(plain, forward, backward)
 
 
-def typed_as_varying(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`kernel`, which knows nothing of varying-axes types, made usable where shard_map checks them
-    (check_vma=True).
+# --- a kernel where types are checked -------------------------------------------------------------
 
-    Without it a stock Pallas kernel raises "`manual_axis_type` on `jax.ShapeDtypeStruct` must not
-    be `None`". The check is off inside the kernel only, where there is no collective; the results
-    are typed as differing along the axes that the first argument differs along, and so are all
-    arguments.
-    """
+# A stock Pallas kernel knows nothing of varying-axes types and is refused where shard_map checks
+# them (check_vma=True). This operation is opaque to jax: its results differ along the axes that its
+# arguments differ along, and the kernel, in which there is no collective, is looked into without
+# the check, to know its shapes and when the program is lowered. It has no gradient of its own, and
+# works under jit only.
+foreign_p = Primitive("foreign_kernel")
+foreign_p.multiple_results = True
 
-    @jax.custom_vjp
-    def call(*args: jax.Array) -> jax.Array:
-        return forward(*args)[0]
 
-    def untyped(a: jax.Array) -> jax.Array:
-        return a * jnp.ones((), a.dtype)  # a value of no type; XLA folds the product away
+def untyped(function: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
+    """A function of a Kernel, traced without the check and with exact products of float32."""
 
-    def forward(*args: jax.Array) -> tuple[jax.Array, object]:
-        axes = tuple(jax.typeof(args[0]).mat.varying)
-        with private_config._check_vma(False):
-            out, vjp = jax.vjp(kernel, *map(untyped, args))
-        return vary(out, axes), jax.tree.map(lambda a: vary(a, axes), vjp)
+    @wraps(function)
+    def unchecked(*args: jax.Array) -> Any:
+        precision = "highest" if args[0].dtype == jnp.float32 else "default"
+        with private_config._check_vma(False), jax.default_matmul_precision(precision):
+            return function(*args, interpret=interpret)
 
-    def backward(vjp: object, grad: jax.Array) -> tuple[jax.Array, ...]:
-        axes = tuple(jax.typeof(grad).mat.varying)
-        with private_config._check_vma(False):
-            grads = jax.tree.map(untyped, vjp)(untyped(grad))
-        return tuple(vary(g, axes) for g in grads)
+    return unchecked
 
-    call.defvjp(forward, backward)
 
-    def same_types(*args: jax.Array) -> jax.Array:
-        axes = tuple({axis for a in args for axis in jax.typeof(a).mat.varying})
-        return call(*vary(args, axes))
+@foreign_p.def_abstract_eval
+def _shapes(*avals: Any, function: Callable[..., Any]) -> list[Any]:
+    assert len({a.mat for a in avals}) == 1, "arguments differ along different axes"
+    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    found = jax.eval_shape(untyped(function, interpret=False), *plain)
+    return [avals[0].update(shape=a.shape, dtype=a.dtype, weak_type=False) for a in found]
 
-    return same_types
+
+def _lower(ctx: Any, *args: Any, function: Callable[..., Any], interpret: bool) -> Any:
+    return mlir.lower_fun(untyped(function, interpret), multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(foreign_p, partial(_lower, interpret=True))
+mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="tpu")

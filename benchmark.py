@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+import attention
 import chips
 import compiler
 import flops
@@ -58,7 +59,8 @@ class Program:
 
     @property
     def model_flops(self) -> int:
-        return flops.executed_flops_per_step(self.config)["total"]
+        scores = attention.computed_share(self.config, model.platform(self.mesh))
+        return flops.executed_flops_per_step(self.config, scores=scores)["total"]
 
     def flops_ratio(self) -> float:
         """Compiled over model FLOPs."""

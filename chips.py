@@ -172,6 +172,13 @@ def chip_named(name: str) -> Chip | None:
     return CHIPS[name.lower()]
 
 
+def platform_of(chip: Chip | None) -> str:
+    """As jax names it; the CPU where there is no chip."""
+    if chip is None:
+        return "cpu"
+    return "tpu" if chip.is_tpu else "gpu"
+
+
 def chip_of_kind(device_kind: str) -> Chip | None:
     """The chip that jax calls this; None where it is not known, so that no figure is made up."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

@@ -81,7 +81,7 @@ def compile_step(
     if hlo_file:
         hlo_file.parent.mkdir(parents=True, exist_ok=True)
         hlo_file.write_text(text)
-    return Compiled(**found, **counted(config, text)), text
+    return Compiled(**found, **counted(config, chip, text)), text
 
 
 def check_compiler(chip: Chip | None) -> None:
@@ -167,8 +167,9 @@ def memory_bytes(compiled: Any) -> int:
     return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
 
 
-def counted(config: utils.Config, text: str) -> dict[str, Any]:
+def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any]:
     """What is counted in a program's text."""
+    import attention
     import flops
     import hlo
     import model
@@ -176,6 +177,7 @@ def counted(config: utils.Config, text: str) -> dict[str, Any]:
 
     share = pipeline.branch_share(model.schedule(config))
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
+    scores = attention.computed_share(config, chips.platform_of(chip))
     by_axis: dict[str, float] = {}
     rows = []
     for found, size in sorted(hlo.collectives(text, mesh, share).items()):
@@ -184,7 +186,7 @@ def counted(config: utils.Config, text: str) -> dict[str, Any]:
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
-        "model_flops_per_chip": flops.executed_flops_per_step(config)["total"]
+        "model_flops_per_chip": flops.executed_flops_per_step(config, scores=scores)["total"]
         / math.prod(mesh.values()),
         "collective_bytes_per_chip": by_axis,
         "collectives": rows,

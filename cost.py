@@ -1,7 +1,7 @@
 """What a training step costs one chip, from shapes: FLOPs, traffic over the mesh, memory, time.
 
 Nothing is traced and no device is touched. `attention`, `mlp` and `moe` say what a layer
-multiplies, what it sends, what its backward pass can keep, and what is alive while it runs;
+multiplies, what it sends, what its backward pass can keep, and what it works on;
 `flops_by_part`, `traffic` and `memory` add that up over the layers of a chip and over the schedule,
 and `predict` divides it by what the chip can do.
 
@@ -20,13 +20,14 @@ import flops
 import model
 import utils
 import weights
-from chips import Chip
-from utils import EXPERT_AXES, GIB, MESH_AXES, VOCABULARY_AXES
+from attention import chosen, computed_share
+from chips import Chip, platform_of
+from utils import EXPERT_AXES, GIB, LANES, MESH_AXES, VOCABULARY_AXES
 from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, moments, softmax
 MOMENTS = 2  # of AdamW, each as large as the weights
-GAPS = 0.04  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
+GAPS = 0.03  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
 
 # When the backward pass needs a result again: unless a name is kept, or one of these.
 ALWAYS, NEVER = "", None
@@ -39,6 +40,7 @@ class Product:
     part: str  # as in flops.executed_flops_per_step
     flops: int  # forward; backward is twice that
     again: str | None  # computed again unless this name of train.remat is kept
+    anew: int = 0  # FLOPs that the backward pass computes again whatever is kept
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Layer:
     sends: list[Send] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)  # bytes of each name of train.remat
     residuals: int = 0  # bytes that the backward pass finds where nothing is computed again
-    alive: int = 0  # bytes alive at once in it, beside weights and what is kept
+    working: int = 0  # bytes that it works on at once, beside weights and what is kept
 
     def __add__(self, other: "Layer") -> "Layer":
         return Layer(
@@ -68,15 +70,16 @@ class Layer:
             self.sends + other.sends,
             dict(Counter(self.kept) + Counter(other.kept)),
             self.residuals + other.residuals,
-            max(self.alive, other.alive),
+            max(self.working, other.working),
         )
 
 
 class Sizes:
     """The letters of a config on one chip."""
 
-    def __init__(self, c: utils.Config):
+    def __init__(self, c: utils.Config, platform: str):
         m, mesh, t = c.model, c.mesh, c.train
+        self.kernel, self.share = chosen(c, platform), computed_share(c, platform)  # of attention
         self.b = t.sequences // (t.microbatches * mesh.fsdp)
         self.T, self.t = t.sequence_length, t.sequence_length // mesh.tensor
         self.D, self.n = m.width, m.heads // mesh.tensor
@@ -111,18 +114,16 @@ def norm_residuals(s: Sizes, width: int, tokens: int) -> int:
 
 
 def attention(s: Sizes) -> Layer:
-    """Multi-head latent attention by XLA: [b, t, D] -> [b, t, D], the latents gathered between."""
+    """Multi-head latent attention: [b, t, D] -> [b, t, D], the latents gathered between."""
     sent = (s.Q or s.D) + s.C + s.R
-    rectangle = s.b * s.n * s.T * s.T
     down = s.D * (s.C + s.R + s.Q)
     up = (s.Q or s.D) * s.n * s.A + s.C * s.n * (s.H + s.W)
-    projections, scores = "attention_projections", "attention_scores"
+    projections = "attention_projections"
+    out = s.bT * s.n * s.W * s.byte
     products = [
         # The norms' backward needs their input, whatever is kept.
         Product(projections, 2 * s.bt * down, ALWAYS),
         Product(projections, 2 * s.bT * up, ALWAYS),
-        Product(scores, 2 * rectangle * s.A, ALWAYS),
-        Product(scores, 2 * rectangle * s.W, "attention"),
         Product(projections, 2 * s.bT * s.n * s.W * s.D, "attention_out"),
     ]
     sends = [
@@ -131,21 +132,54 @@ def attention(s: Sizes) -> Layer:
     ]
     kept = {
         "latents": s.bT * sent * s.byte,
-        "attention": s.bT * s.n * s.W * s.byte,
+        "attention": out,
         "attention_out": s.bt * s.D * s.byte,
     }
-    heads = 2 * s.bT * s.n * (s.A + s.W) * s.byte  # queries, keys, values, and what they make
     residuals = (
         sum(norm_residuals(s, width, s.bt) for width in (s.D, s.C, s.Q) if width)
         + s.bt * s.D * s.byte
         + s.bT * (s.C + (s.Q or s.D)) * s.byte
-        + heads
-        + rectangle * (FLOAT + s.byte)
-        + 2 * s.b * s.n * s.T * FLOAT
+        + heads(s)
     )
-    # Backward, softmax holds scores and their gradient in float32 beside the probabilities.
-    alive = rectangle * (2 * FLOAT + s.byte) + heads
-    return Layer(products, sends, kept, residuals, alive)
+    scores = splash_scores if s.kernel == "splash" else xla_scores
+    return Layer(products, sends, kept, residuals) + scores(s)
+
+
+def heads(s: Sizes) -> int:
+    """Bytes of queries, keys, values, and what they make."""
+    return 2 * s.bT * s.n * (s.A + s.W) * s.byte
+
+
+def xla_scores(s: Sizes) -> Layer:
+    """Scores and what they make of values, as whole rectangles."""
+    rectangle = s.b * s.n * s.T * s.T
+    products = [
+        Product("attention_scores", 2 * rectangle * s.A, ALWAYS),
+        Product("attention_scores", 2 * rectangle * s.W, "attention"),
+    ]
+    return Layer(
+        products,
+        residuals=rectangle * (FLOAT + s.byte) + 2 * s.b * s.n * s.T * FLOAT,
+        # Backward, softmax holds scores and their gradient in float32 beside the probabilities.
+        working=rectangle * (2 * FLOAT + s.byte) + heads(s),
+    )
+
+
+def splash_scores(s: Sizes) -> Layer:
+    """The same by blocks, those passed over that are masked whole.
+
+    Its backward pass is two kernels, of keys and values and of queries: each makes the scores and
+    the probabilities' gradient of its own.
+    """
+    pairs = round(s.b * s.n * s.T * s.T * s.share)
+    anew = 2 * pairs * (2 * s.A + s.W)
+    logsumexp = s.b * s.n * s.T * FLOAT
+    return Layer(
+        [Product("attention_scores", 2 * pairs * (s.A + s.W), "attention", anew)],
+        kept={"attention": logsumexp},
+        residuals=logsumexp,
+        working=heads(s) + LANES * logsumexp,  # as its forward kernel writes it
+    )
 
 
 def swiglu(part: str, cause: str, s: Sizes, hidden: int) -> Layer:
@@ -207,9 +241,9 @@ def moe(s: Sizes, c: utils.Config) -> Layer:
 class Step:
     """A config's layers on one chip, and how often each runs in a step."""
 
-    def __init__(self, config: utils.Config):
+    def __init__(self, config: utils.Config, platform: str):
         m, mesh = config.model, config.mesh
-        self.config, self.sizes = config, Sizes(config)
+        self.config, self.sizes = config, Sizes(config, platform)
         self.declared = model.declare(config)
         self.schedule = model.schedule(config)
         s = self.sizes
@@ -242,6 +276,13 @@ class Step:
         s, names = self.sizes, self.config.train.remat.split(",")
         x = s.bt * s.D * s.byte
         return x + sum(size for name, size in layer.kept.items() if name in names)
+
+    def alive(self, layer: Layer) -> int:
+        """Bytes that a layer's backward pass holds beside weights and what is kept: what it works
+        on, or all that it computed again for it.
+        """
+        again = layer.residuals - self.kept(layer) if self.recomputes else 0
+        return max(layer.working, again)
 
     def elements(self, w: Weight, gathered: bool = False) -> int:
         """Elements of a weight on this chip, at rest or whole along fsdp."""
@@ -280,19 +321,20 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
     for layer, count in step.block:
         for p in layer.products:
             again, each = step.again(p.again), p.flops * count
-            idle = (step.run - step.useful) * (3 + again) * each
+            anew = p.anew * count
+            idle = (step.run - step.useful) * ((3 + again) * each + anew)
             add(
                 p.part,
                 forward=step.useful * each,
                 backward=2 * step.useful * each,
-                recomputed=step.useful * again * each,
+                recomputed=step.useful * (again * each + anew),
                 bubble=idle,
             )
     m, s = step.config.model, step.sizes
     for p in step.dense.products:  # of the prefix, whose forward runs anew before its backward
-        each = step.M * m.prefix_layers * p.flops
+        each, anew = (step.M * m.prefix_layers * count for count in (p.flops, p.anew))
         again = 1 + step.again(p.again)
-        add(p.part, forward=each, backward=2 * each, recomputed=again * each)
+        add(p.part, forward=each, backward=2 * each, recomputed=again * each + anew)
     each = step.M * 2 * s.bT * s.D * s.v
     add("output", forward=each, backward=2 * each)
     return parts
@@ -429,7 +471,7 @@ def working(step: Step) -> dict[str, int]:
     tokens = s.bT // model.chunks(s.bT, c.train.loss_chunk_tokens)
     table = s.v * s.D
     kept = sum(step.kept(layer) * count for layer, count in step.block)
-    alive = max(layer.alive for layer, count in step.block if count)
+    alive = max(step.alive(layer) for layer, count in step.block if count)
     prefix = c.model.prefix_layers
     return {
         # Logits, their gradient, and where there are several chunks the sum of the table's.
@@ -439,7 +481,7 @@ def working(step: Step) -> dict[str, int]:
         # A block's weights and their gradients, its part of the ring, and one of its layers.
         "one layer": 2 * step.block_elements * s.byte + kept + alive,
         # All of the prefix's layers, whose forward pass runs anew before its backward pass.
-        "prefix layers": (prefix * step.kept(step.dense) + step.dense.alive if prefix else 0),
+        "prefix layers": (prefix * step.kept(step.dense) + step.alive(step.dense) if prefix else 0),
     }
 
 
@@ -486,6 +528,7 @@ class Prediction:
     parameters: int
     active_parameters: int
     tokens_per_step: int
+    attention: str  # xla or splash
     memory_bytes_per_chip: int
     flops_per_chip: int
     model_flops_per_chip: float  # as executed without waste: see flops.py
@@ -556,14 +599,15 @@ class Prediction:
         return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.chip.flops)
 
 
-def predict(config: utils.Config, chip: Chip | None) -> Prediction:
+def predict(config: utils.Config, chip: Chip | None, platform: str | None = None) -> Prediction:
     """What a step of this config costs each of its mesh's chips.
 
-    chip    None for one whose figures are not known: no times.
-    Raises  ValueError where the model cannot be cut over the mesh.
+    chip      None for one whose figures are not known: no times.
+    platform  of such a one; the CPU if not said.
+    Raises    ValueError where the model cannot be cut over the mesh, or its attention not run.
     """
-    step = Step(config)
-    t = config.train
+    step = Step(config, platform or platform_of(chip))
+    t, share = config.train, step.sizes.share
     flops_of = flops_by_part(step)
     held = memory(step)
     sends = traffic(step, chip)
@@ -579,9 +623,10 @@ def predict(config: utils.Config, chip: Chip | None) -> Prediction:
         parameters=parameters,
         active_parameters=active,
         tokens_per_step=t.sequences * t.sequence_length,
+        attention=step.sizes.kernel,
         memory_bytes_per_chip=sum(held.values()),
         flops_per_chip=total,
-        model_flops_per_chip=flops.executed_flops_per_step(config)["total"] / chips,
+        model_flops_per_chip=flops.executed_flops_per_step(config, scores=share)["total"] / chips,
         collective_bytes_per_chip=by_axes,
         bubble=float(step.schedule.bubble),
         memory=held,

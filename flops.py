@@ -88,12 +88,16 @@ def expert_slots(config: utils.Config, capacity_factor: float) -> int:
     return ranks * train.microbatches * model.experts * slots
 
 
-def executed_flops_per_step(config: utils.Config, forward_only: bool = False) -> dict[str, int]:
+def executed_flops_per_step(
+    config: utils.Config, forward_only: bool = False, scores: float = 1.0
+) -> dict[str, int]:
     """FLOPs of one step's matrix products on all devices, by part and `total`, without waste.
 
-    Attention as its whole rectangle, every capacity slot, the padded vocabulary; no recomputation,
-    no bubble, prefix layers once. Backward is twice forward. `forward_only` is the evaluation of as
-    many sequences, with its own capacity factor.
+    Every capacity slot, the padded vocabulary; no recomputation, no bubble, prefix layers once.
+    Backward is twice forward. `forward_only` is the evaluation of as many sequences, with its own
+    capacity factor.
+
+    scores  share of attention's rectangle that is computed: see attention.computed_share.
     """
     model, length = config.model, config.train.sequence_length
     tokens = config.train.sequences * length
@@ -103,7 +107,7 @@ def executed_flops_per_step(config: utils.Config, forward_only: bool = False) ->
     expert = _swiglu(model, model.expert_hidden)
     products = {
         "attention_projections": tokens * model.layers * _attention_matrices(model),
-        "attention_scores": tokens * model.layers * model.heads * length * widths,
+        "attention_scores": scores * tokens * model.layers * model.heads * length * widths,
         "mlp": tokens * dense * _swiglu(model, model.hidden),
         "router": tokens * moe * model.width * model.experts,
         "experts": moe * expert_slots(config, factor) * expert if moe else 0,
@@ -111,5 +115,5 @@ def executed_flops_per_step(config: utils.Config, forward_only: bool = False) ->
         "output": tokens * model.width * model.padded_vocabulary,
     }
     passes = 1 if forward_only else 3
-    parts = {name: 2 * passes * count for name, count in products.items()}
+    parts = {name: round(2 * passes * count) for name, count in products.items()}
     return parts | {"total": sum(parts.values())}

@@ -36,6 +36,7 @@ import hlo
 import model
 import utils
 import weights
+from attention import chosen
 from checkpoint import Checkpoints, what_must_match
 from data.tokenizer import load_tokenizer
 from dataset import Dataset, open_datasets, prefetch
@@ -175,10 +176,27 @@ def train_step(
         return state, told
 
     shardings = state_shardings(config, mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, P())),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 # guide: end
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+    """What the compiler is asked for beside its defaults.
+
+    By default a TPU v4 waits for every gather and all-to-all where it stands; so asked, it computes
+    meanwhile what does not need them. Later TPUs refuse this or gain nothing. What
+    LIBTPU_INIT_ARGS asks for is read by libtpu itself.
+    """
+    if mesh.devices.flat[0].device_kind not in chips.CHIPS["v4"].kinds:
+        return None
+    return {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
 
 
 def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> Transformer:
@@ -264,7 +282,10 @@ class Evaluation:
         rounds = config.eval.sequences // config.train.sequences
         self.microbatches = config.train.microbatches * rounds
         train = dataclasses.replace(config.train, microbatches=self.microbatches)
-        self.run = jax.jit(model.evaluate(dataclasses.replace(config, train=train), mesh))
+        self.run = jax.jit(
+            model.evaluate(dataclasses.replace(config, train=train), mesh),
+            compiler_options=compiler_options(mesh),
+        )
         self.batch: Batch | None = None
 
     def __call__(self, w: Transformer) -> dict[str, Any]:
@@ -664,6 +685,8 @@ def train(config: Config) -> None:
     train_data, val_data = open_datasets(config)
     start_processes()
     mesh = make_mesh(config)
+    chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
+    planned = cost.predict(config, chip, model.platform(mesh)).line()
     folder = run_folder(config)
     saved = (
         Checkpoints(folder / "checkpoints", config.checkpoint.keep)
@@ -676,7 +699,6 @@ def train(config: Config) -> None:
             say(f"finished before.\n{result(config)}")
             return
         state = begin(config, mesh, state)
-        planned = cost.predict(config, chips.chip_of_kind(mesh.devices.flat[0].device_kind)).line()
         say(planned)
         loop = Loop(config, mesh, train_data, val_data, saved)
         loop.run(state)
@@ -696,8 +718,8 @@ def begin(config: Config, mesh: Mesh, state: State | None) -> State:
     device = mesh.devices.flat[0]
     say(
         f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh (fsdp, pipeline, "
-        f"tensor) = {config.mesh.shape} "
-        f"on {mesh.devices.size} x {device.device_kind}; {config.train.sequences} x "
+        f"tensor) = {config.mesh.shape} on {mesh.devices.size} x {device.device_kind}, attention "
+        f"{chosen(config, model.platform(mesh))}; {config.train.sequences} x "
         f"{config.train.sequence_length} tokens per step"
     )
     say(flops.MFU_RULE)

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import pipeline
 import utils
 import weights
-from attention import attend
+from attention import attend, chosen
 from schedule import Schedule
 from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
 from weights import Size, normal, ones, vary, weight, zeros
@@ -316,6 +316,7 @@ class How(NamedTuple):
     seed: int
     capacity_factor: float | None  # room at each expert, over K n / E; None is room for every token
     dropout: float = 0.0
+    attention: str = "xla"  # implementation: see attention.chosen
     # Between matmuls: False, the sequence is cut over tensor (training, prefill); True, it is whole
     # (decode, where T is 1).
     whole: bool = False
@@ -419,7 +420,7 @@ def attention(
     key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
     q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
     k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
-    y_bTnW = checkpoint_name(attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, m.attention), "attention")
+    y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention)  # kept as "attention"
 
     part_bTD = matmul(
         "bTnW,nWD->bTD", y_bTnW, w.out
@@ -967,6 +968,11 @@ def numbered(data: Batch) -> Batch:
     return data.replace(number=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
 
 
+def platform(mesh: jax.sharding.Mesh) -> str:
+    """As jax names it: cpu, gpu or tpu."""
+    return mesh.devices.flat[0].platform
+
+
 def schedule(config: utils.Config) -> Schedule:
     return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
 
@@ -978,7 +984,7 @@ def loss_and_gradients(
     weights; Stats.
     """
     declared, m = declare(config), config.model
-    how = How(m, config.train.seed, m.capacity_factor, m.dropout)
+    how = How(m, config.train.seed, m.capacity_factor, m.dropout, chosen(config, platform(mesh)))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
         data = numbered(data)
@@ -1005,7 +1011,9 @@ def evaluate(
     every expert has as much.
     """
     declared, m = declare(config), config.model
-    how = How(m, config.train.seed, m.eval_capacity_factor)
+    how = How(
+        m, config.train.seed, m.eval_capacity_factor, attention=chosen(config, platform(mesh))
+    )
 
     def local(w: Transformer, data: Batch) -> Stats:
         data = numbered(data)
@@ -1030,7 +1038,7 @@ def next_token_logits(
     The batch's targets and loss weights are not looked at.
     """
     declared, m = declare(config), config.model
-    how = How(m, config.train.seed, capacity_factor=None)
+    how = How(m, config.train.seed, None, attention=chosen(config, platform(mesh)))
 
     def local(w: Transformer, data: Batch, positions_Mb: jax.Array) -> jax.Array:
         def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:

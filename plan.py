@@ -25,6 +25,7 @@ from rich.console import Console, Group
 from rich.progress import track
 from rich.table import Table
 
+import attention
 import chips
 import compiler
 import cost
@@ -42,9 +43,10 @@ if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts
 
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 FLOPS_RULE = (
-    "FLOPs are 2 per multiplication and addition of matrix products; attention as its whole "
-    "rectangle, every capacity slot, the padded vocabulary. Backward is twice forward; recomputed "
-    "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
+    "FLOPs are 2 per multiplication and addition of matrix products: of attention its whole "
+    "rectangle, or the blocks of it that splash computes; every capacity slot, the padded "
+    "vocabulary. Backward is twice forward; recomputed is what train.remat does not keep, and what "
+    "splash makes anew whatever is kept; bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
     "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. "
@@ -121,6 +123,7 @@ def make(flags: Flags, rest: list[str]) -> Plan:
     own = tuple(field.name for field in dataclasses.fields(Flags))
     config = utils.parse([*named, *rest], own, checked=False)
     chip = chips.chip_named(flags.chip)
+    attention.chosen(config, chips.platform_of(chip))
     if flags.compile:
         compiler.check_compiler(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
@@ -256,7 +259,7 @@ def header(plan: Plan) -> str:
         f"{name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
         f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
-        f"{c.fsdp.gather}",
+        f"{c.fsdp.gather}, attention {p.attention}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
     if plan.chip and plan.chip.is_tpu and p.chips not in chips.TOPOLOGIES[plan.chip.dims]:

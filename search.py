@@ -16,7 +16,7 @@ from typing import Any
 
 import cost
 import utils
-from chips import Chip
+from chips import Chip, platform_of
 from utils import GIB, Config
 
 # Of a chip's memory: predictions are within 10 % of what a compiler plans, and a runtime keeps some
@@ -203,14 +203,14 @@ def with_most_kept(
     keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         config = changed(config, {"train.remat": policy})
-        if sum(cost.memory(cost.Step(config)).values()) <= usable_bytes(chip):
+        if sum(cost.memory(cost.Step(config, platform_of(chip))).values()) <= usable_bytes(chip):
             break
     return Candidate(config, cost.predict(config, chip))
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
     """From all to nothing kept, what saves the least time for its bytes dropped first."""
-    step = cost.Step(changed(config, {"train.remat": "full"}))
+    step = cost.Step(changed(config, {"train.remat": "full"}), platform_of(chip))
     saved, held = Counter(), Counter()
     for layer, count in step.block:
         for name, size in layer.kept.items():
@@ -247,7 +247,7 @@ def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
             continue
         for values in ways(config, mesh, fixed):
             try:
-                cost.Step(changed(config, values))
+                cost.Step(changed(config, values), "cpu")
             except ValueError:
                 continue
             return True

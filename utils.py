@@ -19,6 +19,7 @@ from typing import Literal
 import tyro
 
 GIB = 2**30
+LANES = 128  # of a TPU's vector registers: splash attention cuts sequences into multiples of it
 
 # The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis
 # would be added to BATCH_AXES.
@@ -102,8 +103,8 @@ class Model:
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
     # of matmuls and activations; weights are float32 at rest
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    # kernel; auto is XLA; splash and cuDNN do not run in a model yet
-    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    # kernel; auto is splash on a TPU in bfloat16, for sequences of a multiple of 128, else XLA
+    attention: Literal["auto", "xla", "splash"] = "auto"
 
     @property
     def padded_vocabulary(self) -> int:
@@ -333,11 +334,7 @@ def check(config: Config) -> None:
             if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
                 raise ValueError(f"--{section}.{key} {value} is below {low}. Use {low} or more.")
     _remat(train.remat)
-    if m.attention in ("splash", "cudnn"):
-        raise ValueError(
-            f"--model.attention {m.attention} does not run in the scan over layers yet: jax checks "
-            f"the kernel's types again there. Use --model.attention xla."
-        )
+    check_attention(config)
     for factor in ("capacity_factor", "eval_capacity_factor"):
         if getattr(m, factor) == 0:
             raise ValueError(
@@ -395,6 +392,17 @@ MAY_BE_ZERO = frozenset(
         "steps",
     ]
 )
+
+
+def check_attention(config: Config) -> None:
+    """Raises ValueError for sequences that splash cannot take."""
+    length = config.train.sequence_length
+    if config.model.attention == "splash" and length % LANES:
+        raise ValueError(
+            f"--model.attention splash cannot take --train.sequence_length {length}: its blocks "
+            f"are multiples of {LANES}. Use --train.sequence_length {-(-length // LANES) * LANES}, "
+            "or --model.attention xla."
+        )
 
 
 def _remat(policy: str) -> None:

@@ -102,6 +102,21 @@ CASES = {
         "dense_1b",
         {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
     ),
+    "jaxformer-none-xla": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"train.remat": "none", "model.attention": "xla"},
+    ),
+    "dense-names-xla-4x4x2": (
+        "2x4x4",
+        "dense_1b",
+        {
+            "mesh": (4, 4, 2),
+            "train.microbatches": 16,
+            "train.remat": "latents,attention,attention_out,mlp_in,hidden",
+            "model.attention": "xla",
+        },
+    ),
     "small-none-8x1x1": (
         "2x2x2",
         "dense_124m",

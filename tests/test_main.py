@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -182,6 +183,7 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
         ("--run.name a --data.train absent", "absent"),
         ("--run.name a --model.vocabulary 512", "512 has no row .*Use --model.vocabulary 4096"),
         ("--run.name a --train.sequence_length 1000000", "1000000 is longer than the data"),
+        ("--run.name a --model.attention splash", "Use --train.sequence_length 128, or"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs, flags, message):
@@ -191,6 +193,7 @@ def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs,
     with pytest.raises(ValueError, match=message) as refused:
         start(data, runs, "a", *extra)
     assert "\n" not in str(refused.value)
+    assert not (runs / "a").exists()
 
 
 def test_a_run_tells_its_plan_at_the_start_and_what_was_measured_at_the_end(data, runs, capsys):
@@ -332,3 +335,12 @@ def test_the_example_configs_describe_runs_that_can_start():
         utils.check(config)
         model.declare(config)
         model.schedule(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("TPU v4", True), ("TPU v5 lite", False), ("NVIDIA H100 80GB HBM3", False)]
+)
+def test_only_a_v4_is_asked_to_compute_while_it_gathers(kind, asked):
+    mesh = SimpleNamespace(devices=np.array([[[SimpleNamespace(device_kind=kind)]]]))
+    wanted = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
+    assert main.compiler_options(mesh) == (wanted if asked else None)

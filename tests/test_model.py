@@ -100,6 +100,23 @@ CASES = {
         scores="softmax",
         shared_experts=1,
     ),
+    "2x2x2_virtual_splash": config_of(
+        (2, 2, 2),
+        virtual=2,
+        segments=True,
+        train={"sequence_length": 128, "sequences": 8, "microbatches": 2, "remat": "attention"},
+        attention="splash",
+        tied=False,
+    ),
+    "1x1x4_splash": config_of(
+        (1, 1, 4),
+        gather="layer",
+        train={"sequence_length": 128, "sequences": 4, "microbatches": 2, "remat": "none"},
+        attention="splash",
+        blocks=1,
+        moe_layers=0,
+        prefix_layers=1,
+    ),
 }
 SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual"]
 
@@ -137,9 +154,9 @@ def trained(name):
 
 
 @functools.cache
-def expected_of(fields, segments, sequences):
+def expected_of(fields, segments, sequences, length):
     """(loss, parts), gradients of the reference for the batch of a case."""
-    small = config_of(segments=segments, train={"sequences": sequences})
+    small = config_of(segments=segments, train={"sequences": sequences, "sequence_length": length})
     batch = batch_of(dataclasses.replace(small, model=fields))
     if not segments:
         batch["segments"] = np.zeros_like(batch["segments"])
@@ -152,7 +169,8 @@ def expected_of(fields, segments, sequences):
 
 
 def expected(config):
-    return expected_of(config.model, config.data.segments, config.train.sequences)
+    train = config.train
+    return expected_of(config.model, config.data.segments, train.sequences, train.sequence_length)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,7 +226,7 @@ def evaluated(name):
     return jax.jit(model.evaluate(config, mesh))(w, data)
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual"])
+@pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual", "2x2x2_virtual_splash"])
 def test_evaluation_is_the_reference_without_dropout_and_with_its_own_capacity(name):
     config, found = CASES[name], evaluated(name)
     (_, parts), _ = expected(config)

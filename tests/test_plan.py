@@ -178,6 +178,18 @@ def test_bad_input_is_refused_with_what_would_work(flags, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--chip", "h100"], "splash is a kernel for TPUs, and these devices are GPUs. Use "),
+        (["--train.sequence_length", "1000"], "splash cannot take --train.sequence_length 1000"),
+    ],
+)
+def test_a_search_with_attention_that_cannot_run_does_not_blame_the_meshes(flags, message):
+    with pytest.raises(ValueError, match=f"^--model.attention {message}"):
+        plan.main([*JAXFORMER, *flags, "--search", "--model.attention", "splash"])
+
+
 def test_what_cannot_fit_says_how_much_is_missing_and_which_flag_saves_most():
     with pytest.raises(ValueError, match=r"GiB per chip are missing.*Of single flags --[a-z._]+ "):
         plan.main([*JAXFORMER, *LARGE])

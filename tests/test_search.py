@@ -66,7 +66,7 @@ def test_flags_that_are_given_stay_as_they_are():
 
 def test_less_memory_makes_more_be_computed_again():
     """On a v5e, which has half the memory of a v4."""
-    mesh = dict(zip(search.MESH_FLAGS, (8, 2, 2), strict=True))
+    mesh = dict(zip(search.MESH_FLAGS, (4, 2, 2), strict=True))
     values = mesh | {"mesh.virtual": 1, "train.microbatches": 8, "fsdp.gather": "step"}
     kept = [search.with_most_kept(JAXFORMER, chip, values, frozenset()) for chip in (V4, V5E)]
     assert kept[0].config.train.remat == "none"
@@ -80,7 +80,7 @@ def test_remat_policies_keep_less_and_less_of_what_the_model_has():
     names = [set(policy.split(",")) for policy in policies[1:-1]]
     assert names[0] == {"latents", "attention", "attention_out", "mlp_in", "hidden"}
     assert all(len(more - less) == 1 for more, less in itertools.pairwise(names))
-    memory = [sum(cost.memory(cost.Step(search.changed(DENSE, {"train.remat": p}))).values())
+    memory = [sum(cost.memory(cost.Step(search.changed(DENSE, {"train.remat": p}), "tpu")).values())
               for p in policies[1:]]  # fmt: skip
     assert memory == sorted(memory, reverse=True)
 
@@ -121,7 +121,7 @@ def test_chips_that_cannot_be_had_are_refused_soon(chips_wanted, fixed, message)
 
 def test_what_is_dropped_first_saves_least_time_for_its_bytes():
     """Per byte over all layers, however many kinds of layers have it."""
-    step = cost.Step(search.changed(JAXFORMER, {"train.remat": "full"}))
+    step = cost.Step(search.changed(JAXFORMER, {"train.remat": "full"}), "tpu")
     policies = [set(p.split(",")) for p in search.remat_policies(JAXFORMER, V4)[1:-1]]
     order = [next(iter(more - less)) for more, less in itertools.pairwise(policies)]
     order += policies[-1]

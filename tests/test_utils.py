@@ -45,7 +45,7 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--model.moe_layers", "2"], "Use --model.moe_layers 1"),
         (["--model.qk_rope_head_dim", "7"], "Use 8"),
         (["--model.capacity_factor", "0"], "--model.capacity_factor 0.0 .*above 0"),
-        (["--model.attention", "splash"], "Use --model.attention xla"),
+        (["--model.attention", "splash", "--train.sequence_length", "200"], "Use .* 256, or"),
         (["--train.remat", "attention,everything"], "everything.*none, full, or.*latents"),
     ],
 )  # fmt: skip

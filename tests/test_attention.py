@@ -1,0 +1,196 @@
+"""The splash kernel, interpreted, against attention written out, inside what the model puts it in.
+
+Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import attention
+import reference
+from common import config_of, mesh_of, relative_error
+
+B, T, N, A, W = 4, 640, 4, 24, 16  # five blocks of 128 positions
+DRAWN = P("fsdp", None, "tensor")
+
+
+def arrays():
+    """q, k, v, and factors on the result that make a loss of it."""
+    random = np.random.default_rng(0)
+    return [random.normal(size=(B, T, N, w)).astype(np.float32) for w in (A, A, W, W)]
+
+
+def documents():
+    return np.cumsum(np.random.default_rng(1).random((B, T)) < 0.01, axis=1, dtype=np.int32)
+
+
+def written_out(q, k, v, segments):
+    """softmax(q k^T / sqrt(A)) v with the whole rectangle."""
+    scores = jnp.einsum("BTNA,BSNA->BNTS", q, k, precision="highest") * A**-0.5
+    probs = jax.nn.softmax(jnp.where(reference.visible(segments), scores, -jnp.inf), axis=-1)
+    return jnp.einsum("BNTS,BSNW->BTNW", probs, v, precision="highest")
+
+
+def twice(attend, remat):
+    """(q, k, v, factors, segments) -> a loss of attentions in a scan and after it; jax checks the
+    types of a scan's and a checkpoint's body again.
+    """
+
+    def loss(q, k, v, factors, *segments):
+        def layer(x, _):
+            return q + attend(x, k, v, *segments).mean(axis=-1, keepdims=True), None
+
+        x, _ = lax.scan(rematted(layer, remat), q, None, length=2)
+        return (attend(x, k, v, *segments) * factors).sum()
+
+    return loss
+
+
+def rematted(layer, remat):
+    if remat == "none":
+        return layer
+    policy = jax.checkpoint_policies.save_only_these_names(*remat.split(","))
+    return jax.checkpoint(layer, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "remat", "segments"),
+    [
+        ((1, 1, 1), "none", True),
+        ((2, 1, 4), "attention", True),
+        ((2, 2, 2), "full", False),
+        ((4, 1, 2), "none", False),
+    ],
+)
+def test_splash_and_its_gradient_are_attention_written_out_on_every_mesh(shape, remat, segments):
+    inputs, ids = arrays(), (documents(),) if segments else ()
+    plain = twice(
+        lambda q, k, v, *ids: written_out(q, k, v, ids[0] if ids else np.zeros((B, T))), "none"
+    )
+    expected, gradients = jax.value_and_grad(plain, argnums=(0, 1, 2))(*inputs, *ids)
+
+    def splash(q, k, v, *ids):
+        return attention.attend(q, k, v, ids[0] if ids else None, "splash")
+
+    def local(*args):
+        return lax.psum(twice(splash, remat)(*args), ("fsdp", "tensor"))
+
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh_of(config_of(shape)),
+        in_specs=(DRAWN,) * 4 + (P("fsdp"),) * len(ids),
+        out_specs=P(),
+        check_vma=True,
+    )
+    found, found_gradients = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1, 2)))(*inputs, *ids)
+    assert relative_error(found, expected) <= 1e-5
+    for name, mine, theirs in zip("qkv", found_gradients, gradients, strict=True):
+        assert relative_error(mine, theirs) <= 1e-5, name
+
+
+def test_in_bfloat16_splash_is_as_close_to_float32_as_xla_is():
+    def gradients(kernel, dtype):
+        def loss(q, k, v):
+            out = attention.attend(q, k, v, documents(), kernel)
+            return (out.astype(jnp.float32) * factors).sum()
+
+        *inputs, factors = arrays()
+        inputs = [a.astype(dtype) for a in inputs]
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
+
+    def error(found):
+        return max(
+            float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
+            for a, b in zip(found, exact, strict=True)
+        )
+
+    exact = gradients("xla", jnp.float32)
+    splash, xla = (gradients(kernel, jnp.bfloat16) for kernel in ("splash", "xla"))
+    assert all(a.dtype == jnp.bfloat16 for a in splash)
+    # The scale is rounded with the queries.
+    assert error(splash) <= 2 * error(xla) <= 0.02
+
+
+@pytest.mark.parametrize("name", ["plain", "forward", "backward"])
+def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
+    function = attention.untyped(getattr(attention.splash_kernel(N, T), name), interpret=False)
+
+    def precisions(dtype, default):
+        wide, narrow = (jnp.zeros((B, N, T, w), dtype) for w in (A, W))
+        args = [wide, wide, narrow]
+        if name == "backward":
+            args = [narrow, *args, narrow, jnp.zeros((B, N, T))]
+        with jax.default_matmul_precision(default):
+            text = str(jax.make_jaxpr(function)(*args))
+        return set(re.findall(r"Precision\.(\w+)", text))
+
+    assert precisions(jnp.float32, "bfloat16") == {"HIGHEST"}
+    assert "HIGHEST" not in precisions(jnp.bfloat16, "highest")
+
+
+def test_a_kernel_whose_arguments_differ_along_different_axes_is_refused():
+    q, k, v, _ = arrays()
+    kernel = attention.splash_kernel(N, T)
+
+    def local(*args):
+        return attention.foreign_p.bind(*attention.swapped(*args), function=kernel.plain)[0]
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh_of(config_of((2, 1, 1))),
+        in_specs=(P(), P("fsdp"), P("fsdp")),
+        out_specs=P(),
+        check_vma=True,
+    )
+    with pytest.raises(AssertionError, match="differ along different axes"):
+        jax.eval_shape(run, q[:2], k, v)
+
+
+def test_a_kept_result_of_splash_is_not_computed_again():
+    inputs = [jnp.zeros((1, 128, 2, w)) for w in (A, A, W, W)]
+
+    def kernels(remat):
+        step = jax.grad(twice(lambda *a: attention.attend(*a, None, "splash"), remat))
+        return str(jax.make_jaxpr(step)(*inputs)).count("foreign_kernel[")
+
+    # One in the scan and one after it, forward; as many backward; and where nothing is kept the
+    # scan's once more.
+    assert kernels("attention") == kernels("none") == 4
+    assert kernels("full") == 5
+
+
+def config(**changes):
+    train = {"sequence_length": changes.pop("sequence_length", 1024)}
+    return config_of(train=train, **({"compute_dtype": "bfloat16"} | changes))
+
+
+def test_auto_is_splash_on_a_tpu_where_the_kernel_can_be_used():
+    assert attention.chosen(config(), "tpu") == "splash"
+    assert attention.chosen(config(), "cpu") == attention.chosen(config(), "gpu") == "xla"
+    assert attention.chosen(config(compute_dtype="float32"), "tpu") == "xla"
+    assert attention.chosen(config(sequence_length=1000), "tpu") == "xla"
+    assert attention.chosen(config(attention="xla"), "tpu") == "xla"
+    assert attention.chosen(config(attention="splash"), "cpu") == "splash"
+
+
+def test_splash_is_refused_where_it_cannot_run():
+    with pytest.raises(ValueError, match=r"sequence_length 1000.*Use --train.sequence_length 1024"):
+        attention.chosen(config(attention="splash", sequence_length=1000), "tpu")
+    with pytest.raises(ValueError, match=r"these devices are GPUs\. Use --model.attention auto"):
+        attention.chosen(config(attention="splash"), "gpu")
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"), [(128, 1), (512, 1), (640, 5), (768, 2), (1024, 2), (4096, 8)]
+)
+def test_splash_computes_the_blocks_at_and_below_the_diagonal(length, blocks):
+    share = attention.computed_share(config(sequence_length=length), "tpu")
+    computed = sum(row >= column for row in range(blocks) for column in range(blocks))
+    assert share == computed / blocks**2
+    assert attention.computed_share(config(sequence_length=length), "cpu") == 1
