@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as private_config  # the one private import: see untyped
+from jax._src import config as private_config  # private: see untyped
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -90,6 +90,17 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -
 # --- splash ---------------------------------------------------------------------------------------
 
 
+class Kernel(NamedTuple):
+    """A kernel and its gradient, as functions of arrays without varying-axes types.
+
+    All also take `interpret`: to run as operations of jax, on a device that the kernel is not for.
+    """
+
+    plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
+    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores)))
+    backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
+
+
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
     """The kernel for TPUs that ships with jax; queries and keys may be wider than values."""
     T = k.shape[1]
@@ -105,7 +116,7 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(
-    kernel: "Kernel", q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
 ) -> jax.Array:
     """[b, T, n, .] in and out; the kernel wants heads before positions."""
     [out] = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.plain)
@@ -113,7 +124,7 @@ def _call(
 
 
 def _call_forward(
-    kernel: "Kernel", q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
     out, logsumexp = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.forward)
     [out] = swapped(out)
@@ -123,7 +134,7 @@ def _call_forward(
     return out, (q, k, v, out, logsumexp, extra)
 
 
-def _call_backward(kernel: "Kernel", kept: Any, grad: jax.Array) -> Any:
+def _call_backward(kernel: Kernel, kept: Any, grad: jax.Array) -> Any:
     q, k, v, out, logsumexp, extra = kept
     arrays = swapped(grad, q, k, v, out)
     found = foreign_p.bind(*arrays, logsumexp, *extra, function=kernel.backward)
@@ -150,17 +161,6 @@ def computed_share(config: utils.Config, platform: str) -> float:
     T = config.train.sequence_length
     blocks = T // block_size(T) if chosen(config, platform) == "splash" else 1
     return (blocks + 1) / (2 * blocks)
-
-
-class Kernel(NamedTuple):
-    """A kernel and its gradient, as functions of arrays without varying-axes types.
-
-    All also take `interpret`: to run as operations of jax, on a device that the kernel is not for.
-    """
-
-    plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
-    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores)))
-    backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
 
 
 @cache  # one object for one size: programs that hold it compare as equal
@@ -195,7 +195,7 @@ def splash_kernel(n: int, T: int) -> Kernel:
         return jax.vmap(one)(*arrays)
 
     def backward(*arrays: jax.Array, interpret: bool) -> Any:
-        # jax offers no call of the backward pass alone: this is the rule that its own vjp has.
+        # Private: jax offers no call of the backward pass alone. This is the rule of its own vjp.
         kernel = make(save_residuals=False, interpret=interpret)
         infos = kernel.dq_mask_info, kernel.dkv_mask_info
         sinks = None

@@ -119,7 +119,6 @@ def attention(s: Sizes) -> Layer:
     down = s.D * (s.C + s.R + s.Q)
     up = (s.Q or s.D) * s.n * s.A + s.C * s.n * (s.H + s.W)
     projections = "attention_projections"
-    out = s.bT * s.n * s.W * s.byte
     products = [
         # The norms' backward needs their input, whatever is kept.
         Product(projections, 2 * s.bt * down, ALWAYS),
@@ -132,7 +131,7 @@ def attention(s: Sizes) -> Layer:
     ]
     kept = {
         "latents": s.bT * sent * s.byte,
-        "attention": out,
+        "attention": s.bT * s.n * s.W * s.byte,
         "attention_out": s.bt * s.D * s.byte,
     }
     residuals = (
