@@ -31,14 +31,14 @@ from rich.table import Table
 
 import attention
 import chips
-import compiler
 import flops
-import hlo
-import main
 import model
+import passes
 import pipeline
+import train
 import utils
 import weights
+from planning import hlo
 from utils import Config
 
 STEPS = 8  # timed ones, after one that is not
@@ -49,9 +49,13 @@ class Program:
     """A compiled training step, and what it runs on."""
 
     config: Config
+    declared: model.Transformer
     mesh: Mesh
     step: Any
     compile_s: float
+
+    def state(self) -> train.State:
+        return train.initial_state(self.config, self.declared, self.mesh)
 
     @property
     def tokens(self) -> int:
@@ -59,24 +63,24 @@ class Program:
 
     @property
     def model_flops(self) -> int:
-        scores = attention.computed_share(self.config, model.platform(self.mesh))
+        scores = attention.computed_share(self.config, passes.platform(self.mesh))
         return flops.executed_flops_per_step(self.config, scores=scores)["total"]
 
     def flops_ratio(self) -> float:
         """Compiled over model FLOPs."""
-        share = pipeline.branch_share(model.schedule(self.config))
+        share = pipeline.branch_share(passes.schedule_of(self.config))
         return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
 
 
 def compiled(config: Config) -> Program:
-    """The step of main.py, compiled for this config."""
+    """The step of train.py, compiled for this config."""
     utils.check(config)
-    mesh = main.make_mesh(config)
-    state = main.abstract_state(config, mesh)
-    step = main.train_step(config, mesh)
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    state = train.abstract_state(config, declared, mesh)
+    step = train.jitted_step(config, declared, mesh)
     start = time.perf_counter()
-    step = step.lower(state, main.abstract_batch(config, mesh)).compile()
-    return Program(config, mesh, step, time.perf_counter() - start)
+    step = step.lower(state, train.abstract_batch(config, mesh)).compile()
+    return Program(config, declared, mesh, step, time.perf_counter() - start)
 
 
 def random_batch(config: Config, mesh: Mesh) -> model.Batch:
@@ -94,19 +98,19 @@ def random_batch(config: Config, mesh: Mesh) -> model.Batch:
             "segments": np.zeros((len(numbers), t.sequence_length), np.int32),
         }
 
-    return main.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
+    return train.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
 
 
 def step_seconds(programs: list[Program], steps: int = STEPS) -> list[float]:
     """Median seconds of a step of each, in turns, so that what slows the machine slows them all."""
-    states = [main.initial_state(p.config, p.mesh) for p in programs]
+    states = [p.state() for p in programs]
     batches = [random_batch(p.config, p.mesh) for p in programs]
     taken: list[list[float]] = [[] for _ in programs]
     for _ in range(steps + 1):
         for i, program in enumerate(programs):
             start = time.perf_counter()
-            states[i], told = program.step(states[i], batches[i])
-            jax.block_until_ready(told)
+            states[i], report = program.step(states[i], batches[i])
+            jax.block_until_ready(report)
             taken[i].append(time.perf_counter() - start)
     return [statistics.median(seconds[1:]) for seconds in taken]
 
@@ -134,8 +138,8 @@ def report(program: Program, seconds: float) -> None:
     achieved = rate * per_token / devices
     chip = chips.chip_of_kind(kind)
     peak = chip and chip.flops
-    memory, source = main.peak_bytes(program.mesh, program.step)
-    total, active = weights.count(model.declare(program.config))
+    memory, source = train.peak_bytes(program.mesh, program.step)
+    total, active = weights.count(program.declared)
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
     print(f"compile        {program.compile_s:.1f} s")
     print(f"step           {seconds:.4f} s (median of {STEPS})")
@@ -178,7 +182,7 @@ def reference() -> None:
     policies = ["none", "full", "latents,attention,hidden,expert_hidden,expert_out"]
     programs = [compiled(reference_config(remat=policy)) for policy in policies]
     programs.append(compiled(with_values(programs[0].config, mesh={"virtual": 2})))
-    print(f"{weights.count(model.declare(programs[0].config))[0]:,} parameters, mesh (2, 2, 2)")
+    print(f"{weights.count(programs[0].declared)[0]:,} parameters, mesh (2, 2, 2)")
     for program in (programs[0], programs[-1]):
         mesh, M = program.config.mesh, program.config.train.microbatches
         bubble = (M + (mesh.pipeline - 1) / mesh.virtual) / M
@@ -193,7 +197,7 @@ def reference() -> None:
             str(program.config.mesh.virtual),
             f"{seconds:.2f}",
             f"{program.model_flops / seconds / 1e9:.1f}",
-            f"{compiler.memory_bytes(program.step) / 2**20:.0f}",
+            f"{train.planned_bytes(program.step) / 2**20:.0f}",
             f"{program.compile_s:.1f}",
         )
     Console(width=120).print(table)
@@ -268,8 +272,9 @@ def check_against_cpu() -> None:
         devices = np.array(jax.devices(platform)[:1]).reshape(1, 1, 1)
         place = Mesh(devices, utils.MESH_AXES)
         with jax.default_device(devices.flat[0]):
-            w = weights.initialize(model.declare(here), place, 0)
-            run = jax.jit(model.loss_and_gradients(here, place))
+            declared = model.declare(here)
+            w = weights.initialize(declared, place, 0)
+            run = jax.jit(passes.loss_and_gradients(here, declared, place))
             grads, stats = jax.device_get(run(w, random_batch(here, place), jnp.int32(0)))
         results.append((float(stats.loss), jax.tree.leaves(grads)))
     (loss, expected), (found_loss, found) = results
@@ -288,10 +293,10 @@ def check_against_cpu() -> None:
 
 def kernel_shares(program: Program, most: int = 12) -> list[tuple[str, float]]:
     """The operations that take most of a step's time on the device, with their share of it."""
-    state = main.initial_state(program.config, program.mesh)
+    state = program.state()
     batch = random_batch(program.config, program.mesh)
-    state, told = program.step(state, batch)
-    jax.block_until_ready(told)
+    state, report = program.step(state, batch)
+    jax.block_until_ready(report)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             jax.block_until_ready(program.step(state, batch)[1])

@@ -2,10 +2,12 @@
 
 A checkpoint is a folder `<step>` that appears by one rename when all of it is written: every array
 whole (cut into chunks as its shards were, so any mesh can read it), the run's config, and the size
-and CRC-32 of each file, which `latest` checks before anything is read.
+and CRC-32 of each file, which `latest` checks before anything is read. Blocks are stored in the
+order in which they run, [blocks, ...], whatever mesh they were trained on: `stored_shapes`.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +19,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
 
 from metrics import say
+from model import Transformer
 
 CHECKSUMS = "checksums.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
@@ -91,6 +96,12 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
+def _part(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    """To restore these arrays and leave the others where they are."""
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    return ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process makes one and calls the same methods in order."""
 
@@ -121,7 +132,10 @@ class Checkpoints:
                 options=self._options(keep),
                 item_names=("state", "config"),
                 item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
+                    # Only the second restores a part, and only the first is asked to save.
+                    "state": ocp.StandardCheckpointHandler()
+                    if self._writes
+                    else ocp.PyTreeCheckpointHandler(),
                     "config": ocp.JsonCheckpointHandler(),
                 },
             )
@@ -231,13 +245,15 @@ class Checkpoints:
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
 
-        abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh.
+        abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh; of one that was opened
+                  to read only, it may be a part of what was saved.
         Raises    ValueError that names an array which is missing, or has another shape or type.
         """
         self._must_exist(step)
         wanted = _named(abstract)
         self._must_hold(step, wanted)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        args = ocp.args.StandardRestore(wanted) if self._writes else _part(wanted)
+        items = ocp.args.Composite(state=args)
         found = self._manager.restore(step, args=items).state
         return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
 
@@ -254,7 +270,7 @@ class Checkpoints:
         stored = self._manager.item_metadata(step).state.tree
         have = {name: (x.shape, np.dtype(x.dtype).name) for name, x in stored.items()}
         want = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
-        for name in sorted(have.keys() | want.keys()):
+        for name in sorted(have.keys() | want.keys() if self._writes else want.keys()):
             if have.get(name) != want.get(name):
                 raise ValueError(
                     f"checkpoint {self.folder / str(step)} is of another model: {name} is "
@@ -266,6 +282,40 @@ class Checkpoints:
         """Waits for the last save: a process that ends before it leaves half a checkpoint."""
         self.wait()
         self._manager.close()
+
+
+# --- the layout of what is saved ------------------------------------------------------------------
+
+
+def stored_shapes(shapes: Any) -> Any:
+    """Shape and layout of what a checkpoint holds of a state.
+
+    shapes  the state as `jax.ShapeDtypeStruct`s: blocks are [virtual, stage, block, ...] in it, and
+            [blocks, ...] in the result, in a row over pipeline. So are the optimizer's.
+    """
+
+    def unstacked(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        layout = NamedSharding(a.sharding.mesh, P("pipeline", *a.sharding.spec[3:]))
+        shape = (math.prod(a.shape[:3]), *a.shape[3:])
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=layout)
+
+    def one(x: Any) -> Any:
+        is_weights = isinstance(x, Transformer)
+        return x.replace(blocks=jax.tree.map(unstacked, x.blocks)) if is_weights else x
+
+    return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Transformer))
+
+
+def reshaped(arrays: Any, shapes: Any) -> Any:
+    """The same elements in the same order, in these shapes and layouts."""
+
+    def change(arrays: Any) -> Any:
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), arrays, shapes)
+
+    return jax.jit(change, out_shardings=jax.tree.map(lambda s: s.sharding, shapes))(arrays)
+
+
+# --- what must stay when a run continues ----------------------------------------------------------
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ DOCUMENT_RULE = "every document is followed by end_of_text"
 CHUNK_BYTES = 1 << 24
 FEISTEL_ROUNDS = 6
 
-Batch = dict[str, np.ndarray]
+Rows = dict[str, np.ndarray]  # by name, [n, T] each
 Result = TypeVar("Result")
 
 
@@ -168,7 +168,7 @@ class Dataset:
         self.starts = np.cumsum([0] + [shard.tokens for shard in self.manifest.shards])
 
     # guide: batch
-    def rows(self, step: int, rows: np.ndarray) -> Batch:
+    def rows(self, step: int, rows: np.ndarray) -> Rows:
         """These rows of the global batch of this step, each [n, T]; a pure function.
 
         tokens, targets, segments int32; loss_weights float32.
@@ -184,12 +184,12 @@ class Dataset:
 
     # guide: end
 
-    def eval_rows(self, rows: np.ndarray, sequences: int) -> Batch:
+    def eval_rows(self, rows: np.ndarray, sequences: int) -> Rows:
         """These rows of `sequences` windows spread evenly over the data, the same every time."""
         check_eval(self, sequences)
         return self.batch(np.asarray(rows, dtype=np.int64) * self.windows // sequences)
 
-    def batch(self, windows: np.ndarray) -> Batch:
+    def batch(self, windows: np.ndarray) -> Rows:
         """Tokens, targets, loss weights and segments of these windows."""
         ids = np.stack([self.window(int(window)) for window in windows])
         segments = np.zeros_like(ids[:, :-1])
@@ -220,15 +220,31 @@ class Dataset:
 
 def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
     """(training data, validation data), checked against the model, the run and each other."""
-    length, vocabulary = config.train.sequence_length, config.model.vocabulary
-    both = {"segments": config.data.segments, "vocabulary": vocabulary}
     train = Dataset(
-        config.data.train, length, sequences=config.train.sequences, seed=config.data.seed, **both
+        config.data.train,
+        config.train.sequence_length,
+        sequences=config.train.sequences,
+        seed=config.data.seed,
+        segments=config.data.segments,
+        vocabulary=config.model.vocabulary,
     )
-    val = Dataset(config.data.val, length, sequences=config.eval.sequences, shuffle=False, **both)
+    val = open_validation(config)
     check_same_tokenizer(train, val)
-    check_eval(val, config.eval.sequences)
     return train, val
+
+
+def open_validation(config: "Config") -> Dataset:
+    """The validation data, checked against the model and the run."""
+    val = Dataset(
+        config.data.val,
+        config.train.sequence_length,
+        sequences=config.eval.sequences,
+        shuffle=False,
+        segments=config.data.segments,
+        vocabulary=config.model.vocabulary,
+    )
+    check_eval(val, config.eval.sequences)
+    return val
 
 
 def check_settings(data: Dataset) -> None:

@@ -124,7 +124,7 @@ class Metrics:
         """
         self._primary = is_primary()
         self._steps, self._clock = config.train.steps, clock
-        self._first = self._told = None
+        self._first = self._shown = None
         self._file = self._wandb = self._progress = None
         if not self._primary:
             return
@@ -170,9 +170,9 @@ class Metrics:
         text = summary(record, self._steps, self._left_s(now, step))
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
-        elif self._told is None or step >= self._steps or now - self._told >= PLAIN_EVERY_S:
+        elif self._shown is None or step >= self._steps or now - self._shown >= PLAIN_EVERY_S:
             say(text)
-            self._told = now
+            self._shown = now
 
     def _left_s(self, now: float, step: int) -> float | None:
         """From the steps after the first one seen, which is slower by its compilation."""

@@ -2,7 +2,7 @@
 
 Every layer is a function of (weights, activations) that runs inside `shard_map`: it sees this
 rank's slices, and every collective is a line in it. Conventions are DeepSeek-V3's
-(arXiv:2412.19437). When a layer runs is not known here: see pipeline.py.
+(arXiv:2412.19437). When a layer runs is not known here: see passes.py and pipeline.py.
 
 Letters. UPPER case is a whole dimension, lower case this rank's slice of it:
     B sequences        T query positions     S key positions      D width
@@ -23,15 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import pipeline
 import utils
 import weights
-from attention import attend, chosen
-from schedule import Schedule
-from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
+from attention import attend
+from utils import EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
 from weights import Size, normal, ones, vary, weight, zeros
 
 # First values of what is added to the residual stream, over 1/sqrt(inputs): layers begin as a small
@@ -267,26 +263,6 @@ def spread_experts(config: utils.Config) -> bool:
     return config.model.experts_layout == "spread"
 
 
-def unstack_blocks(w: Transformer) -> Transformer:
-    """Blocks [virtual, stage, block, ...] -> [blocks, ...], the same for every mesh."""
-    return w.replace(blocks=jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks))
-
-
-def stack_blocks(config: utils.Config, w: Transformer) -> Transformer:
-    """Blocks [blocks, ...] -> [virtual, stage, block, ...] as this mesh has them."""
-    front = (config.mesh.virtual, config.mesh.pipeline, -1)
-    return w.replace(blocks=jax.tree.map(lambda a: a.reshape(*front, *a.shape[1:]), w.blocks))
-
-
-def unstacked_shardings(shardings: Transformer) -> Transformer:
-    """The layout of unstacked weights: blocks in a row over pipeline, whatever their chunk."""
-
-    def one(s: NamedSharding) -> NamedSharding:
-        return NamedSharding(s.mesh, P("pipeline", *s.spec[3:]))
-
-    return shardings.replace(blocks=jax.tree.map(one, shardings.blocks))
-
-
 # --- layers ---------------------------------------------------------------------------------------
 
 
@@ -317,9 +293,6 @@ class How(NamedTuple):
     capacity_factor: float | None  # room at each expert, over K n / E; None is room for every token
     dropout: float = 0.0
     attention: str = "xla"  # implementation: see attention.chosen
-    # Between matmuls: False, the sequence is cut over tensor (training, prefill); True, it is whole
-    # (decode, where T is 1).
-    whole: bool = False
 
 
 def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -335,18 +308,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (x32 * lax.rsqrt(mean + epsilon) * scale).astype(x.dtype)
 
 
-def gather_sequence(x_btD: jax.Array, whole: bool) -> jax.Array:
-    """[b, t, .] -> [b, T, .].  Sends all_gather(tensor), unless the sequence is whole already."""
-    return x_btD if whole else lax.all_gather(x_btD, "tensor", axis=1, tiled=True)
+def gather_sequence(x_btD: jax.Array, name: str) -> jax.Array:
+    """[b, t, .] -> [b, T, .], named in profiles and plans.  Sends all_gather(tensor)."""
+    with jax.named_scope(name):
+        return lax.all_gather(x_btD, "tensor", axis=1, tiled=True)
 
 
-def scatter_sequence(part_bTD: jax.Array, whole: bool) -> jax.Array:
-    """Each tensor rank's part of a sum [b, T, D] -> the sum [b, t, D].  Sends psum_scatter(tensor),
-    or psum of a whole one.
+def scatter_sequence(part_bTD: jax.Array, name: str) -> jax.Array:
+    """Each tensor rank's part of a sum [b, T, D] -> the sum [b, t, D], named as well.  Sends
+    psum_scatter(tensor).
     """
-    if whole:
-        return lax.psum(part_bTD, "tensor")
-    return lax.psum_scatter(part_bTD, "tensor", scatter_dimension=1, tiled=True)
+    with jax.named_scope(name):
+        return lax.psum_scatter(part_bTD, "tensor", scatter_dimension=1, tiled=True)
 
 
 def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
@@ -405,8 +378,8 @@ def attention(
             matmul("btD,DQ->btQ", h_btD, w.query.down), w.query.norm, m.norm_epsilon
         )
     # The narrow latents travel, not what is made from them.
-    sent = gather_sequence(jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1), how.whole)
-    sent = checkpoint_name(sent, "latents")
+    sent = jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1)
+    sent = checkpoint_name(gather_sequence(sent, "latents"), "latents")
     ends = [query_btQ.shape[-1], query_btQ.shape[-1] + m.kv_lora_rank]
     query_bTQ, latent_bTC, key_bTR = jnp.split(sent, ends, axis=-1)
 
@@ -422,10 +395,9 @@ def attention(
     k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
     y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention)  # kept as "attention"
 
-    part_bTD = matmul(
-        "bTnW,nWD->bTD", y_bTnW, w.out
-    )  # n contracted: each tensor rank has its heads' part
-    y_btD = checkpoint_name(scatter_sequence(part_bTD, how.whole), "attention_out")
+    # n contracted: each tensor rank has its heads' part.
+    part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)
+    y_btD = checkpoint_name(scatter_sequence(part_bTD, "output"), "attention_out")
     return x_btD + drop(y_btD, how, at, 0)
 
 
@@ -448,10 +420,10 @@ def mlp(w: Mlp, x_btD: jax.Array, how: How, at: At) -> jax.Array:
     x_btD  [B/fsdp, T/tensor, D]; so is the result.
     Sends  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
-    h_bTD = gather_sequence(rms_norm(x_btD, w.norm, how.model.norm_epsilon), how.whole)
-    h_bTD = checkpoint_name(h_bTD, "mlp_in")
+    h_btD = rms_norm(x_btD, w.norm, how.model.norm_epsilon)
+    h_bTD = checkpoint_name(gather_sequence(h_btD, "input"), "mlp_in")
     part_bTD = swiglu(h_bTD, w.gate, w.up, w.down)
-    return x_btD + drop(scatter_sequence(part_bTD, how.whole), how, at, 1)
+    return x_btD + drop(scatter_sequence(part_bTD, "output"), how, at, 1)
 
 
 # guide: end
@@ -466,6 +438,7 @@ class Routing(NamedTuple):
     dropped: jax.Array  # int32: choices of an expert that had no room
 
 
+@jax.named_scope("router")
 def route(w: Moe, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores, and each token's K experts with their weights (arXiv:2412.19437, equations 12-16).
 
@@ -483,8 +456,9 @@ def route(w: Moe, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Arra
     return share_btE, choice_btK, weight_btK * m.routed_scaling_factor
 
 
+@jax.named_scope("balance")
 def balance(
-    share_btE: jax.Array, choice_btK: jax.Array, mine_bt: jax.Array, how: How
+    share_btE: jax.Array, choice_btK: jax.Array, m: utils.Model
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over sequences of sum_e f_e P_e, and [E] choices of each expert (arXiv:2412.19437,
     equations 17-20).
@@ -493,15 +467,13 @@ def balance(
     P, so ranks add up their parts.
     Sends  psum(tensor) of [b, E] integers.
     """
-    m = how.model
     experts = jnp.arange(m.experts, dtype=choice_btK.dtype)[None, None, None, :]
-    chosen = (choice_btK[..., None] == experts) & mine_bt[:, :, None, None]
-    count_bE = chosen.sum((1, 2), dtype=jnp.int32)
-    T = share_btE.shape[1] * (1 if how.whole else lax.axis_size("tensor"))
+    count_bE = (choice_btK[..., None] == experts).sum((1, 2), dtype=jnp.int32)
+    T = share_btE.shape[1] * lax.axis_size("tensor")
     f_bE = lax.psum(count_bE, "tensor").astype(jnp.float32) * (
         m.experts / (m.experts_per_token * T)
     )
-    part_P_bE = jnp.where(mine_bt[:, :, None], share_btE, 0).sum(1) / T
+    part_P_bE = share_btE.sum(1) / T
     return (f_bE * part_P_bE).sum(), count_bE.sum(0)
 
 
@@ -509,7 +481,7 @@ def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.A
     """Give each choice a slot at its expert, by position, then sequence: no later token displaces
     an earlier one.
 
-    choice_btK  numbers of experts; `experts` chooses none.
+    choice_btK  numbers of experts.
     -> slot_nK  e * slots + place, or experts * slots for a choice that has no room;
        choice_s [experts * slots], the choice (n * K + k) that sits in a slot, or n * K for none.
     A stable sort and two scatters of integers: O(n K log n K).
@@ -518,9 +490,9 @@ def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.A
     by_position = choice_btK.swapaxes(0, 1).reshape(-1)
     order = jnp.argsort(by_position, stable=True)
     expert = by_position[order]
-    start = jnp.searchsorted(expert, jnp.arange(experts + 1, dtype=expert.dtype)).astype(jnp.int32)
+    start = jnp.searchsorted(expert, jnp.arange(experts, dtype=expert.dtype)).astype(jnp.int32)
     place = jnp.arange(expert.size, dtype=jnp.int32) - start[expert]
-    slot = jnp.where((place < slots) & (expert < experts), expert * slots + place, experts * slots)
+    slot = jnp.where(place < slots, expert * slots + place, experts * slots)
     slot_tbK = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True).reshape(t, b, K)
     slot_nK = slot_tbK.swapaxes(0, 1).reshape(b * t, K)
     numbers = jnp.arange(b * t * K, dtype=jnp.int32)
@@ -559,9 +531,11 @@ def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
 
     Sends  all_to_all(fsdp x tensor) of the slots, there and back.
     """
-    box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)  # [E/ranks, ranks * slots, D]
+    with jax.named_scope("dispatch"):  # -> [E/ranks, ranks * slots, D]
+        box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)
     y_eCD = _experts(w, checkpoint_name(box_eCD, "expert_in"))
-    return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
+    with jax.named_scope("return"):
+        return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
 
 
 def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array:
@@ -569,15 +543,28 @@ def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array
 
     Sends  all_gather(tensor) and psum_scatter(tensor) of the slots.
     """
-    box_ECD = lax.all_gather(box_ECD, "tensor", axis=1, tiled=True)
+    with jax.named_scope("dispatch"):
+        box_ECD = lax.all_gather(box_ECD, "tensor", axis=1, tiled=True)
     part_ECD = _experts(w, checkpoint_name(box_ECD, "expert_in"))
-    return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
+    with jax.named_scope("return"):
+        return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
 
 
+@jax.named_scope("experts")
 def _experts(w: SpreadExperts | GatheredExperts, box_ECD: jax.Array) -> jax.Array:
     gate_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.gate), "expert_hidden")
     up_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.up), "expert_hidden")
     return matmul("ECG,EGD->ECD", jax.nn.silu(gate_ECG) * up_ECG, w.down)
+
+
+@jax.named_scope("shared")
+def shared_experts(w: SharedExperts, h_btD: jax.Array) -> jax.Array:
+    """The gated network that every token passes through.
+
+    Sends  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
+    """
+    h_bTD = checkpoint_name(gather_sequence(h_btD, "input"), "mlp_in")
+    return scatter_sequence(swiglu(h_bTD, w.gate, w.up, w.down), "output")
 
 
 # guide: moe
@@ -586,19 +573,14 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
 
     x_btD  [B/fsdp, T/tensor, D]; so is the result.
-    Sends  see the two layouts of experts; for shared experts all_gather(tensor) and
-           psum_scatter(tensor) of [b, T, D].
+    Sends  see the two layouts of experts, and shared_experts.
     """
     m = how.model
     b, t, D = x_btD.shape
     h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
     share_btE, choice_btK, weight_btK = route(w, h_btD, m)
-    # Whole sequences are the same on all tensor ranks: these then deal out the positions.
-    ranks, rank = (lax.axis_size("tensor"), lax.axis_index("tensor")) if how.whole else (1, 0)
-    mine_bt = jnp.broadcast_to(jnp.arange(t)[None, :] % ranks == rank, (b, t))
-    part_balance, tokens_per_expert = balance(share_btE, choice_btK, mine_bt, how)
+    part_balance, tokens_per_expert = balance(share_btE, choice_btK, m)
 
-    choice_btK = jnp.where(mine_bt[:, :, None], choice_btK, m.experts)
     slots = expert_slots(m, b * t, how.capacity_factor)
     slot_nK, choice_s = assign_slots(choice_btK, m.experts, slots)
     dropped = tokens_per_expert.sum() - (slot_nK < m.experts * slots).sum(dtype=jnp.int32)
@@ -609,12 +591,8 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     y_kD = take_rows(box_ECD.reshape(-1, D), slot_nK.reshape(-1), choice_s[:, None])
     y_btKD = checkpoint_name(y_kD.reshape(b, t, m.experts_per_token, D), "expert_out")
     y_btD = (y_btKD * weight_btK[..., None].astype(y_btKD.dtype)).sum(2)
-    if how.whole:
-        y_btD = lax.psum(y_btD, "tensor")
     if w.shared is not None:
-        h_bTD = checkpoint_name(gather_sequence(h_btD, how.whole), "mlp_in")
-        part_bTD = swiglu(h_bTD, w.shared.gate, w.shared.up, w.shared.down)
-        y_btD += scatter_sequence(part_bTD, how.whole)
+        y_btD += shared_experts(w.shared, h_btD)
     return x_btD + drop(y_btD, how, at, 1), Routing(part_balance, tokens_per_expert, dropped)
 
 
@@ -670,15 +648,16 @@ def local_rows(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 # guide: embed
-def embed(table_vD: jax.Array, tokens_bT: jax.Array, whole: bool) -> jax.Array:
+@jax.named_scope("embedding")
+def embed(table_vD: jax.Array, tokens_bT: jax.Array) -> jax.Array:
     """Rows of the embedding -> [b, t, D], the same on every pipeline rank.
 
     Sends  psum(pipeline) and psum_scatter(tensor) of [b, T, D]: each rank has a slice of the
            vocabulary.
     """
     row_bT, held_bT = local_rows(tokens_bT, table_vD.shape[0])
-    part_bTD = jnp.where(held_bT[:, :, None], table_vD[row_bT], 0)
-    return scatter_sequence(lax.psum(part_bTD, "pipeline"), whole)
+    part_bTD = lax.psum(jnp.where(held_bT[:, :, None], table_vD[row_bT], 0), "pipeline")
+    return lax.psum_scatter(part_bTD, "tensor", scatter_dimension=1, tiled=True)
 
 
 # guide: end
@@ -692,6 +671,7 @@ def slice_logits(table_vD: jax.Array, h_nD: jax.Array, vocabulary: int) -> jax.A
 
 
 # guide: loss
+@jax.named_scope("loss")
 def token_losses(
     table_vD: jax.Array,
     h_nD: jax.Array,
@@ -779,282 +759,3 @@ chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 def chunks(tokens: int, most: int) -> int:
     """The fewest equal chunks of at most `most` tokens."""
     return next(c for c in range(max(1, -(-tokens // most)), tokens + 1) if tokens % c == 0)
-
-
-# --- passes ---------------------------------------------------------------------------------------
-
-BATCH_SPEC = P(None, BATCH_AXES)
-
-
-def remat_policy(config: utils.Config) -> Callable[[Callable], Callable]:
-    """The wrapper of a layer that decides what its backward pass finds and what it computes again.
-
-    Weights gathered in the layer are never kept, whatever the policy.
-    """
-    policies, names = jax.checkpoint_policies, config.train.remat.split(",")
-    if config.train.remat == "full":
-        policy = policies.nothing_saveable
-    elif config.train.remat != "none":
-        policy = policies.save_only_these_names(*names)
-    elif config.fsdp.gather == "layer":
-        policy = _all_but_gathered_weights
-    else:
-        return lambda layer: layer
-    # Forward and backward run in different loops: there is nothing that could be merged by mistake.
-    return partial(jax.checkpoint, policy=policy, prevent_cse=False)
-
-
-def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    axes = params.get("axis_name", ())
-    return not (
-        primitive.name == "all_gather" and "fsdp" in (axes if isinstance(axes, tuple) else (axes,))
-    )
-
-
-def passes(
-    config: utils.Config, how: How, step: jax.Array, token_scale: jax.Array, balance_scale: float
-) -> pipeline.Passes:
-    """The model as the pipeline's three functions, over weights from `prepare`.
-
-    token_scale, balance_scale  what a token's cross-entropy and a sequence's balance loss are
-                                multiplied by, so that losses add up.
-    """
-    m, remat = config.model, remat_policy(config)
-    declared = declare(config)
-
-    def at(data: Batch, layer: jax.Array) -> At:
-        return At(step, data.number, layer)
-
-    def segments(data: Batch) -> jax.Array | None:
-        return data.segments if config.data.segments else None
-
-    def gathered(declared: Any, w: Any) -> Any:
-        return weights.gather(declared, w) if config.fsdp.gather == "layer" else w
-
-    def layers(layer: Callable, declared: Any) -> Callable:
-        """`layer` that gathers its weights, and keeps what the remat policy says."""
-        return remat(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
-
-    def first(ends: Ends, data: Batch) -> jax.Array:
-        w = ends.first
-        x_btD = embed(w.embedding, data.tokens, how.whole)
-        if w.prefix is not None:
-            run = layers(partial(dense_layer, how=how), declared.first.prefix)
-            x_btD = dense_layers(w.prefix, vary(x_btD), segments(data), at(data, jnp.int32(0)), run)
-        return x_btD
-
-    def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
-        layer, routing = m.prefix_layers + number * (m.dense_layers + m.moe_layers), None
-        if w.dense is not None:
-            run = layers(partial(dense_layer, how=how), declared.blocks.dense)
-            x_btD = dense_layers(w.dense, x_btD, segments(data), at(data, layer), run)
-        if w.moe is not None:
-            run = layers(partial(moe_layer, how=how), declared.blocks.moe)
-            here = at(data, layer + m.dense_layers)
-            x_btD, routing = run(w.moe, x_btD, segments(data), at=here)
-        loss = balance_scale * routing.part_balance if routing else jnp.zeros(())
-        return (x_btD, vary(loss)), routing
-
-    def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        h_bTD = gather_sequence(rms_norm(y_btD, ends.last.norm, m.norm_epsilon), how.whole)
-        n = data.targets.size
-        c = chunks(n, config.train.loss_chunk_tokens)
-        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of
-        # the vocabulary.
-        h_cnD = vary(h_bTD).reshape(c, n // c, -1)
-        targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
-        return chunked_loss(
-            (m.vocabulary, m.z_loss), ends.output, h_cnD, targets, token_weights * token_scale
-        )
-
-    return pipeline.Passes(first, block, last)
-
-
-# --- weights as the passes want them, and gradients back ------------------------------------------
-
-
-def prepare(config: utils.Config, declared: Transformer, w: Transformer) -> pipeline.Weights:
-    """This rank's weights for all microbatches of a step: cast, gathered over fsdp, and typed as
-    differing along every axis.
-
-    Made varying here, replicated weights have their gradients added up locally, and reduced once,
-    in `finish`. With `fsdp.gather = "layer"` blocks and prefix stay cut, and are gathered in their
-    layers; embedding and output never are.
-    """
-    w = weights.cast(declared, w, jnp.dtype(config.model.compute_dtype))
-    if config.fsdp.gather == "step":
-        w = weights.gather(declared, w)
-    else:
-        embedding = weights.gather(declared.first.embedding, w.first.embedding)
-        w = w.replace(
-            first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
-        )
-    w = vary(w)
-    blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
-    return pipeline.Weights(Ends(w.first, w.last), blocks)
-
-
-def finish(config: utils.Config, declared: Transformer, grads: pipeline.Weights) -> Transformer:
-    """This rank's part of the gradients -> the whole model's, laid out as the weights."""
-    stack = (
-        config.mesh.virtual,
-        1,
-        config.model.blocks // config.mesh.virtual // config.mesh.pipeline,
-    )
-    first, last = grads.ends
-    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), grads.blocks)
-    per_step = config.fsdp.gather == "step"
-    reduce = weights.reduce_gradients
-    return Transformer(
-        first=First(
-            prefix=reduce(declared.first.prefix, first.prefix, gathered=per_step),
-            embedding=reduce(declared.first.embedding, first.embedding, gathered=True),
-        ),
-        blocks=reduce(declared.blocks, blocks, gathered=per_step),
-        last=reduce(declared.last, last, gathered=True),
-    )
-
-
-# --- whole-model functions, on global arrays ------------------------------------------------------
-
-
-@flax.struct.dataclass
-class Stats:
-    """What a pass tells, the same on every rank: losses as added (float32), and routing in
-    integers.
-    """
-
-    cross_entropy: jax.Array
-    z: jax.Array
-    balance: jax.Array
-    dropped: jax.Array  # choices of an expert that had no room
-    tokens_per_expert: (
-        jax.Array | None
-    )  # [virtual, stage, block, E], before any is dropped; None without experts
-
-    @property
-    def loss(self) -> jax.Array:
-        return self.cross_entropy + self.z + self.balance
-
-
-def stats_specs(m: utils.Model) -> Stats:
-    return Stats(P(), P(), P(), P(), P(None, "pipeline") if m.moe_layers else None)
-
-
-def summarize(config: utils.Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
-    """This rank's sums -> the step's.  Sends psums of scalars and of [blocks, E] integers."""
-    cross_entropy, log_z = lax.psum(sums, BATCH_AXES)
-    stats = Stats(
-        cross_entropy, config.model.z_loss * log_z, jnp.zeros(()), jnp.zeros((), jnp.int32), None
-    )
-    if routing is None:
-        return stats
-    count = routing.tokens_per_expert.reshape(config.mesh.virtual, 1, -1, config.model.experts)
-    return stats.replace(
-        balance=balance_scale * lax.psum(routing.part_balance.sum(), MESH_AXES),
-        dropped=lax.psum(routing.dropped.sum(), MESH_AXES),
-        tokens_per_expert=lax.psum(count, EXPERT_AXES),
-    )
-
-
-def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
-    """What a token's cross-entropy and a sequence's balance loss count for in the step's mean."""
-    total = lax.psum(data.loss_weights.sum(), BATCH_AXES)
-    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size("fsdp")
-    return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
-
-
-def numbered(data: Batch) -> Batch:
-    return data.replace(number=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
-
-
-def platform(mesh: jax.sharding.Mesh) -> str:
-    """As jax names it: cpu, gpu or tpu."""
-    return mesh.devices.flat[0].platform
-
-
-def schedule(config: utils.Config) -> Schedule:
-    return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
-
-
-def loss_and_gradients(
-    config: utils.Config, mesh: jax.sharding.Mesh
-) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
-    """(weights, batch [M, B, T], step) -> gradients of the step's loss, float32, laid out as the
-    weights; Stats.
-    """
-    declared, m = declare(config), config.model
-    how = How(m, config.train.seed, m.capacity_factor, m.dropout, chosen(config, platform(mesh)))
-
-    def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
-        data = numbered(data)
-        token_scale, balance_scale = scales(data, m.balance_loss)
-        run = passes(config, how, step, token_scale, balance_scale)
-        prepared = prepare(config, declared, w)
-        grads, routing, sums = pipeline.train(run, prepared, data, schedule(config))
-        return finish(config, declared, grads), summarize(config, sums, routing, balance_scale)
-
-    spec = weights.specs(declared)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(spec, BATCH_SPEC, P()),
-        out_specs=(spec, stats_specs(m)),
-        check_vma=True,
-    )
-
-
-def evaluate(
-    config: utils.Config, mesh: jax.sharding.Mesh
-) -> Callable[[Transformer, Batch], Stats]:
-    """(weights, batch [M, B, T]) -> Stats; `balance` is the mean over layers and sequences, 1 where
-    every expert has as much.
-    """
-    declared, m = declare(config), config.model
-    how = How(
-        m, config.train.seed, m.eval_capacity_factor, attention=chosen(config, platform(mesh))
-    )
-
-    def local(w: Transformer, data: Batch) -> Stats:
-        data = numbered(data)
-        token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
-        run = passes(config, how, jnp.int32(0), token_scale, balance_scale)
-        prepared = prepare(config, declared, w)
-        routing, sums = pipeline.evaluate(run, prepared, data, schedule(config), BATCH_AXES)
-        return summarize(config, sums.sum(0), routing, balance_scale)
-
-    spec = weights.specs(declared)
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(spec, BATCH_SPEC), out_specs=stats_specs(m), check_vma=True
-    )
-
-
-def next_token_logits(
-    config: utils.Config, mesh: jax.sharding.Mesh
-) -> Callable[[Transformer, Batch, jax.Array], jax.Array]:
-    """(weights, batch [M, B, T], positions [M, B]) -> [M, B, V] float32 logits of what follows each
-    position; nothing is dropped.
-
-    The batch's targets and loss weights are not looked at.
-    """
-    declared, m = declare(config), config.model
-    how = How(m, config.train.seed, None, attention=chosen(config, platform(mesh)))
-
-    def local(w: Transformer, data: Batch, positions_Mb: jax.Array) -> jax.Array:
-        def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
-            h_bTD = gather_sequence(rms_norm(y_btD, ends.last.norm, m.norm_epsilon), how.whole)
-            h_b1D = jnp.take_along_axis(h_bTD, data.targets[:, None, None], axis=1)
-            return None, slice_logits(ends.output, h_b1D[:, 0], m.vocabulary)
-
-        run = passes(config, how, jnp.int32(0), jnp.float32(1), 0.0)._replace(last=last)
-        data = numbered(data).replace(targets=positions_Mb)
-        prepared = prepare(config, declared, w)
-        return pipeline.evaluate(run, prepared, data, schedule(config), MESH_AXES)[1]
-
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(weights.specs(declared), BATCH_SPEC, BATCH_SPEC),
-        out_specs=P(None, BATCH_AXES, VOCABULARY_AXES),
-        check_vma=True,
-    )

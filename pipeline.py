@@ -1,8 +1,8 @@
 """Run the stages of a model over pipeline ranks: forward and backward of every microbatch, in three
 scans.
 
-    python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     print the schedule (see
-    schedule.py, which holds its arithmetic)
+    python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     print the schedule, whose
+    arithmetic is schedule.py's
 
 The executor is given three functions and does not know what they compute:
 
@@ -26,16 +26,20 @@ axis.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax import lax
 
-import schedule as schedules
+import utils
 from schedule import Schedule
 from utils import BATCH_AXES
 from weights import vary
@@ -47,7 +51,7 @@ Tree = Any
 PHASES = {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}
 
 
-class Passes(NamedTuple):
+class Functions(NamedTuple):
     """What the executor runs; see the head of this file for the types.
 
     Arrays are typed as differing along all mesh axes, but for what `last` returns, which differs
@@ -59,7 +63,7 @@ class Passes(NamedTuple):
     last: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]
 
 
-class Weights(NamedTuple):
+class Parameters(NamedTuple):
     """Weights, or gradients of weights, of the three functions; those of blocks are [blocks of this
     rank, ...], chunk by chunk.
 
@@ -76,7 +80,7 @@ class Carry(NamedTuple):
     x: jax.Array  # [b, t, D] from the rank before
     d_x: jax.Array  # [b, t, D] from the rank after
     ring: Tree  # [slots, blocks per chunk, ...] residuals
-    grads: Weights
+    grads: Parameters
     block_stats: Tree  # [blocks of this rank, ...]
     last_stats: Tree
 
@@ -131,8 +135,8 @@ def is_array(a: Any) -> bool:
 class Executor:
     """The tasks of one rank, for one step's weights and data ([M, ...] leaves)."""
 
-    passes: Passes
-    weights: Weights
+    functions: Functions
+    w: Parameters
     data: Tree
     schedule: Schedule
 
@@ -142,7 +146,7 @@ class Executor:
 
     @property
     def per_chunk(self) -> int:
-        return jax.tree.leaves(self.weights.blocks)[0].shape[0] // self.schedule.virtual
+        return jax.tree.leaves(self.w.blocks)[0].shape[0] // self.schedule.virtual
 
     def is_last_rank(self) -> jax.Array:
         return self.rank == self.schedule.pipeline - 1
@@ -151,18 +155,18 @@ class Executor:
         return index(self.data, m)
 
     def empty_x(self) -> jax.Array:
-        return zeros_like_results(lambda: self.passes.first(self.weights.ends, self.microbatch(0)))
+        return zeros_like_results(lambda: self.functions.first(self.w.ends, self.microbatch(0)))
 
     # --- one block
 
     def known(self, chunk: jax.Array, i: jax.Array, m: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         """What block i of a chunk needs but its input: weights, data, its number in the model."""
         number = (chunk * self.schedule.pipeline + self.rank) * self.per_chunk + i
-        return index(self.weights.blocks, chunk * self.per_chunk + i), self.microbatch(m), number
+        return index(self.w.blocks, chunk * self.per_chunk + i), self.microbatch(m), number
 
     def block_vjp(self, known: Tree, x: jax.Array) -> tuple[jax.Array, Callable, Tree]:
         (y, _), vjp, stats = jax.vjp(
-            lambda known, x: self.passes.block(*known, x), known, x, has_aux=True
+            lambda known, x: self.functions.block(*known, x), known, x, has_aux=True
         )
         return y, vjp, stats
 
@@ -205,7 +209,7 @@ class Executor:
         with jax.named_scope("first"):
             new = lax.cond(
                 self.schedule.enters(tick),
-                lambda: vary(self.passes.first(self.weights.ends, self.microbatch(m))),
+                lambda: vary(self.functions.first(self.w.ends, self.microbatch(m))),
                 lambda: vary(jnp.zeros_like(x)),
             )
         return jnp.where((self.rank == 0) & (chunk == 0), new, x)
@@ -236,8 +240,8 @@ class Executor:
         def with_loss(grads: Tree, stats: Tree) -> tuple[jax.Array, Tree, Tree]:
             y = lax.psum(jnp.where(self.is_last_rank(), carry.x, 0), "pipeline")
             data = self.microbatch(m)
-            value_and_grad = jax.value_and_grad(self.passes.last, argnums=(0, 2), has_aux=True)
-            (_, new), (d_ends, d_y) = value_and_grad(self.weights.ends, data, y)
+            value_and_grad = jax.value_and_grad(self.functions.last, argnums=(0, 2), has_aux=True)
+            (_, new), (d_ends, d_y) = value_and_grad(self.w.ends, data, y)
             grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_ends)
             return vary(d_y), grads, jax.tree.map(jnp.add, stats, new)
 
@@ -284,7 +288,7 @@ class Executor:
 
         def backward(grads: Tree) -> Tree:
             _, vjp = jax.vjp(
-                lambda w: vary(self.passes.first(w, self.microbatch(m))), self.weights.ends
+                lambda w: vary(self.functions.first(w, self.microbatch(m))), self.w.ends
             )
             (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
@@ -328,24 +332,24 @@ def branch_share(schedule: Schedule) -> Callable[[str], list[float] | None]:
     return share
 
 
-def train(
-    passes: Passes, weights: Weights, data: Tree, schedule: Schedule
-) -> tuple[Weights, Tree, Tree]:
+def forward_backward(
+    functions: Functions, w: Parameters, data: Tree, schedule: Schedule
+) -> tuple[Parameters, Tree, Tree]:
     """Gradients of the sum of all losses over all microbatches, and statistics summed over them.
 
-    weights  of this rank, whole along fsdp or not, as the passes want them; typed as differing
-             along all mesh axes.
-    data     [M, ...] leaves.
+    w     of this rank, whole along fsdp or not, as the functions want them; typed as differing
+          along all mesh axes.
+    data  [M, ...] leaves.
     -> this rank's part of the gradients, float32; [blocks of this rank, ...] statistics of blocks;
     those of `last`.
-    Sends    ppermute(pipeline) of [b, t, D] forward and backward in each tick, psum(pipeline) of it
-             once per microbatch.
+    Sends  ppermute(pipeline) of [b, t, D] forward and backward in each tick, psum(pipeline) of it
+           once per microbatch.
     """
-    run = Executor(passes, weights, data, schedule)
+    run = Executor(functions, w, data, schedule)
     x = run.empty_x()
     ring, block_stats, template = run.probe(x)
-    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), weights)
-    last = lambda x: passes.last(weights.ends, run.microbatch(0), x)[1]  # noqa: E731
+    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), w)
+    last = lambda x: functions.last(w.ends, run.microbatch(0), x)[1]  # noqa: E731
     last_stats = zeros_like_results(last, x, axes=BATCH_AXES)
     carry = Carry(x, x, ring, zero, block_stats, last_stats)
 
@@ -370,8 +374,8 @@ def train(
     return carry.grads, carry.block_stats, carry.last_stats
 
 
-def evaluate(
-    passes: Passes, weights: Weights, data: Tree, schedule: Schedule, axes: tuple[str, ...]
+def forward(
+    functions: Functions, w: Parameters, data: Tree, schedule: Schedule, axes: tuple[str, ...]
 ) -> tuple[Tree, Tree]:
     """Forward only: [blocks of this rank, ...] statistics of blocks, summed, and [M, ...] those of
     `last` for each microbatch.
@@ -380,11 +384,11 @@ def evaluate(
 
     Sends  ppermute(pipeline) of [b, t, D] in each tick, psum(pipeline) of it once per microbatch.
     """
-    run = Executor(passes, weights, data, schedule)
+    run = Executor(functions, w, data, schedule)
     x = run.empty_x()
-    block = lambda x: passes.block(*run.known(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
+    block = lambda x: functions.block(*run.known(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
     stats = stack_of_zeros(jax.eval_shape(block, x), schedule.virtual * run.per_chunk)
-    last = lambda x: passes.last(weights.ends, run.microbatch(0), x)[1]  # noqa: E731
+    last = lambda x: functions.last(w.ends, run.microbatch(0), x)[1]  # noqa: E731
     one = jax.eval_shape(last, x)
     out = jax.tree.map(lambda a: jnp.zeros((schedule.microbatches, *a.shape), a.dtype), one)
 
@@ -394,7 +398,7 @@ def evaluate(
 
         def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             x, stats = state
-            (x, _), new = passes.block(*run.known(chunk, i, m), x)
+            (x, _), new = functions.block(*run.known(chunk, i, m), x)
             valid = schedule.is_task(number)
             return (x, add_where(valid, stats, new, chunk * run.per_chunk + i)), None
 
@@ -408,7 +412,7 @@ def evaluate(
 
         def with_last(out: Tree) -> Tree:
             y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
-            return store(out, passes.last(weights.ends, run.microbatch(m), y)[1], m)
+            return store(out, functions.last(w.ends, run.microbatch(m), y)[1], m)
 
         out = lax.cond(schedule.ends(t), with_last, lambda out: out, out)
         return (send(x, schedule.pipeline, 1), stats, out), None
@@ -419,5 +423,100 @@ def evaluate(
     return stats, out
 
 
+# --- the schedule, printed ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Print which rank runs which stage on which microbatch, tick by tick."""
+
+    pipeline: int = 4  # ranks that share out the layers
+    virtual: int = 1  # chunks of layers per rank; above 1 is interleaved 1F1B
+    microbatches: int = 8  # parts that a step is cut into
+    rank: int | None = None  # only this rank
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # tasks, ticks and bubble as JSON
+    png: Path | None = None  # also draw a timeline into this file
+
+
+def chosen_ranks(flags: Flags) -> list[int]:
+    """The ranks that were asked for.
+
+    Raises  ValueError for a rank that is not there.
+    """
+    if flags.rank is None:
+        return list(range(flags.pipeline))
+    if not 0 <= flags.rank < flags.pipeline:
+        raise ValueError(
+            f"--rank {flags.rank} is not there: --pipeline {flags.pipeline} has the ranks 0 to "
+            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
+        )
+    return [flags.rank]
+
+
+def chunk_name(chunk: int) -> str:
+    """a, b, ..., z, then c26, c27, ..."""
+    return chr(ord("a") + chunk) if chunk < 26 else f"c{chunk}"
+
+
+def grid(schedule: Schedule, ranks: list[int]) -> list[str]:
+    """One line per rank and direction, one column per tick: microbatch and chunk letter."""
+    widest = f"{schedule.microbatches}{chunk_name(schedule.virtual - 1)}"
+    width = 1 + max(len(widest), len(str(schedule.ticks)))
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"{name:12}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+    lines = [line("tick", [str(tick) for tick in range(schedule.ticks)])]
+    for rank in ranks:
+        ticks = [schedule.tasks_at(tick, rank) for tick in range(schedule.ticks)]
+        for way in ("fwd", "bwd"):
+            done = [[f"{m}{chunk_name(c)}" for w, c, m in tick if w == way] for tick in ticks]
+            lines.append(line(f"rank {rank} {way}", [(names or ["."])[0] for names in done]))
+    return lines
+
+
+def summary(schedule: Schedule) -> list[str]:
+    """Ticks, and the bubble as counted beside the formula."""
+    ticks = ", ".join(f"{b - a} {PHASES[fwd, bwd]}" for a, b, fwd, bwd in schedule.phases)
+    idle = schedule.pipeline - 1
+    slots = schedule.work + idle
+    return [
+        f"ticks    {schedule.ticks}: {ticks}",
+        f"bubble   {schedule.bubble} = {float(schedule.bubble):.1%} of the time, counted: a rank "
+        f"fills {schedule.work} of {slots} forward slots, and as many of its backward slots",
+        "formula  (pipeline - 1) / (microbatches * virtual + pipeline - 1) = "
+        f"{Fraction(idle, slots)}",
+        "A tick lasts one forward of a chunk in warmup, one backward in cooldown, and both in the "
+        "steady phase.",
+    ]
+
+
+def text(schedule: Schedule, ranks: list[int]) -> str:
+    """The grid over ticks, the task list of each rank, and the summary."""
+    title = (
+        f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
+        f"{schedule.microbatches} microbatches (0, 1, ...)"
+    )
+    tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
+    return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary(schedule)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the schedule as text or JSON, and draw it if asked."""
+    flags = tyro.cli(Flags, args=arguments)
+    schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
+    ranks = chosen_ranks(flags)
+    if flags.png:
+        import plot  # late, so that printing starts fast
+
+        plot.draw_schedule(schedule, ranks, flags.png)
+    if flags.json:
+        tasks = [schedule.tasks(rank) for rank in ranks]
+        found = {"tasks": tasks, "ticks": schedule.ticks, "bubble": float(schedule.bubble)}
+        print(json.dumps(found))
+    else:
+        print(text(schedule, ranks))
+
+
 if __name__ == "__main__":
-    schedules.main()
+    utils.command_line(main)

@@ -1,4 +1,4 @@
-"""Draws a run from its metrics.jsonl: validation loss, load loss, tokens per expert.
+"""Draws a run from its metrics.jsonl: validation loss, load loss, tokens per expert; and schedules.
 
 python plot.py --run runs/tiny             -> runs/tiny/plots/*.png
 python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, one over the other
@@ -14,10 +14,12 @@ import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter
 
 import metrics
 import utils
+from schedule import Schedule
 
 # Told apart by colour-blind readers as well: Okabe and Ito's set.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -211,10 +213,12 @@ def _colors(runs: list[Recorded]) -> list[str]:
     return [COLORS[number % len(COLORS)] for number in range(len(runs))]
 
 
-def plot_runs(folders: list[Path], out: Path) -> list[Path]:
+def plot_runs(folders: list[Path], out: Path, again: bool = True) -> list[Path]:
     """Draws the runs in `folders` over each other into `out`, and returns the files.
 
     Runs without experts have a validation loss only.
+
+    again   also those pictures that are there already.
     Raises  ValueError where there is nothing to draw.
     """
     runs = [read(folder) for folder in folders]
@@ -225,13 +229,67 @@ def plot_runs(folders: list[Path], out: Path) -> list[Path]:
     files = [out / f"{picture.__name__}.png" for picture in pictures]
     with matplotlib.rc_context(STYLE):
         for picture, file in zip(pictures, files, strict=True):
-            picture(runs).savefig(file, dpi=150)
+            if again or not file.exists():
+                unfinished = file.with_suffix(".new")
+                picture(runs).savefig(unfinished, dpi=150, format="png")
+                unfinished.replace(file)
     return files
 
 
-def plot_run(folder: Path) -> list[Path]:
+def plot_run(folder: Path, again: bool = True) -> list[Path]:
     """Draws the run in `folder` into its `plots/`."""
-    return plot_runs([folder], folder / "plots")
+    return plot_runs([folder], folder / "plots", again)
+
+
+# --- a schedule -----------------------------------------------------------------------------------
+
+
+def _colour(schedule: Schedule, way: str, chunk: int) -> tuple[float, ...]:
+    """Forward is blue and backward orange; later chunks are darker."""
+    shade = 0.3 + 0.35 * chunk / max(schedule.virtual - 1, 1)
+    return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[way]](shade)
+
+
+def _draw_tasks(axes: Axes, schedule: Schedule, ranks: list[int]) -> None:
+    """A box per task with its microbatch in it: forward in the upper half of a rank's row."""
+    height = 0.45
+    for row, rank in enumerate(ranks):
+        for tick in range(schedule.ticks):
+            for way, chunk, microbatch in schedule.tasks_at(tick, rank):
+                y = row - height if way == "fwd" else row
+                face = _colour(schedule, way, chunk)
+                axes.add_patch(Rectangle((tick, y), 1, height, facecolor=face, edgecolor="white"))
+                axes.text(tick + 0.5, y + height / 2, microbatch, ha="center", va="center", size=8)
+    axes.set(xlim=(0, schedule.ticks), ylim=(len(ranks) - 0.4, -0.6), xlabel="tick")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+
+
+def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
+    """A timeline as a picture, with a legend of the colours.
+
+    Raises  ValueError for a file that is not named as a picture of this kind.
+    """
+    if path.suffix != ".png":
+        raise ValueError(
+            f"--png {path} does not end in .png. Use --png {path.with_suffix('.png')}."
+        )
+    inches = min(2 + 0.35 * schedule.ticks, 60)
+    figure = Figure(figsize=(inches, 1.6 + 0.7 * len(ranks)), layout="constrained")
+    _draw_tasks(figure.subplots(), schedule, ranks)
+    title = f"{schedule.microbatches} microbatches through {schedule.stages} stages: "
+    figure.suptitle(f"{title}{schedule.ticks} ticks, bubble {schedule.bubble}", size=10)
+    names = {"fwd": "forward", "bwd": "backward"}
+    patches = [
+        Patch(color=_colour(schedule, way, chunk), label=f"{name}, chunk {chunk}")
+        for way, name in names.items()
+        for chunk in range(schedule.virtual)
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import model
+import passes
 import utils
 
 # Widths all differ, so an exchanged dimension cannot fit. The capacity factor E / K drops nothing.
@@ -87,7 +88,7 @@ def on_mesh(config, mesh, batch):
     """A batch of [B, T] arrays as model.Batch [M, B / M, T] on the mesh."""
     M = config.train.microbatches
     parts = {name: a.reshape(M, -1, *a.shape[1:]) for name, a in batch.items()}
-    return jax.device_put(model.Batch(**parts), jax.NamedSharding(mesh, model.BATCH_SPEC))
+    return jax.device_put(model.Batch(**parts), jax.NamedSharding(mesh, passes.BATCH_SPEC))
 
 
 def to_dict(node):

@@ -19,9 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import chips  # noqa: E402
-import compiler  # noqa: E402
-import cost  # noqa: E402
 import utils  # noqa: E402
+from planning import compiler, cost  # noqa: E402
 
 RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")

@@ -3,9 +3,8 @@ import importlib.util
 import pytest
 
 import chips
-import compiler
-import cost
 from common import config_of
+from planning import compiler, cost
 
 V4 = chips.CHIPS["v4"]
 LIBTPU = importlib.util.find_spec("libtpu") is not None

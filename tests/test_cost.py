@@ -12,16 +12,15 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import chips
-import compiler
-import cost
-import hlo
-import main
 import make_compiled
 import model
+import passes
 import pipeline
+import train
 import utils
 import weights
 from common import config_of, mesh_of
+from planning import compiler, cost, hlo
 
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
@@ -63,12 +62,12 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert (tmp_path / "step.hlo").read_text() == text
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
-    assert any(row["asynchronous"] for row in gathers), "see main.compiler_options"
+    assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])
 def test_a_v4_computes_while_it_gathers_and_exchanges(kind):
-    """What main.compiler_options asks for; some that nothing can be put beside stay as they are."""
+    """What train.compiler_options asks for; what nothing can be put beside stays as it is."""
 
     def share(name, how):
         rows = [r for r in RECORDED[f"{name} v4"]["collectives"] if r["kind"] == kind]
@@ -101,10 +100,11 @@ CPU_CASES = {
 def test_flops_and_traffic_are_those_of_the_compiled_program(name):
     config = CPU_CASES[name]
     mesh = mesh_of(config)
-    shapes = main.abstract_state(config, mesh), main.abstract_batch(config, mesh)
-    text = main.train_step(config, mesh).lower(*shapes).compile().as_text()
+    declared = model.declare(config)
+    shapes = train.abstract_state(config, declared, mesh), train.abstract_batch(config, mesh)
+    text = train.jitted_step(config, declared, mesh).lower(*shapes).compile().as_text()
     predicted = cost.predict(config, None)
-    share = pipeline.branch_share(model.schedule(config))
+    share = pipeline.branch_share(passes.schedule_of(config))
     assert predicted.flops_per_chip == pytest.approx(float(hlo.dot_flops(text, share)), rel=0.02)
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     compiled: dict[str, float] = {}
@@ -125,11 +125,12 @@ def residual_bytes(config, kernel):
     declared, found = model.declare(config), []
 
     def local(w, data, step):
-        data = model.numbered(data)
+        data = passes.numbered(data)
         how = model.How(config.model, 0, config.model.capacity_factor, attention=kernel)
-        run = model.passes(config, how, step, *model.scales(data, config.model.balance_loss))
+        scales = passes.scales(data, config.model.balance_loss)
+        run = passes.functions(config, declared, how, step, *scales)
         executor = pipeline.Executor(
-            run, model.prepare(config, declared, w), data, model.schedule(config)
+            run, passes.prepare(config, declared, w), data, passes.schedule_of(config)
         )
 
         def one_block(x):
@@ -144,9 +145,10 @@ def residual_bytes(config, kernel):
     shape = (t.microbatches, t.sequences // t.microbatches, t.sequence_length)
     ids, real = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = model.Batch(tokens=ids, targets=ids, loss_weights=real, segments=ids)
-    specs = (weights.specs(declared), model.BATCH_SPEC, P())
+    specs = (weights.specs(declared), passes.BATCH_SPEC, P())
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    jax.eval_shape(run, main.shapes_of(declared), batch, jax.ShapeDtypeStruct((), jnp.int32))
+    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    jax.eval_shape(run, shapes, batch, jax.ShapeDtypeStruct((), jnp.int32))
     return sum(a.size * a.dtype.itemsize for a in found)
 
 

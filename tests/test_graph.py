@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import graph
-import hlo
 import model
+import passes
 import pipeline
 from common import batch_of, config_of, mesh_of, on_mesh
-from graph import Place
+from planning import graph, hlo
+from planning.graph import Place
 
 
 class Step(NamedTuple):
@@ -34,9 +34,9 @@ def step():
         declared,
     )
     data = on_mesh(config, mesh, batch_of(config))
-    run = jax.jit(model.loss_and_gradients(config, mesh))
+    run = jax.jit(passes.loss_and_gradients(config, model.declare(config), mesh))
     text = run.lower(weights, data, jnp.int32(0)).compile().as_text()
-    share = pipeline.branch_share(model.schedule(config))
+    share = pipeline.branch_share(passes.schedule_of(config))
     return Step(text, share, graph.graph(text, share))
 
 

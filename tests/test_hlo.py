@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import hlo
+from planning import hlo
 
 PRODUCT = 2 * 8 * 16 * 16  # FLOPs of [8, 16] @ [16, 16]
 

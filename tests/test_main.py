@@ -14,13 +14,16 @@ import jax
 import numpy as np
 import pytest
 
-import cost
+import checkpoint
 import main
 import metrics
 import model
+import passes
+import train
 import utils
 from conftest import ROOT
 from data import prepare
+from planning import cost
 
 FLAGS = [
     "--model.width",
@@ -83,7 +86,7 @@ def runs(tmp_path_factory):
 
 def start(data, runs, name, *flags):
     config = utils.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
-    main.train(config)
+    main.run(config)
     return runs / name
 
 
@@ -106,9 +109,9 @@ def weights_of(folder):
     """Bytes of the last checkpoint's arrays, read back on one device."""
     config = utils.load(folder / "config.toml")
     config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
-    mesh = main.make_mesh(config)
-    saved = main.Checkpoints(folder / "checkpoints")
-    state = saved.restore(6, main.unstacked_shapes(config, mesh))
+    shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config))
+    saved = checkpoint.Checkpoints(folder / "checkpoints")
+    state = saved.restore(6, checkpoint.stored_shapes(shapes))
     saved.close()
     return [np.asarray(a) for a in jax.tree.leaves(state)]
 
@@ -238,7 +241,7 @@ def test_an_axis_of_two_finds_its_place_on_a_cube_of_64_chips(shape):
     devices = [TpuAt(i, (x, y, z)) for i, (z, y, x) in enumerate(places)]
     fsdp, pipeline, tensor = shape
     mesh = utils.Mesh(fsdp=fsdp, pipeline=pipeline, tensor=tensor)
-    placed = main.make_mesh(utils.Config(mesh=mesh), devices).devices
+    placed = train.make_mesh(utils.Config(mesh=mesh), devices).devices
     assert placed.shape == shape and len({d.id for d in placed.flat}) == 64
     if tensor == 2:  # neighbours
         for one, other in placed.reshape(-1, 2):
@@ -254,7 +257,7 @@ def test_rows_are_read_once_and_only_those_that_this_process_holds():
         array = np.repeat(numbers[:, None], 4, axis=1)
         return dict.fromkeys(("tokens", "targets", "loss_weights", "segments"), array)
 
-    batch = main.put_batch(main.make_mesh(config), 2, rows, (8, 4))
+    batch = train.put_batch(train.make_mesh(config), 2, rows, (8, 4))
     assert sorted(asked) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert np.asarray(batch.tokens)[:, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -276,13 +279,13 @@ def test_the_learning_rate_rises_stays_and_falls():
             "0.1",
         ]
     )
-    rate = [float(main.learning_rate(config)(np.int32(step))) for step in range(20)]
+    rate = [float(train.learning_rate(config)(np.int32(step))) for step in range(20)]
     assert rate[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and rate[4:14] == [1.0] * 10
     assert rate[14:] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
     cosine = utils.parse(
         ["--optimizer.lr", "1", "--optimizer.warmup_steps", "4", "--train.steps", "20"]
     )
-    rate = [float(main.learning_rate(cosine)(np.int32(step))) for step in range(20)]
+    rate = [float(train.learning_rate(cosine)(np.int32(step))) for step in range(20)]
     assert rate[3] == pytest.approx(1.0) and rate[11] == pytest.approx(0.55)
     assert rate[19] == pytest.approx(0.1) and sorted(rate[3:], reverse=True) == rate[3:]
 
@@ -334,7 +337,7 @@ def test_the_example_configs_describe_runs_that_can_start():
         config = utils.load(path)
         utils.check(config)
         model.declare(config)
-        model.schedule(config)
+        passes.schedule_of(config)
 
 
 @pytest.mark.parametrize(
@@ -343,4 +346,4 @@ def test_the_example_configs_describe_runs_that_can_start():
 def test_only_a_v4_is_asked_to_compute_while_it_gathers(kind, asked):
     mesh = SimpleNamespace(devices=np.array([[[SimpleNamespace(device_kind=kind)]]]))
     wanted = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
-    assert main.compiler_options(mesh) == (wanted if asked else None)
+    assert train.compiler_options(mesh) == (wanted if asked else None)

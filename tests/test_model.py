@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import hf_case
 import model
+import passes
 import pipeline
 import reference
 import utils
@@ -126,13 +127,13 @@ class Trained(NamedTuple):
 
     config: utils.Config
     grads: dict  # a canonical tree
-    stats: model.Stats
+    stats: passes.Stats
     program: str  # compiled
 
 
 def step_of(config, mesh):
     """The production step as one argument's worth of compilation: (weights, batch) -> both."""
-    run = model.loss_and_gradients(config, mesh)
+    run = passes.loss_and_gradients(config, model.declare(config), mesh)
     return jax.jit(lambda w, batch: run(w, batch, jnp.int32(0)))
 
 
@@ -223,7 +224,7 @@ def evaluated(name):
     fields = dataclasses.replace(case.model, dropout=0.4, capacity_factor=0.5)
     config, mesh = dataclasses.replace(case, model=fields), mesh_of(case)
     w, data = transformer_of(case, mesh, tree_of(case.model)), on_mesh(case, mesh, batch_of(case))
-    return jax.jit(model.evaluate(config, mesh))(w, data)
+    return jax.jit(passes.evaluate(config, model.declare(config), mesh))(w, data)
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual", "2x2x2_virtual_splash"])
@@ -303,14 +304,14 @@ def kept_for_backward(config):
     how = model.How(config.model, 0, config.model.capacity_factor)
 
     def local(w, data):
-        passes = model.passes(config, how, jnp.int32(0), jnp.float32(1), 1.0)
-        prepared, data = model.prepare(config, declared, w), model.numbered(data)
-        run = pipeline.Executor(passes, prepared, data, model.schedule(config))
+        run = passes.functions(config, declared, how, jnp.int32(0), jnp.float32(1), 1.0)
+        prepared, data = passes.prepare(config, declared, w), passes.numbered(data)
+        run = pipeline.Executor(run, prepared, data, passes.schedule_of(config))
         ring, _, _ = run.probe(run.empty_x())
         found.extend(a.shape[2:] for a in jax.tree.leaves(ring))
         return jnp.zeros(())
 
-    in_specs = (weights.specs(declared), model.BATCH_SPEC)
+    in_specs = (weights.specs(declared), passes.BATCH_SPEC)
     step = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=True)
     jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)))
     return found
@@ -344,7 +345,6 @@ class Layer(NamedTuple):
 
     config: utils.Config
     kind: str  # attention, mlp or moe
-    whole: bool = False  # the sequence is not cut over tensor
     rope: bool = True
 
     @property
@@ -368,12 +368,12 @@ class Layer(NamedTuple):
 
     @property
     def x_spec(self):
-        return P("fsdp", None if self.whole else "tensor")
+        return P("fsdp", "tensor")
 
     def local(self, w, x, segments):
         """(y, [1] dropped choices, [1, E] tokens per expert); nothing of the latter but in moe."""
         m, at = self.config.model, model.At(*[jnp.int32(0)] * 3)
-        how = model.How(m, 0, m.capacity_factor, whole=self.whole)
+        how = model.How(m, 0, m.capacity_factor)
         w = weights.gather(self.declared, w)
         if self.kind == "attention":
             return model.attention(w, x, segments, how, at, self.rope), None
@@ -400,28 +400,12 @@ class Layer(NamedTuple):
         return np.asarray(y), jax.tree.map(np.asarray, routing)
 
 
-def layer(kind, shape, whole=False, rope=True, **fields):
-    return Layer(config_of(shape, **({"q_lora_rank": 24} | fields)), kind, whole, rope)
+def layer(kind, shape, rope=True, **fields):
+    return Layer(config_of(shape, **({"q_lora_rank": 24} | fields)), kind, rope)
 
 
 def activations(B=4, T=16, D=48, seed=5):
     return np.random.default_rng(seed).standard_normal((B, T, D)).astype(np.float32)
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("attention", "auto"), ("mlp", "auto"), ("moe", "spread"), ("moe", "gathered")],
-)
-def test_a_layer_on_whole_sequences_is_the_layer_on_cut_ones(kind, layout, shape):
-    cut, whole = (layer(kind, shape, whole, experts_layout=layout) for whole in (False, True))
-    x = activations()
-    (one, routing), (other, whole_routing) = cut(x), whole(x)
-    assert np.abs(one - x).max() > 0.1
-    np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
-    if kind == "moe":
-        assert routing[1].sum(0).tolist() == whole_routing[1].sum(0).tolist()
-        assert whole_routing[1].sum() == 4 * 16 * 2
 
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
@@ -637,7 +621,8 @@ def test_dropout_keeps_the_mean():
 def test_dropout_of_a_run_depends_on_step_and_microbatch():
     """By the loss of one of two microbatches that hold the same tokens."""
     config = config_of(train={"microbatches": 2}, blocks=1, dropout=0.3)
-    mesh, run = mesh_of(config), model.loss_and_gradients(config, mesh_of(config))
+    mesh = mesh_of(config)
+    run = passes.loss_and_gradients(config, model.declare(config), mesh)
     stats_of = jax.jit(lambda w, batch, step: run(w, batch, step)[1])
     w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
 
@@ -665,16 +650,16 @@ def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
 
     def local(w, data):
         how = model.How(config.model, 0, None)
-        passes = model.passes(config, how, jnp.int32(0), jnp.float32(1), 1.0)
-        prepared, data = model.prepare(config, declared, w), pipeline.index(model.numbered(data), 0)
-        x = passes.first(prepared.ends, data)
-        x = x - model.embed(prepared.ends.first.embedding, data.tokens, False)
+        run = passes.functions(config, declared, how, jnp.int32(0), jnp.float32(1), 1.0)
+        w, data = passes.prepare(config, declared, w), pipeline.index(passes.numbered(data), 0)
+        x = run.first(w.ends, data)
+        x = x - model.embed(w.ends.first.embedding, data.tokens)
         for number in range(3):
-            block = pipeline.index(prepared.blocks, number)
-            (x, _), _ = passes.block(block, data, weights.vary(jnp.int32(number)), x)
+            block = pipeline.index(w.blocks, number)
+            (x, _), _ = run.block(block, data, weights.vary(jnp.int32(number)), x)
         return lax.psum(x, ("pipeline",))
 
-    specs = (weights.specs(declared), model.BATCH_SPEC)
+    specs = (weights.specs(declared), passes.BATCH_SPEC)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("fsdp", "tensor"))
     w = transformer_of(config, mesh, tree_of(config.model))
     x = np.asarray(jax.jit(run)(w, on_mesh(config, mesh, batch_of(config))))
@@ -762,16 +747,14 @@ def hf_logits(name, shape):
     """Production logits [B, T, V] of a case, at every position."""
     case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocabulary"])
     B, T = tokens.shape
-    train = {"microbatches": 2, "sequences": B * T, "sequence_length": T}
+    train = {"microbatches": 2, "sequences": B, "sequence_length": T}
     config = config_of(shape, train=train, **case.model)
     mesh = mesh_of(config)
     w = transformer_of(config, mesh, hf_case.weights(config.model, case.seed))
-    ids = np.repeat(tokens, T, axis=0)
-    nothing = {"targets": ids, "loss_weights": np.zeros(ids.shape, np.float32), "segments": ids}
-    batch = on_mesh(config, mesh, {"tokens": ids} | nothing)
-    positions = np.tile(np.arange(T, dtype=np.int32), B).reshape(2, -1)
-    found = jax.jit(model.next_token_logits(config, mesh))(w, batch, positions)
-    return np.asarray(found).reshape(B, T, -1)
+    nothing = np.zeros(tokens.shape, np.float32)
+    batch = {"tokens": tokens, "targets": tokens, "loss_weights": nothing, "segments": tokens}
+    run = jax.jit(passes.logits(config, model.declare(config), mesh))
+    return np.asarray(run(w, on_mesh(config, mesh, batch))).reshape(B, T, -1)
 
 
 @pytest.mark.parametrize(
@@ -795,7 +778,7 @@ def test_logits_are_those_of_hugging_face_transformers(name, shape):
 
 def trace(config):
     mesh = mesh_of(config)
-    step = model.loss_and_gradients(config, mesh)
+    step = passes.loss_and_gradients(config, model.declare(config), mesh)
     return jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)), jnp.int32(0))
 
 
@@ -818,14 +801,14 @@ def test_dropping_the_psum_is_refused_before_anything_runs(shape, monkeypatch):
 
 
 def test_an_unreduced_loss_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(model, "summarize", unreduced)
+    monkeypatch.setattr(passes, "summarize", unreduced)
     with pytest.raises((TypeError, ValueError), match="out_specs"):
         trace(config_of((2, 1, 1), moe_layers=0))
 
 
 def unreduced(config, sums, routing, balance_scale):
     zero = jnp.zeros(())
-    return model.Stats(sums[0], zero, zero, jnp.int32(0), None)
+    return passes.Stats(sums[0], zero, zero, jnp.int32(0), None)
 
 
 @pytest.mark.parametrize(

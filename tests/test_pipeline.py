@@ -77,13 +77,13 @@ def last(ends, data, y):
     return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
 
-PASSES = pipeline.Passes(first, block, last)
+FUNCTIONS = pipeline.Functions(first, block, last)
 
 
 def weights_of(blocks):
     random = np.random.default_rng(0)
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
-    return pipeline.Weights(
+    return pipeline.Parameters(
         Ends(draw(D, D), draw(D, V), draw(D)),
         {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)},
     )
@@ -118,7 +118,7 @@ def mesh_of(ranks, fsdp):
     return jax.sharding.Mesh(devices, MESH_AXES)
 
 
-WEIGHT_SPECS = pipeline.Weights(Ends(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
+WEIGHT_SPECS = pipeline.Parameters(Ends(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
 DATA_SPEC = P(None, "fsdp")
 
 
@@ -149,18 +149,18 @@ def on_ranks(schedule, local, out_specs, fsdp=1):
     return jax.jit(global_function)
 
 
-def train(schedule, passes=PASSES, fsdp=1):
+def train(schedule, functions=FUNCTIONS, fsdp=1):
     """(weights, data) -> gradients, statistics of blocks, statistics of `last`."""
 
     def local(w, data):
-        grads, stats, results = pipeline.train(passes, w, data, schedule)
+        grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
         blocks = lax.psum(per_chunk(grads.blocks, schedule), ("fsdp", "tensor"))
         ends = Ends(
             lax.psum(grads.ends.first, MESH_AXES),
             lax.psum(grads.ends.last, ("fsdp", "tensor")),
             lax.psum(grads.ends.shift, MESH_AXES),
         )
-        whole = pipeline.Weights(ends, blocks)
+        whole = pipeline.Parameters(ends, blocks)
         stats = lax.psum(per_chunk(stats, schedule), ("fsdp", "tensor"))
         return whole, stats, lax.psum(results, "fsdp")
 
@@ -181,10 +181,10 @@ def assert_same(found, expected):
         assert error <= 5e-6, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-def assert_trains_as_plain(sizes, passes=PASSES, fsdp=1):
+def assert_trains_as_plain(sizes, functions=FUNCTIONS, fsdp=1):
     schedule = Schedule(*sizes)
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
-    grads, stats, results = train(schedule, passes, fsdp)(w, data)
+    grads, stats, results = train(schedule, functions, fsdp)(w, data)
     expected, (errors, sums) = plain(w, data)
     assert_same(grads._replace(blocks=flat(grads.blocks)), expected)
     assert (flat(stats["calls"]) == schedule.microbatches * fsdp).all()
@@ -204,7 +204,7 @@ def test_gradients_are_those_of_plain_differentiation_with_the_batch_cut_over_fs
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (4, 2, 8)], ids=str)
 def test_gradients_are_the_same_when_blocks_are_computed_again(sizes):
-    assert_trains_as_plain(sizes, PASSES._replace(block=jax.checkpoint(block)))
+    assert_trains_as_plain(sizes, FUNCTIONS._replace(block=jax.checkpoint(block)))
 
 
 def test_a_block_on_what_idle_slots_hold_is_not_a_number():
@@ -219,7 +219,7 @@ def test_evaluation_gives_each_microbatch_its_result_in_order(sizes):
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
 
     def local(w, data):
-        stats, results = pipeline.evaluate(PASSES, w, data, schedule, ("fsdp",))
+        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule, ("fsdp",))
         stats = lax.psum(per_chunk(stats, schedule), ("fsdp", "tensor"))
         return stats, lax.psum(results, "fsdp")
 
@@ -231,12 +231,12 @@ def test_evaluation_gives_each_microbatch_its_result_in_order(sizes):
     assert (flat(stats["calls"]) == schedule.microbatches).all()
 
 
-def ring_of(passes, schedule):
+def ring_of(functions, schedule):
     """Shapes that wait between forward and backward of one block, for each slot."""
     found = []
 
     def local(w, data):
-        run = pipeline.Executor(passes, w, data, schedule)
+        run = pipeline.Executor(functions, w, data, schedule)
         ring, _, _ = run.probe(run.empty_x())
         found.extend(a.shape for a in jax.tree.leaves(ring))
         return lax.psum(jnp.zeros(()), ())
@@ -248,14 +248,14 @@ def ring_of(passes, schedule):
 
 
 def test_the_ring_holds_residuals_but_no_weights_and_no_data():
-    kept = ring_of(PASSES, Schedule(2, 2, 4))
+    kept = ring_of(FUNCTIONS, Schedule(2, 2, 4))
     assert (B, D) in kept
     assert not {(D, D), (D,), (B, V), (B,)} & set(kept)
 
 
 def test_the_ring_holds_a_blocks_input_alone_when_the_block_is_computed_again():
-    passes = PASSES._replace(block=jax.checkpoint(block))
-    assert ring_of(passes, Schedule(2, 2, 4)) == [(B, D)]
+    functions = FUNCTIONS._replace(block=jax.checkpoint(block))
+    assert ring_of(functions, Schedule(2, 2, 4)) == [(B, D)]
 
 
 def program(schedule, blocks_per_chunk):
@@ -295,6 +295,6 @@ def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
         loss = jnp.sum((y @ w - data.targets[:, : w.shape[1]]) ** 2)
         return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
-    step = train(Schedule(2, 1, 2), PASSES._replace(last=forgotten))
+    step = train(Schedule(2, 1, 2), FUNCTIONS._replace(last=forgotten))
     with pytest.raises((TypeError, ValueError), match=r"var(ying|iance)|vma|manual axes"):
         jax.eval_shape(step, weights_of(4), data_of(2))

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 import chips
-import cost
 import make_compiled
 import plan
 from conftest import ROOT
+from planning import compiler, cost, report, search
 
 JAXFORMER = ["--config", str(ROOT / "configs" / "jaxformer_1b.toml")]
 SMALL = [
@@ -117,8 +117,8 @@ def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
 
 def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
     row = make_compiled.recorded()["jaxformer v4"]
-    monkeypatch.setattr(plan, "build", lambda *_: plan.Compiled(**row))
-    monkeypatch.setattr(plan.compiler, "check_compiler", lambda _: None)  # as if libtpu were here
+    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(compiler, "check_compiler", lambda _: None)  # as if libtpu were here
     plan.main([*JAXFORMER, "--chip", "v4", "--compile"])
     text = capsys.readouterr().out
     assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
@@ -128,22 +128,21 @@ def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
 def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     _, config = make_compiled.config_of("jaxformer")
     chip = chips.CHIPS["v4"]
-    found = plan.search.search(config, chip, 32)
+    found = search.search(config, chip, 32)
     best = found.best[0]
-    flags = plan.Flags(chip="v4", chips=32)
-    made = plan.Plan(flags, best.config, chip, best.predicted, None, found)
+    made = plan.Plan("jaxformer_1b", best.config, chip, best.predicted, None, found, 1e9)
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    bars = [plan.milliseconds(c.predicted) for c in found.best]
-    plan.stack(axes, [str(n) for n in range(len(bars))], bars)
+    bars = [report.milliseconds(c.predicted) for c in found.best]
+    report.stack(axes, [str(n) for n in range(len(bars))], bars)
     tops = {}
     for patch in axes.patches:
         x = round(patch.get_x() + patch.get_width() / 2)
         tops[x] = max(tops.get(x, 0.0), patch.get_y() + patch.get_height())
     for x, candidate in enumerate(found.best):
         assert tops[x] == pytest.approx(1e3 * candidate.predicted.serial_step_s, rel=1e-6)
-    plan.draw(made, tmp_path / "meshes.png")
+    report.draw(made, tmp_path / "meshes.png")
     assert (tmp_path / "meshes.png").stat().st_size > 10_000
 
 

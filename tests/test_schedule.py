@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import schedule
+import pipeline
 from schedule import Schedule
 
 SIZES = [
@@ -196,7 +196,7 @@ def test_a_size_below_one_is_refused(size):
 
 
 def printed(capsys, flags):
-    schedule.main(flags.split())
+    pipeline.main(flags.split())
     return capsys.readouterr().out
 
 
@@ -228,10 +228,10 @@ def test_a_rank_that_is_not_there_is_refused(capsys):
 
 def test_the_timeline_is_drawn_into_a_png(tmp_path):
     path = tmp_path / "plots" / "schedule.png"
-    schedule.main(["--pipeline", "2", "--microbatches", "3", "--png", str(path)])
+    pipeline.main(["--pipeline", "2", "--microbatches", "3", "--png", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_timeline_in_a_file_that_is_not_png_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"schedule.jpg does not end in .png"):
-        schedule.main(["--png", str(tmp_path / "schedule.jpg")])
+        pipeline.main(["--png", str(tmp_path / "schedule.jpg")])

@@ -5,9 +5,8 @@ import math
 import pytest
 
 import chips
-import cost
 import make_compiled
-import search
+from planning import cost, search
 
 V4, V5E = chips.CHIPS["v4"], chips.CHIPS["v5e"]
 _, JAXFORMER = make_compiled.config_of("jaxformer")

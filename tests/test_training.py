@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-import main
 import model
+import train
 import weights
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
 
@@ -67,7 +67,7 @@ def batch(config, step):
 @functools.cache
 def step_of(name, bias_speed=0.0):
     config, mesh = run_config(name, bias_speed), mesh_of(run_config(name))
-    return config, mesh, main.train_step(config, mesh)
+    return config, mesh, train.jitted_step(config, model.declare(config), mesh)
 
 
 def copies(tree):
@@ -83,7 +83,7 @@ def copies(tree):
 @functools.cache
 def run(name, bias_speed=0.0):
     config, mesh, step = step_of(name, bias_speed)
-    state = main.initial_state(config, mesh)
+    state = train.initial_state(config, model.declare(config), mesh)
     told, states, replicas = [], [], []
     for number in range(STEPS):
         state, new = step(state, on_mesh(config, mesh, batch(config, number)))
@@ -175,16 +175,23 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
     good, bad = batch(config, 0), batch(config, 1)
     bad["loss_weights"] = bad["loss_weights"].copy()
     bad["loss_weights"][5, 3] = np.nan
-    state, told = step(main.initial_state(config, mesh), on_mesh(config, mesh, good))
+    state, told = step(
+        train.initial_state(config, model.declare(config), mesh), on_mesh(config, mesh, good)
+    )
     before = flat(config, state)
-    assert (told["skipped"], told["row"]) == (0, 0)
+    assert (told["skipped"], told["skipped_in_row"]) == (0, 0)
     for number in (1, 2):
         state, told = step(state, on_mesh(config, mesh, bad))
         assert np.isnan(told["stats"].loss)
-        assert (told["skipped"], told["row"], state.step) == (number, number, number + 1)
+        assert (told["skipped"], told["skipped_in_row"], state.step) == (number, number, number + 1)
         jax.tree.map(np.testing.assert_array_equal, flat(config, state), before)
     state, told = step(state, on_mesh(config, mesh, good))
-    assert (told["skipped"], told["row"], state.skipped, state.skipped_in_row) == (2, 0, 2, 0)
+    assert (told["skipped"], told["skipped_in_row"], state.skipped, state.skipped_in_row) == (
+        2,
+        0,
+        2,
+        0,
+    )
     after = canonical(config, state.weights)
     assert not np.array_equal(after["embedding"], before[0]["embedding"])
     bias = after["blocks"]["moe"]["moe"]["bias"] - before[0]["blocks"]["moe"]["moe"]["bias"]
@@ -193,7 +200,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
 
 def updated(config, grads, w):
     """What production's optimizer adds to the weights, before the learning rate, and its slots."""
-    rule = main.optimizer(config, model.declare(config))
+    rule = train.optimizer(config, model.declare(config))
 
     def update(grads, w):
         with jax.numpy_dtype_promotion("standard"):

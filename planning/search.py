@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import cost
 import utils
 from chips import Chip, platform_of
+from planning import cost
 from utils import GIB, Config
 
 # Of a chip's memory: predictions are within 10 % of what a compiler plans, and a runtime keeps some

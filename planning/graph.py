@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import hlo
-from hlo import Instruction
+from planning import hlo
+from planning.hlo import Instruction
 
 if TYPE_CHECKING:  # imported late below, so that a program without pictures starts fast
     from matplotlib.axes import Axes

@@ -18,6 +18,7 @@ import jax
 
 import flops
 import model
+import passes
 import utils
 import weights
 from attention import chosen, computed_share
@@ -244,7 +245,7 @@ class Step:
         m, mesh = config.model, config.mesh
         self.config, self.sizes = config, Sizes(config, platform)
         self.declared = model.declare(config)
-        self.schedule = model.schedule(config)
+        self.schedule = passes.schedule_of(config)
         s = self.sizes
         self.dense, self.moe = attention(s) + mlp(s), attention(s) + moe(s, config)
         self.block = [(self.dense, m.dense_layers), (self.moe, m.moe_layers)]

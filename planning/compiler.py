@@ -1,8 +1,8 @@
 """The training step as its compiler builds it, on a machine without the devices.
 
 libtpu compiles ahead of time for a named TPU topology; a CPU's devices are pretended. The step is
-the one of main.py. It is compiled in a child process, for a compiler that aborts takes its process
-with it: `compile_step` starts the child, which is `python compiler.py REQUEST`.
+the one of train.py. It is compiled in a child process, for a compiler that aborts takes its process
+with it: `compile_step` starts the child, which is `python -m planning.compiler REQUEST`.
 """
 
 import importlib.metadata
@@ -110,11 +110,15 @@ def run_child(request: Path, name: str, environment: dict[str, str]) -> None:
     """
     from rich.console import Console
 
-    command = [sys.executable, str(Path(__file__).resolve()), str(request)]
+    command = [sys.executable, "-m", "planning.compiler", str(request)]
     log = request.with_name("log")
     with log.open("w") as out:
         child = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=child_environment() | environment
+            command,
+            cwd=Path(__file__).resolve().parent.parent,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=child_environment() | environment,
         )
         try:
             console = Console(stderr=True)
@@ -158,24 +162,15 @@ def reason(returncode: int, log: Path) -> str:
     return (lines or [f"exit code {returncode}"])[-1][:500]
 
 
-def memory_bytes(compiled: Any) -> int:
-    """Memory of one device as the compiler planned it: arguments, temporaries, and results that do
-    not take an argument's place.
-    """
-    plan = compiled.memory_analysis()
-    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
-
-
 def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any]:
     """What is counted in a program's text."""
     import attention
     import flops
-    import hlo
-    import model
+    import passes
     import pipeline
+    from planning import hlo
 
-    share = pipeline.branch_share(model.schedule(config))
+    share = pipeline.branch_share(passes.schedule_of(config))
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     scores = attention.computed_share(config, chips.platform_of(chip))
     by_axis: dict[str, float] = {}
@@ -230,19 +225,20 @@ def build(request: Path) -> None:
 
     import jax
 
-    import main
+    import model
+    import train
 
-    mesh = main.make_mesh(config, devices)
+    declared, mesh = model.declare(config), train.make_mesh(config, devices)
     started = time.perf_counter()
-    shapes = main.abstract_state(config, mesh), main.abstract_batch(config, mesh)
+    shapes = train.abstract_state(config, declared, mesh), train.abstract_batch(config, mesh)
     try:
-        compiled = main.train_step(config, mesh).lower(*shapes).compile()
+        compiled = train.jitted_step(config, declared, mesh).lower(*shapes).compile()
     except jax.errors.JaxRuntimeError as error:  # as where the chip has too little memory
         raise ValueError(str(error).splitlines()[0]) from None
     seconds = time.perf_counter() - started
     plan = compiled.memory_analysis()
     found = {
-        "memory_bytes_per_chip": memory_bytes(compiled),
+        "memory_bytes_per_chip": train.planned_bytes(compiled),
         "argument_bytes": plan.argument_size_in_bytes,
         "temporary_bytes": plan.temp_size_in_bytes,
         "program_bytes": plan.generated_code_size_in_bytes,

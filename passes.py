@@ -1,0 +1,351 @@
+"""The model through the pipeline: loss and gradients, evaluation, logits, on global arrays.
+
+`functions` gives the pipeline its three functions, in layers of model.py; `prepare` makes of this
+rank's weights what they multiply by, and `finish` of its gradients those of the whole model. All
+of it runs inside one `shard_map`, which `over_mesh` makes.
+
+Letters as in model.py; M microbatches of a step, S positions asked for.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import attention
+import pipeline
+import utils
+import weights
+from model import (
+    At,
+    Batch,
+    Block,
+    Ends,
+    First,
+    How,
+    Transformer,
+    chunked_loss,
+    chunks,
+    dense_layer,
+    dense_layers,
+    embed,
+    gather_sequence,
+    moe_layer,
+    rms_norm,
+    slice_logits,
+)
+from schedule import Schedule
+from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES, Config
+from weights import vary
+
+BATCH_SPEC = P(None, BATCH_AXES)
+
+Policy = Callable[..., bool]  # of jax.checkpoint: whether a primitive's results are kept
+
+# --- what the backward pass finds -----------------------------------------------------------------
+
+
+def kept(config: Config) -> Policy | None:
+    """What a layer's backward pass finds, as `train.remat` says; the rest it computes again. None
+    where it finds all.
+
+    Weights gathered in the layer are never kept, whatever the policy.
+    """
+    policies, names = jax.checkpoint_policies, config.train.remat.split(",")
+    if config.train.remat == "full":
+        return policies.nothing_saveable
+    if config.train.remat != "none":
+        return policies.save_only_these_names(*names)
+    return _all_but_gathered_weights if config.fsdp.gather == "layer" else None
+
+
+def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    axes = params.get("axis_name", ())
+    return not (
+        primitive.name == "all_gather" and "fsdp" in (axes if isinstance(axes, tuple) else (axes,))
+    )
+
+
+def remat(config: Config) -> Callable[[Callable], Callable]:
+    """The wrapper of a layer that keeps what `kept` says."""
+    policy = kept(config)
+    if policy is None:
+        return lambda layer: layer
+    # Forward and backward run in different loops: there is nothing that could be merged by mistake.
+    return partial(jax.checkpoint, policy=policy, prevent_cse=False)
+
+
+# --- the model as the pipeline runs it ------------------------------------------------------------
+
+
+def functions(
+    config: Config,
+    declared: Transformer,
+    how: How,
+    step: jax.Array,
+    token_scale: jax.Array,
+    balance_scale: float,
+    wrapped: Callable[[Callable], Callable] | None = None,
+) -> pipeline.Functions:
+    """The model as the pipeline's three functions, over weights from `prepare`.
+
+    token_scale, balance_scale  what a token's cross-entropy and a sequence's balance loss are
+                                multiplied by, so that losses add up.
+    wrapped                     goes around each layer; `remat` if not given.
+    """
+    m, wrapped = config.model, wrapped or remat(config)
+
+    def at(data: Batch, layer: jax.Array) -> At:
+        return At(step, data.number, layer)
+
+    def segments(data: Batch) -> jax.Array | None:
+        return data.segments if config.data.segments else None
+
+    def gathered(declared: Any, w: Any) -> Any:
+        return weights.gather(declared, w) if config.fsdp.gather == "layer" else w
+
+    def ready(layer: Callable, declared: Any) -> Callable:
+        """`layer` that gathers its weights, and keeps what the remat policy says."""
+        return wrapped(lambda w, *args, **options: layer(gathered(declared, w), *args, **options))
+
+    def first(ends: Ends, data: Batch) -> jax.Array:
+        w = ends.first
+        x_btD = embed(w.embedding, data.tokens)
+        if w.prefix is not None:
+            run = ready(partial(dense_layer, how=how), declared.first.prefix)
+            start = at(data, jnp.int32(0))
+            x_btD = dense_layers(w.prefix, vary(x_btD), segments(data), start, run)
+        return x_btD
+
+    def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
+        layer, routing = m.prefix_layers + number * (m.dense_layers + m.moe_layers), None
+        if w.dense is not None:
+            run = ready(partial(dense_layer, how=how), declared.blocks.dense)
+            x_btD = dense_layers(w.dense, x_btD, segments(data), at(data, layer), run)
+        if w.moe is not None:
+            run = ready(partial(moe_layer, how=how), declared.blocks.moe)
+            here = at(data, layer + m.dense_layers)
+            x_btD, routing = run(w.moe, x_btD, segments(data), at=here)
+        loss = balance_scale * routing.part_balance if routing else jnp.zeros(())
+        return (x_btD, vary(loss)), routing
+
+    def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h_bTD = final_hidden(config, ends, y_btD)
+        n = data.targets.size
+        c = chunks(n, config.train.loss_chunk_tokens)
+        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of
+        # the vocabulary.
+        h_cnD = vary(h_bTD).reshape(c, n // c, -1)
+        targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
+        return chunked_loss(
+            (m.vocabulary, m.z_loss), ends.output, h_cnD, targets, token_weights * token_scale
+        )
+
+    return pipeline.Functions(first, block, last)
+
+
+@jax.named_scope("loss")
+def final_hidden(config: Config, ends: Ends, y_btD: jax.Array) -> jax.Array:
+    """What the output matrix multiplies: [b, T, D].  Sends all_gather(tensor) of it."""
+    return gather_sequence(rms_norm(y_btD, ends.last.norm, config.model.norm_epsilon), "input")
+
+
+# --- weights as the functions want them, and gradients back ---------------------------------------
+
+
+def prepare(config: Config, declared: Transformer, w: Transformer) -> pipeline.Parameters:
+    """This rank's weights for all microbatches of a step: cast, gathered over fsdp, and typed as
+    differing along every axis.
+
+    Made varying here, replicated weights have their gradients added up locally, and reduced once,
+    in `finish`. With `fsdp.gather = "layer"` blocks and prefix stay cut, and are gathered in their
+    layers; embedding and output never are.
+    """
+    w = weights.cast(declared, w, jnp.dtype(config.model.compute_dtype))
+    if config.fsdp.gather == "step":
+        w = weights.gather(declared, w)
+    else:
+        embedding = weights.gather(declared.first.embedding, w.first.embedding)
+        w = w.replace(
+            first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
+        )
+    w = vary(w)
+    blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
+    return pipeline.Parameters(Ends(w.first, w.last), blocks)
+
+
+def finish(config: Config, declared: Transformer, grads: pipeline.Parameters) -> Transformer:
+    """This rank's part of the gradients -> the whole model's, laid out as the weights."""
+    stack = (config.mesh.virtual, 1, -1)  # of one pipeline rank
+    first, last = grads.ends
+    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), grads.blocks)
+    per_step = config.fsdp.gather == "step"
+    reduce = weights.reduce_gradients
+    return Transformer(
+        first=First(
+            prefix=reduce(declared.first.prefix, first.prefix, gathered=per_step),
+            embedding=reduce(declared.first.embedding, first.embedding, gathered=True),
+        ),
+        blocks=reduce(declared.blocks, blocks, gathered=per_step),
+        last=reduce(declared.last, last, gathered=True),
+    )
+
+
+# --- what a pass tells ----------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Stats:
+    """What a pass tells, the same on every rank: losses as added (float32), and routing in
+    integers.
+    """
+
+    cross_entropy: jax.Array
+    z: jax.Array
+    balance: jax.Array
+    dropped: jax.Array  # choices of an expert that had no room
+    # [virtual, stage, block, E], before any is dropped; None without experts
+    tokens_per_expert: jax.Array | None
+
+    @property
+    def loss(self) -> jax.Array:
+        return self.cross_entropy + self.z + self.balance
+
+
+def stats_specs(m: utils.Model) -> Stats:
+    return Stats(P(), P(), P(), P(), P(None, "pipeline") if m.moe_layers else None)
+
+
+def summarize(config: Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
+    """This rank's sums -> the step's.  Sends psums of scalars and of [blocks, E] integers."""
+    cross_entropy, log_z = lax.psum(sums, BATCH_AXES)
+    stats = Stats(
+        cross_entropy, config.model.z_loss * log_z, jnp.zeros(()), jnp.zeros((), jnp.int32), None
+    )
+    if routing is None:
+        return stats
+    count = routing.tokens_per_expert.reshape(config.mesh.virtual, 1, -1, config.model.experts)
+    return stats.replace(
+        balance=balance_scale * lax.psum(routing.part_balance.sum(), MESH_AXES),
+        dropped=lax.psum(routing.dropped.sum(), MESH_AXES),
+        tokens_per_expert=lax.psum(count, EXPERT_AXES),
+    )
+
+
+def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
+    """What a token's cross-entropy and a sequence's balance loss count for in the step's mean."""
+    total = lax.psum(data.loss_weights.sum(), BATCH_AXES)
+    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size("fsdp")
+    return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
+
+
+def numbered(data: Batch) -> Batch:
+    return data.replace(number=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
+
+
+# --- over the mesh --------------------------------------------------------------------------------
+
+
+def platform(mesh: Mesh) -> str:
+    """As jax names it: cpu, gpu or tpu."""
+    return mesh.devices.flat[0].platform
+
+
+def schedule_of(config: Config) -> Schedule:
+    return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+
+
+def how_of(config: Config, mesh: Mesh, capacity_factor: float | None, dropout: float = 0.0) -> How:
+    kernel = attention.chosen(config, platform(mesh))
+    return How(config.model, config.train.seed, capacity_factor, dropout, kernel)
+
+
+def over_mesh(
+    declared: Transformer, mesh: Any, local: Callable, *in_specs: P, out: Any
+) -> Callable:
+    """local(weights, batch, *rest) of a rank -> the same on global arrays."""
+    specs = (weights.specs(declared), BATCH_SPEC, *in_specs)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=True)
+
+
+def loss_and_gradients(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
+    """(weights, batch [M, B, T], step) -> gradients of the step's loss, float32, laid out as the
+    weights; Stats.
+    """
+    m = config.model
+    how = how_of(config, mesh, m.capacity_factor, m.dropout)
+
+    def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
+        data = numbered(data)
+        token_scale, balance_scale = scales(data, m.balance_loss)
+        run = functions(config, declared, how, step, token_scale, balance_scale)
+        w = prepare(config, declared, w)
+        grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
+        return finish(config, declared, grads), summarize(config, sums, routing, balance_scale)
+
+    out = (weights.specs(declared), stats_specs(m))
+    return over_mesh(declared, mesh, local, P(), out=out)
+
+
+def evaluate(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch], Stats]:
+    """(weights, batch [M, B, T]) -> Stats; `balance` is the mean over layers and sequences, 1 where
+    every expert has as much.
+    """
+    m = config.model
+    how = how_of(config, mesh, m.eval_capacity_factor)
+
+    def local(w: Transformer, data: Batch) -> Stats:
+        data = numbered(data)
+        token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
+        run = functions(config, declared, how, jnp.int32(0), token_scale, balance_scale)
+        w = prepare(config, declared, w)
+        routing, sums = pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)
+        return summarize(config, sums.sum(0), routing, balance_scale)
+
+    return over_mesh(declared, mesh, local, out=stats_specs(m))
+
+
+def logits(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch, jax.Array | None], jax.Array]:
+    """(weights, batch [M, B, T], positions [M, B, S], all if not given) -> [M, B, S, V] float32
+    logits of what follows each position; nothing is dropped.
+
+    The batch's targets and loss weights are not looked at. Those of pads of the vocabulary are
+    -inf.
+    """
+    how = how_of(config, mesh, None)
+
+    def local(w: Transformer, data: Batch, positions_MbS: jax.Array) -> jax.Array:
+        def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
+            h_bTD = final_hidden(config, ends, y_btD)
+            h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
+            b, S, D = h_bSD.shape
+            part = slice_logits(ends.output, h_bSD.reshape(b * S, D), config.model.vocabulary)
+            return None, part.reshape(b, S, -1)
+
+        run = functions(config, declared, how, jnp.int32(0), jnp.float32(1), 0.0)
+        data, w = numbered(data).replace(targets=positions_MbS), prepare(config, declared, w)
+        run = run._replace(last=last)
+        return pipeline.forward(run, w, data, schedule_of(config), MESH_AXES)[1]
+
+    out = P(None, BATCH_AXES, None, VOCABULARY_AXES)
+    run = over_mesh(declared, mesh, local, BATCH_SPEC, out=out)
+
+    def called(w: Transformer, data: Batch, positions_MBS: jax.Array | None = None) -> jax.Array:
+        if positions_MBS is None:
+            every = jnp.arange(data.tokens.shape[-1], dtype=jnp.int32)
+            positions_MBS = jnp.broadcast_to(every, data.tokens.shape)
+        return run(w, data, positions_MBS)
+
+    return called

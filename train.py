@@ -1,0 +1,295 @@
+"""One training step, and all that it runs on: mesh, state, optimizer, batches on the mesh.
+
+A step is one jitted function of (state, batch); shapes and layouts of both can be had without any
+array, to compile it ahead of time. Functions take the config, the weights that model.declare made
+of it, and the mesh.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import chips
+import passes
+import weights
+from model import Batch, Transformer
+from utils import MESH_AXES, Config
+
+# --- processes and mesh ---------------------------------------------------------------------------
+
+
+def start_processes() -> None:
+    """Joins the other processes of the job, if there are any, before a device is touched.
+
+    With JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set, those; on a TPU pod,
+    what its workers know.
+    """
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        address = os.environ["JAX_COORDINATOR_ADDRESS"]
+        count, number = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        if count is None or number is None:
+            raise ValueError(
+                "JAX_COORDINATOR_ADDRESS is set without JAX_NUM_PROCESSES and JAX_PROCESS_ID. Set "
+                "all three, or none."
+            )
+        jax.distributed.initialize(address, int(count), int(number))
+    elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
+        jax.distributed.initialize()
+
+
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The (fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
+    devices = jax.devices() if devices is None else devices
+    need = math.prod(config.mesh.shape)
+    if need > len(devices) or (need < len(devices) and jax.process_count() > 1):
+        hint = (
+            f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
+            "or start through ./run.sh."
+            if devices[0].platform == "cpu" and need > len(devices)
+            else ""
+        )
+        raise ValueError(
+            f"--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
+            "--mesh.tensor "
+            f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
+            f"whose product is {len(devices)}.{hint}"
+        )
+    # An axis of the torus may be split: on 4x4x4 chips a mesh axis of 2 has none of its own.
+    placed = mesh_utils.create_device_mesh(
+        config.mesh.shape, devices[:need], allow_split_physical_axes=True
+    )
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+# --- state and optimizer --------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class State:
+    """All that a step changes; with the config, all that continuing a run needs."""
+
+    weights: Transformer
+    optimizer: Any
+    step: jax.Array  # steps done, applied or not
+    skipped: jax.Array  # steps not applied: their loss or gradient norm was not finite
+    skipped_in_row: jax.Array
+
+
+def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
+    """Step number (from 0) -> learning rate: linear warmup, then cosine, or stable and linear
+    decay.
+    """
+    o = config.optimizer
+    length = o.schedule_steps or config.train.steps
+    low = o.lr * o.min_lr_ratio
+    warmup = min(o.warmup_steps, length)
+    if o.schedule == "cosine":
+        after = optax.cosine_decay_schedule(o.lr, max(1, length - warmup), o.min_lr_ratio)
+        parts, bounds = [after], []
+    else:
+        decay = max(1, round(o.decay_share * length))
+        parts = [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, low, decay)]
+        bounds = [max(warmup, length - decay)]
+    rise = optax.linear_schedule(0.0, o.lr, max(1, warmup))
+    schedule = optax.join_schedules([rise, *parts], [warmup, *bounds])
+
+    def rate(step: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            return schedule(step + 1)  # the first step is not at 0, and the last is at the end
+
+    return rate
+
+
+def optimizer(config: Config, declared: Transformer) -> optax.GradientTransformation:
+    """Clip by the whole model's norm, AdamW (arXiv:1711.05101) with decay where the weight's
+    declaration says; without the rate.
+    """
+    o = config.optimizer
+    decayed = jax.tree.map(
+        lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
+        optax.scale_by_adam(o.beta1, o.beta2, o.epsilon),
+        optax.add_decayed_weights(o.weight_decay, decayed),
+    )
+
+
+def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
+    """Shape and layout of each array of the state: the optimizer's lie as the weights they are
+    for.
+    """
+    rule, spec = optimizer(config, declared), weights.specs(declared)
+    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    shapes = jax.eval_shape(lambda w: State(w, rule.init(w), *[jnp.int32(0)] * 3), w)
+    slots = optax.tree.map_params(
+        rule, lambda _, s: s, shapes.optimizer, spec, transform_non_params=lambda _: P()
+    )
+    return jax.tree.map(
+        lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
+        State(spec, slots, P(), P(), P()),
+        shapes,
+        is_leaf=lambda s: isinstance(s, P),
+    )
+
+
+def shardings_of(shapes: Any) -> Any:
+    """The layouts of a tree from abstract_state."""
+    return jax.tree.map(lambda a: a.sharding, shapes)
+
+
+def initial_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
+    """The state before the first step; the same bits on every mesh."""
+    shardings = shardings_of(abstract_state(config, declared, mesh))
+    w = weights.initialize(declared, mesh, config.train.seed)
+    slots = jax.jit(optimizer(config, declared).init, out_shardings=shardings.optimizer)(w)
+    zero, count, row = (jax.device_put(np.int32(0), shardings.step) for _ in range(3))
+    return State(w, slots, zero, count, row)
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+# guide: step
+def jitted_step(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """(state, batch [M, B, T]) -> the next state, and a report on the step; jitted, the state's
+    memory is reused.
+
+    A step whose loss or gradient norm is not finite changes nothing but the counters.
+    """
+    loss_and_gradients = passes.loss_and_gradients(config, declared, mesh)
+    rule, rate = optimizer(config, declared), learning_rate(config)
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        grads, stats = loss_and_gradients(state.weights, batch, state.step)
+        norm, lr = optax.tree.norm(grads), rate(state.step)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, slots = rule.update(grads, state.optimizer, state.weights)
+        new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)
+        new = balance_router(config, new, stats.tokens_per_expert)
+        finite = jnp.isfinite(stats.loss) & jnp.isfinite(norm)
+        new, slots = jax.tree.map(
+            lambda after, before: jnp.where(finite, after, before),
+            (new, slots),
+            (state.weights, state.optimizer),
+        )
+        skipped = 1 - finite.astype(jnp.int32)
+        in_row = (state.skipped_in_row + 1) * skipped
+        state = State(new, slots, state.step + 1, state.skipped + skipped, in_row)
+        counters = {"skipped": state.skipped, "skipped_in_row": in_row}
+        return state, {"stats": stats, "grad_norm": norm, "lr": lr} | counters
+
+    shardings = shardings_of(abstract_state(config, declared, mesh))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, P())),
+        compiler_options=compiler_options(mesh),
+    )
+
+
+# guide: end
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+    """What the compiler is asked for beside its defaults.
+
+    By default a TPU v4 waits for every gather and all-to-all where it stands; so asked, it computes
+    meanwhile what does not need them. Later TPUs refuse this or gain nothing. What
+    LIBTPU_INIT_ARGS asks for is read by libtpu itself.
+    """
+    if mesh.devices.flat[0].device_kind not in chips.CHIPS["v4"].kinds:
+        return None
+    return {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
+
+
+def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> Transformer:
+    """bias += speed * sign(mean load - load) for each expert (arXiv:2412.19437, equation 16 and
+    after).
+
+    count  [virtual, stage, block, E] choices in the whole step, on all ranks, before any was
+           dropped.
+    """
+    speed = config.model.router_bias_speed
+    if count is None or not speed:
+        return w
+    load = count.astype(jnp.float32)
+    bias = w.blocks.moe.moe.bias + speed * jnp.sign(load.mean(-1, keepdims=True) - load)
+    layer = w.blocks.moe
+    return w.replace(blocks=w.blocks.replace(moe=layer.replace(moe=layer.moe.replace(bias=bias))))
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def put_batch(
+    mesh: Mesh, microbatches: int, rows: Callable[[np.ndarray], dict[str, np.ndarray]], shape: tuple
+) -> Batch:
+    """The global batch [M, B, T] on the mesh; this process reads only the rows that its devices
+    hold.
+
+    rows   row numbers of the batch -> their arrays [n, T].
+    shape  (sequences, T).
+    """
+    sequences, T = shape
+    per_microbatch = sequences // microbatches
+    sharding = NamedSharding(mesh, passes.BATCH_SPEC)
+    found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[1].indices(per_microbatch)
+        if (start, stop) not in found:
+            numbers = np.arange(microbatches)[:, None] * per_microbatch + np.arange(start, stop)
+            found[start, stop] = rows(numbers.reshape(-1))
+        return found[start, stop][name].reshape(microbatches, stop - start, T)
+
+    whole = (microbatches, per_microbatch, T)
+    return Batch(
+        **{
+            name: jax.make_array_from_callback(whole, sharding, partial(piece, name))
+            for name in ("tokens", "targets", "loss_weights", "segments")
+        }
+    )
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """Shape and layout of a step's batch."""
+    t = config.train
+    shape = (t.microbatches, t.sequences // t.microbatches, t.sequence_length)
+    layout = NamedSharding(mesh, passes.BATCH_SPEC)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)
+    real = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout)
+    return Batch(tokens=ids, targets=ids, loss_weights=real, segments=ids)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def planned_bytes(step: Any) -> int:
+    """Memory of one device as the compiler of a step planned it: arguments, temporaries, and
+    results that do not take an argument's place.
+    """
+    plan = step.memory_analysis()
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
+
+
+def peak_bytes(mesh: Mesh, step: Any) -> tuple[int, str]:
+    """Memory of one device at its fullest, and where the number is from."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "at its fullest"
+    return planned_bytes(step), "planned by the compiler"

@@ -1,0 +1,146 @@
+"""Validation on fixed windows: during training, and of any checkpoint on any shards.
+
+    ./run.sh python validate.py --run runs/tiny
+    ./run.sh python validate.py --run runs/tiny --step 200 --data.val data/other/val
+
+Prints cross-entropy per token, perplexity, bits per byte of text and the balance of the experts.
+Takes main.py's flags as well, over the run's own config: `--mesh.fsdp 8 --mesh.pipeline 1`.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dataset
+import model
+import passes
+import train
+import utils
+from checkpoint import Checkpoints, reshaped, stored_shapes
+from dataset import Dataset
+from metrics import is_primary, say
+from model import Batch, Transformer
+from utils import Config
+
+
+class Validation:
+    """Loss and routing on fixed validation windows, in forward passes as large as a training
+    step's.
+    """
+
+    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Dataset):
+        self.config, self.mesh, self.data = config, mesh, data
+        rounds = config.eval.sequences // config.train.sequences
+        self.microbatches = config.train.microbatches * rounds
+        part = dataclasses.replace(config.train, microbatches=self.microbatches)
+        self.run = jax.jit(
+            passes.evaluate(dataclasses.replace(config, train=part), declared, mesh),
+            compiler_options=train.compiler_options(mesh),
+        )
+        self.batch: Batch | None = None
+
+    def __call__(self, w: Transformer) -> dict[str, Any]:
+        """The record of an evaluation, without its step."""
+        sequences, T = self.config.eval.sequences, self.config.train.sequence_length
+        if self.batch is None:
+            rows = partial(self.data.eval_rows, sequences=sequences)
+            self.batch = train.put_batch(self.mesh, self.microbatches, rows, (sequences, T))
+        stats = jax.device_get(replicated(self.mesh, self.run(w, self.batch)))
+        m = self.config.model
+        record = {
+            "loss/val": float(stats.cross_entropy),
+            "loss/val_balance": None,
+            "moe/tokens_per_expert": [],
+            "moe/dropped": None,
+        }
+        if stats.tokens_per_expert is not None:
+            choices = sequences * T * m.experts_per_token * m.blocks
+            record["loss/val_balance"] = float(stats.balance)
+            record["moe/tokens_per_expert"] = stats.tokens_per_expert.reshape(m.blocks, -1).tolist()
+            record["moe/dropped"] = int(stats.dropped) / choices
+        return record
+
+
+def replicated(mesh: Mesh, tree: Any) -> Any:
+    """The tree on every device, so that every process can read all of it."""
+    whole = NamedSharding(mesh, P())
+    return jax.jit(lambda t: t, out_shardings=whole)(tree)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of validate.py beside those of main.py."""
+
+    run: Path  # folder of the run, as runs/tiny
+    step: int | None = None  # of the checkpoint; the newest good one if not given
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # print JSON instead of lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the validation of a checkpoint."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    flags, rest = tyro.cli(
+        Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
+    )
+    file = flags.run / "config.toml"
+    if not file.is_file():
+        raise ValueError(f"--run {flags.run} has no config.toml. Give the folder of a run.")
+    config = utils.parse(["--config", str(file), *rest], ("run", "step", "json"))
+    declared = model.declare(config)
+    passes.schedule_of(config)
+    data = dataset.open_validation(config)
+    train.start_processes()
+    mesh = train.make_mesh(config)
+    saved = Checkpoints(flags.run / "checkpoints")
+    step = saved.latest() if flags.step is None else flags.step
+    w = restored_weights(saved, step, train.abstract_state(config, declared, mesh).weights)
+    saved.close()
+    found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
+    if flags.json:
+        say(json.dumps(found))
+    elif is_primary():
+        say("\n".join(lines(found, config)))
+
+
+def restored_weights(saved: Checkpoints, step: int, shapes: Transformer) -> Transformer:
+    """The weights of a step, without the rest of its state, in these shapes and layouts."""
+    stored = saved.restore(step, {"weights": stored_shapes(shapes)})
+    return reshaped(stored["weights"], shapes)
+
+
+def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:
+    """The record with what follows from its loss: perplexity, and bits per byte of the text."""
+    loss, manifest = record["loss/val"], data.manifest
+    per_byte = loss / math.log(2) * manifest.tokens / manifest.text_bytes
+    return record | {"perplexity": math.exp(loss), "bits_per_byte": per_byte}
+
+
+def lines(found: dict[str, Any], config: Config) -> list[str]:
+    windows, T = config.eval.sequences, config.train.sequence_length
+    out = [
+        f"step {found['step']} on {windows} windows of {T} tokens of {config.data.val}",
+        f"loss           {found['loss/val']:.4f} nats per token",
+        f"perplexity     {found['perplexity']:.2f}",
+        f"bits per byte  {found['bits_per_byte']:.4f}",
+    ]
+    if found["loss/val_balance"] is not None:
+        out.append(f"balance        {found['loss/val_balance']:.3f} (1 is even)")
+        out.append(f"dropped        {found['moe/dropped']:.2%} of the choices of an expert")
+    return out
+
+
+if __name__ == "__main__":
+    utils.command_line(main)
