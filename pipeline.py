@@ -25,7 +25,6 @@ Letters: b sequences, t positions of this rank, D width. `rank` is the position 
 axis.
 """
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,10 +126,6 @@ def zeros_like_results(
     return make(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
 
 
-def is_array(a: Any) -> bool:
-    return isinstance(a, jax.Array | jax.ShapeDtypeStruct)
-
-
 @dataclass(frozen=True)
 class Executor:
     """The tasks of one rank, for one step's weights and data ([M, ...] leaves)."""
@@ -170,35 +165,35 @@ class Executor:
         )
         return y, vjp, stats
 
-    def kept(self, vjp: Any, known: Tree) -> list[jax.Array]:
-        """The residuals that are not in `known`."""
-        return vary([a for a in (vjp.args_res[1], *vjp.opaque_residuals) if is_array(a)])
+    def kept(self, vjp: Callable, known: Tree) -> list[jax.Array]:
+        """The residuals that are not in `known`; a backward function is a pytree of them."""
+        held = {id(a) for a in jax.tree.leaves(known)}
+        # A leaf that is no array stands for an argument that the backward pass does not need.
+        return [a for a in jax.tree.leaves(vjp) if isinstance(a, jax.Array) and id(a) not in held]
 
-    def restored(self, template: Any, known: Tree, kept: list[jax.Array]) -> Callable:
+    def restored(self, template: tuple, known: Tree, kept: list[jax.Array]) -> Callable:
         """The backward function of a block, out of what `known` and `kept` hold."""
-        kept = list(kept)
-        vjp = copy.copy(template)
-        # A placeholder that is no array where the backward pass does not need the block's input.
-        x = template.args_res[1]
-        vjp.args_res = [*jax.tree.leaves(known), kept.pop(0) if is_array(x) else x]
-        vjp.opaque_residuals = kept
-        return vjp
+        vjp, old = template
+        old, new = [*jax.tree.leaves(old), *self.kept(vjp, old)], [*jax.tree.leaves(known), *kept]
+        value = {id(a): b for a, b in zip(old, new, strict=True)}
+        return jax.tree.map(lambda a: value.get(id(a), a), vjp)
 
-    def probe(self, x: jax.Array) -> tuple[Tree, Tree, Any]:
-        """(an empty ring, empty statistics, the backward function of a block to put residuals back
-        into).
+    def probe(self, x: jax.Array) -> tuple[Tree, Tree, tuple]:
+        """(an empty ring, empty statistics, the backward function of a block and its `known`, to be
+        restored with other values).
         """
         found = {}
 
         def one_block(x: jax.Array) -> tuple[list[jax.Array], Tree]:
             known = self.known(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-            _, found["vjp"], stats = self.block_vjp(known, x)
-            return self.kept(found["vjp"], known), stats
+            _, vjp, stats = self.block_vjp(known, x)
+            found["template"] = vjp, known
+            return self.kept(vjp, known), stats
 
         kept, stats = jax.eval_shape(one_block, x)
         blocks = self.schedule.virtual * self.per_chunk
         ring = stack_of_zeros(kept, self.schedule.slots, self.per_chunk)
-        return ring, stack_of_zeros(stats, blocks), found["vjp"]
+        return ring, stack_of_zeros(stats, blocks), found["template"]
 
     # --- one task
 
@@ -224,7 +219,7 @@ class Executor:
             x, ring, stats = state
             known = self.known(chunk, i, m)
             x, vjp, new = self.block_vjp(known, x)
-            ring = store(ring, self.kept(vjp, known), slot, i)
+            ring = store(ring, vary(self.kept(vjp, known)), slot, i)
             return (x, ring, add_where(valid, stats, new, chunk * self.per_chunk + i)), None
 
         x = self.forward_input(tick, chunk, carry.x)
@@ -261,7 +256,7 @@ class Executor:
             last_stats=stats,
         )
 
-    def backward(self, tick: jax.Array, carry: Carry, template: Any) -> Carry:
+    def backward(self, tick: jax.Array, carry: Carry, template: tuple) -> Carry:
         """One chunk backward, its blocks in reverse."""
         number = self.schedule.backward_number(tick, self.rank)
         chunk, m = self.schedule.backward_task(number)
