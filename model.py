@@ -28,7 +28,7 @@ import utils
 import weights
 from attention import attend
 from utils import EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
-from weights import Size, normal, ones, vary, weight, zeros
+from weights import Size, normal, ones, vary, varying, weight, zeros
 
 # First values of what is added to the residual stream, over 1/sqrt(inputs): layers begin as a small
 # change of the embedding, which is learned first (0.4 nats after 120 steps of a tiny model).
@@ -496,9 +496,7 @@ def assign_slots(choice_btK: jax.Array, experts: int, slots: int) -> tuple[jax.A
     slot_tbK = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True).reshape(t, b, K)
     slot_nK = slot_tbK.swapaxes(0, 1).reshape(b * t, K)
     numbers = jnp.arange(b * t * K, dtype=jnp.int32)
-    empty = vary(
-        jnp.full(experts * slots, b * t * K, jnp.int32), tuple(jax.typeof(slot).mat.varying)
-    )
+    empty = vary(jnp.full(experts * slots, b * t * K, jnp.int32), varying(slot))
     return slot_nK, empty.at[slot_nK.reshape(-1)].set(numbers, mode="drop")
 
 
@@ -734,7 +732,7 @@ def _chunked_loss_forward(
         (_, sums), (d_table, d_h) = jax.value_and_grad(loss, (0, 1), has_aux=True)(table_vD, *chunk)
         return d_table_vD + d_table.astype(jnp.float32), (sums, d_h)
 
-    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), tuple(jax.typeof(table_vD).mat.varying))
+    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
     d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, (h_cnD, targets_cn, weights_cn))
     sums = sums.sum(0)
     return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)

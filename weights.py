@@ -247,11 +247,17 @@ def count(declared: Tree) -> tuple[int, int]:
 # --- inside shard_map -----------------------------------------------------------------------------
 
 
+def varying(tree: Tree) -> tuple[str, ...]:
+    """The mesh axes that some leaf is typed as differing along."""
+    types = [jax.typeof(a).mat.varying for a in jax.tree.leaves(tree)]
+    return tuple(axis for axis in MESH_AXES if any(axis in axes for axes in types))
+
+
 def vary(tree: Tree, axes: tuple[str, ...] = MESH_AXES) -> Tree:
     """Type every leaf as differing along `axes` (no data moves)."""
 
     def one(a: jax.Array) -> jax.Array:
-        need = tuple(axis for axis in axes if axis not in jax.typeof(a).mat.varying)
+        need = tuple(axis for axis in axes if axis not in varying(a))
         return lax.pcast(a, need, to="varying") if need else a
 
     return jax.tree.map(one, tree)

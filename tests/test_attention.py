@@ -3,8 +3,6 @@
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,41 +113,6 @@ def test_in_bfloat16_splash_is_as_close_to_float32_as_xla_is():
     assert all(a.dtype == jnp.bfloat16 for a in splash)
     # The scale is rounded with the queries.
     assert error(splash) <= 2 * error(xla) <= 0.02
-
-
-@pytest.mark.parametrize("name", ["plain", "forward", "backward"])
-def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
-    function = attention.untyped(getattr(attention.splash_kernel(N, T), name), interpret=False)
-
-    def precisions(dtype, default):
-        wide, narrow = (jnp.zeros((B, N, T, w), dtype) for w in (A, W))
-        args = [wide, wide, narrow]
-        if name == "backward":
-            args = [narrow, *args, narrow, jnp.zeros((B, N, T))]
-        with jax.default_matmul_precision(default):
-            text = str(jax.make_jaxpr(function)(*args))
-        return set(re.findall(r"Precision\.(\w+)", text))
-
-    assert precisions(jnp.float32, "bfloat16") == {"HIGHEST"}
-    assert "HIGHEST" not in precisions(jnp.bfloat16, "highest")
-
-
-def test_a_kernel_whose_arguments_differ_along_different_axes_is_refused():
-    q, k, v, _ = arrays()
-    kernel = attention.splash_kernel(N, T)
-
-    def local(*args):
-        return attention.foreign_p.bind(*attention.swapped(*args), function=kernel.plain)[0]
-
-    run = jax.shard_map(
-        local,
-        mesh=mesh_of(config_of((2, 1, 1))),
-        in_specs=(P(), P("fsdp"), P("fsdp")),
-        out_specs=P(),
-        check_vma=True,
-    )
-    with pytest.raises(AssertionError, match="differ along different axes"):
-        jax.eval_shape(run, q[:2], k, v)
 
 
 def test_a_kept_result_of_splash_is_not_computed_again():

@@ -1,0 +1,190 @@
+"""The splash kernel of attention for TPUs, and what makes a kernel that is not the project's own
+work where shard_map checks types. All of jax that is private is named here, and only here.
+
+Letters: b sequences of this rank, T positions, n heads of this rank.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from utils import LANES
+from weights import vary, varying
+
+BLOCK = 512  # positions that splash takes at once, where that divides a sequence
+
+# A context that sets whether varying-axes types are checked, and the gradient of the splash kernel.
+CHECK = "jax._src.config._check_vma"
+BACKWARD = (
+    "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
+)
+
+
+def private(name: str) -> Any:
+    """What jax has by a name that it does not promise to keep.
+
+    Raises  ValueError where this jax has nothing by that name.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"jax {jax.__version__} has no {name}, which is private and which splash attention "
+            "needs. Use --model.attention xla, or a jax that requirements.txt allows."
+        ) from error
+
+
+class Kernel(NamedTuple):
+    """A kernel and its gradient, as functions of arrays without varying-axes types.
+
+    All also take `interpret`: to run as operations of jax, on a device that the kernel is not for.
+    """
+
+    plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
+    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores)))
+    backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
+
+
+def splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """The kernel for TPUs that ships with jax; queries and keys may be wider than values."""
+    T = k.shape[1]
+    assert q.shape[1] == T and T % LANES == 0, "see attention.chosen"
+    # The kernel leaves the scale to its caller. In bfloat16 it is rounded with the queries, by as
+    # much as they are already.
+    arrays = q * q.shape[-1] ** -0.5, k, v, () if segments is None else (segments,)
+    # What is the same on some ranks, as segments are over tensor, meets there what is not.
+    return _call(splash_kernel(q.shape[2], T), *vary(arrays, varying(arrays)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _call(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> jax.Array:
+    """[b, T, n, .] in and out; the kernel wants heads before positions."""
+    [out] = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.plain)
+    return out.swapaxes(1, 2)
+
+
+def _call_forward(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Any]:
+    out, logsumexp = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.forward)
+    [out] = swapped(out)
+    # Kept with its heads side by side: a TPU pads a last dimension to 128.
+    out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
+    out = out.reshape(v.shape)
+    return out, (q, k, v, out, logsumexp, extra)
+
+
+def _call_backward(kernel: Kernel, kept: Any, grad: jax.Array) -> Any:
+    q, k, v, out, logsumexp, extra = kept
+    arrays = swapped(grad, q, k, v, out)
+    found = foreign_p.bind(*arrays, logsumexp, *extra, function=kernel.backward)
+    return *swapped(*found), None
+
+
+_call.defvjp(_call_forward, _call_backward)
+
+
+def swapped(*arrays: jax.Array) -> list[jax.Array]:
+    """[b, T, n, .] <-> [b, n, T, .]."""
+    return [a.swapaxes(1, 2) for a in arrays]
+
+
+def block_size(T: int) -> int:
+    """Positions that splash takes at once."""
+    return next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
+
+
+@cache  # one object for one size: programs that hold it compare as equal
+def splash_kernel(n: int, T: int) -> Kernel:
+    """Of arrays [b, n, T, .]."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    blocks = library.BlockSizes(**{f"block_{name}": block_size(T) for name in sizes})
+
+    def make(**how: bool) -> Any:
+        mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * n)
+        return library.make_splash_mha(
+            mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, **how
+        )
+
+    def ids(segments: tuple[jax.Array, ...]) -> Any:
+        return library.SegmentIds(*segments, *segments) if segments else None
+
+    def plain(*arrays: jax.Array, interpret: bool) -> Any:
+        kernel = make(save_residuals=False, interpret=interpret)
+        return [jax.vmap(lambda q, k, v, *segments: kernel(q, k, v, ids(segments)))(*arrays)]
+
+    def forward(*arrays: jax.Array, interpret: bool) -> Any:
+        kernel = make(save_residuals=True, interpret=interpret)
+
+        def one(q, k, v, *segments):
+            out, (logsumexp,) = kernel(q, k, v, ids(segments))
+            return out, logsumexp
+
+        return jax.vmap(one)(*arrays)
+
+    def backward(*arrays: jax.Array, interpret: bool) -> Any:
+        # jax offers no call of the backward pass alone. This is the rule of its own vjp.
+        kernel = make(save_residuals=False, interpret=interpret)
+        infos = kernel.dq_mask_info, kernel.dkv_mask_info
+        sinks = None
+
+        def one(grad, q, k, v, out, logsumexp, *segments):
+            kept = (q, k, v, ids(segments), sinks, out, logsumexp, *infos)
+            return private(BACKWARD)(**kernel.kwargs, res=kept, do=grad)[3:6]
+
+        return jax.vmap(one)(*arrays)
+
+    return Kernel(plain, forward, backward)
+
+
+# --- a kernel where types are checked -------------------------------------------------------------
+
+# A stock Pallas kernel knows nothing of varying-axes types and is refused where shard_map checks
+# them (check_vma=True). This operation is opaque to jax: its results differ along the axes that its
+# arguments differ along, and the kernel, in which there is no collective, is looked into without
+# the check, to know its shapes and when the program is lowered. It has no gradient of its own, and
+# works under jit only.
+foreign_p = Primitive("foreign_kernel")
+foreign_p.multiple_results = True
+
+
+def untyped(function: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
+    """A function of a Kernel, traced without the check and with exact products of float32."""
+
+    @wraps(function)
+    def unchecked(*args: jax.Array) -> Any:
+        precision = "highest" if args[0].dtype == jnp.float32 else "default"
+        with private(CHECK)(False), jax.default_matmul_precision(precision):
+            return function(*args, interpret=interpret)
+
+    return unchecked
+
+
+@foreign_p.def_abstract_eval
+def _shapes(*avals: Any, function: Callable[..., Any]) -> list[Any]:
+    assert len({a.mat for a in avals}) == 1, "arguments differ along different axes"
+    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    found = jax.eval_shape(untyped(function, interpret=False), *plain)
+    return [avals[0].update(shape=a.shape, dtype=a.dtype, weak_type=False) for a in found]
+
+
+def _lower(ctx: Any, *args: Any, function: Callable[..., Any], interpret: bool) -> Any:
+    return mlir.lower_fun(untyped(function, interpret), multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(foreign_p, partial(_lower, interpret=True))
+mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="tpu")
