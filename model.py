@@ -213,10 +213,11 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
         )
     for letter in ("H+R", "C+R", "H+W"):
         out[letter] = Size(sum(out[part].size for part in letter.split("+")), out[letter[0]].flag)
+    padded = f"{m.vocabulary} (the tokenizer's; {m.padded_vocabulary} with padding)"
     return out | {
         "A": out["H+R"],
-        "V": Size(m.padded_vocabulary, "model.vocabulary", 256),
-        "X": Size(m.shared_experts * m.expert_hidden, "model.expert_hidden"),
+        "V": Size(m.padded_vocabulary, "model.vocabulary", fixed=padded),
+        "X": Size(m.shared_experts * m.expert_hidden, "model.expert_hidden", m.shared_experts),
         "virtual": Size(mesh.virtual, "mesh.virtual"),
         "stage": Size(mesh.pipeline, "mesh.pipeline"),
         "block": Size(m.blocks // chunks, "model.blocks"),

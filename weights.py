@@ -31,13 +31,12 @@ Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
 
 
 class Size(NamedTuple):
-    """A dimension's whole size; for error messages, the flag that sets it, and what it is always a
-    multiple of.
-    """
+    """A dimension's whole size; for error messages, the flag that sets it, and how."""
 
     size: int
     flag: str
-    multiple: int = 1
+    times: int = 1  # the size over the flag's value
+    fixed: str = ""  # where no other may be chosen: the flag's value, and why
 
 
 @dataclass(frozen=True)
@@ -204,20 +203,39 @@ def specs(declared: Tree) -> Tree:
 def check_cuts(declared: Tree, ranks: Mapping[str, int]) -> None:
     """Every dimension can be cut into equal slices over the axes that it is cut over.
 
-    Raises ValueError that names the flag of the dimension and a size that works.
+    Raises ValueError that names the flag of the dimension with a value that works, and ranks that
+    do.
     """
-    for w in jax.tree.leaves(declared):
-        for (size, flag, multiple), axes in zip(w.sizes, w.cuts, strict=True):
-            parts = math.prod(ranks[axis] for axis in axes)
-            step = math.lcm(parts, multiple)
-            if size % parts:
-                mesh = " x ".join(f"--mesh.{axis} {ranks[axis]}" for axis in axes)
-                raise ValueError(
-                    f"--{flag} {size} cannot be cut over {mesh} ({w.name}): every rank must hold "
-                    "an "
-                    f"equal slice. Use --{flag} {-(-size // step) * step}, or ranks whose product "
-                    f"divides {size}."
-                )
+    cuts = [
+        (w.name, size, axes, math.prod(ranks[axis] for axis in axes))
+        for w in jax.tree.leaves(declared)
+        for size, axes in zip(w.sizes, w.cuts, strict=True)
+    ]
+    for name, size, axes, parts in cuts:
+        if size.size % parts == 0:
+            continue
+        value = size.size // size.times
+        # A flag may set several dimensions: the value is to work for all of them.
+        step = math.lcm(*(n // math.gcd(n, s.times) for _, s, _, n in cuts if s.flag == size.flag))
+        works = "" if size.fixed else f"--{size.flag} {-(-value // step) * step}, or "
+        where = name if size.times == 1 else f"{name} has {size.times} times as many"
+        mesh = " x ".join(f"--mesh.{axis} {ranks[axis]}" for axis in axes)
+        raise ValueError(
+            f"--{size.flag} {size.fixed or value} cannot be cut over {mesh} ({where}): every rank "
+            f"must hold an equal slice. Use {works}{_dividing(size.size, axes, ranks)}."
+        )
+
+
+def _dividing(size: int, axes: tuple[str, ...], ranks: Mapping[str, int]) -> str:
+    """The most ranks whose product divides size, of divisors of `ranks`, which therefore divide
+    what `ranks` do.
+    """
+    flags = []
+    for axis in axes:
+        fewer = math.gcd(size, ranks[axis])
+        size //= fewer
+        flags.append(f"--mesh.{axis} {fewer}")
+    return " ".join(flags)
 
 
 def initialize(declared: Tree, mesh: Mesh, seed: int) -> Tree:

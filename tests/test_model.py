@@ -819,6 +819,7 @@ def unreduced(config, sums, routing, balance_scale):
         ((8, 1, 1), 1, {"width": 44}, "model.width", 48),
         ((2, 1, 2), 1, {"experts": 6, "experts_layout": "spread"}, "model.experts", 8),
         ((1, 1, 2), 1, {"hidden": 71}, "model.hidden", 72),
+        ((1, 1, 2), 1, {"expert_hidden": 63, "shared_experts": 3}, "model.expert_hidden", 64),
     ],
 )
 def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(
@@ -829,3 +830,10 @@ def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(
     with pytest.raises(ValueError, match=message):
         model.declare(config_of(shape, virtual=virtual, **fields))
     model.declare(config_of(shape, virtual=virtual, **(fields | {name: works})))
+
+
+def test_a_vocabulary_that_cannot_be_cut_is_refused_with_a_mesh_that_can():
+    message = r"--model.vocabulary 500 .*512 with padding.* Use --mesh.pipeline 1 --mesh.tensor 2.$"
+    with pytest.raises(ValueError, match=message):
+        model.declare(config_of((1, 3, 2), blocks=6))
+    model.declare(config_of((1, 1, 2), blocks=6))

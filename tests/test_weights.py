@@ -25,7 +25,7 @@ SIZE = {
     "F": Size(24, "model.hidden"),
     "E": Size(8, "model.experts"),
     "K": Size(2, "model.experts_per_token"),
-    "V": Size(512, "model.vocabulary", 256),
+    "V": Size(512, "model.vocabulary"),
     "stage": Size(2, "mesh.pipeline"),
     "block": Size(3, "model.blocks"),
 }
@@ -110,7 +110,7 @@ def test_weights_are_named_by_their_path():
         ((8, 1, 1), "D", 12, 16),
         ((1, 1, 8), "F", 20, 24),
         ((4, 1, 2), "E", 12, 16),
-        ((1, 3, 1), "V", 512, 768),
+        ((1, 3, 1), "V", 512, 513),
     ],
 )
 def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, size, works):
@@ -125,6 +125,44 @@ def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, s
     with pytest.raises(ValueError, match=rf"--{flag} {size} .*Use --{flag} {works}\b"):
         check(size)
     check(works)
+
+
+def test_a_value_that_sets_several_dimensions_is_refused_with_one_that_works_for_all():
+    @flax.struct.dataclass
+    class Two:
+        wide: jax.Array = weight("D X/tensor", normal("D"))
+        once: jax.Array = weight("D G/fsdp", normal("D"))
+
+    def check(value):
+        sizes = SIZE | {"G": Size(value, "model.hidden"), "X": Size(6 * value, "model.hidden", 6)}
+        ranks = dict(zip(MESH_AXES, (3, 1, 8), strict=True))
+        weights.check_cuts(weights.declare(Two, sizes), ranks)
+
+    message = "hidden 31 .*wide has 6 times as many.*Use --model.hidden 36, or --mesh.tensor 2.$"
+    with pytest.raises(ValueError, match=message):
+        check(31)
+    works = [value for value in range(31, 37) if not refused(check, value)]
+    assert works == [36], "the smallest that works"
+
+
+def refused(function, *arguments):
+    try:
+        function(*arguments)
+    except ValueError:
+        return True
+    return False
+
+
+def test_a_size_that_nobody_may_choose_is_refused_with_ranks_that_work():
+    sizes = SIZE | {"V": Size(6, "model.vocabulary", fixed="5 (padded)")}
+    tree = weights.declare(Toy, sizes, inner=weights.declare(Inner, sizes))
+    message = (
+        r"--model.vocabulary 5 \(padded\) cannot be cut over --mesh.pipeline 4 x --mesh.tensor 4 "
+        r".*slice. Use --mesh.pipeline 2 --mesh.tensor 1.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        weights.check_cuts(tree, {"fsdp": 1, "pipeline": 4, "tensor": 4})
+    weights.check_cuts(tree, {"fsdp": 1, "pipeline": 2, "tensor": 1})
 
 
 # --- first values ------------------------------------------------------------------------------
