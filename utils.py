@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_origin
 
 import tyro
 
@@ -230,16 +230,21 @@ def parse(
     default, arguments = _config_file(arguments)
     config, unknown = tyro.cli(
         Config,
-        args=arguments,
+        args=_switches(arguments),
         default=default,
         description="Train a sharded transformer. --config FILE.toml gives other defaults.",
         return_unknown_args=True,
         use_underscores=True,
     )
     if unknown:
-        known = [f"--{section}.{key}" for section, keys in _sections().items() for key in keys]
-        known += [f"--{name}" for name in others]
-        raise ValueError(f"unknown flag {unknown[0]}{_closest(unknown[0].split('=')[0], known)}")
+        flag = unknown[0].partition("=")[0]
+        if not flag.startswith("--"):
+            raise ValueError(
+                f"{unknown[0]!r} follows no flag that takes it. Write --section.key value, as "
+                "--model.width 256; see --help."
+            )
+        known = [f"--{name}" for name in (*_names(), *others)]
+        raise ValueError(f"unknown flag {flag}{_mend(flag, known)}")
     if checked:
         check(config)
     return config
@@ -254,6 +259,24 @@ def _config_file(arguments: list[str]) -> tuple[Config, list[str]]:
             path = path if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
             return load(path), rest
     return Config(), arguments
+
+
+def _switches(arguments: list[str]) -> list[str]:
+    """`--model.tied False`, also with =, as tyro takes it: `--model.no_tied`."""
+    switches = {f"--{name}" for name, f in _names().items() if f.type is bool}
+    switches |= {name.replace("_", "-") for name in switches}
+    words = {"true": "", "1": "", "false": "no_", "0": "no_"}
+    out, rest = [], list(arguments)
+    while rest:
+        flag, *value = rest.pop(0).split("=", 1)
+        if flag in switches and not value and rest and not rest[0].startswith("-"):
+            value = [rest.pop(0)]
+        if flag in switches and value:
+            if value[0].lower() not in words:
+                raise ValueError(f"{flag} {value[0]!r} is not a switch's value. Use True or False.")
+            flag, value = flag.replace(".", "." + words[value[0].lower()]), []
+        out.append("=".join([flag, *value]))
+    return out
 
 
 def load(path: str | Path) -> Config:
@@ -271,22 +294,19 @@ def load(path: str | Path) -> Config:
     for section, values in table.items():
         known = _sections().get(section)
         if known is None or not isinstance(values, dict):
-            raise ValueError(
-                f"{path}: unknown section [{section}]{_closest(section, list(_sections()))}"
-            )
+            what = f"section [{section}]" if isinstance(values, dict) else f"key {section}"
+            names = [*_sections()] if isinstance(values, dict) else [*_names()]
+            raise ValueError(f"{path}: unknown {what}{_mend(section, names)}")
         for key in values:
             if key not in known:
-                raise ValueError(
-                    f"{path}: unknown key {key} in [{section}]{_closest(key, list(known))}"
-                )
+                mend = _mend(f"{section}.{key}", [*_names()])
+                raise ValueError(f"{path}: unknown key {key} in [{section}]{mend}")
         made = {
-            key: _typed(f"{path}: {section}.{key}", known[key], value)
+            key: _typed(f"{path}: {section}.{key} =", known[key], value)
             for key, value in values.items()
         }
         sections[section] = _classes()[section](**made)
-    config = Config(**sections)
-    _choices(config)
-    return config
+    return Config(**sections)
 
 
 def _classes() -> dict[str, type]:
@@ -297,28 +317,75 @@ def _sections() -> dict[str, dict[str, dataclasses.Field]]:
     return {name: {f.name: f for f in dataclasses.fields(cls)} for name, cls in _classes().items()}
 
 
+def _names() -> dict[str, dataclasses.Field]:
+    return {f"{name}.{key}": f for name, keys in _sections().items() for key, f in keys.items()}
+
+
 def _typed(where: str, known: dataclasses.Field, value: object) -> object:
-    """A TOML value as the field's type."""
+    """A value, from TOML or Python, as the field's type.
+
+    Raises ValueError where it is of another, or not one of the field's choices.
+    """
     expected = type(known.default)
     if expected is float and type(value) is int:
-        return float(value)
+        value = float(value)
     if expected is tuple and type(value) is list:
-        return tuple(value)
-    if type(value) is not expected:
+        value = tuple(value)
+    parts = value if type(value) is tuple else ()
+    if type(value) is not expected or not all(type(part) is str for part in parts):
         raise ValueError(
-            f"{where} = {value!r} is not {expected.__name__}. Write it like {known.default!r}."
+            f"{where} {value!r} is not {expected.__name__}. Write it like {_toml(known.default)}."
         )
+    choices = known.type.__args__ if get_origin(known.type) is Literal else (value,)
+    if value not in choices:
+        raise ValueError(f"{where} {value!r} is not one of {', '.join(map(repr, choices))}.")
     return value
 
 
-def _closest(word: str, known: list[str]) -> str:
-    """The mend for an unknown word."""
-    close = difflib.get_close_matches(word, known, 1, 0.5)
-    return (
-        f": did you mean {close[0]}?"
-        if close
-        else f". Known are {', '.join(sorted(known)[:8])}, ...; see --help."
-    )
+# What Hugging Face's configs of this family call our settings, and what they set beside.
+HUGGING_FACE = {
+    "hidden_size": "model.width",
+    "intermediate_size": "model.hidden",
+    "moe_intermediate_size": "model.expert_hidden",
+    "num_hidden_layers": "model.prefix_layers and model.blocks",
+    "first_k_dense_replace": "model.prefix_layers",
+    "moe_layer_freq": "model.dense_layers and model.moe_layers",
+    "num_attention_heads": "model.heads",
+    "n_routed_experts": "model.experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "n_shared_experts": "model.shared_experts",
+    "scoring_func": "model.scores",
+    "norm_topk_prob": "model.normalize_weights",
+    "topk_method": "model.router_bias_speed",
+    "aux_loss_alpha": "model.balance_loss",
+    "rms_norm_eps": "model.norm_epsilon",
+    "tie_word_embeddings": "model.tied",
+    "vocab_size": "model.vocabulary",
+    "max_position_embeddings": "train.sequence_length",
+    "torch_dtype": "model.compute_dtype",
+    "dtype": "model.compute_dtype",
+}
+NOT_HERE = frozenset(
+    ["n_group", "topk_group", "num_nextn_predict_layers", "num_key_value_heads", "rope_scaling",
+     "attention_bias", "attention_dropout", "hidden_act", "initializer_range", "seq_aux",
+     "head_dim", "rope_interleave", "model_type", "architectures", "use_cache"]
+)  # fmt: skip
+
+
+def _mend(word: str, known: list[str]) -> str:
+    """The mend for an unknown flag, section or key."""
+    name = word.removeprefix("--").rpartition(".")[2].replace("-", "_")
+    if name in NOT_HERE:
+        return f": the model has no setting for Hugging Face's {name}. Leave it out."
+    if name in HUGGING_FACE:
+        dashes = "--" if word.startswith("--") else ""
+        ours = f" and {dashes}".join(HUGGING_FACE[name].split(" and "))
+        return f": Hugging Face's {name} is {dashes}{ours} here."
+    same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    close = same or difflib.get_close_matches(word, known, 1, 0.5)
+    if close:
+        return f": did you mean {' or '.join(close)}?"
+    return f". Known are {', '.join(sorted(known)[:8])}, ...; see --help."
 
 
 def check(config: Config) -> None:
@@ -326,13 +393,14 @@ def check(config: Config) -> None:
     (see weights.check_cuts).
     """
     m, train, mesh = config.model, config.train, config.mesh
-    for section, fields in dataclasses.asdict(config).items():
-        for key, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{section}.{key} {value} is not a finite number. Use one.")
-            low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-                raise ValueError(f"--{section}.{key} {value} is below {low}. Use {low} or more.")
+    for name, known in _names().items():
+        section, key = name.split(".")
+        value = _typed(f"--{name}", known, getattr(getattr(config, section), key))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name} {value} is not a finite number. Use one.")
+        low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+            raise ValueError(f"--{name} {value} is below {low}. Use {low} or more.")
     _remat(train.remat)
     check_attention(config)
     for factor in ("capacity_factor", "eval_capacity_factor"):
@@ -406,24 +474,14 @@ def check_attention(config: Config) -> None:
 
 
 def _remat(policy: str) -> None:
-    unknown = set(policy.split(",")) - set(REMAT_NAMES)
+    unknown = sorted(set(policy.split(",")) - set(REMAT_NAMES))
     if policy not in ("none", "full") and unknown:
+        close = difflib.get_close_matches(unknown[0], ("none", "full", *REMAT_NAMES), 1, 0.5)
         raise ValueError(
-            f"--train.remat {policy}: {', '.join(sorted(unknown))} cannot be kept. Use none, full, "
-            f"or some of {', '.join(REMAT_NAMES)}, separated by commas."
+            f"--train.remat {policy}: {', '.join(map(repr, unknown))} cannot be kept"
+            f"{f', did you mean {close[0]}?' if close else '.'} Use none, full, or some of "
+            f"{', '.join(REMAT_NAMES)}, separated by commas."
         )
-
-
-def _choices(config: Config) -> None:
-    """A file's value of a field with a list of choices is one of them (tyro checks the flags')."""
-    for section, cls in _classes().items():
-        for f in dataclasses.fields(cls):
-            options = getattr(f.type, "__args__", ())
-            value = getattr(getattr(config, section), f.name)
-            if getattr(f.type, "__origin__", None) is Literal and value not in options:
-                raise ValueError(
-                    f"--{section}.{f.name} {value!r} is not one of {', '.join(map(repr, options))}."
-                )
 
 
 def to_toml(config: Config) -> str:

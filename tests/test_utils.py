@@ -35,6 +35,9 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
     ("arguments", "message"),
     [
         (["--model.widht", "3"], "unknown flag --model.widht: did you mean --model.width?"),
+        (["stray"], "'stray' follows no flag that takes it"),
+        (["--model.tied", "maybe"], "--model.tied 'maybe' is not a switch's value"),
+        (["--model.no_tied", "True"], "'True' follows no flag"),
         (["--config", "absent.toml"], "absent.toml cannot be read"),
         (["--train.sequences", "9"], "9 is not a multiple .*Use --train.sequences 16"),
         (["--train.sequence_length", "255"], "Use --train.sequence_length 256"),
@@ -47,6 +50,7 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--model.capacity_factor", "0"], "--model.capacity_factor 0.0 .*above 0"),
         (["--model.attention", "splash", "--train.sequence_length", "200"], "Use .* 256, or"),
         (["--train.remat", "attention,everything"], "everything.*none, full, or.*latents"),
+        (["--train.remat", "attnetion"], "attnetion' cannot .*did you mean attention.*full"),
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_answered_with_its_mend(arguments, message):
@@ -57,16 +61,132 @@ def test_a_wrong_flag_is_answered_with_its_mend(arguments, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nwidht = 3", "unknown key widht in .model.: did you mean width?"),
+        ("[model]\nwidht = 3", "unknown key widht in .model.: did you mean model.width?"),
+        ("[train]\nwidth = 3", "unknown key width in .train.: did you mean model.width?"),
+        ("width = 3", "unknown key width: did you mean model.width?"),
         ("[modle]\nwidth = 3", "unknown section .modle.: did you mean model?"),
         ("[model]\nwidth = '3'", "model.width = '3' is not int"),
-        ("[model]\nscores = 'relu'", "--model.scores 'relu' is not one of 'sigmoid', 'softmax'"),
+        ("[model]\nscores = 'relu'", "model.scores = 'relu' is not one of 'sigmoid', 'softmax'"),
+        ("[sample]\nprompts = [1]", r"sample.prompts = \(1,\) is not tuple.*like \[\"def\"\]"),
         ("[model", "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_answered_with_its_mend(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         utils.parse(["--config", file_with(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    ("written", "tied"),
+    [
+        ("", True),
+        ("--model.tied", True),
+        ("--model.no_tied", False),
+        ("--model.no-tied", False),
+        *[(f"--model.tied {word}", True) for word in ("True", "true", "1")],
+        *[(f"--model.tied {word}", False) for word in ("False", "false", "0")],
+        ("--model.tied=True", True),
+        ("--model.tied=False", False),
+        ("--model.tied False --model.tied", True),
+    ],
+)
+def test_a_switch_is_taken_alone_or_with_its_value(written, tied):
+    config = utils.parse([*written.split(), "--model.width", "96", "--data.segments", "1"])
+    assert (config.model.tied, config.model.width, config.data.segments) == (tied, 96, True)
+
+
+def test_every_switch_takes_a_value_in_either_spelling():
+    switches = [name for name, field in utils._names().items() if field.type is bool]
+    assert len(switches) >= 5
+    for name in switches:
+        section, key = name.split(".")
+        for flag in (f"--{name}", f"--{name}".replace("_", "-")):
+            for value in (True, False):
+                for arguments in ([flag, str(value)], [f"{flag}={value}"]):
+                    config = utils.parse(arguments)
+                    assert getattr(getattr(config, section), key) is value, arguments
+
+
+def test_a_value_that_reads_like_a_switch_stays_a_value():
+    config = utils.parse(["--sample.prompts", "False", "a=b", "--run.name=x=1", "--model.tied=0"])
+    assert (config.sample.prompts, config.run.name) == (("False", "a=b"), "x=1")
+    assert config.model.tied is False
+
+
+# As the config.json files of DeepSeek-V3, DeepSeek-V2-Lite, Moonlight and Kimi K2 have them, and
+# DeepseekV3Config's own.
+PUBLISHED = {
+    "hidden_size": "model.width",
+    "intermediate_size": "model.hidden",
+    "moe_intermediate_size": "model.expert_hidden",
+    "num_attention_heads": "model.heads",
+    "n_routed_experts": "model.experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "norm_topk_prob": "model.normalize_weights",
+    "scoring_func": "model.scores",
+    "rms_norm_eps": "model.norm_epsilon",
+    "tie_word_embeddings": "model.tied",
+    "vocab_size": "model.vocabulary",
+    "aux_loss_alpha": "model.balance_loss",
+    "torch_dtype": "model.compute_dtype",
+    "max_position_embeddings": "train.sequence_length",
+}
+
+
+def refusal(arguments):
+    with pytest.raises(ValueError) as refused:
+        utils.parse(arguments)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_name_of_hugging_faces_is_answered_with_ours(tmp_path, name):
+    ours = PUBLISHED[name]
+    for flag in (f"--model.{name}", f"--{name}", f"--model.{name}".replace("_", "-")):
+        assert f"is --{ours} here" in refusal([flag, "1"])
+    for text in (f"[model]\n{name} = 1", f"{name} = 1"):
+        assert f"is {ours} here" in refusal(["--config", file_with(tmp_path, text)])
+
+
+def test_every_setting_named_for_hugging_faces_exists_and_no_name_is_both():
+    ours = {name for names in utils.HUGGING_FACE.values() for name in names.split(" and ")}
+    assert ours <= set(utils._names())
+    theirs = utils.HUGGING_FACE.keys() | utils.NOT_HERE
+    assert len(theirs) == len(utils.HUGGING_FACE) + len(utils.NOT_HERE)
+    assert not theirs & {name.split(".")[1] for name in utils._names()}
+
+
+@pytest.mark.parametrize("name", ["n_group", "topk_group", "initializer_range", "rope_scaling"])
+def test_what_the_model_does_not_have_is_said_and_not_guessed(tmp_path, name):
+    message = f"the model has no setting for Hugging Face's {name}. Leave it out."
+    assert message in refusal([f"--model.{name}", "1"])
+    assert message in refusal([f"--{name}=1"])
+    assert message in refusal(["--config", file_with(tmp_path, f"[model]\n{name} = 1")])
+
+
+def test_a_setting_without_its_section_is_answered_with_all_that_have_it():
+    assert "did you mean --model.rope_theta?" in refusal(["--rope_theta", "1"])
+    assert "did you mean --train.seed or --data.seed?" in refusal(["--seed", "1"])
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "message"),
+    [
+        ("model", {"scores": "relu"}, "--model.scores 'relu' is not one of 'sigmoid', 'softmax'"),
+        ("run", {"resume": "no"}, "--run.resume 'no' is not one of 'auto', 'never', 'must'"),
+        ("model", {"width": "256"}, "--model.width '256' is not int. Write it like 256"),
+        ("model", {"width": 256.0}, "--model.width 256.0 is not int"),
+        ("model", {"tied": 0}, "--model.tied 0 is not bool. Write it like true"),
+        ("mesh", {"fsdp": True}, "--mesh.fsdp True is not int"),
+        ("sample", {"prompts": "def"}, "--sample.prompts 'def' is not tuple"),
+        ("data", {"train": None}, "--data.train None is not str"),
+    ],
+)  # fmt: skip
+def test_a_config_built_in_python_is_checked_like_a_file(section, fields, message):
+    made = dataclasses.replace(getattr(utils.Config(), section), **fields)
+    with pytest.raises(ValueError, match=message):
+        utils.check(dataclasses.replace(utils.Config(), **{section: made}))
+    utils.check(utils.Config(optimizer=utils.Optimizer(lr=1)))
 
 
 def test_what_a_user_caused_is_one_line_and_exit_code_2(capsys, monkeypatch):
