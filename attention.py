@@ -47,6 +47,7 @@ def computed_share(config: utils.Config, platform: str) -> float:
     return (blocks + 1) / (2 * blocks)
 
 
+@jax.named_scope("scores")
 def attend(
     q_bTnA: jax.Array,
     k_bSnA: jax.Array,

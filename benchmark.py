@@ -29,7 +29,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-import attention
 import chips
 import flops
 import model
@@ -38,7 +37,7 @@ import pipeline
 import train
 import utils
 import weights
-from planning import hlo
+from planning import cost, hlo
 from utils import Config
 
 STEPS = 8  # timed ones, after one that is not
@@ -63,8 +62,8 @@ class Program:
 
     @property
     def model_flops(self) -> int:
-        scores = attention.computed_share(self.config, passes.platform(self.mesh))
-        return flops.executed_flops_per_step(self.config, scores=scores)["total"]
+        step = cost.Step(self.config, passes.platform(self.mesh))
+        return round(cost.model_flops(step) * self.mesh.size)
 
     def flops_ratio(self) -> float:
         """Compiled over model FLOPs."""
@@ -134,7 +133,9 @@ def report(program: Program, seconds: float) -> None:
     devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind
     rate = program.tokens / seconds
     t = program.config.train
-    per_token = flops.palm_flops_per_token(program.config.model, t.sequence_length)
+    per_token = flops.palm_flops_per_token(
+        program.config.model, program.declared, t.sequence_length
+    )
     achieved = rate * per_token / devices
     chip = chips.chip_of_kind(kind)
     peak = chip and chip.flops

@@ -118,7 +118,7 @@ class Loop:
         self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
         say(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
         self.taken_s: list[float] = []  # of each step, without what is between steps
-        per_token = flops.palm_flops_per_token(config.model, config.train.sequence_length)
+        per_token = flops.palm_flops_per_token(config.model, declared, config.train.sequence_length)
         chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
         self.flops_per_token = per_token
         self.peak = chip and chip.flops * mesh.devices.size

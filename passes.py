@@ -51,18 +51,14 @@ Policy = Callable[..., bool]  # of jax.checkpoint: whether a primitive's results
 # --- what the backward pass finds -----------------------------------------------------------------
 
 
-def kept(config: Config) -> Policy | None:
-    """What a layer's backward pass finds, as `train.remat` says; the rest it computes again. None
-    where it finds all.
-
-    Weights gathered in the layer are never kept, whatever the policy.
-    """
-    policies, names = jax.checkpoint_policies, config.train.remat.split(",")
-    if config.train.remat == "full":
+def policy(remat: str) -> Policy | None:
+    """What `train.remat` keeps of a layer for its backward pass; None where that is all."""
+    if remat == "none":
+        return None
+    policies = jax.checkpoint_policies
+    if remat == "full":
         return policies.nothing_saveable
-    if config.train.remat != "none":
-        return policies.save_only_these_names(*names)
-    return _all_but_gathered_weights if config.fsdp.gather == "layer" else None
+    return policies.save_only_these_names(*remat.split(","))
 
 
 def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -73,12 +69,16 @@ def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def remat(config: Config) -> Callable[[Callable], Callable]:
-    """The wrapper of a layer that keeps what `kept` says."""
-    policy = kept(config)
-    if policy is None:
+    """The wrapper of a layer whose backward pass finds what `policy` keeps, and computes the rest
+    again. Weights gathered in the layer are never kept.
+    """
+    keep = policy(config.train.remat)
+    if keep is None and config.fsdp.gather == "layer":
+        keep = _all_but_gathered_weights
+    if keep is None:
         return lambda layer: layer
     # Forward and backward run in different loops: there is nothing that could be merged by mistake.
-    return partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    return partial(jax.checkpoint, policy=keep, prevent_cse=False)
 
 
 # --- the model as the pipeline runs it ------------------------------------------------------------

@@ -42,7 +42,7 @@ class Compiled:
     temporary_bytes: int
     program_bytes: int  # of the program itself, beside the above
     flops_per_chip: float  # of matrix products, loops counted with their trips
-    model_flops_per_chip: float  # as executed without waste: see flops.py
+    model_flops_per_chip: float  # as executed without waste: see cost.model_flops
     collective_bytes_per_chip: dict[str, float]  # by mesh axes, by the size of results
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
     custom_calls: dict[str, float]  # how often each opaque kernel runs
@@ -164,15 +164,12 @@ def reason(returncode: int, log: Path) -> str:
 
 def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any]:
     """What is counted in a program's text."""
-    import attention
-    import flops
     import passes
     import pipeline
-    from planning import hlo
+    from planning import cost, hlo
 
     share = pipeline.branch_share(passes.schedule_of(config))
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
-    scores = attention.computed_share(config, chips.platform_of(chip))
     by_axis: dict[str, float] = {}
     rows = []
     for found, size in sorted(hlo.collectives(text, mesh, share).items()):
@@ -181,8 +178,7 @@ def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
-        "model_flops_per_chip": flops.executed_flops_per_step(config, scores=scores)["total"]
-        / math.prod(mesh.values()),
+        "model_flops_per_chip": cost.model_flops(cost.Step(config, chips.platform_of(chip))),
         "collective_bytes_per_chip": by_axis,
         "collectives": rows,
         "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},

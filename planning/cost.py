@@ -1,288 +1,292 @@
-"""What a training step costs one chip, from shapes: FLOPs, traffic over the mesh, memory, time.
+"""What a training step costs one chip: FLOPs, traffic over the mesh, memory, time.
 
-Nothing is traced and no device is touched. `attention`, `mlp` and `moe` say what a layer
-multiplies, what it sends, what its backward pass can keep, and what it works on;
-`flops_by_part`, `traffic` and `memory` add that up over the layers of a chip and over the schedule,
-and `predict` divides it by what the chip can do.
+The model is described once, by the functions that run it: layers, embedding and loss are traced,
+without a device, and read by jaxpr.py; weights tell by their declarations what is gathered and
+reduced; the optimizer is asked for its state. How often each runs is the schedule's arithmetic. A
+new layer is planned without another line.
 
-Letters as in model.py: UPPER case is a whole dimension, lower case this chip's slice.
+What no trace can tell is a rule, each in one place: what libtpu makes of a sum over a whole slice
+(`sums_everywhere`), what the pipeline's executor sends and holds (`_executor_sends`, `memory`), how
+often results go through memory (`memory_traffic`), and how fast links are (`link_seconds`).
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+import attention
 import flops
 import model
 import passes
+import pipeline
+import train
 import utils
 import weights
-from attention import chosen, computed_share
 from chips import Chip, platform_of
-from utils import EXPERT_AXES, GIB, LANES, MESH_AXES, VOCABULARY_AXES
-from weights import Weight
+from planning import jaxpr
+from planning.jaxpr import Op, Program, Value
+from utils import GIB, MESH_AXES, Config
+from weights import Weight, vary
 
-FLOAT = 4  # bytes of float32: weights at rest, gradients, moments, softmax
-MOMENTS = 2  # of AdamW, each as large as the weights
+FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
 GAPS = 0.03  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
-
-# When the backward pass needs a result again: unless a name is kept, or one of these.
-ALWAYS, NEVER = "", None
-
-
-@dataclass(frozen=True)
-class Product:
-    """Matrix products of a layer on one microbatch."""
-
-    part: str  # as in flops.executed_flops_per_step
-    flops: int  # forward; backward is twice that
-    again: str | None  # computed again unless this name of train.remat is kept
-    anew: int = 0  # FLOPs that the backward pass computes again whatever is kept
+LAYER = "layer_"  # begins the name of a layer's call in a trace
+PRIME = 10007  # sequences of a trace that serves all sizes: see jaxpr.Sizes
 
 
-@dataclass(frozen=True)
-class Send:
-    """A collective of a layer on one microbatch, and its transpose in the backward pass."""
-
-    cause: str
-    axes: tuple[str, ...]
-    forward: tuple[str, int]  # kind, bytes of the result
-    backward: tuple[str, int]
-    again: str | None  # as in Product
+# --- tracing --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What one layer does with one microbatch on one chip."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A function of the model and its gradient, on one microbatch."""
 
-    products: list[Product] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
-    kept: dict[str, int] = field(default_factory=dict)  # bytes of each name of train.remat
-    residuals: int = 0  # bytes that the backward pass finds where nothing is computed again
-    working: int = 0  # bytes that it works on at once, beside weights and what is kept
+    program: Program
+    known: frozenset[Value]  # weights and data: held whatever this piece does
+    gradients: frozenset[Value]  # of its results
 
-    def __add__(self, other: "Layer") -> "Layer":
-        return Layer(
-            self.products + other.products,
-            self.sends + other.sends,
-            dict(Counter(self.kept) + Counter(other.kept)),
-            self.residuals + other.residuals,
-            max(self.working, other.working),
-        )
+    @cached_property
+    def ways(self) -> tuple[list[Op], list[Op]]:
+        """Forward and backward operations."""
+        return jaxpr.split(self.program, self.gradients)
 
+    @cached_property
+    def residuals(self) -> list[Value]:
+        """What the backward pass finds where nothing is computed again."""
+        return jaxpr.residuals(self.ways[1], {*self.known, *self.gradients})
 
-class Sizes:
-    """The letters of a config on one chip."""
+    @cached_property
+    def residual_bytes(self) -> np.ndarray:
+        return sum(value.bytes for value in self.residuals)
 
-    def __init__(self, c: utils.Config, platform: str):
-        m, mesh, t = c.model, c.mesh, c.train
-        self.kernel, self.share = chosen(c, platform), computed_share(c, platform)  # of attention
-        self.b = t.sequences // (t.microbatches * mesh.fsdp)
-        self.T, self.t = t.sequence_length, t.sequence_length // mesh.tensor
-        self.D, self.n = m.width, m.heads // mesh.tensor
-        self.H, self.R, self.W = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
-        self.A, self.Q, self.C = self.H + self.R, m.q_lora_rank, m.kv_lora_rank
-        self.f, self.x = m.hidden // mesh.tensor, m.shared_experts * m.expert_hidden // mesh.tensor
-        self.E, self.K, self.G = m.experts, m.experts_per_token, m.expert_hidden
-        self.v = m.padded_vocabulary // (mesh.pipeline * mesh.tensor)
-        self.slots = model.expert_slots(m, self.b * self.t, m.capacity_factor)
-        self.byte = 4 if m.compute_dtype == "float32" else 2  # of an activation
-        self.bT, self.bt = self.b * self.T, self.b * self.t  # tokens
+    @cached_property
+    def forward(self) -> list[tuple[Op, int]]:
+        """What multiplies or sends in the forward pass, with how often each runs."""
+        return list(jaxpr.costs(self.ways[0]))
 
+    @cached_property
+    def backward(self) -> list[tuple[Op, int]]:
+        return list(jaxpr.costs(self.ways[1]))
 
-# --- layers ---------------------------------------------------------------------------------------
+    @cache  # noqa: B019  a piece lives as long as the process
+    def remat(self, names: str) -> jaxpr.Remat:
+        """What `train.remat` keeps and computes again."""
+        policy = passes.policy(names)
+        if policy is None:
+            return jaxpr.Remat(dict.fromkeys(self.residuals, 1))
+        forward = Program(self.program.inputs, ops=self.ways[0])
+        return jaxpr.remat(forward, self.residuals, set(self.known), policy)
 
-
-def gather(cause: str, s: Sizes, width: int, again: str | None) -> Send:
-    """[b, t, width] -> [b, T, width] over tensor."""
-    whole, own = (tokens * width * s.byte for tokens in (s.bT, s.bt))
-    return Send(cause, ("tensor",), ("all-gather", whole), ("reduce-scatter", own), again)
-
-
-def scatter(cause: str, s: Sizes, width: int, again: str | None) -> Send:
-    """Parts of [b, T, width] -> their sum [b, t, width] over tensor."""
-    whole, own = (tokens * width * s.byte for tokens in (s.bT, s.bt))
-    return Send(cause, ("tensor",), ("reduce-scatter", own), ("all-gather", whole), again)
+    @cache  # noqa: B019
+    def alive(self, names: str) -> np.ndarray:
+        """Most bytes of the backward pass beside what is known and kept."""
+        found = self.remat(names)
+        return jaxpr.peak(found.ops + self.ways[1], {*self.known, *found.kept})
 
 
-def norm_residuals(s: Sizes, width: int, tokens: int) -> int:
-    """What rms_norm's backward finds: its input and output in float32, and numbers per token."""
-    return (2 * tokens * width + 4 * tokens + width) * FLOAT
+def piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: Any) -> Piece:
+    """Traces function(w, *x) and its gradient."""
+
+    def both(w: Any, x: tuple, gradient: Any) -> Any:
+        return jax.vjp(function, w, *x)[1](gradient)
+
+    def gradient_of(a: jax.Array) -> Any:
+        has_one = jnp.issubdtype(a.dtype, jnp.floating)
+        return a if has_one else np.zeros(a.shape, jax.dtypes.float0)
+
+    gradient = jax.tree.map(gradient_of, function(w, *x))
+    traced = jax.make_jaxpr(both)(w, x, gradient)
+    program = reader.read(traced)
+    sizes = [len(jax.tree.leaves(part)) for part in (w, x)]
+    inputs = program.inputs
+    known = (*inputs[: sizes[0]], *program.constants)
+    return Piece(program, frozenset(known), frozenset(inputs[sum(sizes) :]))
 
 
-def attention(s: Sizes) -> Layer:
-    """Multi-head latent attention: [b, t, D] -> [b, t, D], the latents gathered between."""
-    sent = (s.Q or s.D) + s.C + s.R
-    down = s.D * (s.C + s.R + s.Q)
-    up = (s.Q or s.D) * s.n * s.A + s.C * s.n * (s.H + s.W)
-    projections = "attention_projections"
-    products = [
-        # The norms' backward needs their input, whatever is kept.
-        Product(projections, 2 * s.bt * down, ALWAYS),
-        Product(projections, 2 * s.bT * up, ALWAYS),
-        Product(projections, 2 * s.bT * s.n * s.W * s.D, "attention_out"),
-    ]
-    sends = [
-        gather("attention latents", s, sent, "latents"),
-        scatter("attention output", s, s.D, "attention_out"),
-    ]
-    kept = {
-        "latents": s.bT * sent * s.byte,
-        "attention": s.bT * s.n * s.W * s.byte,
-        "attention_out": s.bt * s.D * s.byte,
-    }
-    residuals = (
-        sum(norm_residuals(s, width, s.bt) for width in (s.D, s.C, s.Q) if width)
-        + s.bt * s.D * s.byte
-        + s.bT * (s.C + (s.Q or s.D)) * s.byte
-        + heads(s)
-    )
-    scores = splash_scores if s.kernel == "splash" else xla_scores
-    return Layer(products, sends, kept, residuals) + scores(s)
+def look(config: Config, kernel: str, wrapped: Callable, at: Callable) -> None:
+    """at(executor) inside the step's shard_map, over devices that are not there.
 
-
-def heads(s: Sizes) -> int:
-    """Bytes of queries, keys, values, and what they make."""
-    return 2 * s.bT * s.n * (s.A + s.W) * s.byte
-
-
-def xla_scores(s: Sizes) -> Layer:
-    """Scores and what they make of values, as whole rectangles."""
-    rectangle = s.b * s.n * s.T * s.T
-    products = [
-        Product("attention_scores", 2 * rectangle * s.A, ALWAYS),
-        Product("attention_scores", 2 * rectangle * s.W, "attention"),
-    ]
-    return Layer(
-        products,
-        residuals=rectangle * (FLOAT + s.byte) + 2 * s.b * s.n * s.T * FLOAT,
-        # Backward, softmax holds scores and their gradient in float32 beside the probabilities.
-        working=rectangle * (2 * FLOAT + s.byte) + heads(s),
-    )
-
-
-def splash_scores(s: Sizes) -> Layer:
-    """The same by blocks, those passed over that are masked whole.
-
-    Its backward pass is two kernels, of keys and values and of queries: each makes the scores and
-    the probabilities' gradient of its own.
+    wrapped  goes around each layer, as in passes.functions.
     """
-    pairs = round(s.b * s.n * s.T * s.T * s.share)
-    anew = 2 * pairs * (2 * s.A + s.W)
-    logsumexp = s.b * s.n * s.T * FLOAT
-    return Layer(
-        [Product("attention_scores", 2 * pairs * (s.A + s.W), "attention", anew)],
-        kept={"attention": logsumexp},
-        residuals=logsumexp,
-        working=heads(s) + LANES * logsumexp,  # as its forward kernel writes it
+    mesh = abstract_mesh(config)
+    declared, m = model.declare(config), config.model
+    how = model.How(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
+
+    def local(w: model.Transformer, data: model.Batch) -> jax.Array:
+        data = passes.numbered(data)
+        scales = passes.scales(data, m.balance_loss)
+        run = passes.functions(config, declared, how, jnp.int32(0), *scales, wrapped=wrapped)
+        w = passes.prepare(config, declared, w)
+        at(pipeline.Executor(run, w, data, passes.schedule_of(config)))
+        return jnp.zeros(())
+
+    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    batch = train.abstract_batch(config, mesh)
+    jax.eval_shape(passes.over_mesh(declared, mesh, local, out=P()), shapes, batch)
+
+
+def abstract_mesh(config: Config) -> AbstractMesh:
+    return AbstractMesh(config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def named(layer: Callable, name: str) -> Callable:
+    """A layer whose calls can be told in a trace."""
+
+    def call(w: Any, x: jax.Array) -> Any:
+        return layer(w, x)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a block and of the prefix, each with how many there are of it."""
+
+    block: list[tuple[Piece, int]]
+    prefix: list[tuple[Piece, int]]
+
+
+@cache
+def layers(config: Config, kernel: str, share: float, batches: tuple[int, ...]) -> Layers:
+    """config  as `one_microbatch` leaves it; of `batches`, where it has PRIME sequences per rank."""
+    traced = config.train.sequences // config.mesh.fsdp
+    reader = jaxpr.Reader(jaxpr.Sizes(traced, batches), share, LAYER)
+    pieces: list[Piece] = []
+
+    def wrapped(layer: Callable) -> Callable:
+        def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
+            function = named(lambda w, x: layer(w, x, *rest, **options), f"{LAYER}{len(pieces)}")
+            pieces.append(piece(dataclasses.replace(reader, skipped=""), function, w, x))
+            return function(w, x)
+
+        return call
+
+    found: dict[str, list[tuple[Piece, int]]] = {}
+
+    def at(run: pipeline.Executor) -> None:
+        zero, x = jnp.int32(0), run.empty_x()
+        block = jax.make_jaxpr(lambda x: run.functions.block(*run.known(zero, zero, zero), x))(x)
+        first = jax.make_jaxpr(lambda: run.functions.first(run.w.ends, run.microbatch(0)))()
+        for name, program in (("block", block), ("prefix", first)):
+            calls = jaxpr.calls(reader.read(program).ops, LAYER)
+            found[name] = [(pieces[number], times) for number, times in calls.items()]
+
+    look(config, kernel, wrapped, at)
+    return Layers(**found)
+
+
+@cache
+def ends(config: Config, kernel: str) -> tuple[Piece, Program]:
+    """What runs before the stages, but for its layers, and what runs after them with its gradient.
+
+    config  as `one_microbatch` leaves it.
+    """
+    b = config.train.sequences // config.mesh.fsdp
+    reader = jaxpr.Reader(jaxpr.Sizes(b, (b,)), 1.0, LAYER)
+    found: list[Any] = []
+
+    def wrapped(layer: Callable) -> Callable:
+        def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
+            return named(lambda w, x: layer(w, x, *rest, **options), LAYER)(w, x)
+
+        return call
+
+    def at(run: pipeline.Executor) -> None:
+        first = piece(reader, lambda w: vary(run.functions.first(w, run.microbatch(0))), run.w.ends)
+        gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
+        y = jax.lax.psum(run.empty_x(), "pipeline")
+        last = jax.make_jaxpr(gradient)(run.w.ends, run.microbatch(0), y)
+        found.extend((first, reader.read(last)))
+
+    look(config, kernel, wrapped, at)
+    return tuple(found)
+
+
+def one_microbatch(config: Config, sequences: int, pipeline: int = 1) -> Config:
+    """What a trace of one microbatch depends on, all else as by default.
+
+    sequences  of one fsdp rank.
+    """
+    t, mesh = config.train, config.mesh
+    m = config.model
+    if (
+        sequences == PRIME and m.moe_layers
+    ):  # slots that grow with the batch, rounded for one sequence
+        tokens = t.sequence_length // mesh.tensor
+        slots = PRIME * model.expert_slots(m, tokens, m.capacity_factor) - 0.5
+        factor = slots * m.experts / (m.experts_per_token * PRIME * tokens)
+        m = dataclasses.replace(m, capacity_factor=factor)
+    return Config(
+        mesh=utils.Mesh(fsdp=mesh.fsdp, pipeline=pipeline, tensor=mesh.tensor),
+        model=m,
+        train=utils.Train(
+            sequences=sequences * mesh.fsdp,
+            sequence_length=t.sequence_length,
+            microbatches=1,
+            loss_chunk_tokens=t.loss_chunk_tokens,
+        ),
+        data=utils.Data(segments=config.data.segments),
     )
-
-
-def swiglu(part: str, cause: str, s: Sizes, hidden: int) -> Layer:
-    """[b, T, D] -> [b, t, D]; its gathered input is `mlp_in`."""
-    one = 2 * s.bT * s.D * hidden
-    products = [Product(part, 2 * one, "hidden"), Product(part, one, NEVER)]
-    sends = [gather(f"{cause} input", s, s.D, "mlp_in"), scatter(f"{cause} output", s, s.D, NEVER)]
-    kept = {"mlp_in": s.bT * s.D * s.byte, "hidden": 2 * s.bT * hidden * s.byte}
-    residuals = s.bT * (s.D + 6 * hidden) * s.byte
-    return Layer(products, sends, kept, residuals, s.bT * (2 * s.D + 3 * hidden) * s.byte)
-
-
-def mlp(s: Sizes) -> Layer:
-    """The feed-forward of a dense layer, with its norm."""
-    return swiglu("mlp", "mlp", s, s.f) + Layer(residuals=norm_residuals(s, s.D, s.bt))
-
-
-def experts(s: Sizes, spread: bool, tensor: int) -> Layer:
-    """The routed experts: E * slots rows of this chip's tokens go out and come back."""
-    rows = s.E * s.slots
-    box, hidden, one = rows * s.D * s.byte, rows * s.G * s.byte, 2 * rows * s.D * s.G
-    inside = box if spread else box * tensor  # where the experts are
-    axes = EXPERT_AXES if spread else ("tensor",)
-    there, back = ("all-gather", inside), ("reduce-scatter", box)
-    if spread:
-        there = back = ("all-to-all", box)
-    sends = [
-        Send("expert dispatch", axes, there, back, "expert_in"),
-        Send("expert return", axes, back, there, "expert_out"),
-    ]
-    out = s.bt * s.K * s.D * s.byte
-    products = [Product("experts", 2 * one, "expert_hidden"), Product("experts", one, "expert_out")]
-    kept = {"expert_in": inside, "expert_hidden": 2 * hidden, "expert_out": out}
-    # Beside the hidden layer: numbers of slots and choices, and each choice's result.
-    residuals = inside + 6 * hidden + out + rows * FLOAT + s.bt * s.K * FLOAT
-    return Layer(products, sends, kept, residuals, 2 * inside + 3 * hidden + out)
-
-
-def moe(s: Sizes, c: utils.Config) -> Layer:
-    """Router, routed and shared experts."""
-    layer = experts(s, model.spread_experts(c), c.mesh.tensor)
-    if s.x:
-        layer += swiglu("shared_experts", "shared experts", s, s.x)
-    router = Layer(
-        [Product("router", 2 * s.bt * s.D * s.E, ALWAYS)],
-        residuals=norm_residuals(s, s.D, s.bt)
-        + s.bt * s.D * FLOAT
-        + s.bt * s.E * (3 * FLOAT + 1)
-        + s.bt * s.K * (2 * FLOAT + s.byte)
-        + 4 * s.bt * FLOAT
-        + s.b * s.E * FLOAT,
-    )
-    return router + layer
 
 
 # --- over layers and schedule ---------------------------------------------------------------------
 
 
 class Step:
-    """A config's layers on one chip, and how often each runs in a step."""
+    """A config's pieces on one chip, and how often each runs in a step."""
 
-    def __init__(self, config: utils.Config, platform: str):
-        m, mesh = config.model, config.mesh
-        self.config, self.sizes = config, Sizes(config, platform)
-        self.declared = model.declare(config)
-        self.schedule = passes.schedule_of(config)
-        s = self.sizes
-        self.dense, self.moe = attention(s) + mlp(s), attention(s) + moe(s, config)
-        self.block = [(self.dense, m.dense_layers), (self.moe, m.moe_layers)]
+    def __init__(self, config: Config, platform: str, batches: tuple[int, ...] = ()):
+        """batches  of a search: sequences of a microbatch and rank that one trace is to serve."""
+        t, mesh = config.train, config.mesh
+        self.config, self.declared = config, model.declare(config)
+        self.schedule, self.M = passes.schedule_of(config), t.microbatches
+        self.kernel = attention.chosen(config, platform)
+        self.share = attention.computed_share(config, platform)
+        self.b = t.sequences // (t.microbatches * mesh.fsdp)
+        self.bT, self.bt = self.b * t.sequence_length, self.b * t.sequence_length // mesh.tensor
+        self.byte = jnp.dtype(config.model.compute_dtype).itemsize
+        self.x_bytes = self.bt * config.model.width * self.byte
+        self.v = config.model.padded_vocabulary // (mesh.pipeline * mesh.tensor)
+        self.batches = batches or (self.b,)
+        alone = one_microbatch(config, self.b if not batches else PRIME)
+        found = layers(alone, self.kernel, self.share, self.batches)
+        self.block, self.prefix = found.block, found.prefix
+        self.first, self.last = ends(one_microbatch(config, self.b, mesh.pipeline), self.kernel)
         self.in_blocks = {id(w) for w in jax.tree.leaves(self.declared.blocks)}
         self.in_prefix = {id(w) for w in jax.tree.leaves(self.declared.first.prefix)}
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.chips = math.prod(mesh.shape)
-        self.M = config.train.microbatches
-        self.per_chunk = m.blocks // (mesh.pipeline * mesh.virtual)
+        self.per_chunk = config.model.blocks // (mesh.pipeline * mesh.virtual)
         # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
         self.useful = self.schedule.work * self.per_chunk
         self.run = (self.schedule.work + mesh.pipeline - 1) * self.per_chunk
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the backward pass computes anything again."""
-        return self.config.train.remat != "none"
+    def number(self, count: np.ndarray | int) -> int:
+        """Of a count for each batch size, that of this step's."""
+        one = np.ndim(count) == 0 or len(count) == 1
+        return int(np.max(count) if one else count[self.batches.index(self.b)])
 
-    def again(self, name: str | None) -> int:
-        """1 if what `name` says of a result makes the backward pass compute it again."""
-        names = self.config.train.remat.split(",")
-        return int(self.recomputes and name is not NEVER and name not in names)
+    def remat(self, piece: Piece, names: str = "") -> jaxpr.Remat:
+        return piece.remat(names or self.config.train.remat)
 
-    def kept(self, layer: Layer) -> int:
-        """Bytes that one layer leaves for its backward pass."""
-        if not self.recomputes:
-            return layer.residuals
-        s, names = self.sizes, self.config.train.remat.split(",")
-        x = s.bt * s.D * s.byte
-        return x + sum(size for name, size in layer.kept.items() if name in names)
+    def kept(self, piece: Piece, names: str = "") -> int:
+        """Bytes that a layer leaves for its backward pass."""
+        return self.number(self.remat(piece, names).bytes)
 
-    def alive(self, layer: Layer) -> int:
-        """Bytes that a layer's backward pass holds beside weights and what is kept: what it works
-        on, or all that it computed again for it.
-        """
-        again = layer.residuals - self.kept(layer) if self.recomputes else 0
-        return max(layer.working, again)
+    def alive(self, piece: Piece) -> int:
+        """Bytes that a layer's backward pass holds beside weights and what is kept."""
+        return self.number(piece.alive(self.config.train.remat))
 
     def elements(self, w: Weight, gathered: bool = False) -> int:
         """Elements of a weight on this chip, at rest or whole along fsdp."""
@@ -304,40 +308,105 @@ class Step:
         return self.config.fsdp.gather == "layer" and layers
 
 
+@dataclass(frozen=True)
+class Runs:
+    """How often the parts of a piece run in a step on one chip, and for nothing."""
+
+    piece: Piece
+    forward: int
+    backward: int
+    again: int  # what the remat policy does not keep
+    anew: int = 0  # the whole forward pass, once more before its backward pass
+    idle: int = 0  # forward and backward passes in the bubble
+
+
+def runs(step: Step) -> list[Runs]:
+    """Of layers; those of the prefix run with the embedding, on every rank of pipeline."""
+    M, useful, idle = step.M, step.useful, step.run - step.useful
+    found = [Runs(p, useful * n, useful * n, useful * n, idle=idle * n) for p, n in step.block]
+    return found + [Runs(p, M * n, M * n, M * n, anew=M * n) for p, n in step.prefix]
+
+
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
     """{part: {forward, backward, recomputed, bubble}} of matrix products.
 
-    Backward is twice forward. Recomputed: what train.remat does not keep. Bubble: what a chip runs
-    in ticks in which the schedule has no task for it.
+    Recomputed: what train.remat does not keep. Bubble: what a chip runs in ticks in which the
+    schedule has no task for it.
     """
-    ways = ("forward", "backward", "recomputed", "bubble")
     parts: dict[str, dict[str, int]] = {}
 
-    def add(part: str, **more: int) -> None:
-        found = parts.setdefault(part, dict.fromkeys(ways, 0))
-        for way, count in more.items():
-            found[way] += count
+    def add(ops: Any, way: str, times: int) -> None:
+        for op, n in ops:
+            count = step.number(op.flops) * n * times
+            if count:
+                ways = ("forward", "backward", "recomputed", "bubble")
+                parts.setdefault(op.part, dict.fromkeys(ways, 0))[way] += count
 
-    for layer, count in step.block:
-        for p in layer.products:
-            again, each = step.again(p.again), p.flops * count
-            anew = p.anew * count
-            idle = (step.run - step.useful) * ((3 + again) * each + anew)
-            add(
-                p.part,
-                forward=step.useful * each,
-                backward=2 * step.useful * each,
-                recomputed=step.useful * (again * each + anew),
-                bubble=idle,
-            )
-    m, s = step.config.model, step.sizes
-    for p in step.dense.products:  # of the prefix, whose forward runs anew before its backward
-        each, anew = (step.M * m.prefix_layers * count for count in (p.flops, p.anew))
-        again = 1 + step.again(p.again)
-        add(p.part, forward=each, backward=2 * each, recomputed=again * each + anew)
-    each = step.M * 2 * s.bT * s.D * s.v
-    add("output", forward=each, backward=2 * each)
+    for r in runs(step):
+        again = step.remat(r.piece).costs
+        add(r.piece.forward, "forward", r.forward)
+        add(r.piece.backward, "backward", r.backward)
+        add(again, "recomputed", r.again)
+        add(r.piece.forward, "recomputed", r.anew)
+        add((*r.piece.forward, *r.piece.backward, *again), "bubble", r.idle)
+    for op, n in jaxpr.costs(step.last.ops):
+        add([(op, n)], "backward" if op.transposed else "forward", step.M)
+    if found := optimizer_flops(step.config) // step.chips:
+        parts["optimizer"] = {"forward": 0, "backward": 0, "recomputed": 0, "bubble": 0}
+        parts["optimizer"]["backward"] = found
     return parts
+
+
+def model_flops(step: Step) -> float:
+    """FLOPs of a chip's share of a step without any waste: no recomputation, no bubble, the prefix
+    once; every capacity slot and the padded vocabulary. Backward is twice forward.
+    """
+
+    def forward(ops: Any) -> int:
+        return sum(step.number(op.flops) * n for op, n in ops if not op.transposed)
+
+    layers = sum(r.forward * forward(r.piece.forward) for r in runs(step) if not r.anew)
+    prefix = sum(r.forward * forward(r.piece.forward) for r in runs(step) if r.anew)
+    last = step.M * forward(jaxpr.costs(step.last.ops))
+    return 3 * (layers + last + prefix / step.config.mesh.pipeline)
+
+
+def optimizer_flops(config: Config) -> int:
+    """Of the whole model's matrix products in the optimizer's step."""
+    alone = Config(
+        model=config.model,
+        optimizer=config.optimizer,
+        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
+    )
+    return _optimizer_flops(alone)
+
+
+@cache
+def _optimizer_flops(config: Config) -> int:
+    declared = model.declare(config)
+    rule = train.optimizer(config, declared)
+    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    with jax.numpy_dtype_promotion("standard"):
+        update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
+    program = jaxpr.Reader(jaxpr.Sizes(1, (1,)), 1.0).read(update)
+    return sum(int(op.flops[0]) * n for op, n in jaxpr.costs(program.ops))
+
+
+def optimizer_bytes(config: Config) -> int:
+    """Of one chip's state of the optimizer."""
+    mesh = utils.Mesh(
+        fsdp=config.mesh.fsdp, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor
+    )
+    return _optimizer_bytes(Config(model=config.model, optimizer=config.optimizer, mesh=mesh))
+
+
+@cache
+def _optimizer_bytes(config: Config) -> int:
+    state = train.abstract_state(config, model.declare(config), abstract_mesh(config)).optimizer
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(state)
+    )
 
 
 @dataclass(frozen=True)
@@ -371,17 +440,22 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
         if axes and result * times:
             found[cause, axes, kind] += result * times
 
-    def layer_sends(layer: Layer, forward: int, backward: int) -> None:
-        for send in layer.sends:
-            kind, size = send.forward
-            add(send.cause, send.axes, kind, size, forward + backward * step.again(send.again))
-            add(f"{send.cause}, backward", send.axes, *send.backward, backward)
+    def sends(ops: Any, times: int, way: str = "") -> None:
+        for op, n in ops:
+            if op.send:
+                cause = op.send.cause + way
+                add(cause, op.send.axes, op.send.kind, step.number(op.send.bytes), n * times)
 
-    m, M = step.config.model, step.M
-    for layer, count in step.block:
-        layer_sends(layer, step.run * count, step.run * count)
-    layer_sends(step.dense, 2 * M * m.prefix_layers, M * m.prefix_layers)
-    _ends(step, add)
+    for r in runs(step):
+        sends(r.piece.forward, r.forward + r.anew + r.idle)
+        sends(step.remat(r.piece).costs, r.again + r.idle)
+        sends(r.piece.backward, r.backward + r.idle, ", backward")
+    sends(step.first.forward, step.M)
+    sends(step.first.remat("full").costs, step.M)
+    sends(step.first.backward, step.M, ", backward")
+    for op, n in jaxpr.costs(step.last.ops):
+        sends([(op, n)], step.M, ", backward" if op.transposed else "")
+    _executor_sends(step, add)
     _weights(step, add, sums_everywhere(step, chip, ("fsdp",)))
     return [
         Traffic(cause, axes, kind, size, math.prod(step.ranks[a] for a in axes))
@@ -395,25 +469,13 @@ def sums_everywhere(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> boo
     return chip is not None and chip.is_tpu and whole
 
 
-def _ends(step: Step, add: Callable[..., None]) -> None:
-    """Collectives of the pipeline, the embedding and the loss."""
-    s, M = step.sizes, step.M
-    own, whole = s.bt * s.D * s.byte, s.bT * s.D * s.byte
+def _executor_sends(step: Step, add: Callable[..., None]) -> None:
+    """Collectives of the pipeline's ticks."""
     ticks = step.schedule.work + step.schedule.pipeline - 1
     # A cooldown of one tick is no loop, and compilers leave out its send, which nobody reads.
     sends = 2 * ticks - (step.schedule.stages == 2)
-    add("pipeline sends", ("pipeline",), "collective-permute", own, sends)
-    times = M * (2 if step.config.model.prefix_layers else 1)
-    add("embedding", ("pipeline",), "all-reduce", whole, times)
-    add("embedding", ("tensor",), "reduce-scatter", own, times)
-    add("embedding, backward", ("pipeline",), "all-reduce", own, M)
-    add("embedding, backward", ("tensor",), "all-gather", whole, M)
-    add("last stage to all", ("pipeline",), "all-reduce", own, M)
-    add("loss input", ("tensor",), "all-gather", whole, M)
-    add("loss input, backward", ("tensor",), "reduce-scatter", own, M)
-    add("loss input, backward", ("pipeline",), "all-reduce", s.bt * s.D * FLOAT, M)
-    # The largest logit, the sum of exponentials, and the target's logit.
-    add("vocabulary reductions", VOCABULARY_AXES, "all-reduce", 3 * s.bT * FLOAT, M)
+    add("pipeline sends", ("pipeline",), "collective-permute", step.x_bytes, sends)
+    add("last stage to all", ("pipeline",), "all-reduce", step.x_bytes, step.M)
 
 
 def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
@@ -425,7 +487,7 @@ def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
     declared = step.declared
     blocks = step.config.mesh.virtual * step.per_chunk  # of this chip
     for w in jax.tree.leaves(declared):
-        byte = FLOAT if w.float32 else step.sizes.byte
+        byte = FLOAT if w.float32 else step.byte
         own, whole = step.elements(w), step.elements(w, gathered=True)
         if w.gathered_dim is not None:
             forward = backward = 1
@@ -445,19 +507,18 @@ def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
 
 def memory(step: Step) -> dict[str, int]:
     """Bytes by part, at the fullest moment of a step."""
-    s, declared = step.sizes, step.declared
     parts: Counter = Counter()
-    for w in jax.tree.leaves(declared):
-        byte = FLOAT if w.float32 else s.byte
+    for w in jax.tree.leaves(step.declared):
+        byte = FLOAT if w.float32 else step.byte
         held = step.elements(w, gathered=not step.gathered_per_layer(w))
         parts["weights"] += step.elements(w) * FLOAT
-        parts["optimizer state"] += step.elements(w) * FLOAT * MOMENTS
         parts["weights in use"] += held * byte
         parts["gradients"] += held * FLOAT
-    parts["batch"] = 4 * step.M * s.bT * FLOAT
+    parts["optimizer state"] = optimizer_bytes(step.config)
+    parts["batch"] = 4 * step.M * step.bT * FLOAT
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
-    parts["pipeline buffers"] = 4 * s.bt * s.D * s.byte
+    parts["pipeline buffers"] = 4 * step.x_bytes
     part, size = max(working(step).items(), key=lambda item: item[1])
     parts[part] = size
     lasting = parts["weights"] + parts["optimizer state"] + parts["batch"]
@@ -467,22 +528,19 @@ def memory(step: Step) -> dict[str, int]:
 
 def working(step: Step) -> dict[str, int]:
     """Bytes that only one moment needs, by what happens in it."""
-    c, s = step.config, step.sizes
-    tokens = s.bT // model.chunks(s.bT, c.train.loss_chunk_tokens)
-    table = s.v * s.D
     kept = sum(step.kept(layer) * count for layer, count in step.block)
-    alive = max(step.alive(layer) for layer, count in step.block if count)
-    prefix = c.model.prefix_layers
-    return {
-        # Logits, their gradient, and where there are several chunks the sum of the table's.
-        "logits": tokens * s.v * (FLOAT + s.byte)
-        + s.bT * s.D * s.byte
-        + (table * FLOAT if tokens < s.bT else 0),
+    found = {
+        "logits": step.number(jaxpr.peak(step.last.ops, {*step.last.inputs})),
         # A block's weights and their gradients, its part of the ring, and one of its layers.
-        "one layer": 2 * step.block_elements * s.byte + kept + alive,
-        # All of the prefix's layers, whose forward pass runs anew before its backward pass.
-        "prefix layers": (prefix * step.kept(step.dense) + step.alive(step.dense) if prefix else 0),
+        "one layer": 2 * step.block_elements * step.byte
+        + kept
+        + max(step.alive(layer) for layer, _ in step.block),
     }
+    if step.prefix:
+        # All of the prefix's layers, whose forward pass runs anew before its backward pass.
+        held = sum(step.kept(layer) * count for layer, count in step.prefix)
+        found["prefix layers"] = held + max(step.alive(layer) for layer, _ in step.prefix)
+    return found
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -497,27 +555,26 @@ def memory_traffic(step: Step) -> dict[str, int]:
     forward pass, as often where it is computed again and not kept, and read, read and written once
     more in its backward pass; each pass over a block reads its weights, and a backward one adds to
     float32 gradients, as does each chunk of the loss; the optimizer reads gradients twice, and
-    reads and writes weights and moments.
+    reads and writes weights and its state.
     """
-    c, s = step.config, step.sizes
+    found = {piece: step.number(piece.residual_bytes) for piece, _ in step.block + step.prefix}
 
-    def results(layer: Layer) -> int:
-        again = layer.residuals - step.kept(layer) if step.recomputes else 0
-        once = USES["forward"] + USES["backward"]
-        return once * layer.residuals + USES["recomputed"] * max(0, again)
+    def results(piece: Piece) -> int:
+        again = USES["recomputed"] * max(0, found[piece] - step.kept(piece))
+        return (USES["forward"] + USES["backward"]) * found[piece] + again
 
     here = sum(step.elements(w) for w in jax.tree.leaves(step.declared))
-    prefix = step.M * c.model.prefix_layers
-    chunks = step.M * model.chunks(s.bT, c.train.loss_chunk_tokens)
-    table = s.v * s.D
-    passes = 2 + step.recomputes
+    chunks = step.M * model.chunks(step.bT, step.config.train.loss_chunk_tokens)
+    table = step.v * step.config.model.width
+    reads = 2 + (step.config.train.remat != "none")
+    anew = step.M * USES["forward"]
     return {
-        "activations": step.run * sum(results(layer) * count for layer, count in step.block)
-        + prefix * (results(step.dense) + USES["forward"] * step.dense.residuals),
-        "weights in use": (passes * step.run * step.block_elements + 2 * chunks * table) * s.byte,
+        "activations": step.run * sum(results(piece) * count for piece, count in step.block)
+        + sum((step.M * results(p) + anew * found[p]) * count for p, count in step.prefix),
+        "weights in use": (reads * step.run * step.block_elements + 2 * chunks * table) * step.byte,
         "gradients": 2 * FLOAT * (step.run * step.block_elements + (chunks + step.M) * table),
-        "logits": 5 * step.M * s.bT * s.v * (FLOAT + s.byte),
-        "optimizer": 8 * FLOAT * here,
+        "logits": 5 * step.M * step.bT * step.v * (FLOAT + step.byte),
+        "optimizer": 4 * FLOAT * here + 2 * optimizer_bytes(step.config),
     }
 
 
@@ -599,15 +656,18 @@ class Prediction:
         return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.chip.flops)
 
 
-def predict(config: utils.Config, chip: Chip | None, platform: str | None = None) -> Prediction:
+def predict(
+    config: Config, chip: Chip | None, platform: str | None = None, batches: tuple[int, ...] = ()
+) -> Prediction:
     """What a step of this config costs each of its mesh's chips.
 
     chip      None for one whose figures are not known: no times.
     platform  of such a one; the CPU if not said.
+    batches   as in Step; with them the slots of experts are rounded once, for all batch sizes.
     Raises    ValueError where the model cannot be cut over the mesh, or its attention not run.
     """
-    step = Step(config, platform or platform_of(chip))
-    t, share = config.train, step.sizes.share
+    step = Step(config, platform or platform_of(chip), batches)
+    t = config.train
     flops_of = flops_by_part(step)
     held = memory(step)
     sends = traffic(step, chip)
@@ -618,15 +678,14 @@ def predict(config: utils.Config, chip: Chip | None, platform: str | None = None
         by_axes[axes] = by_axes.get(axes, 0.0) + sent.result_bytes
     total = sum(sum(ways.values()) for ways in flops_of.values())
     parameters, active = weights.count(step.declared)
-    chips = math.prod(config.mesh.shape)
     return Prediction(
         parameters=parameters,
         active_parameters=active,
         tokens_per_step=t.sequences * t.sequence_length,
-        attention=step.sizes.kernel,
+        attention=step.kernel,
         memory_bytes_per_chip=sum(held.values()),
         flops_per_chip=total,
-        model_flops_per_chip=flops.executed_flops_per_step(config, scores=share)["total"] / chips,
+        model_flops_per_chip=model_flops(step),
         collective_bytes_per_chip=by_axes,
         bubble=float(step.schedule.bubble),
         memory=held,
@@ -634,9 +693,11 @@ def predict(config: utils.Config, chip: Chip | None, platform: str | None = None
         traffic=sends,
         memory_traffic=through,
         seconds=chip and seconds(step, chip, total, sum(through.values()), sends),
-        mfu_flops_per_token=flops.palm_flops_per_token(config.model, t.sequence_length),
+        mfu_flops_per_token=flops.palm_flops_per_token(
+            config.model, step.declared, t.sequence_length
+        ),
         chip=chip,
-        chips=chips,
+        chips=step.chips,
     )
 
 
@@ -645,8 +706,7 @@ def seconds(
 ) -> dict[str, float]:
     """How long each resource is at work in a step, at its peak."""
     found = {
-        "compute": flops_per_chip
-        / (chip.float32_flops if step.sizes.byte == FLOAT else chip.flops),
+        "compute": flops_per_chip / (chip.float32_flops if step.byte == FLOAT else chip.flops),
         "memory": memory_bytes / chip.memory_bandwidth,
     }
     for sent in sends:
@@ -655,17 +715,21 @@ def seconds(
     return found
 
 
-def seconds_again(step: Step, chip: Chip | None, layer: Layer, name: str) -> float:
+def seconds_again(step: Step, chip: Chip | None, piece: Piece, name: str) -> float:
     """Time to make again what `name` of train.remat keeps of a layer; where the chip is not known,
     in units of a FLOP.
     """
-    found = sum(p.flops for p in layer.products if p.again == name) / (chip.flops if chip else 1)
-    for send in layer.sends:
-        axes = tuple(a for a in MESH_AXES if a in send.axes and step.ranks[a] > 1)
-        if chip and axes and send.again == name:
-            kind, size = send.forward
-            ranks = math.prod(step.ranks[a] for a in axes)
-            found += link_seconds(step, chip, Traffic(send.cause, axes, kind, size, ranks))
+    found = 0.0
+    for names, sign in (("full", 1), (name, -1)):
+        for op, n in step.remat(piece, names).costs:
+            found += sign * n * step.number(op.flops) / (chip.flops if chip else 1)
+            axes = op.send and tuple(
+                a for a in MESH_AXES if a in op.send.axes and step.ranks[a] > 1
+            )
+            if chip and axes:
+                ranks, size = math.prod(step.ranks[a] for a in axes), step.number(op.send.bytes)
+                sent = Traffic(op.send.cause, axes, op.send.kind, n * size, ranks)
+                found += sign * link_seconds(step, chip, sent)
     return found
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import model
+import passes
 import utils
 from chips import Chip, platform_of
 from planning import cost
@@ -200,22 +202,28 @@ def with_most_kept(
 ) -> Candidate:
     """The candidate whose backward pass finds the most that fits; the smallest if none does."""
     config = changed(config, values)
-    keep = "train.remat" in fixed
+    keep, batches = "train.remat" in fixed, batch_sizes(config)
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         config = changed(config, {"train.remat": policy})
-        if sum(cost.memory(cost.Step(config, platform_of(chip))).values()) <= usable_bytes(chip):
+        step = cost.Step(config, platform_of(chip), batches)
+        if sum(cost.memory(step).values()) <= usable_bytes(chip):
             break
-    return Candidate(config, cost.predict(config, chip))
+    return Candidate(config, cost.predict(config, chip, batches=batches))
+
+
+def batch_sizes(config: Config) -> tuple[int, ...]:
+    """Sequences that a microbatch of one rank may have on this mesh."""
+    return tuple(divisors(config.train.sequences // config.mesh.fsdp))
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
     """From all to nothing kept, what saves the least time for its bytes dropped first."""
-    step = cost.Step(changed(config, {"train.remat": "full"}), platform_of(chip))
+    step = cost.Step(config, platform_of(chip), batch_sizes(config))
     saved, held = Counter(), Counter()
     for layer, count in step.block:
-        for name, size in layer.kept.items():
+        for name in utils.REMAT_NAMES:
             saved[name] += count * cost.seconds_again(step, chip, layer, name)
-            held[name] += count * size
+            held[name] += count * (step.kept(layer, name) - step.kept(layer, "full"))
     names = [name for name in held if held[name]]
     names.sort(key=lambda name: -saved[name] / held[name])
     kept = [names[:n] for n in range(len(names), 0, -1)]
@@ -247,7 +255,8 @@ def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
             continue
         for values in ways(config, mesh, fixed):
             try:
-                cost.Step(changed(config, values), "cpu")
+                model.declare(changed(config, values))
+                passes.schedule_of(config)
             except ValueError:
                 continue
             return True

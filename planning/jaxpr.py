@@ -1,0 +1,378 @@
+"""What a traced function does on one chip: its matrix products, its collectives, what its backward
+pass finds and computes again, and how many bytes live at once.
+
+A function of the model and its gradient are traced together, without a device. In that one program
+the backward pass is what depends on the cotangents, and what it reads of the rest are the
+residuals. What a remat policy keeps of them, and what is computed again for the others, is found
+by walking back from them, with the policies of `jax.checkpoint` themselves.
+
+Counts are arrays, one number for each batch size that was asked for: see `Sizes`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from utils import LANES
+
+Count = np.ndarray  # of FLOPs or bytes, for each batch size
+Policy = Callable[..., bool]  # of jax.checkpoint
+
+COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+}
+# Products and loops whose cost a trace does not tell.
+OPAQUE = ("conv_general_dilated", "pallas_call", "ragged_dot_general", "while", "cond")
+# Functions of a kernels.Kernel: matrix products as wide as queries and as values. The backward pass
+# is two kernels, of keys and values and of queries: each makes the scores and the probabilities'
+# gradient of its own.
+SPLASH = {"plain": (1, 1), "forward": (1, 1), "backward": (4, 3)}
+# What compilers compute where it is read, in one loop with what reads it.
+FUSED = frozenset([
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "concatenate", "convert_element_type",
+    "cos", "div", "eq", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or",
+    "pad", "pow", "pvary", "reduce_max", "reduce_sum", "rem", "reshape", "round", "rsqrt",
+    "select_n", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient",
+    "sub", "tanh", "transpose",
+])  # fmt: skip
+
+READS = FUSED | {"gather"}
+IN_PLACE = ("scan", "scatter", "scatter-add", "dynamic_update_slice")
+
+
+class Sizes(NamedTuple):
+    """Bytes and FLOPs of a trace with a batch of `traced` sequences, for each size in `batches`.
+
+    With a prime that divides no other dimension, a number that it divides is one that grows with
+    the batch: one trace serves all sizes.
+    """
+
+    traced: int
+    batches: tuple[int, ...]
+
+    def __call__(self, number: int) -> Count:
+        if number % self.traced:
+            return np.full(len(self.batches), number)
+        return number // self.traced * np.array(self.batches)
+
+
+class Send(NamedTuple):
+    """A collective."""
+
+    cause: str  # the named scopes that it is in
+    axes: tuple[str, ...]
+    kind: str  # as compilers call it
+    bytes: Count  # of its result
+
+
+@dataclass(eq=False)
+class Value:
+    """An array of a program."""
+
+    bytes: Count
+
+
+@dataclass(eq=False)
+class Op:
+    eqn: Any
+    inputs: list[Value]
+    outputs: list[Value]
+    part: str  # the named scopes that it is in
+    transposed: bool  # made by differentiating
+    flops: Count
+    send: Send | None
+    body: "Program | None" = None  # of a loop
+    times: int = 1
+
+    @property
+    def fused(self) -> bool:
+        return self.eqn.primitive.name in FUSED
+
+    @property
+    def reads_fused(self) -> bool:
+        return self.eqn.primitive.name in READS
+
+    @property
+    def in_place(self) -> bool:
+        return self.fused or self.eqn.primitive.name in IN_PLACE
+
+    @cached_property
+    def body_peak(self) -> Count:
+        """Of a loop's body beside its state and what it reads of a stack."""
+        carried = self.body.outputs[: self.eqn.params["num_carry"]]
+        return peak(self.body.ops, {*self.body.inputs, *carried})
+
+    def kept(self, policy: Policy) -> bool:
+        avals = [v.aval for v in self.eqn.invars]
+        return bool(policy(self.eqn.primitive, *avals, **self.eqn.params))
+
+
+@dataclass
+class Program:
+    """Operations in order, with calls written out."""
+
+    inputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    constants: list[Value] = field(default_factory=list)  # what it closes over
+
+    @cached_property
+    def makers(self) -> dict[Value, Op]:
+        return {value: op for op in self.ops for value in op.outputs}
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes Programs of jaxprs.
+
+    skipped  calls of functions whose names begin so are counted by somebody else.
+    """
+
+    sizes: Sizes
+    splash_share: float  # of the rectangle of scores, that the kernel computes
+    skipped: str = ""
+
+    def read(self, closed: Any) -> Program:
+        program = Program([self._value(v.aval) for v in closed.jaxpr.invars])
+        program.constants = [self._value(v.aval) for v in closed.jaxpr.constvars]
+        args = [*program.inputs, *program.constants]
+        program.outputs = self._walk(closed, args, program.ops, "")
+        return program
+
+    def _value(self, aval: Any) -> Value:
+        return Value(self.sizes(aval.size * aval.dtype.itemsize))
+
+    def _walk(self, closed: Any, args: Sequence[Value], ops: list[Op], scope: str) -> list[Value]:
+        jaxpr = getattr(closed, "jaxpr", closed)
+        values = dict(zip((*jaxpr.invars, *jaxpr.constvars), args, strict=False))
+        values |= {v: self._value(v.aval) for v in jaxpr.constvars if v not in values}
+
+        def of(atom: Any) -> Value:
+            return Value(self.sizes(0)) if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs, here = [of(v) for v in eqn.invars], _joined(scope, eqn)
+            inner = self._called(eqn)
+            if inner is not None:
+                outputs = self._walk(inner, inputs, ops, here)
+            else:
+                outputs = [self._value(v.aval) for v in eqn.outvars]
+                ops.append(self._op(eqn, inputs, outputs, here))
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    def _called(self, eqn: Any) -> Any:
+        """The function that an equation calls once; None where it does not, or is skipped."""
+        name = str(eqn.params.get("name"))
+        loops = eqn.primitive.name in OPAQUE or eqn.params.get("length", 1) != 1
+        if loops or (self.skipped and name.startswith(self.skipped)):
+            return None
+        # A loop of one trip is none: compilers see through it.
+        return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+
+    def _op(self, eqn: Any, inputs: list[Value], outputs: list[Value], scope: str) -> Op:
+        name, part = eqn.primitive.name, _part(scope)
+        flops = self.sizes(self._flops(eqn))
+        op = Op(eqn, inputs, outputs, part, "transpose(" in scope, flops, None)
+        if name in COLLECTIVES:
+            axes = eqn.params.get("axes") or eqn.params.get("axis_name")
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            result = sum(value.bytes for value in outputs)
+            op.send = Send(part, axes, COLLECTIVES[name], result)
+        elif name == "scan":
+            inner = eqn.params["jaxpr"]
+            op.body, op.times = Program([self._value(v.aval) for v in inner.jaxpr.invars]), 0
+            op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
+            op.times = eqn.params["length"]
+        elif name in OPAQUE and _works(eqn):
+            raise ValueError(
+                f"{part or 'the model'} has a {name}, whose cost a trace does not tell. Write loops "
+                "as lax.scan, choices as jnp.where, and products as einsum."
+            )
+        return op
+
+    def _flops(self, eqn: Any) -> int:
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+        if eqn.primitive.name == "dot_general":
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            return 2 * eqn.outvars[0].aval.size * math.prod(shapes[0][dim] for dim in summed)
+        if eqn.primitive.name == "foreign_kernel":
+            by_query, by_value = SPLASH[eqn.params["function"].__name__]
+            first = int(by_query > 1)  # the gradient comes first
+            (b, n, T, A), W = shapes[first], shapes[first + 2][-1]
+            return round(2 * b * n * T * T * self.splash_share * (by_query * A + by_value * W))
+        return 0
+
+
+def _works(eqn: Any) -> bool:
+    """Whether there is a product or a collective inside."""
+    text = str(eqn)
+    return eqn.primitive.name not in ("while", "cond") or bool(
+        re.search(
+            rf"\b(dot_general|foreign_kernel|{'|'.join((*COLLECTIVES, *OPAQUE[:3]))})\[", text
+        )
+    )
+
+
+def _joined(scope: str, eqn: Any) -> str:
+    return f"{scope}/{eqn.source_info.name_stack}"
+
+
+def _part(scope: str) -> str:
+    """ "jvp(attention)/latents" -> "attention latents"."""
+    names = re.findall(r"\w+", re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint)\b", "", scope))
+    return " ".join(name for name in names if name != "rematted_computation")
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def costs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Operations that multiply or send, with how often each runs."""
+    for op in ops:
+        if op.body:
+            yield from costs(op.body.ops, times * op.times)
+        elif op.send or op.flops.any():
+            yield op, times
+
+
+def calls(ops: Iterable[Op], name: str, times: int = 1) -> dict[int, int]:
+    """{number: how often it runs} of the functions called name + number, which a Reader skipped."""
+    found: dict[int, int] = {}
+    for op in ops:
+        if op.body:
+            found |= calls(op.body.ops, name, times * op.times)
+        elif (called := str(op.eqn.params.get("name"))).startswith(name):
+            found[int(called.removeprefix(name))] = times
+    return found
+
+
+def split(program: Program, cotangents: Iterable[Value]) -> tuple[list[Op], list[Op]]:
+    """(forward operations, backward operations): backward is what depends on the cotangents."""
+    depends, ways = set(cotangents), ([], [])
+    for op in program.ops:
+        backward = any(value in depends for value in op.inputs)
+        depends.update(op.outputs if backward else ())
+        ways[backward].append(op)
+    return ways
+
+
+# --- what the backward pass finds -----------------------------------------------------------------
+
+
+def residuals(backward: Iterable[Op], known: set[Value]) -> list[Value]:
+    """What the backward pass reads that it does not make itself, but for what is `known`."""
+    backward = list(backward)
+    made = {value for op in backward for value in op.outputs}
+    read = dict.fromkeys(value for op in backward for value in op.inputs)
+    return [value for value in read if value not in made and value not in known]
+
+
+@dataclass
+class Remat:
+    """What a policy keeps of a forward pass, and what it computes again."""
+
+    kept: dict[Value, int] = field(default_factory=dict)  # with how many of it there are
+    ops: list[Op] = field(default_factory=list)  # computed again, in order
+    costs: list[tuple[Op, int]] = field(default_factory=list)  # as `costs` tells them
+
+    @property
+    def bytes(self) -> Count:
+        return sum((value.bytes * times for value, times in self.kept.items()), 0)
+
+
+def remat(program: Program, needed: Iterable[Value], known: set[Value], policy: Policy) -> Remat:
+    """Walks back from what is needed to what is kept, known, or an input."""
+    found, wanted = Remat(), set(needed) - known
+    for op in reversed(program.ops):
+        outputs = [value for value in op.outputs if value in wanted]
+        if outputs and op.kept(policy):
+            found.kept |= dict.fromkeys(outputs, 1)
+        elif outputs:
+            inputs = op.inputs
+            if op.body:
+                inside, inputs = _remat_loop(op, wanted, policy)
+                found.kept |= {value: n * op.times for value, n in inside.kept.items()}
+                found.costs += [(o, n * op.times) for o, n in inside.costs]
+            else:
+                found.costs += costs([op])
+            found.ops.insert(0, op)
+            wanted |= set(inputs) - known
+    found.kept |= {value: 1 for value in program.inputs if value in wanted}
+    return found
+
+
+def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list[Value]]:
+    """The same in the body of a loop, and what the loop then needs of its inputs."""
+    constants, carried = op.eqn.params["num_consts"], op.eqn.params["num_carry"]
+    pairs = list(zip(op.body.outputs, op.outputs, strict=True))
+    needed = {inner for inner, outer in pairs if outer in wanted}
+    while True:
+        found = remat(op.body, needed, set(), policy)
+        read = [value in found.kept for value in op.body.inputs]
+        # What a trip needs of the trip before, that has to make.
+        before = {op.body.outputs[i] for i in range(carried) if read[constants + i]}
+        if before <= needed:
+            break
+        needed |= before
+    for value in op.body.inputs:
+        found.kept.pop(value, None)
+    return found, [value for value, used in zip(op.inputs, read, strict=True) if used]
+
+
+# --- what lives at once ---------------------------------------------------------------------------
+
+
+def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
+    """Most bytes that live at once while the operations run in order.
+
+    elsewhere  values that somebody else counts.
+    As compilers do: elementwise operations are computed where they are read, and write over what is
+    read there for the last time; so do updates and the state of a loop.
+    """
+    made = {value for op in ops for value in op.outputs if not op.fused}
+    made |= {value for op in ops if not op.reads_fused for value in op.inputs}
+    last: dict[Value, int] = {value: i for i, op in enumerate(ops) for value in op.inputs}
+    for i, op in reversed(list(enumerate(ops))):
+        until = [last.get(value, i) for value in op.outputs if value not in made]
+        for value in op.inputs if until else ():
+            last[value] = max(last[value], *until)
+    produced = {value for op in ops for value in op.outputs}
+    live = sum((v.bytes for v in last if v not in produced and v not in elsewhere), 0)
+    ends: dict[int, list[Value]] = {}
+    for value, i in last.items():
+        if value not in elsewhere and (value in made or value not in produced):
+            ends.setdefault(i, []).append(value)
+    most = live
+    for i, op in enumerate(ops):
+        freed = sum((value.bytes for value in ends.get(i, ())), 0)
+        new = [v for v in op.outputs if v in made and v in last and v not in elsewhere]
+        size = sum((value.bytes for value in new), 0)
+        inside = op.body_peak if op.body else 0
+        over = np.minimum(freed, size) if op.in_place else 0
+        most = np.maximum(most, live + size - over + inside + _scratch(op))
+        live = live + size - freed
+    return most
+
+
+def _scratch(op: Op) -> Count | int:
+    """The forward kernel of splash writes its log-sum-exp as wide as a TPU's registers."""
+    is_splash = op.eqn.primitive.name == "foreign_kernel" and len(op.outputs) == 2
+    return LANES * op.outputs[1].bytes if is_splash else 0
