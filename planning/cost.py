@@ -12,6 +12,7 @@ often results go through memory (`memory_traffic`), and how fast links are (`lin
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -150,86 +151,118 @@ def named(layer: Callable, name: str) -> Callable:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """The layers of a block and of the prefix, each with how many there are of it."""
+class Pieces:
+    """What runs up to the last stage: layers, each with how many there are of it."""
 
     block: list[tuple[Piece, int]]
     prefix: list[tuple[Piece, int]]
+    first: Piece  # before the first stage, without the prefix
 
 
 @cache
-def layers(config: Config, kernel: str, share: float, batches: tuple[int, ...]) -> Layers:
-    """config  as `one_microbatch` leaves it; of `batches`, where it has PRIME sequences per rank."""
-    traced = config.train.sequences // config.mesh.fsdp
-    reader = jaxpr.Reader(jaxpr.Sizes(traced, batches), share, LAYER)
-    pieces: list[Piece] = []
+def declared(config: Config) -> model.Transformer:
+    """The weights of a config's model and mesh."""
+    return model.declare(config)
+
+
+@cache
+def divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+@cache
+def pieces(config: Config, kernel: str, share: float, batches: tuple[int, ...]) -> Pieces:
+    """config  as `one_microbatch` leaves it.
+    batches  sequences of a microbatch and rank that counts are for: those of the config, or any
+             where it has PRIME.
+    """
+    sizes = jaxpr.Sizes(config.train.sequences // config.mesh.fsdp, batches)
+    reader = jaxpr.Reader(sizes, share)
+    outer = dataclasses.replace(reader, skipped=LAYER)
+    layers: list[Piece] = []
+    found: dict[str, Any] = {}
 
     def wrapped(layer: Callable) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
-            function = named(lambda w, x: layer(w, x, *rest, **options), f"{LAYER}{len(pieces)}")
-            pieces.append(piece(dataclasses.replace(reader, skipped=""), function, w, x))
+            function = named(lambda w, x: layer(w, x, *rest, **options), f"{LAYER}{len(layers)}")
+            layers.append(seen_piece(reader, function, w, x))
             return function(w, x)
 
         return call
 
-    found: dict[str, list[tuple[Piece, int]]] = {}
-
     def at(run: pipeline.Executor) -> None:
         zero, x = jnp.int32(0), run.empty_x()
         block = jax.make_jaxpr(lambda x: run.functions.block(*run.known(zero, zero, zero), x))(x)
-        first = jax.make_jaxpr(lambda: run.functions.first(run.w.ends, run.microbatch(0)))()
-        for name, program in (("block", block), ("prefix", first)):
-            calls = jaxpr.calls(reader.read(program).ops, LAYER)
-            found[name] = [(pieces[number], times) for number, times in calls.items()]
+        first = lambda w: vary(run.functions.first(w, run.microbatch(zero)))  # noqa: E731
+        found["first"] = seen_piece(outer, first, run.w.ends)
+        for name, ops in (
+            ("block", outer.read(block).ops),
+            ("prefix", found["first"].ways[0]),
+        ):
+            calls = jaxpr.calls(ops, LAYER)
+            found[name] = [(layers[number], times) for number, times in calls.items()]
 
     look(config, kernel, wrapped, at)
-    return Layers(**found)
+    return Pieces(**found)
+
+
+SEEN: dict[Any, Piece] = {}
+
+
+def seen_piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: jax.Array) -> Piece:
+    """The piece of a function, or of one seen before whose forward program is the same: most
+    layers do not depend on all axes of the mesh.
+    """
+    text = re.sub(rf"0x[0-9a-f]+|{LAYER}\d+", "", str(jax.make_jaxpr(function)(w, *x)))
+    key = reader, text
+    if key not in SEEN:
+        SEEN[key] = piece(reader, function, w, *x)
+    return SEEN[key]
 
 
 @cache
-def ends(config: Config, kernel: str) -> tuple[Piece, Program]:
-    """What runs before the stages, but for its layers, and what runs after them with its gradient.
+def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
+    """What runs after the last stage, with its gradient.
 
     config  as `one_microbatch` leaves it.
+    rows    of a rank's slice of the vocabulary, that counts are for: the config's, or fewer. Few
+            vocabularies divide other sizes, so one trace serves for all.
     """
     b = config.train.sequences // config.mesh.fsdp
-    reader = jaxpr.Reader(jaxpr.Sizes(b, (b,)), 1.0, LAYER)
-    found: list[Any] = []
-
-    def wrapped(layer: Callable) -> Callable:
-        def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
-            return named(lambda w, x: layer(w, x, *rest, **options), LAYER)(w, x)
-
-        return call
+    sizes = jaxpr.Sizes(local_rows(config), rows)
+    found: list[Program] = []
 
     def at(run: pipeline.Executor) -> None:
-        first = piece(reader, lambda w: vary(run.functions.first(w, run.microbatch(0))), run.w.ends)
         gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
-        y = jax.lax.psum(run.empty_x(), "pipeline")
+        y = jnp.zeros((b, config.train.sequence_length // config.mesh.tensor, config.model.width))
+        y = vary(y.astype(config.model.compute_dtype), ("fsdp", "tensor"))
         last = jax.make_jaxpr(gradient)(run.w.ends, run.microbatch(0), y)
-        found.extend((first, reader.read(last)))
+        found.append(jaxpr.Reader(sizes, 1.0).read(last))
 
-    look(config, kernel, wrapped, at)
-    return tuple(found)
+    look(config, kernel, lambda layer: layer, at)
+    return found[0]
 
 
-def one_microbatch(config: Config, sequences: int, pipeline: int = 1) -> Config:
+def local_rows(config: Config) -> int:
+    """Of a rank's slice of the vocabulary."""
+    return config.model.padded_vocabulary // (config.mesh.pipeline * config.mesh.tensor)
+
+
+def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
     """What a trace of one microbatch depends on, all else as by default.
 
     sequences  of one fsdp rank.
     """
-    t, mesh = config.train, config.mesh
-    m = config.model
-    if (
-        sequences == PRIME and m.moe_layers
-    ):  # slots that grow with the batch, rounded for one sequence
+    t, m = config.train, config.model
+    if sequences == PRIME and m.moe_layers:  # slots that grow with the batch
         tokens = t.sequence_length // mesh.tensor
         slots = PRIME * model.expert_slots(m, tokens, m.capacity_factor) - 0.5
         factor = slots * m.experts / (m.experts_per_token * PRIME * tokens)
         m = dataclasses.replace(m, capacity_factor=factor)
     return Config(
-        mesh=utils.Mesh(fsdp=mesh.fsdp, pipeline=pipeline, tensor=mesh.tensor),
-        model=m,
+        mesh=dataclasses.replace(mesh, virtual=1),
+        model=dataclasses.replace(m, blocks=mesh.pipeline),
         train=utils.Train(
             sequences=sequences * mesh.fsdp,
             sequence_length=t.sequence_length,
@@ -246,10 +279,10 @@ def one_microbatch(config: Config, sequences: int, pipeline: int = 1) -> Config:
 class Step:
     """A config's pieces on one chip, and how often each runs in a step."""
 
-    def __init__(self, config: Config, platform: str, batches: tuple[int, ...] = ()):
-        """batches  of a search: sequences of a microbatch and rank that one trace is to serve."""
+    def __init__(self, config: Config, platform: str, shared: bool = False):
+        """shared  traces serve other batch sizes and numbers of stages too, as a search needs."""
         t, mesh = config.train, config.mesh
-        self.config, self.declared = config, model.declare(config)
+        self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
         self.schedule, self.M = passes.schedule_of(config), t.microbatches
         self.kernel = attention.chosen(config, platform)
         self.share = attention.computed_share(config, platform)
@@ -257,12 +290,7 @@ class Step:
         self.bT, self.bt = self.b * t.sequence_length, self.b * t.sequence_length // mesh.tensor
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bt * config.model.width * self.byte
-        self.v = config.model.padded_vocabulary // (mesh.pipeline * mesh.tensor)
-        self.batches = batches or (self.b,)
-        alone = one_microbatch(config, self.b if not batches else PRIME)
-        found = layers(alone, self.kernel, self.share, self.batches)
-        self.block, self.prefix = found.block, found.prefix
-        self.first, self.last = ends(one_microbatch(config, self.b, mesh.pipeline), self.kernel)
+        self.v = local_rows(config)
         self.in_blocks = {id(w) for w in jax.tree.leaves(self.declared.blocks)}
         self.in_prefix = {id(w) for w in jax.tree.leaves(self.declared.first.prefix)}
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
@@ -271,11 +299,35 @@ class Step:
         # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
         self.useful = self.schedule.work * self.per_chunk
         self.run = (self.schedule.work + mesh.pipeline - 1) * self.per_chunk
+        self._trace(shared)
+
+    def _trace(self, shared: bool) -> None:
+        c = self.config
+        # Of the loss's chunks of tokens, a shared trace has two where there are more.
+        chunks = model.chunks(self.bT, c.train.loss_chunk_tokens)
+        few = shared and chunks > 2 and 2 * self.b % chunks == 0
+        self.last_b = 2 * self.b // chunks if few else self.b
+        self.last_M = self.M * self.b // self.last_b
+        stage = dataclasses.replace(c.mesh, pipeline=1)
+        alone = one_microbatch(c, stage, PRIME if shared else self.b)
+        last = one_microbatch(
+            c, dataclasses.replace(stage, fsdp=1) if shared else c.mesh, self.last_b
+        )
+        self.batches, self.rows = (self.b,), (self.v,)
+        if shared:
+            self.batches = tuple(divisors(c.train.sequences))
+            self.rows = tuple(local_rows(last) // n for n in divisors(c.model.blocks))
+        found = pieces(alone, self.kernel, self.share, self.batches)
+        self.block, self.prefix, self.first = found.block, found.prefix, found.first
+        self.last = after(last, self.kernel, self.rows)
 
     def number(self, count: np.ndarray | int) -> int:
         """Of a count for each batch size, that of this step's."""
-        one = np.ndim(count) == 0 or len(count) == 1
-        return int(np.max(count) if one else count[self.batches.index(self.b)])
+        return int(count if np.ndim(count) == 0 else count[self.batches.index(self.b)])
+
+    def of_last(self, count: np.ndarray | int) -> int:
+        """Of a count for each number of rows of the vocabulary, that of this step's."""
+        return int(count if np.ndim(count) == 0 else count[self.rows.index(self.v)])
 
     def remat(self, piece: Piece, names: str = "") -> jaxpr.Remat:
         return piece.remat(names or self.config.train.remat)
@@ -335,9 +387,9 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
     """
     parts: dict[str, dict[str, int]] = {}
 
-    def add(ops: Any, way: str, times: int) -> None:
+    def add(ops: Any, way: str, times: int, number: Callable = step.number) -> None:
         for op, n in ops:
-            count = step.number(op.flops) * n * times
+            count = op.flops is not None and number(op.flops) * n * times
             if count:
                 ways = ("forward", "backward", "recomputed", "bubble")
                 parts.setdefault(op.part, dict.fromkeys(ways, 0))[way] += count
@@ -350,7 +402,7 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
         add(r.piece.forward, "recomputed", r.anew)
         add((*r.piece.forward, *r.piece.backward, *again), "bubble", r.idle)
     for op, n in jaxpr.costs(step.last.ops):
-        add([(op, n)], "backward" if op.transposed else "forward", step.M)
+        add([(op, n)], "backward" if op.transposed else "forward", step.last_M, step.of_last)
     if found := optimizer_flops(step.config) // step.chips:
         parts["optimizer"] = {"forward": 0, "backward": 0, "recomputed": 0, "bubble": 0}
         parts["optimizer"]["backward"] = found
@@ -362,12 +414,14 @@ def model_flops(step: Step) -> float:
     once; every capacity slot and the padded vocabulary. Backward is twice forward.
     """
 
-    def forward(ops: Any) -> int:
-        return sum(step.number(op.flops) * n for op, n in ops if not op.transposed)
+    def forward(ops: Any, number: Callable = step.number) -> int:
+        return sum(
+            number(op.flops) * n for op, n in ops if op.flops is not None and not op.transposed
+        )
 
     layers = sum(r.forward * forward(r.piece.forward) for r in runs(step) if not r.anew)
     prefix = sum(r.forward * forward(r.piece.forward) for r in runs(step) if r.anew)
-    last = step.M * forward(jaxpr.costs(step.last.ops))
+    last = step.last_M * forward(jaxpr.costs(step.last.ops), step.of_last)
     return 3 * (layers + last + prefix / step.config.mesh.pipeline)
 
 
@@ -389,7 +443,7 @@ def _optimizer_flops(config: Config) -> int:
     with jax.numpy_dtype_promotion("standard"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
     program = jaxpr.Reader(jaxpr.Sizes(1, (1,)), 1.0).read(update)
-    return sum(int(op.flops[0]) * n for op, n in jaxpr.costs(program.ops))
+    return sum(int(op.flops[0]) * n for op, n in jaxpr.costs(program.ops) if op.flops is not None)
 
 
 def optimizer_bytes(config: Config) -> int:
@@ -440,11 +494,11 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
         if axes and result * times:
             found[cause, axes, kind] += result * times
 
-    def sends(ops: Any, times: int, way: str = "") -> None:
+    def sends(ops: Any, times: int, way: str = "", number: Callable = step.number) -> None:
         for op, n in ops:
             if op.send:
-                cause = op.send.cause + way
-                add(cause, op.send.axes, op.send.kind, step.number(op.send.bytes), n * times)
+                cause, size = op.send.cause + way, number(op.send.bytes)
+                add(cause, op.send.axes, op.send.kind, size, n * times)
 
     for r in runs(step):
         sends(r.piece.forward, r.forward + r.anew + r.idle)
@@ -454,7 +508,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     sends(step.first.remat("full").costs, step.M)
     sends(step.first.backward, step.M, ", backward")
     for op, n in jaxpr.costs(step.last.ops):
-        sends([(op, n)], step.M, ", backward" if op.transposed else "")
+        sends([(op, n)], step.last_M, ", backward" if op.transposed else "", step.of_last)
     _executor_sends(step, add)
     _weights(step, add, sums_everywhere(step, chip, ("fsdp",)))
     return [
@@ -529,8 +583,10 @@ def memory(step: Step) -> dict[str, int]:
 def working(step: Step) -> dict[str, int]:
     """Bytes that only one moment needs, by what happens in it."""
     kept = sum(step.kept(layer) * count for layer, count in step.block)
+    # What the output matrix multiplies, and its gradient, of the chunks that were not looked at.
+    more = 2 * (step.b - step.last_b) * step.x_bytes * step.ranks["tensor"] // step.b
     found = {
-        "logits": step.number(jaxpr.peak(step.last.ops, {*step.last.inputs})),
+        "logits": step.of_last(step.last.peak) + more,
         # A block's weights and their gradients, its part of the ring, and one of its layers.
         "one layer": 2 * step.block_elements * step.byte
         + kept
@@ -657,16 +713,16 @@ class Prediction:
 
 
 def predict(
-    config: Config, chip: Chip | None, platform: str | None = None, batches: tuple[int, ...] = ()
+    config: Config, chip: Chip | None, platform: str | None = None, shared: bool = False
 ) -> Prediction:
     """What a step of this config costs each of its mesh's chips.
 
     chip      None for one whose figures are not known: no times.
     platform  of such a one; the CPU if not said.
-    batches   as in Step; with them the slots of experts are rounded once, for all batch sizes.
+    shared    as in Step: then the slots of experts are rounded once, for all batch sizes.
     Raises    ValueError where the model cannot be cut over the mesh, or its attention not run.
     """
-    step = Step(config, platform or platform_of(chip), batches)
+    step = Step(config, platform or platform_of(chip), shared)
     t = config.train
     flops_of = flops_by_part(step)
     held = memory(step)
@@ -722,7 +778,8 @@ def seconds_again(step: Step, chip: Chip | None, piece: Piece, name: str) -> flo
     found = 0.0
     for names, sign in (("full", 1), (name, -1)):
         for op, n in step.remat(piece, names).costs:
-            found += sign * n * step.number(op.flops) / (chip.flops if chip else 1)
+            if op.flops is not None:
+                found += sign * n * step.number(op.flops) / (chip.flops if chip else 1)
             axes = op.send and tuple(
                 a for a in MESH_AXES if a in op.send.axes and step.ranks[a] > 1
             )

@@ -93,7 +93,7 @@ class Op:
     outputs: list[Value]
     part: str  # the named scopes that it is in
     transposed: bool  # made by differentiating
-    flops: Count
+    flops: Count | None
     send: Send | None
     body: "Program | None" = None  # of a loop
     times: int = 1
@@ -131,8 +131,9 @@ class Program:
     constants: list[Value] = field(default_factory=list)  # what it closes over
 
     @cached_property
-    def makers(self) -> dict[Value, Op]:
-        return {value: op for op in self.ops for value in op.outputs}
+    def peak(self) -> Count:
+        """Most bytes that live at once beside its inputs."""
+        return peak(self.ops, {*self.inputs})
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -189,7 +190,8 @@ class Reader:
 
     def _op(self, eqn: Any, inputs: list[Value], outputs: list[Value], scope: str) -> Op:
         name, part = eqn.primitive.name, _part(scope)
-        flops = self.sizes(self._flops(eqn))
+        count = self._flops(eqn)
+        flops = self.sizes(count) if count else None
         op = Op(eqn, inputs, outputs, part, "transpose(" in scope, flops, None)
         if name in COLLECTIVES:
             axes = eqn.params.get("axes") or eqn.params.get("axis_name")
@@ -203,8 +205,8 @@ class Reader:
             op.times = eqn.params["length"]
         elif name in OPAQUE and _works(eqn):
             raise ValueError(
-                f"{part or 'the model'} has a {name}, whose cost a trace does not tell. Write loops "
-                "as lax.scan, choices as jnp.where, and products as einsum."
+                f"{part or 'the model'} has a {name}, whose cost a trace does not tell. Write "
+                "loops as lax.scan, choices as jnp.where, and products as einsum."
             )
         return op
 
@@ -236,9 +238,9 @@ def _joined(scope: str, eqn: Any) -> str:
 
 
 def _part(scope: str) -> str:
-    """ "jvp(attention)/latents" -> "attention latents"."""
-    names = re.findall(r"\w+", re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint)\b", "", scope))
-    return " ".join(name for name in names if name != "rematted_computation")
+    """ "jvp(attention)/latents/bTD,DC->bTC" -> "attention latents"."""
+    found = (re.fullmatch(r"(?:(?:jvp|transpose|vmap)\()*(\w+)\)*", s) for s in scope.split("/"))
+    return " ".join(name[1] for name in found if name)
 
 
 # --- sums -----------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def costs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
     for op in ops:
         if op.body:
             yield from costs(op.body.ops, times * op.times)
-        elif op.send or op.flops.any():
+        elif op.send or op.flops is not None:
             yield op, times
 
 

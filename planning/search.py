@@ -6,12 +6,12 @@ the time of a step in which nothing overlaps, then by memory.
 """
 
 import dataclasses
+import gc
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import model
@@ -88,18 +88,12 @@ def flags_of(config: Config) -> str:
     return " ".join(f"--{flag} {value_of(config, flag)}" for flag in FREE)
 
 
-@cache
-def divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
-
-
 def meshes(chips: int) -> list[MeshShape]:
     """All (fsdp, pipeline, tensor) of so many chips."""
     return [
         (chips // (pipeline * tensor), pipeline, tensor)
-        for pipeline in divisors(chips)
-        for tensor in divisors(chips // pipeline)
+        for pipeline in cost.divisors(chips)
+        for tensor in cost.divisors(chips // pipeline)
     ]
 
 
@@ -121,6 +115,7 @@ def search(
     Raises    ValueError where the model divides over no mesh.
     """
     best, small, out, tried = [], [], {}, 0
+    gc.disable()  # traces make many objects and leave none: looking for them takes a fifth longer
     for mesh in progress(allowed(config, chips, fixed)):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
@@ -133,6 +128,7 @@ def search(
             out[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
         else:
             out[mesh] = reason
+    gc.enable()
     if not best and not small:
         raise ValueError(no_mesh(config, chips, fixed, out))
     best.sort(key=lambda c: c.order)
@@ -179,8 +175,8 @@ def ways(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dic
     """What to try on a mesh: {flag: value} without train.remat."""
     fsdp, pipeline, _ = mesh
     blocks, sequences = config.model.blocks, config.train.sequences
-    virtual = divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
-    microbatches = divisors(sequences // fsdp) if sequences % fsdp == 0 else [1]
+    virtual = cost.divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
+    microbatches = cost.divisors(sequences // fsdp) if sequences % fsdp == 0 else [1]
     choices = {"mesh.virtual": virtual, "train.microbatches": microbatches}
     choices["fsdp.gather"] = ["step", "layer"] if fsdp > 1 else ["step"]
     for flag in fixed & choices.keys():
@@ -202,23 +198,18 @@ def with_most_kept(
 ) -> Candidate:
     """The candidate whose backward pass finds the most that fits; the smallest if none does."""
     config = changed(config, values)
-    keep, batches = "train.remat" in fixed, batch_sizes(config)
+    keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         config = changed(config, {"train.remat": policy})
-        step = cost.Step(config, platform_of(chip), batches)
+        step = cost.Step(config, platform_of(chip), shared=True)
         if sum(cost.memory(step).values()) <= usable_bytes(chip):
             break
-    return Candidate(config, cost.predict(config, chip, batches=batches))
-
-
-def batch_sizes(config: Config) -> tuple[int, ...]:
-    """Sequences that a microbatch of one rank may have on this mesh."""
-    return tuple(divisors(config.train.sequences // config.mesh.fsdp))
+    return Candidate(config, cost.predict(config, chip, shared=True))
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
     """From all to nothing kept, what saves the least time for its bytes dropped first."""
-    step = cost.Step(config, platform_of(chip), batch_sizes(config))
+    step = cost.Step(config, platform_of(chip), shared=True)
     saved, held = Counter(), Counter()
     for layer, count in step.block:
         for name in utils.REMAT_NAMES:
