@@ -64,7 +64,7 @@ class Piece:
     @cached_property
     def residuals(self) -> list[Value]:
         """What the backward pass finds where nothing is computed again."""
-        return jaxpr.residuals(self.ways[1], {*self.known, *self.gradients})
+        return jaxpr.residuals(self.program, set(self.gradients), set(self.known))
 
     @cached_property
     def residual_bytes(self) -> np.ndarray:

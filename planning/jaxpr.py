@@ -266,25 +266,36 @@ def calls(ops: Iterable[Op], name: str, times: int = 1) -> dict[int, int]:
     return found
 
 
-def split(program: Program, cotangents: Iterable[Value]) -> tuple[list[Op], list[Op]]:
-    """(forward operations, backward operations): backward is what depends on the cotangents."""
-    depends, ways = set(cotangents), ([], [])
+def depending(ops: Iterable[Op], values: Iterable[Value]) -> set[Value]:
+    """The values, and what is made of them."""
+    found = set(values)
+    for op in ops:
+        if not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def split(program: Program, gradients: Iterable[Value]) -> tuple[list[Op], list[Op]]:
+    """(forward operations, backward operations): backward is what depends on the gradients of the
+    results, and what was made by transposing.
+    """
+    found, ways = depending(program.ops, gradients), ([], [])
     for op in program.ops:
-        backward = any(value in depends for value in op.inputs)
-        depends.update(op.outputs if backward else ())
-        ways[backward].append(op)
+        ways[op.transposed or not found.isdisjoint(op.outputs)].append(op)
     return ways
 
 
 # --- what the backward pass finds -----------------------------------------------------------------
 
 
-def residuals(backward: Iterable[Op], known: set[Value]) -> list[Value]:
-    """What the backward pass reads that it does not make itself, but for what is `known`."""
-    backward = list(backward)
+def residuals(program: Program, gradients: set[Value], known: set[Value]) -> list[Value]:
+    """What the backward pass reads that it does not make itself, but for what is known and what
+    depends on nothing, as a table of angles.
+    """
+    _, backward = split(program, gradients)
     made = {value for op in backward for value in op.outputs}
-    read = dict.fromkeys(value for op in backward for value in op.inputs)
-    return [value for value in read if value not in made and value not in known]
+    some = depending(program.ops, program.inputs) - made - known - gradients
+    return list(dict.fromkeys(v for op in backward for v in op.inputs if v in some))
 
 
 @dataclass
