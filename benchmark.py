@@ -3,23 +3,18 @@
     ./run.sh python benchmark.py reference            a small mixture of experts on 8 CPU devices
     ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
-    ./run.sh python benchmark.py gpu                  124M dense, 1B dense, 1B experts on one GPU
+    ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
-`step` takes main.py's flags. Compiled FLOPs are the matrix products in the compiled program, loops
-counted with their trip counts; model FLOPs those of a program without waste (see flops.py).
+`step` takes main.py's flags, and `gpu --help` tells its own. Compiled FLOPs are the matrix products
+in the compiled program, loops counted with their trip counts; model FLOPs those of a program
+without waste (see flops.py).
 """
 
 import dataclasses
-import gzip
-import json
-import math
 import statistics
 import sys
-import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,6 +57,7 @@ class Program:
 
     @property
     def model_flops(self) -> int:
+        """Of a step, on all devices."""
         step = cost.Step(self.config, passes.platform(self.mesh))
         return round(cost.model_flops(step) * self.mesh.size)
 
@@ -112,6 +108,23 @@ def step_seconds(programs: list[Program], steps: int = STEPS) -> list[float]:
             jax.block_until_ready(report)
             taken[i].append(time.perf_counter() - start)
     return [statistics.median(seconds[1:]) for seconds in taken]
+
+
+def product_flops_per_s(size: int, dtype: Any, in_row: int, timed: int = STEPS) -> float:
+    """FLOP/s of a product of two square random matrices: the median of `timed` measurements.
+
+    in_row  products that one measurement starts before it waits, so that a GPU is not idle between
+            them; a CPU would run them beside each other.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (size, size), dtype) for key in keys)
+    product = jax.jit(jnp.matmul)
+    taken = []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        jax.block_until_ready([product(a, b) for _ in range(in_row)])
+        taken.append((time.perf_counter() - start) / in_row)
+    return 2 * size**3 / statistics.median(taken[1:])
 
 
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
@@ -192,17 +205,28 @@ def reference() -> None:
             f"{program.flops_ratio():.3f} (bound 1.15 x {bubble:.3f} = {1.15 * bubble:.3f})"
         )
     table = Table("remat", "virtual", "step s", "GFLOP/s", "memory/device MiB", "compile s")
-    for program, seconds in zip(programs, step_seconds(programs), strict=True):
+    seconds = step_seconds(programs)
+    rates = [program.model_flops / s for program, s in zip(programs, seconds, strict=True)]
+    for program, s, rate in zip(programs, seconds, rates, strict=True):
         table.add_row(
             program.config.train.remat,
             str(program.config.mesh.virtual),
-            f"{seconds:.2f}",
-            f"{program.model_flops / seconds / 1e9:.1f}",
+            f"{s:.2f}",
+            f"{rate / 1e9:.1f}",
             f"{train.planned_bytes(program.step) / 2**20:.0f}",
             f"{program.compile_s:.1f}",
         )
     Console(width=120).print(table)
     print("GFLOP/s of model FLOPs, all devices together.")
+    print(share_of_machine(max(rates), product_flops_per_s(2048, jnp.float32, in_row=1)))
+
+
+def share_of_machine(best: float, machine: float) -> str:
+    """A step's FLOP/s beside what a bare product makes here, on all cores."""
+    return (
+        f"Best {best / 1e9:.1f} GFLOP/s, {best / machine:.0%} of a 2048 x 2048 x 2048 float32 "
+        f"product's {machine / 1e9:.1f} here."
+    )
 
 
 # --- mesh -----------------------------------------------------------------------------------------
@@ -236,85 +260,15 @@ def mesh() -> None:
         )
 
 
-# --- gpu ------------------------------------------------------------------------------------------
-
-GPU_CONFIGS = ("configs/dense_124m.toml", "configs/dense_1b.toml", "configs/moe_1b.toml")
-
-
-def gpu() -> None:
-    """Three models on one GPU in bfloat16, a check against the CPU, and where time goes."""
-    if jax.default_backend() != "gpu":
-        raise ValueError(
-            "benchmark.py gpu needs an NVIDIA GPU, and jax sees only "
-            f"{jax.default_backend()} devices. Use benchmark.py step for those."
-        )
-    check_against_cpu()
-    for path in GPU_CONFIGS:
-        config = with_values(
-            utils.load(path),
-            mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
-            model={"compute_dtype": "bfloat16"},
-        )
-        program = compiled(config)
-        seconds = step_seconds([program])[0]
-        print(f"\n{path}")
-        report(program, seconds)
-        for name, share in kernel_shares(program):
-            print(f"  {share:6.1%}  {name}")
-
-
-def check_against_cpu() -> None:
-    """Loss and gradients of a small model: bfloat16 on the GPU against float32 on the CPU."""
-    sections = {"mesh": {"fsdp": 1, "pipeline": 1, "tensor": 1}}
-    config = with_values(reference_config(), **sections)
-    results = []
-    for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
-        here = with_values(config, model={"compute_dtype": dtype})
-        devices = np.array(jax.devices(platform)[:1]).reshape(1, 1, 1)
-        place = Mesh(devices, utils.MESH_AXES)
-        with jax.default_device(devices.flat[0]):
-            declared = model.declare(here)
-            w = weights.initialize(declared, place, 0)
-            run = jax.jit(passes.loss_and_gradients(here, declared, place))
-            grads, stats = jax.device_get(run(w, random_batch(here, place), jnp.int32(0)))
-        results.append((float(stats.loss), jax.tree.leaves(grads)))
-    (loss, expected), (found_loss, found) = results
-    pairs = list(zip(found, expected, strict=True))
-    norm = math.sqrt(sum(float((e**2).sum()) for _, e in pairs))
-    error = math.sqrt(sum(float(((f - e) ** 2).sum()) for f, e in pairs)) / norm
-    # 2^-8 is bfloat16's rounding; routing may flip for a few tokens.
-    ok = abs(found_loss / loss - 1) < 2**-8 and error < 0.1
-    print(
-        f"GPU bfloat16 against CPU float32: loss {found_loss / loss - 1:+.1e}, gradients "
-        f"{error:.1e} of their norm: {'agree' if ok else 'DISAGREE'}"
-    )
-    if not ok:
-        raise ValueError("the GPU's gradients are not the CPU's: see the line above")
-
-
-def kernel_shares(program: Program, most: int = 12) -> list[tuple[str, float]]:
-    """The operations that take most of a step's time on the device, with their share of it."""
-    state = program.state()
-    batch = random_batch(program.config, program.mesh)
-    state, report = program.step(state, batch)
-    jax.block_until_ready(report)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            jax.block_until_ready(program.step(state, batch)[1])
-        [file] = Path(folder).rglob("perfetto_trace.json.gz")
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    taken: Counter[str] = Counter()
-    for event in events:
-        if "hlo_op" in event.get("args", {}):
-            taken[event["name"]] += event.get("dur", 0)
-    total = sum(taken.values())
-    return [(name, duration / total) for name, duration in taken.most_common(most)]
-
-
 def run() -> None:
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
-    commands = {"reference": reference, "mesh": mesh, "gpu": gpu}
     name, *rest = sys.argv[1:] or ["--help"]
+    if name == "gpu":
+        import benchmark_gpu  # late: it takes from this file
+
+        benchmark_gpu.main(rest)
+        return
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    commands = {"reference": reference, "mesh": mesh}
     if name in ("-h", "--help"):
         print(__doc__)
     elif name == "step":
@@ -323,8 +277,8 @@ def run() -> None:
         commands[name]()
     else:
         raise ValueError(
-            f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, gpu, or "
-            f"step with flags of main.py."
+            f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
+            "gpu with names of rows, or step with flags of main.py."
         )
 
 
