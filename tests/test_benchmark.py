@@ -1,0 +1,401 @@
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import benchmark
+import benchmark_gpu as gpu
+import chips
+import model
+import weights
+from conftest import ROOT
+from planning import cost, timeline
+
+# What a machine with a GPU may lack. rich is not here: flax imports it.
+ABSENT = (
+    *("tyro", "google.cloud", "google_crc32c", "datasets", "wandb", "orbax", "tensorstore"),
+    *("tiktoken", "matplotlib"),
+)
+ROWS = ("machine", "check", "dense_124m-none", "dense_124m-profile")
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+# --- the whole of it, in toy sizes ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """(records by row, printed text, folder of logs) of `benchmark.py gpu --toy` on this CPU."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
+    )
+    command = [sys.executable, "benchmark.py", "gpu", *ROWS, "--toy", "--minutes=60"]
+    command += [f"--out={folder / 'toy.jsonl'}"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "XLA_FLAGS": FAST}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    logs = "\n".join(log.read_text() for log in folder.rglob("*.log"))
+    assert run.returncode == 0, run.stdout + run.stderr + logs
+    records = gpu.read(folder / "toy.jsonl")
+    return {r["row"]: r for r in records}, run.stdout, folder / "toy"
+
+
+def test_rows_are_measured_where_only_jax_flax_and_optax_are_installed(told):
+    records, text, _ = told
+    assert tuple(records) == ROWS
+    assert all(r["status"] == "ok" for r in records.values()), text
+
+
+def test_a_blocked_package_is_missed(tmp_path):
+    """The fixture's way of taking packages away does so."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tyro'] = None\n")
+    command = [sys.executable, "-c", "import tyro"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode and "tyro" in run.stderr
+
+
+def test_each_record_says_where_it_is_from(told):
+    for record in told[0].values():
+        for name in ("chip", "driver", "jax", "jaxlib", "python", "commit", "gpu", "started"):
+            assert name in record
+        assert record["toy"] is True and record["wall_s"] > 0
+
+
+def test_a_step_is_the_median_of_eight_after_two_and_all_else_follows_from_it(told):
+    found = told[0]["dense_124m-none"]
+    config = gpu.config_of("dense_124m-none", toy=True)
+    assert len(found["steps_s"]) == len(found["losses"]) == 10
+    timed = sorted(found["steps_s"][2:])
+    assert found["step_s"] == pytest.approx((timed[3] + timed[4]) / 2)
+    tokens = config.train.sequences * config.train.sequence_length
+    assert found["tokens_per_s"] == pytest.approx(tokens / found["step_s"])
+    assert found["planned_bytes"] == cost.predict(config, None, "cpu").memory_bytes_per_chip
+    assert found["compiler_bytes"] > 0 and found["memory_bytes"] > 0 and found["compile_s"] > 0
+    assert isinstance(found["compile_cached"], bool)
+    # Of this CPU no peak is known, so that there is no MFU.
+    assert found["mfu"] is None and found["mfu_whole_square"] is None
+
+
+def test_the_check_tells_the_error_of_each_weight(told):
+    found = told[0]["check"]
+    assert found["float32_loss_error"] == 0  # the same device, in this test
+    errors = found["bfloat16_gradient_errors"]
+    assert "blocks.moe.moe.experts.gate" in errors and "first.embedding" in errors
+    assert 1e-4 < max(errors.values()) < 0.1
+
+
+def test_shares_of_layers_sum_to_one(told):
+    found = told[0]["dense_124m-profile"]
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["busy_s"] > 0
+    for place in ("attention forward", "attention backward", "mlp backward", "loss backward"):
+        assert found["shares"][place] > 0.001
+    assert found["shares"].get("other", 0) < 0.05
+    for place, kernels in found["kernels"].items():
+        assert 0 < sum(kernels.values()) <= found["shares"][place] + 1e-9
+
+
+def test_the_trace_is_kept_with_names_of_layers(told):
+    trace = timeline.read(told[2] / "dense_124m-profile.perfetto.json.gz")
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert any(name.startswith("steady/attention ") for name in names)
+
+
+def test_without_a_gpu_real_sizes_are_refused_with_the_mend():
+    device = benchmark.jax.devices()[0]
+    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU.*--toy"):
+        gpu.accelerator(toy=False)
+    assert gpu.accelerator(toy=True) == device
+
+
+# --- rows that fail, time, and memory of rows -----------------------------------------------------
+
+
+def fake(ends):
+    """A stand-in for run_row, and the list of rows that it was called with."""
+    called = []
+
+    def run(row, toy, folder, limit_s):
+        called.append(row)
+        return {"text": "fine", "error": "broken", "status": ends.get(row, "ok")}
+
+    return run, called
+
+
+def flags(tmp_path, *names, **given):
+    return gpu.Flags(names=list(names), out=tmp_path / "x" / "gpu.jsonl", **given)
+
+
+def test_a_row_whose_config_cannot_be_had_fails_alone(tmp_path):
+    found = gpu.run_row("no_such-none", True, tmp_path, 300)
+    assert found["status"] == "failed" and "KeyError" in found["error"]
+
+
+def test_a_failed_row_does_not_end_the_rest(tmp_path, capsys):
+    run, called = fake({"dense_124m-none": "failed", "dense_1b-none": "memory"})
+    assert gpu.session(flags(tmp_path, minutes=1e6), run) == {}
+    assert called == gpu.row_names()
+    text = capsys.readouterr().out
+    assert "failed: broken" in text and "out of memory" in text
+
+
+@pytest.mark.parametrize("gate", gpu.GATES)
+def test_a_failed_check_ends_the_rest_unless_forced(tmp_path, gate):
+    run, called = fake({gate: "failed"})
+    with pytest.raises(ValueError, match=f"row {gate} did not pass.*--force"):
+        gpu.session(flags(tmp_path, minutes=1e6), run)
+    assert called[-1] == gate
+    gpu.session(flags(tmp_path, "dense_1b-full", minutes=1e6, force=True), run)
+    assert called[-1] == "dense_1b-full"
+
+
+def test_finished_rows_are_not_run_again_and_failed_ones_are(tmp_path, capsys):
+    run, called = fake({"dense_1b-none": "memory", "dense_1b-full": "failed"})
+    names = ("dense_124m-none", "dense_1b-none", "dense_1b-full")
+    gpu.session(flags(tmp_path, *names, minutes=1e6), run)
+    called.clear(), capsys.readouterr()
+    gpu.session(flags(tmp_path, *names, minutes=1e6), run)
+    assert called == ["dense_1b-full"]
+    assert capsys.readouterr().out.count("fine") == 3  # machine, check and a row, as they were
+    gpu.session(flags(tmp_path, *names, minutes=1e6, again=True), run)
+    assert called[1:] == ["machine", "check", *names]
+
+
+def test_rows_of_another_gpu_do_not_count_as_finished(tmp_path, monkeypatch):
+    run, called = fake({})
+    gpu.session(flags(tmp_path, "dense_124m-none", minutes=1e6), run)
+    monkeypatch.setattr(gpu, "smi_now", lambda *fields: {"name": "NVIDIA H200"})
+    gpu.session(flags(tmp_path, "dense_124m-none", minutes=1e6), run)
+    assert called == ["machine", "check", "dense_124m-none"] * 2
+
+
+def test_in_no_time_nothing_starts_and_the_command_to_go_on_is_printed(tmp_path, capsys):
+    arguments = ["--minutes", "0", "--out", str(tmp_path / "gpu.jsonl"), "--again", "dense_1b-full"]
+    gpu.main(arguments)
+    text = capsys.readouterr().out
+    assert "left, for want of time: machine check dense_1b-full" in text
+    assert "dense_1b-full alone takes some --minutes 2" in text
+    assert f"python benchmark.py gpu --minutes 0 --out {tmp_path}/gpu.jsonl dense_1b-full\n" in text
+    assert not (tmp_path / "gpu.jsonl").exists()
+
+
+def test_a_row_starts_only_if_it_can_end_in_time(tmp_path):
+    run, _ = fake({})
+    gpu.session(flags(tmp_path, "dense_124m-none", minutes=1e6), run)
+    short = gpu.expected_s("dense_124m-full", [])
+    left = gpu.session(flags(tmp_path, minutes=(short + 5) / 60), run)
+    assert "dense_1b-full" in left and "dense_124m-full" not in left
+
+
+def test_nothing_is_timed_before_the_check(tmp_path):
+    run, called = fake({})
+    given = flags(tmp_path, "dense_1b-full", minutes=1)
+    quick = {"row": "dense_1b-full", "toy": False, "gpu": None, "status": "failed", "wall_s": 1}
+    gpu.add(given.out, quick)
+    assert list(gpu.session(given, run)) == ["check", "dense_1b-full"]
+    assert called == ["machine"]
+
+
+def test_what_took_long_is_expected_to_take_long():
+    before = [{"wall_s": 10.0, "status": "ok"}]
+    assert gpu.expected_s("dense_1b-none", before) == 12
+    before.append({"wall_s": 100.0, "status": "time"})
+    assert gpu.expected_s("dense_1b-none", before) == 200
+    assert 75 < gpu.expected_s("dense_1b-none", []) < 180
+
+
+def test_a_row_is_stopped_in_time(tmp_path):
+    start = time.monotonic()
+    found = gpu.run_row("machine", True, tmp_path, 0.2)
+    assert found == {"status": "time", "error": "stopped after 0 s"}
+    assert time.monotonic() - start < 5
+
+
+def test_how_a_row_ended_is_told_from_its_exit_code_and_log():
+    assert gpu.ending(0, "", 9) == {"status": "ok"}
+    full = (
+        "Traceback\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory\nFor simplicity"
+    )
+    assert gpu.ending(1, full, 9)["status"] == "memory"
+    autotuned = "W RESOURCE_EXHAUSTED while autotuning\nerror: the loss is not finite"
+    found = gpu.ending(2, autotuned, 9)
+    assert found == {"status": "failed", "error": "exit code 2: error: the loss is not finite"}
+    assert gpu.ending(-11, "Fatal", 9)["error"] == "SIGSEGV: Fatal"
+    assert gpu.ending(-6, "", 9)["error"] == "SIGABRT: nothing in its log"
+
+
+def test_out_of_memory_is_told_beside_the_plan(capsys):
+    gpu.show({"row": "x", "status": "memory", "planned_bytes": 85 * 2**30, "error": "much"})
+    assert "out of memory: the plan said it needs 85.0 GiB. much" in capsys.readouterr().out
+
+
+def test_a_record_that_was_cut_off_is_not_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"row": "a"}\n{"row": "b"}\n{"ro')
+    assert [r["row"] for r in gpu.read(tmp_path / "a.jsonl")] == ["a", "b"]
+
+
+def test_an_unknown_row_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no such row\. Use dense_1b-full"):
+        gpu.chosen(["dense_1b_full"])
+
+
+# --- rows and their sizes -------------------------------------------------------------------------
+
+
+def test_the_best_row_of_each_model_comes_first():
+    names = gpu.row_names()
+    assert names[:2] == ["machine", "check"] and len(set(names)) == len(names) == 18
+    assert sorted(names[2:6]) == sorted(f"{m}-{size.best}" for m, size in gpu.MODELS.items())
+
+
+def test_every_row_fits_one_gpu_of_80_gb_by_the_plan():
+    for row in gpu.row_names()[2:]:
+        found = cost.predict(gpu.config_of(row, toy=False), chips.CHIPS["h100"])
+        assert found.memory_bytes_per_chip < 0.9 * 0.92 * chips.CHIPS["h100"].memory_bytes, row
+
+
+def test_the_experts_of_124m_are_as_many_active_parameters_as_the_dense_model():
+    dense, experts = (
+        weights.count(model.declare(gpu.config_of(f"{name}_124m-full", toy=False)))
+        for name in ("dense", "moe")
+    )
+    assert experts[1] == pytest.approx(dense[1], rel=0.005) and experts[0] > 1.7 * dense[0]
+
+
+def test_the_whole_square_of_attention_counts_its_half_twice():
+    config = gpu.config_of("dense_1b-none", toy=False)
+    m, T = config.model, config.train.sequence_length
+    half = 3 * m.layers * m.heads * T * (m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim)
+    assert gpu.step_flops(config, square=True) - gpu.step_flops(config) == pytest.approx(half)
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+def test_one_wrong_gradient_of_many_is_seen():
+    expected = {"large": 1e6 * gpu.np.ones(5), "small": gpu.np.ones(5), "bias": gpu.np.zeros(5)}
+    errors = gpu.gradient_errors(expected | {"small": 1.5 * gpu.np.ones(5)}, expected)
+    assert errors == {"large": 0, "small": 0.5, "bias": 0}
+    with pytest.raises(ValueError, match=r"small.*allowed"):
+        gpu.compared("bfloat16", 0.0, errors, gpu.BOUNDS["bfloat16"])
+    assert gpu.gradient_errors(expected | {"bias": expected["small"]}, expected)["bias"] == math.inf
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 0.0), (0.0, math.nan), (0.5, 0.0)])
+def test_numbers_that_are_none_do_not_pass_the_check(loss, gradient):
+    with pytest.raises(ValueError, match="does not compute what the CPU does"):
+        gpu.compared("bfloat16", loss, {"a": 0.0, "b": gradient}, gpu.BOUNDS["bfloat16"])
+
+
+# --- nvidia-smi -----------------------------------------------------------------------------------
+
+
+def test_clocks_and_power_are_medians_of_what_nvidia_smi_says_meanwhile(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    lines = 'for mhz in 1000 1980 1980; do echo "$mhz, 2619, 690.5, [N/A], 7000"; done'
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with gpu.watched() as found:
+        time.sleep(0.5)
+    expected = (1980, 2619, 690.5, "[N/A]", 7000)
+    assert found == dict(zip(gpu.SMI_FIELDS, expected, strict=True))
+    assert gpu.smi_now(*gpu.SMI_FIELDS) == found
+
+
+def test_without_nvidia_smi_nothing_is_read(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with gpu.watched() as found:
+        pass
+    assert found == {} == gpu.smi_now("name")
+
+
+# --- time by layer --------------------------------------------------------------------------------
+
+
+def test_places_are_read_from_scopes():
+    steady = "jit(step)/steady/while/body/closed_call/while/body/closed_call"
+    for path, expected in {
+        f"{steady}/jvp(attention)/bnTS,bSnW->bTnW/dot_general": "attention forward",
+        f"{steady}/transpose(jvp(jvp()))/checkpoint/moe/experts/ECD,EDG->ECG/dot_general": (
+            "moe/experts backward"
+        ),
+        f"{steady}/transpose(jvp(jvp()))/checkpoint/rematted_computation/mlp/silu": "mlp again",
+        f"{steady}/attention/transpose": "attention forward",
+        f"{steady}/dynamic_slice": "between layers",
+        "jit(step)/steady/while/body/closed_call/last/cond/branch_1_fun/add": "loss forward",
+        "jit(step)/steady/while/body/first_backward/cond/branch_1_fun/add": "embedding backward",
+        "jit(step)/mul": "update",
+        "": "update",
+    }.items():
+        assert timeline.place(path) == expected, path
+
+
+PROGRAM = """HloModule jit_step
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %loop_add_fusion.1 = f32[8]{0} add(%a, %a), metadata={op_name="jit(step)/steady/jvp(mlp)/add"}
+  %call.2 = f32[8]{0} call(%a), to_apply=%x, metadata={op_name="jit(step)/steady/jvp(mlp)/call"}
+  ROOT %mul.3 = f32[8]{0} multiply(%a, %a), metadata={op_name="jit(step)/mul"}
+}
+"""
+
+
+def trace_of(path: Path, lines, events) -> Path:
+    """A trace of (name, process, thread, seconds, hlo_op)."""
+    found = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
+    ]
+    for tid, name in lines.items():
+        found.append(
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+        )
+    for name, pid, tid, seconds, op in events:
+        args = {"args": {"hlo_op": op}} if op else {}
+        found.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "dur": 1e6 * seconds} | args)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": found}).encode()))
+    return path
+
+
+def test_a_gpus_kernels_count_once_and_by_name_where_they_have_no_operation(tmp_path):
+    file = trace_of(
+        tmp_path / "perfetto_trace.json.gz",
+        {7: "Stream #7(Compute)", 8: "XLA Ops"},
+        [
+            ("loop_add_fusion_1", 1, 7, 3, None),  # in a CUDA graph: the kernel's name alone
+            ("nvjet_tst", 1, 7, 4, "mul.3"),
+            ("loop_add_fusion_1", 1, 7, 1, "call.2"),
+            ("MemcpyD2D", 1, 7, 2, None),
+            ("loop_add_fusion.1", 1, 8, 3, "loop_add_fusion.1"),  # sums up the stream
+            ("launch", 2, 7, 100, "mul.3"),  # the host's
+        ],
+    )
+    assert timeline.shares(file, PROGRAM) == {"mlp forward": 0.4, "update": 0.4, "other": 0.2}
+    assert timeline.largest(file, PROGRAM)["mlp forward"] == {"loop_add_fusion.1": 0.4}
+
+
+def test_a_trace_of_another_program_is_refused(tmp_path):
+    file = trace_of(tmp_path / "t.json.gz", {7: "Stream #7"}, [("nothing", 1, 7, 1, "known.9")])
+    with pytest.raises(ValueError, match="no operation of the program"):
+        timeline.shares(file, PROGRAM)
+
+
+# --- benchmark.py reference -----------------------------------------------------------------------
+
+
+def test_our_rate_is_told_beside_the_machines(monkeypatch):
+    text = benchmark.share_of_machine(50e9, 100e9)
+    assert "50.0 GFLOP/s, 50% of a 2048 x 2048 x 2048 float32 product's 100.0" in text
+    ticks = iter([0.0, 9.0, *(t for i in range(3) for t in (10.0 * i, 10.0 * i + i + 1))])
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(ticks))
+    rate = benchmark.product_flops_per_s(64, benchmark.jnp.float32, in_row=2, timed=3)
+    assert rate == pytest.approx(2 * 64**3 / (2 / 2))  # the median of 1, 2, 3 seconds for two
