@@ -31,11 +31,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax import lax
 
 import utils
@@ -429,7 +428,7 @@ class Flags:
     virtual: int = 1  # chunks of layers per rank; above 1 is interleaved 1F1B
     microbatches: int = 8  # parts that a step is cut into
     rank: int | None = None  # only this rank
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # tasks, ticks and bubble as JSON
+    json: bool = False  # tasks, ticks and bubble as JSON
     png: Path | None = None  # also draw a timeline into this file
 
 
@@ -498,7 +497,9 @@ def text(schedule: Schedule, ranks: list[int]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the schedule as text or JSON, and draw it if asked."""
-    flags = tyro.cli(Flags, args=arguments)
+    import tyro  # late: training needs no flags of this file
+
+    flags = tyro.cli(Flags, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
     ranks = chosen_ranks(flags)
     if flags.png:

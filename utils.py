@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_origin
 
-import tyro
-
 GIB = 2**30
 LANES = 128  # of a TPU's vector registers: splash attention cuts sequences into multiples of it
 
@@ -226,6 +224,8 @@ def parse(
     Raises ValueError for a flag, a key or a file that does not exist, and for values that no run
     can have.
     """
+    import tyro  # late: what reads configs from files alone runs without it
+
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     default, arguments = _config_file(arguments)
     config, unknown = tyro.cli(
