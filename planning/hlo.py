@@ -350,7 +350,7 @@ def positions(
 # What jax's own transformations put between the named scopes of an operation.
 _NO_SCOPE = re.compile(
     r"jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map"
-    r"|custom_vjp_call|jvp\(\)|transpose\(jvp\(\)\)"
+    r"|eval_jaxpr|custom_vjp_call|jvp\(\)|transpose\(jvp\(\)\)"
 )
 
 
