@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Run the tests with the newest jax there is, also if requirements.txt does not allow it yet.
+#
+#   tests/newest.sh                    all tests
+#   tests/newest.sh tests/test_hlo.py  the same with arguments for pytest
+#   tests/newest.sh --help             print this
+#
+# jax 0.11 and newer need Python 3.12, and what ./run.sh pytest runs on may be older. The environment
+# is .cache/newest, apart from that of run.sh, and is brought up to date at each start.
+#
+# Read from the environment:
+#   PYTHON  the Python to make it from, 3.12 or newer; else the first such one of python3.14 to
+#           python3.12 and python3 on the PATH, then of pyenv's and uv's, the newest first
+#
+# Exit code: that of pytest; 2 if the environment cannot be set up.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+environment=.cache/newest
+
+usage() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' tests/newest.sh
+}
+
+fail() {
+  echo "tests/newest.sh: $*" >&2
+  exit 2
+}
+
+is_new() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
+}
+
+# Prints the Python to use.
+find_python() {
+  if [[ -n ${PYTHON:-} ]]; then
+    is_new "$PYTHON" || fail "$PYTHON is not Python 3.12 or newer: name one that is, as in" \
+      "PYTHON=python3.13 tests/newest.sh"
+    echo "$PYTHON"
+    return
+  fi
+  local installed python
+  installed=$(compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.*/bin/python3" | sort -rV) || true
+  installed+=" $(compgen -G "$HOME/.local/share/uv/python/*/bin/python3" | sort -rV)" || true
+  for python in python3.14 python3.13 python3.12 python3 $installed; do
+    if is_new "$python"; then
+      echo "$python"
+      return
+    fi
+  done
+  fail "no Python 3.12 or newer was found, which the newest jax needs: install one, as in" \
+    "'uv python install 3.13', or name it, as in PYTHON=/opt/python3.13/bin/python3 tests/newest.sh"
+}
+
+set_up() {
+  "$1" -m venv "$environment" &&
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
+      -r <(sed 's/^jax[<>=].*/jax/' requirements.txt)
+}
+
+versions() {
+  "$environment/bin/python" - <<'END'
+import platform
+from importlib.metadata import version
+
+names = "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pytest"
+print(f"Python {platform.python_version()},", ", ".join(f"{n} {version(n)}" for n in names))
+END
+}
+
+main() {
+  if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    usage
+    return
+  fi
+  local python
+  python=$(find_python)
+  set_up "$python" || fail "could not set up $environment with $python. Mend that and run this again."
+  versions
+  exec "$environment/bin/python" -m pytest "$@"
+}
+
+main "$@"
