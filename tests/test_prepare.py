@@ -83,11 +83,12 @@ def test_any_text_comes_back_from_the_sample_tokenizer():
         assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
 
 
-def test_the_sample_tokenizer_needs_a_token_for_2_5_bytes_of_held_out_source():
+def test_the_sample_tokenizer_needs_a_token_for_2_6_bytes_of_a_held_out_file():
     found = documents(Prepare(source="python-stdlib", out=""))
     texts = [document.text for number, document in enumerate(found) if in_validation(number)]
-    ids = sum(map(len, load_tokenizer("sample").encode_ordinary_batch(texts)))
-    assert sum(len(text.encode()) for text in texts) / ids > 2.5
+    tokens = map(len, load_tokenizer("sample").encode_ordinary_batch(texts))
+    # Of the median file: each Python holds out others, and one may be a long table of numbers.
+    assert np.median([len(text.encode()) / n for text, n in zip(texts, tokens, strict=True)]) > 2.6
 
 
 def test_the_table_hash_sees_the_pattern_the_ranks_and_end_of_text():
