@@ -12,12 +12,11 @@ often results go through memory (`memory_traffic`), and how fast links are (`lin
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -214,8 +213,7 @@ def seen_piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: jax.Array) 
     """The piece of a function, or of one seen before whose forward program is the same: most
     layers do not depend on all axes of the mesh.
     """
-    text = re.sub(rf"0x[0-9a-f]+|{LAYER}\d+", "", str(jax.make_jaxpr(function)(w, *x)))
-    key = reader, text
+    key = reader, jaxpr.outline(jax.make_jaxpr(function)(w, *x))
     if key not in SEEN:
         SEEN[key] = piece(reader, function, w, *x)
     return SEEN[key]
@@ -291,8 +289,8 @@ class Step:
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bt * config.model.width * self.byte
         self.v = local_rows(config)
-        self.in_blocks = {id(w) for w in jax.tree.leaves(self.declared.blocks)}
-        self.in_prefix = {id(w) for w in jax.tree.leaves(self.declared.first.prefix)}
+        self.held = held(Config(model=config.model, mesh=mesh))
+        self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.chips = math.prod(mesh.shape)
         self.per_chunk = config.model.blocks // (mesh.pipeline * mesh.virtual)
@@ -340,24 +338,40 @@ class Step:
         """Bytes that a layer's backward pass holds beside weights and what is kept."""
         return self.number(piece.alive(self.config.train.remat))
 
-    def elements(self, w: Weight, gathered: bool = False) -> int:
-        """Elements of a weight on this chip, at rest or whole along fsdp."""
-        axes = [a for i, axes in enumerate(w.cuts) for a in axes]
-        if gathered and w.gathered_dim is not None:
-            axes.remove("fsdp")
-        return w.size // math.prod(self.ranks[axis] for axis in axes)
-
-    @property
+    @cached_property
     def block_elements(self) -> int:
         """Elements of one block's weights, whole along fsdp."""
         blocks = self.config.mesh.virtual * self.per_chunk  # of this chip
-        leaves = jax.tree.leaves(self.declared.blocks)
-        return sum(self.elements(w, gathered=True) for w in leaves) // blocks
+        return sum(h.whole for h in self.held if h.place == "block") // blocks
 
-    def gathered_per_layer(self, w: Weight) -> bool:
-        """Whether a weight is gathered each time that its layer runs, and not once per step."""
-        layers = id(w) in self.in_blocks or id(w) in self.in_prefix
-        return self.config.fsdp.gather == "layer" and layers
+
+class Held(NamedTuple):
+    """A weight on one chip, in elements."""
+
+    own: int  # at rest
+    whole: int  # along fsdp
+    gathered: bool  # before use
+    byte: int  # of an element in use
+    place: str  # block, prefix or end
+    replicated: tuple[str, ...]  # mesh axes that it is the same along
+
+
+@cache
+def held(config: Config) -> list[Held]:
+    """What each chip has of the weights of a config's model and mesh."""
+    w = declared(config)
+    ranks = dict(zip(MESH_AXES, config.mesh.shape, strict=True))
+    byte = jnp.dtype(config.model.compute_dtype).itemsize
+    parts = {"block": w.blocks, "prefix": w.first.prefix}
+    parts["end"] = w.first.replace(prefix=None), w.last
+
+    def one(w: Weight, place: str) -> Held:
+        own, gathered = w.size // math.prod(ranks[a] for a in w.axes), w.gathered_dim is not None
+        replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
+        whole = own * ranks["fsdp"] if gathered else own
+        return Held(own, whole, gathered, FLOAT if w.float32 else byte, place, replicated)
+
+    return [one(w, place) for place, part in parts.items() for w in jax.tree.leaves(part)]
 
 
 @dataclass(frozen=True)
@@ -538,36 +552,27 @@ def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
     narrow  gradients of a gather per layer are summed in the type that they are computed in: what
             libtpu makes of a sum over a whole slice.
     """
-    declared = step.declared
     blocks = step.config.mesh.virtual * step.per_chunk  # of this chip
-    for w in jax.tree.leaves(declared):
-        byte = FLOAT if w.float32 else step.byte
-        own, whole = step.elements(w), step.elements(w, gathered=True)
-        if w.gathered_dim is not None:
-            forward = backward = 1
-            per_layer = step.gathered_per_layer(w)
-            if per_layer and id(w) in step.in_blocks:
-                own, whole = own // blocks, whole // blocks
-                forward, backward = 2 * step.run, step.run
-            elif per_layer:
-                forward, backward = 3 * step.M, step.M
-            add("weights", ("fsdp",), "all-gather", whole * byte, forward)
-            grad = byte if narrow and per_layer else FLOAT
-            add("gradients", ("fsdp",), "reduce-scatter", own * grad, backward)
-        replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
-        add("replicated gradients", replicated, "all-reduce", step.elements(w) * FLOAT)
-    add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(jax.tree.leaves(declared)))
+    passes_of = {"block": (2 * step.run, step.run, blocks), "prefix": (3 * step.M, step.M, 1)}
+    for h in step.held:
+        per_layer = step.per_layer and h.place in passes_of
+        forward, backward, parts = passes_of[h.place] if per_layer else (1, 1, 1)
+        if h.gathered:
+            add("weights", ("fsdp",), "all-gather", h.whole // parts * h.byte, forward)
+            grad = h.byte if narrow and per_layer else FLOAT
+            add("gradients", ("fsdp",), "reduce-scatter", h.own // parts * grad, backward)
+        add("replicated gradients", h.replicated, "all-reduce", h.own * FLOAT)
+    add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(step.held))
 
 
 def memory(step: Step) -> dict[str, int]:
     """Bytes by part, at the fullest moment of a step."""
     parts: Counter = Counter()
-    for w in jax.tree.leaves(step.declared):
-        byte = FLOAT if w.float32 else step.byte
-        held = step.elements(w, gathered=not step.gathered_per_layer(w))
-        parts["weights"] += step.elements(w) * FLOAT
-        parts["weights in use"] += held * byte
-        parts["gradients"] += held * FLOAT
+    for h in step.held:
+        used = h.own if step.per_layer and h.place != "end" else h.whole
+        parts["weights"] += h.own * FLOAT
+        parts["weights in use"] += used * h.byte
+        parts["gradients"] += used * FLOAT
     parts["optimizer state"] = optimizer_bytes(step.config)
     parts["batch"] = 4 * step.M * step.bT * FLOAT
     kept = sum(step.kept(layer) * count for layer, count in step.block)
@@ -619,7 +624,7 @@ def memory_traffic(step: Step) -> dict[str, int]:
         again = USES["recomputed"] * max(0, found[piece] - step.kept(piece))
         return (USES["forward"] + USES["backward"]) * found[piece] + again
 
-    here = sum(step.elements(w) for w in jax.tree.leaves(step.declared))
+    here = sum(h.own for h in step.held)
     chunks = step.M * model.chunks(step.bT, step.config.train.loss_chunk_tokens)
     table = step.v * step.config.model.width
     reads = 2 + (step.config.train.remat != "none")

@@ -243,6 +243,19 @@ def _part(scope: str) -> str:
     return " ".join(name[1] for name in found if name)
 
 
+def outline(closed: Any) -> tuple:
+    """Operations, shapes and plain settings: the same for two programs that cost as much."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    rows = []
+    for eqn in jaxpr.eqns:
+        params = eqn.params.values()
+        inner = [outline(p) for p in params if hasattr(p, "jaxpr") or hasattr(p, "eqns")]
+        plain = [str(p) for p in params if isinstance(p, int | tuple)]
+        shapes = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
+        rows.append((eqn.primitive, *shapes, *plain, *inner))
+    return tuple(rows)
+
+
 # --- sums -----------------------------------------------------------------------------------------
 
 

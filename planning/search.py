@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import model
@@ -209,6 +210,12 @@ def with_most_kept(
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
     """From all to nothing kept, what saves the least time for its bytes dropped first."""
+    free = {"mesh.virtual": 1, "train.remat": "full", "fsdp.gather": "step"}
+    return _remat_policies(changed(config, free), chip)
+
+
+@cache
+def _remat_policies(config: Config, chip: Chip | None) -> list[str]:
     step = cost.Step(config, platform_of(chip), shared=True)
     saved, held = Counter(), Counter()
     for layer, count in step.block:
