@@ -7,7 +7,7 @@
 
 `step` takes main.py's flags, and `gpu --help` tells its own. Compiled FLOPs are the matrix products
 in the compiled program, loops counted with their trip counts; model FLOPs those of a program
-without waste (see flops.py).
+without waste (see cost.model_flops).
 """
 
 import dataclasses

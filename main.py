@@ -290,7 +290,8 @@ def run(config: Config) -> None:
         if saved:
             saved.close()
     if is_primary():
-        plot.plot_run(folder, again=not finished)
+        if (folder / "metrics.jsonl").exists():
+            plot.plot_run(folder, again=not finished)
         say(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
 
 
@@ -299,7 +300,10 @@ def plan(config: Config, mesh: Mesh) -> str:
     from planning import cost  # late: training needs nothing else of it
 
     chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
-    return cost.predict(config, chip, passes.platform(mesh)).line()
+    try:
+        return cost.predict(config, chip, passes.platform(mesh)).line()
+    except ValueError as error:  # a layer that cannot be planned can be trained
+        return f"no plan: {error}"
 
 
 def begin(config: Config, declared: Transformer, mesh: Mesh, state: State | None) -> State:

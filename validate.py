@@ -85,7 +85,7 @@ class Flags:
     """Flags of validate.py beside those of main.py."""
 
     run: Path  # folder of the run, as runs/tiny
-    step: int | None = None  # of the checkpoint; the newest good one if not given
+    step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
     json: tyro.conf.FlagCreatePairsOff[bool] = False  # print JSON instead of lines
 
 

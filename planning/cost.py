@@ -1,9 +1,9 @@
 """What a training step costs one chip: FLOPs, traffic over the mesh, memory, time.
 
-The model is described once, by the functions that run it: layers, embedding and loss are traced,
-without a device, and read by jaxpr.py; weights tell by their declarations what is gathered and
-reduced; the optimizer is asked for its state. How often each runs is the schedule's arithmetic. A
-new layer is planned without another line.
+The model is described once, by the functions that run it: layers, embedding and loss are traced
+(trace.py) and read (jaxpr.py); weights tell by their declarations what is gathered and reduced; the
+optimizer is asked for its state. How often each runs is the schedule's arithmetic. A new layer of
+einsums, scans and collectives is planned without another line.
 
 What no trace can tell is a rule, each in one place: what libtpu makes of a sum over a whole slice
 (`sums_everywhere`), what the pipeline's executor sends and holds (`_executor_sends`, `memory`), how
@@ -21,141 +21,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
 import attention
 import flops
 import model
 import passes
-import pipeline
 import train
-import utils
 import weights
 from chips import Chip, platform_of
-from planning import jaxpr
-from planning.jaxpr import Op, Program, Value
-from utils import GIB, MESH_AXES, Config
-from weights import Weight, vary
+from planning import jaxpr, trace
+from planning.trace import Piece
+from utils import GIB, MESH_AXES, Config, Mesh
+from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
 GAPS = 0.03  # of what comes and goes in a step: unused between buffers; see tests/compiled.json
-LAYER = "layer_"  # begins the name of a layer's call in a trace
-PRIME = 10007  # sequences of a trace that serves all sizes: see jaxpr.Sizes
 
 
-# --- tracing --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A function of the model and its gradient, on one microbatch."""
-
-    program: Program
-    known: frozenset[Value]  # weights and data: held whatever this piece does
-    gradients: frozenset[Value]  # of its results
-
-    @cached_property
-    def ways(self) -> tuple[list[Op], list[Op]]:
-        """Forward and backward operations."""
-        return jaxpr.split(self.program, self.gradients)
-
-    @cached_property
-    def residuals(self) -> list[Value]:
-        """What the backward pass finds where nothing is computed again."""
-        return jaxpr.residuals(self.program, set(self.gradients), set(self.known))
-
-    @cached_property
-    def residual_bytes(self) -> np.ndarray:
-        return sum(value.bytes for value in self.residuals)
-
-    @cached_property
-    def forward(self) -> list[tuple[Op, int]]:
-        """What multiplies or sends in the forward pass, with how often each runs."""
-        return list(jaxpr.costs(self.ways[0]))
-
-    @cached_property
-    def backward(self) -> list[tuple[Op, int]]:
-        return list(jaxpr.costs(self.ways[1]))
-
-    @cache  # noqa: B019  a piece lives as long as the process
-    def remat(self, names: str) -> jaxpr.Remat:
-        """What `train.remat` keeps and computes again."""
-        policy = passes.policy(names)
-        if policy is None:
-            return jaxpr.Remat(dict.fromkeys(self.residuals, 1))
-        forward = Program(self.program.inputs, ops=self.ways[0])
-        return jaxpr.remat(forward, self.residuals, set(self.known), policy)
-
-    @cache  # noqa: B019
-    def alive(self, names: str) -> np.ndarray:
-        """Most bytes of the backward pass beside what is known and kept."""
-        found = self.remat(names)
-        return jaxpr.peak(found.ops + self.ways[1], {*self.known, *found.kept})
-
-
-def piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: Any) -> Piece:
-    """Traces function(w, *x) and its gradient."""
-
-    def both(w: Any, x: tuple, gradient: Any) -> Any:
-        return jax.vjp(function, w, *x)[1](gradient)
-
-    def gradient_of(a: jax.Array) -> Any:
-        has_one = jnp.issubdtype(a.dtype, jnp.floating)
-        return a if has_one else np.zeros(a.shape, jax.dtypes.float0)
-
-    gradient = jax.tree.map(gradient_of, function(w, *x))
-    traced = jax.make_jaxpr(both)(w, x, gradient)
-    program = reader.read(traced)
-    sizes = [len(jax.tree.leaves(part)) for part in (w, x)]
-    inputs = program.inputs
-    known = (*inputs[: sizes[0]], *program.constants)
-    return Piece(program, frozenset(known), frozenset(inputs[sum(sizes) :]))
-
-
-def look(config: Config, kernel: str, wrapped: Callable, at: Callable) -> None:
-    """at(executor) inside the step's shard_map, over devices that are not there.
-
-    wrapped  goes around each layer, as in passes.functions.
-    """
-    mesh = abstract_mesh(config)
-    declared, m = model.declare(config), config.model
-    how = model.How(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
-
-    def local(w: model.Transformer, data: model.Batch) -> jax.Array:
-        data = passes.numbered(data)
-        scales = passes.scales(data, m.balance_loss)
-        run = passes.functions(config, declared, how, jnp.int32(0), *scales, wrapped=wrapped)
-        w = passes.prepare(config, declared, w)
-        at(pipeline.Executor(run, w, data, passes.schedule_of(config)))
-        return jnp.zeros(())
-
-    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
-    batch = train.abstract_batch(config, mesh)
-    jax.eval_shape(passes.over_mesh(declared, mesh, local, out=P()), shapes, batch)
-
-
-def abstract_mesh(config: Config) -> AbstractMesh:
-    return AbstractMesh(config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def named(layer: Callable, name: str) -> Callable:
-    """A layer whose calls can be told in a trace."""
-
-    def call(w: Any, x: jax.Array) -> Any:
-        return layer(w, x)
-
-    call.__name__ = name
-    return jax.jit(call)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """What runs up to the last stage: layers, each with how many there are of it."""
-
-    block: list[tuple[Piece, int]]
-    prefix: list[tuple[Piece, int]]
-    first: Piece  # before the first stage, without the prefix
+# --- over layers and schedule ---------------------------------------------------------------------
 
 
 @cache
@@ -168,110 +51,6 @@ def declared(config: Config) -> model.Transformer:
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
-
-
-@cache
-def pieces(config: Config, kernel: str, share: float, batches: tuple[int, ...]) -> Pieces:
-    """config  as `one_microbatch` leaves it.
-    batches  sequences of a microbatch and rank that counts are for: those of the config, or any
-             where it has PRIME.
-    """
-    sizes = jaxpr.Sizes(config.train.sequences // config.mesh.fsdp, batches)
-    reader = jaxpr.Reader(sizes, share)
-    outer = dataclasses.replace(reader, skipped=LAYER)
-    layers: list[Piece] = []
-    found: dict[str, Any] = {}
-
-    def wrapped(layer: Callable) -> Callable:
-        def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
-            function = named(lambda w, x: layer(w, x, *rest, **options), f"{LAYER}{len(layers)}")
-            layers.append(seen_piece(reader, function, w, x))
-            return function(w, x)
-
-        return call
-
-    def at(run: pipeline.Executor) -> None:
-        zero, x = jnp.int32(0), run.empty_x()
-        block = jax.make_jaxpr(lambda x: run.functions.block(*run.known(zero, zero, zero), x))(x)
-        first = lambda w: vary(run.functions.first(w, run.microbatch(zero)))  # noqa: E731
-        found["first"] = seen_piece(outer, first, run.w.ends)
-        for name, ops in (
-            ("block", outer.read(block).ops),
-            ("prefix", found["first"].ways[0]),
-        ):
-            calls = jaxpr.calls(ops, LAYER)
-            found[name] = [(layers[number], times) for number, times in calls.items()]
-
-    look(config, kernel, wrapped, at)
-    return Pieces(**found)
-
-
-SEEN: dict[Any, Piece] = {}
-
-
-def seen_piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: jax.Array) -> Piece:
-    """The piece of a function, or of one seen before whose forward program is the same: most
-    layers do not depend on all axes of the mesh.
-    """
-    key = reader, jaxpr.outline(jax.make_jaxpr(function)(w, *x))
-    if key not in SEEN:
-        SEEN[key] = piece(reader, function, w, *x)
-    return SEEN[key]
-
-
-@cache
-def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
-    """What runs after the last stage, with its gradient.
-
-    config  as `one_microbatch` leaves it.
-    rows    of a rank's slice of the vocabulary, that counts are for: the config's, or fewer. Few
-            vocabularies divide other sizes, so one trace serves for all.
-    """
-    b = config.train.sequences // config.mesh.fsdp
-    sizes = jaxpr.Sizes(local_rows(config), rows)
-    found: list[Program] = []
-
-    def at(run: pipeline.Executor) -> None:
-        gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
-        y = jnp.zeros((b, config.train.sequence_length // config.mesh.tensor, config.model.width))
-        y = vary(y.astype(config.model.compute_dtype), ("fsdp", "tensor"))
-        last = jax.make_jaxpr(gradient)(run.w.ends, run.microbatch(0), y)
-        found.append(jaxpr.Reader(sizes, 1.0).read(last))
-
-    look(config, kernel, lambda layer: layer, at)
-    return found[0]
-
-
-def local_rows(config: Config) -> int:
-    """Of a rank's slice of the vocabulary."""
-    return config.model.padded_vocabulary // (config.mesh.pipeline * config.mesh.tensor)
-
-
-def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
-    """What a trace of one microbatch depends on, all else as by default.
-
-    sequences  of one fsdp rank.
-    """
-    t, m = config.train, config.model
-    if sequences == PRIME and m.moe_layers:  # slots that grow with the batch
-        tokens = t.sequence_length // mesh.tensor
-        slots = PRIME * model.expert_slots(m, tokens, m.capacity_factor) - 0.5
-        factor = slots * m.experts / (m.experts_per_token * PRIME * tokens)
-        m = dataclasses.replace(m, capacity_factor=factor)
-    return Config(
-        mesh=dataclasses.replace(mesh, virtual=1),
-        model=dataclasses.replace(m, blocks=mesh.pipeline),
-        train=utils.Train(
-            sequences=sequences * mesh.fsdp,
-            sequence_length=t.sequence_length,
-            microbatches=1,
-            loss_chunk_tokens=t.loss_chunk_tokens,
-        ),
-        data=utils.Data(segments=config.data.segments),
-    )
-
-
-# --- over layers and schedule ---------------------------------------------------------------------
 
 
 class Step:
@@ -288,8 +67,12 @@ class Step:
         self.bT, self.bt = self.b * t.sequence_length, self.b * t.sequence_length // mesh.tensor
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bt * config.model.width * self.byte
-        self.v = local_rows(config)
+        self.v = trace.local_rows(config)
         self.held = held(Config(model=config.model, mesh=mesh))
+        mesh = dataclasses.replace(mesh, virtual=1)  # which nothing of the optimizer depends on
+        self.optimizer_bytes = optimizer_bytes(
+            Config(model=config.model, mesh=mesh, optimizer=config.optimizer)
+        )
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.chips = math.prod(mesh.shape)
@@ -307,17 +90,17 @@ class Step:
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b
         stage = dataclasses.replace(c.mesh, pipeline=1)
-        alone = one_microbatch(c, stage, PRIME if shared else self.b)
-        last = one_microbatch(
+        alone = trace.one_microbatch(c, stage, trace.PRIME if shared else self.b)
+        last = trace.one_microbatch(
             c, dataclasses.replace(stage, fsdp=1) if shared else c.mesh, self.last_b
         )
         self.batches, self.rows = (self.b,), (self.v,)
         if shared:
             self.batches = tuple(divisors(c.train.sequences))
-            self.rows = tuple(local_rows(last) // n for n in divisors(c.model.blocks))
-        found = pieces(alone, self.kernel, self.share, self.batches)
+            self.rows = tuple(trace.local_rows(last) // n for n in divisors(c.model.blocks))
+        found = trace.pieces(alone, self.kernel, self.share, self.batches)
         self.block, self.prefix, self.first = found.block, found.prefix, found.first
-        self.last = after(last, self.kernel, self.rows)
+        self.last = trace.after(last, self.kernel, self.rows)
 
     def number(self, count: np.ndarray | int) -> int:
         """Of a count for each batch size, that of this step's."""
@@ -374,23 +157,20 @@ def held(config: Config) -> list[Held]:
     return [one(w, place) for place, part in parts.items() for w in jax.tree.leaves(part)]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """How often the parts of a piece run in a step on one chip, and for nothing."""
+class Runs(NamedTuple):
+    """How often a layer runs in a step on one chip: forward, what remat does not keep, backward."""
 
     piece: Piece
-    forward: int
-    backward: int
-    again: int  # what the remat policy does not keep
-    anew: int = 0  # the whole forward pass, once more before its backward pass
-    idle: int = 0  # forward and backward passes in the bubble
+    times: int
+    idle: int = 0  # in the bubble, for nothing
+    anew: int = 0  # forward once more, before it runs backward
 
 
 def runs(step: Step) -> list[Runs]:
     """Of layers; those of the prefix run with the embedding, on every rank of pipeline."""
-    M, useful, idle = step.M, step.useful, step.run - step.useful
-    found = [Runs(p, useful * n, useful * n, useful * n, idle=idle * n) for p, n in step.block]
-    return found + [Runs(p, M * n, M * n, M * n, anew=M * n) for p, n in step.prefix]
+    idle = step.run - step.useful
+    found = [Runs(piece, step.useful * n, idle=idle * n) for piece, n in step.block]
+    return found + [Runs(piece, step.M * n, anew=step.M * n) for piece, n in step.prefix]
 
 
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
@@ -410,16 +190,16 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
 
     for r in runs(step):
         again = step.remat(r.piece).costs
-        add(r.piece.forward, "forward", r.forward)
-        add(r.piece.backward, "backward", r.backward)
-        add(again, "recomputed", r.again)
+        add(r.piece.forward, "forward", r.times)
+        add(r.piece.backward, "backward", r.times)
+        add(again, "recomputed", r.times)
         add(r.piece.forward, "recomputed", r.anew)
         add((*r.piece.forward, *r.piece.backward, *again), "bubble", r.idle)
     for op, n in jaxpr.costs(step.last.ops):
         add([(op, n)], "backward" if op.transposed else "forward", step.last_M, step.of_last)
-    if found := optimizer_flops(step.config) // step.chips:
-        parts["optimizer"] = {"forward": 0, "backward": 0, "recomputed": 0, "bubble": 0}
-        parts["optimizer"]["backward"] = found
+    one = Mesh(fsdp=1, pipeline=1, tensor=1)
+    c = Config(model=step.config.model, optimizer=step.config.optimizer, mesh=one)
+    add(optimizer_costs(c), "backward", 1, lambda count: int(count[0]) // step.chips)
     return parts
 
 
@@ -433,48 +213,28 @@ def model_flops(step: Step) -> float:
             number(op.flops) * n for op, n in ops if op.flops is not None and not op.transposed
         )
 
-    layers = sum(r.forward * forward(r.piece.forward) for r in runs(step) if not r.anew)
-    prefix = sum(r.forward * forward(r.piece.forward) for r in runs(step) if r.anew)
     last = step.last_M * forward(jaxpr.costs(step.last.ops), step.of_last)
-    return 3 * (layers + last + prefix / step.config.mesh.pipeline)
-
-
-def optimizer_flops(config: Config) -> int:
-    """Of the whole model's matrix products in the optimizer's step."""
-    alone = Config(
-        model=config.model,
-        optimizer=config.optimizer,
-        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
-    )
-    return _optimizer_flops(alone)
+    ranks = step.config.mesh.pipeline  # each of which runs the prefix
+    layers = (r.times * forward(r.piece.forward) / (ranks if r.anew else 1) for r in runs(step))
+    return 3 * (last + sum(layers))
 
 
 @cache
-def _optimizer_flops(config: Config) -> int:
-    declared = model.declare(config)
-    rule = train.optimizer(config, declared)
-    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
-    with jax.numpy_dtype_promotion("standard"):
+def optimizer_costs(config: Config) -> list[tuple[jaxpr.Op, int]]:
+    """Matrix products of the optimizer's step on the whole model."""
+    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
+    rule = train.optimizer(config, declared(config))
+    with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
-    program = jaxpr.Reader(jaxpr.Sizes(1, (1,)), 1.0).read(update)
-    return sum(int(op.flops[0]) * n for op, n in jaxpr.costs(program.ops) if op.flops is not None)
+    return list(jaxpr.costs(jaxpr.Reader(jaxpr.Sizes(1, (1,)), 1.0).read(update).ops))
 
 
+@cache
 def optimizer_bytes(config: Config) -> int:
     """Of one chip's state of the optimizer."""
-    mesh = utils.Mesh(
-        fsdp=config.mesh.fsdp, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor
-    )
-    return _optimizer_bytes(Config(model=config.model, optimizer=config.optimizer, mesh=mesh))
-
-
-@cache
-def _optimizer_bytes(config: Config) -> int:
-    state = train.abstract_state(config, model.declare(config), abstract_mesh(config)).optimizer
-    return sum(
-        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-        for a in jax.tree.leaves(state)
-    )
+    state = train.abstract_state(config, declared(config), trace.abstract_mesh(config)).optimizer
+    shapes = ((a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(state))
+    return sum(math.prod(shape) * byte for shape, byte in shapes)
 
 
 @dataclass(frozen=True)
@@ -511,13 +271,14 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     def sends(ops: Any, times: int, way: str = "", number: Callable = step.number) -> None:
         for op, n in ops:
             if op.send:
-                cause, size = op.send.cause + way, number(op.send.bytes)
-                add(cause, op.send.axes, op.send.kind, size, n * times)
+                # What types the embedding as differing along all axes has no scope.
+                cause, size = op.send.cause or "embedding", number(op.send.bytes)
+                add(cause + way, op.send.axes, op.send.kind, size, n * times)
 
     for r in runs(step):
-        sends(r.piece.forward, r.forward + r.anew + r.idle)
-        sends(step.remat(r.piece).costs, r.again + r.idle)
-        sends(r.piece.backward, r.backward + r.idle, ", backward")
+        sends(r.piece.forward, r.times + r.anew + r.idle)
+        sends(step.remat(r.piece).costs, r.times + r.idle)
+        sends(r.piece.backward, r.times + r.idle, ", backward")
     sends(step.first.forward, step.M)
     sends(step.first.remat("full").costs, step.M)
     sends(step.first.backward, step.M, ", backward")
@@ -573,7 +334,7 @@ def memory(step: Step) -> dict[str, int]:
         parts["weights"] += h.own * FLOAT
         parts["weights in use"] += used * h.byte
         parts["gradients"] += used * FLOAT
-    parts["optimizer state"] = optimizer_bytes(step.config)
+    parts["optimizer state"] = step.optimizer_bytes
     parts["batch"] = 4 * step.M * step.bT * FLOAT
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
@@ -635,7 +396,7 @@ def memory_traffic(step: Step) -> dict[str, int]:
         "weights in use": (reads * step.run * step.block_elements + 2 * chunks * table) * step.byte,
         "gradients": 2 * FLOAT * (step.run * step.block_elements + (chunks + step.M) * table),
         "logits": 5 * step.M * step.bT * step.v * (FLOAT + step.byte),
-        "optimizer": 4 * FLOAT * here + 2 * optimizer_bytes(step.config),
+        "optimizer": 4 * FLOAT * here + 2 * step.optimizer_bytes,
     }
 
 
@@ -649,7 +410,7 @@ class Prediction:
     attention: str  # xla or splash
     memory_bytes_per_chip: int
     flops_per_chip: int
-    model_flops_per_chip: float  # as executed without waste: see flops.py
+    model_flops_per_chip: float  # as executed without waste: see model_flops
     collective_bytes_per_chip: dict[str, float]  # by mesh axes, by the size of results
     bubble: float  # idle share of the slots of a pipeline rank
     memory: dict[str, int]

@@ -120,7 +120,7 @@ def entry_phases(entry: hlo.Computation) -> dict[str, str]:
     if not any(named.values()):
         raise ValueError(
             f"HLO text has none of the named scopes {', '.join(TICKS)}, so it is no training step "
-            "and has no phases to draw. Give the text of a compiled step of main.py."
+            "and has no phases to draw. Give the text of a compiled step of train.py."
         )
     needed, latest = set(), {}
     for name in reversed(entry):

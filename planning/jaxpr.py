@@ -1,10 +1,10 @@
 """What a traced function does on one chip: its matrix products, its collectives, what its backward
 pass finds and computes again, and how many bytes live at once.
 
-A function of the model and its gradient are traced together, without a device. In that one program
-the backward pass is what depends on the cotangents, and what it reads of the rest are the
-residuals. What a remat policy keeps of them, and what is computed again for the others, is found
-by walking back from them, with the policies of `jax.checkpoint` themselves.
+A function and its gradient are traced together (trace.py). In that one program the backward pass
+is what depends on the gradients of the results, with what was made by transposing; what it reads
+of the rest are the residuals. What a remat policy keeps of them, and what is computed again for the
+others, is found by walking back from them, with the policies of `jax.checkpoint` themselves.
 
 Counts are arrays, one number for each batch size that was asked for: see `Sizes`.
 """

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts
 FLOPS_RULE = (
     "FLOPs are 2 per multiplication and addition of matrix products: of attention its whole "
     "rectangle, or the blocks of it that splash computes; every capacity slot, the padded "
-    "vocabulary. Backward is twice forward; recomputed is what train.remat does not keep, and what "
-    "splash makes anew whatever is kept; bubble is what a pipeline rank runs without a task."
+    "vocabulary. Backward is twice forward, and with splash what its kernels make anew; recomputed "
+    "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
     "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. "
