@@ -743,18 +743,22 @@ def test_chunks_are_equal_and_no_larger_than_asked(tokens, most):
 # --- Hugging Face ------------------------------------------------------------------------------
 
 
-def hf_logits(name, shape):
-    """Production logits [B, T, V] of a case, at every position."""
+@functools.cache
+def hf_logits(name, shape, asked=None):
+    """Production logits [B, T, V] of a case at every position, or [B, S, V] at those asked for."""
     case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocabulary"])
-    B, T = tokens.shape
-    train = {"microbatches": 2, "sequences": B, "sequence_length": T}
+    (B, T), ranks = tokens.shape, shape[0]
+    M = B // ranks
+    train = {"microbatches": M, "sequences": B, "sequence_length": T}
     config = config_of(shape, train=train, **case.model)
     mesh = mesh_of(config)
     w = transformer_of(config, mesh, hf_case.weights(config.model, case.seed))
     nothing = np.zeros(tokens.shape, np.float32)
     batch = {"tokens": tokens, "targets": tokens, "loss_weights": nothing, "segments": tokens}
     run = jax.jit(passes.logits(config, model.declare(config), mesh))
-    return np.asarray(run(w, on_mesh(config, mesh, batch))).reshape(B, T, -1)
+    positions = () if asked is None else (np.int32(asked).reshape(M, ranks, -1),)
+    found = np.asarray(run(w, on_mesh(config, mesh, batch), *positions))
+    return found.reshape(B, -1, found.shape[-1])
 
 
 @pytest.mark.parametrize(
@@ -771,6 +775,17 @@ def test_logits_are_those_of_hugging_face_transformers(name, shape):
     np.testing.assert_allclose(found[..., :vocabulary], theirs, rtol=0, atol=1e-4)
     assert np.isneginf(found[..., vocabulary:]).all()
     assert found.shape[-1] == 256
+
+
+@pytest.mark.parametrize("shape", BOTH, ids=str)
+def test_logits_at_positions_are_those_of_all_positions_there(shape):
+    name = "prefix_query_latent_two_shared"
+    asked = ((9, 0, 9), (15, 3, 7))  # other ones of each sequence: out of order, and one twice
+    every = hf_logits(name, (1, 1, 1))[..., :96]
+    found = hf_logits(name, shape, asked)[..., :96]
+    expected = np.take_along_axis(every, np.array(asked)[..., None], axis=1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(hf_logits(name, shape)[..., :96], every, rtol=0, atol=1e-5)
 
 
 # --- guards ------------------------------------------------------------------------------------
