@@ -1,5 +1,6 @@
 """Save, verify, restore on 8 devices; onto other meshes; from two processes."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import model
+import train
 import utils
+from common import config_of
 
 AXES = ("fsdp", "pipeline", "tensor")
 CONFIG = dataclasses.asdict(utils.Config())
@@ -208,6 +212,36 @@ def test_a_state_of_other_shape_type_or_names_is_refused(tmp_path):
     checkpoints.close()
 
 
+def test_who_only_reads_may_restore_a_part(tmp_path):
+    saved(tmp_path, 1).close()
+    expected = {"weights": state_on(mesh_of(4, 2, 1), seed=1)["weights"]}
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as reader:
+        assert_same(reader.restore(1, abstract(expected)), expected)
+
+
+def test_a_part_with_other_arrays_is_refused_by_name(tmp_path):
+    saved(tmp_path, 1).close()
+    part = {"weights": abstract(state_on(mesh_of(2, 2, 2)))["weights"]}
+    norm = part["weights"]["norm"]
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as reader:
+        for other in (norm.update(shape=(32,)), norm.update(dtype=jnp.bfloat16)):
+            wanted = {"weights": part["weights"] | {"norm": other}}
+            with pytest.raises(
+                ValueError, match=r"weights.norm is \(\(24,\), 'float32'\) there and"
+            ):
+                reader.restore(1, wanted)
+        with pytest.raises(ValueError, match=r"another model: weights.more is absent there"):
+            reader.restore(1, {"weights": part["weights"] | {"more": norm}})
+
+
+def test_a_run_that_writes_restores_all_or_nothing(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    good = abstract(state_on(mesh_of(2, 2, 2)))
+    with pytest.raises(ValueError, match=r"step is \(\(\), 'int32'\) there and absent in this run"):
+        checkpoints.restore(1, {"weights": good["weights"], "optimizer": good["optimizer"]})
+    checkpoints.close()
+
+
 def test_a_step_that_is_not_there_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     for ask in (lambda: checkpoints.config(3), lambda: checkpoints.restore(3, {})):
@@ -284,6 +318,31 @@ def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
     expected = state_on(mesh_of(8, 1, 1), seed=1)
     assert_same(reader.restore(3, abstract(expected)), expected)
     reader.close()
+
+
+def test_blocks_are_stored_in_the_order_in_which_they_run_on_every_mesh():
+    """[virtual, stage, block, ...] is that order; the optimizer's arrays go with the weights."""
+    for shape, virtual in (((2, 2, 2), 2), ((1, 4, 2), 1)):
+        config = config_of(shape, virtual=virtual)
+        shapes = train.abstract_state(config, model.declare(config), mesh_of(*shape))
+        stored = checkpoint.stored_shapes(shapes)
+        assert jax.tree.structure(stored) == jax.tree.structure(shapes)
+        for old, new in ((shapes.weights, stored.weights), (moments(shapes), moments(stored))):
+            before, after = old.blocks.moe.moe.router, new.blocks.moe.moe.router
+            assert before.shape == (virtual, shape[1], 4 // virtual // shape[1], 48, 8)
+            assert (after.shape, after.sharding.spec[0]) == ((4, 48, 8), "pipeline")
+            assert new.first == old.first and new.last == old.last
+        numbers = np.arange(4 * 48 * 8, dtype=np.float32)
+        there = checkpoint.reshaped(numbers.reshape(before.shape), after)
+        back = checkpoint.reshaped(there, before)
+        assert (there.sharding, back.sharding) == (after.sharding, before.sharding)
+        np.testing.assert_array_equal(np.asarray(there).reshape(-1), numbers)
+        np.testing.assert_array_equal(np.asarray(back).reshape(-1), numbers)
+
+
+def moments(state):
+    [adam] = (slot for slot in state.optimizer if hasattr(slot, "mu"))
+    return adam.mu
 
 
 def changed_section(section, **fields):
