@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import plot
 
@@ -37,6 +38,41 @@ def test_a_run_is_drawn_in_three_pictures(tmp_path):
     names = ["validation_loss.png", "load_loss.png", "tokens_per_expert.png"]
     assert files == [folder / "plots" / name for name in names]
     assert all(file.read_bytes().startswith(PNG) for file in files)
+
+
+def test_a_picture_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Killed in writing, a run has its old picture or none; what it draws next is whole."""
+    folder = write_run(tmp_path / "tiny")
+    save = Figure.savefig
+
+    def killed(figure, file, **how):
+        save(figure, file, **how)
+        file.write_bytes(file.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", killed)
+    with pytest.raises(KeyboardInterrupt):
+        plot.plot_run(folder)
+    assert not list(folder.glob("plots/*.png"))
+    monkeypatch.undo()
+    whole = [file.read_bytes() for file in plot.plot_run(folder, again=False)]
+    monkeypatch.setattr(Figure, "savefig", killed)
+    with pytest.raises(KeyboardInterrupt):
+        plot.plot_run(folder)
+    assert [file.read_bytes() for file in plot.plot_run(folder, again=False)] == whole
+
+
+def test_only_pictures_that_are_not_there_are_drawn_where_none_is_asked_for_again(tmp_path):
+    folder = write_run(tmp_path / "tiny")
+    first, second, third = plot.plot_run(folder)
+    second.unlink()
+    third.write_bytes(b"old")
+    before = first.stat().st_mtime_ns
+    assert plot.plot_run(folder, again=False) == [first, second, third]
+    assert second.read_bytes().startswith(PNG)
+    assert (first.stat().st_mtime_ns, third.read_bytes()) == (before, b"old")
+    plot.plot_run(folder)
+    assert third.read_bytes().startswith(PNG)
 
 
 def test_tokens_per_expert_are_shares_of_each_layers_tokens(tmp_path):
