@@ -28,7 +28,33 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# --- one tiny run, for the files that ask of whole runs (tiny_run.py) -----------------------------
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Flags that name shards of this project's own files."""
+    from data import prepare
+
+    out = tmp_path_factory.mktemp("data")
+    prepare.main(["--source", str(ROOT), "--glob", "*.py", "--out", str(out), "--val-share", "0.2"])
+    return ["--data.train", str(out / "train"), "--data.val", str(out / "val")]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def whole(data, runs):
+    """Its folder: six steps, never stopped."""
+    from tiny_run import start  # late: other files need not wait for main
+
+    return start(data, runs, "whole")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,82 +23,21 @@ import passes
 import train
 import utils
 from conftest import ROOT
-from data import prepare
 from planning import cost
-
-FLAGS = [
-    "--model.width",
-    "32",
-    "--model.blocks",
-    "4",
-    "--model.heads",
-    "2",
-    "--model.kv_lora_rank",
-    "16",
-    "--model.hidden",
-    "64",
-    "--model.expert_hidden",
-    "32",
-    "--model.qk_nope_head_dim",
-    "16",
-    "--model.qk_rope_head_dim",
-    "8",
-    "--model.v_head_dim",
-    "16",
-    "--model.compute_dtype",
-    "float32",
-    "--model.capacity_factor",
-    "4",
-    "--model.router_bias_speed",
-    "0",
-    "--train.sequence_length",
-    "32",
-    "--optimizer.schedule_steps",
-    "6",
-    "--optimizer.warmup_steps",
-    "2",
-    "--train.steps",
-    "6",
-    "--eval.every_steps",
-    "3",
-    "--eval.sequences",
-    "16",
-    "--checkpoint.every_steps",
-    "3",
-    "--sample.tokens",
-    "4",
-    "--sample.prompts",
-    "def",
-    "import",
-]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    out = tmp_path_factory.mktemp("data")
-    prepare.main(["--source", str(ROOT), "--glob", "*.py", "--out", str(out), "--val-share", "0.2"])
-    return ["--data.train", str(out / "train"), "--data.val", str(out / "val")]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-def start(data, runs, name, *flags):
-    config = utils.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
-    main.run(config)
-    return runs / name
-
-
-@pytest.fixture(scope="module")
-def whole(data, runs):
-    return start(data, runs, "whole")
+from tiny_run import FLAGS, Killed, start
 
 
 @pytest.fixture(scope="module")
 def stopped_and_resumed(data, runs):
-    start(data, runs, "resumed", "--train.steps", "3")
+    """A run killed two steps after its checkpoint, and continued."""
+
+    def kill(loop, step, report):
+        if step == 5:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(main.Loop, "_stop_if_lost", kill)
+        start(data, runs, "resumed")
     return start(data, runs, "resumed")
 
 
@@ -125,9 +65,8 @@ def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
     assert all(set(r) == set(metrics.TRAIN) for r in steps)
     assert np.array(evaluations[0]["moe/tokens_per_expert"]).sum(1).tolist() == [16 * 32 * 2] * 4
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
-    assert [s["prompt"] for s in samples] == ["def", "import"] and all(
-        s["step"] == 6 for s in samples
-    )
+    told = [(s["step"], s["prompt"]) for s in samples]
+    assert told == [(step, prompt) for step in (2, 4, 6) for prompt in ("def", "import")]
     assert {p.name for p in (whole / "plots").iterdir()} == {
         "validation_loss.png", "load_loss.png", "tokens_per_expert.png"
     }  # fmt: skip
@@ -146,6 +85,8 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
     whole, stopped_and_resumed
 ):
     assert losses(stopped_and_resumed) == losses(whole)
+    samples = [(folder / "samples.jsonl").read_bytes() for folder in (stopped_and_resumed, whole)]
+    assert samples[0] == samples[1]
     for resumed, expected in zip(weights_of(stopped_and_resumed), weights_of(whole), strict=True):
         np.testing.assert_array_equal(resumed, expected)
 
@@ -165,6 +106,21 @@ def test_a_finished_run_started_again_prints_its_result_and_trains_nothing(
     start(data, runs, "whole")
     assert "6 steps, validation loss" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_before_its_pictures_has_them_when_it_is_started_again(
+    whole, data, runs, monkeypatch
+):
+    monkeypatch.setattr(main, "Loop", None)
+    files = sorted((whole / "plots").iterdir())
+    files[1].unlink()
+    kept = files[0].stat().st_mtime_ns
+    start(data, runs, "whole")
+    assert sorted((whole / "plots").iterdir()) == files
+    assert files[0].stat().st_mtime_ns == kept, "a picture that is there is not drawn again"
+    shutil.rmtree(whole / "plots")
+    start(data, runs, "whole")
+    assert sorted((whole / "plots").iterdir()) == files
 
 
 def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, data, runs):

@@ -1,0 +1,29 @@
+"""One tiny run that several files ask questions of, and how to start another like it.
+
+The fixtures are in conftest.py: `whole` is this run, and it is made once.
+"""
+
+import main
+import utils
+
+TEXT = """
+--model.width 32 --model.blocks 4 --model.heads 2 --model.kv_lora_rank 16 --model.hidden 64
+--model.expert_hidden 32 --model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8
+--model.v_head_dim 16 --model.compute_dtype float32 --model.capacity_factor 4
+--model.eval_capacity_factor 4 --model.router_bias_speed 0 --train.sequence_length 32
+--optimizer.schedule_steps 6 --optimizer.warmup_steps 2 --train.steps 6 --eval.every_steps 3
+--eval.sequences 16 --checkpoint.every_steps 3 --sample.every_steps 2 --sample.tokens 4
+--sample.prompts def import
+"""
+FLAGS = TEXT.split()
+
+
+class Killed(Exception):
+    """What a run that is killed ends with here."""
+
+
+def start(data, runs, name, *flags):
+    """The folder of the run, which has ended; a run that is there already is continued."""
+    config = utils.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
+    main.run(config)
+    return runs / name
