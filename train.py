@@ -63,7 +63,8 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
             "--mesh.tensor "
             f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
-            f"whose product is {len(devices)}.{hint}"
+            f"whose product is {len(devices)}, as --mesh.fsdp {len(devices)} --mesh.pipeline 1 "
+            f"--mesh.tensor 1.{hint}"
         )
     # An axis of the torus may be split: on 4x4x4 chips a mesh axis of 2 has none of its own.
     placed = mesh_utils.create_device_mesh(

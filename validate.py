@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dataset
+import metrics
 import model
 import passes
 import train
@@ -95,24 +97,40 @@ def main(arguments: list[str] | None = None) -> None:
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
-    file = flags.run / "config.toml"
-    if not file.is_file():
-        raise ValueError(f"--run {flags.run} has no config.toml. Give the folder of a run.")
-    config = utils.parse(["--config", str(file), *rest], ("run", "step", "json"))
+    config = config_of(flags.run, rest)
     declared = model.declare(config)
     passes.schedule_of(config)
     data = dataset.open_validation(config)
     train.start_processes()
     mesh = train.make_mesh(config)
-    saved = Checkpoints(flags.run / "checkpoints")
-    step = saved.latest() if flags.step is None else flags.step
-    w = restored_weights(saved, step, train.abstract_state(config, declared, mesh).weights)
-    saved.close()
+    shapes = train.abstract_state(config, declared, mesh).weights
+    with closing(Checkpoints(flags.run / "checkpoints")) as saved:
+        step = saved.latest() if flags.step is None else flags.step
+        if step is None:
+            raise ValueError(
+                f"--run {flags.run} has no checkpoint yet. Let the run go on to its first "
+                "(--checkpoint.every_steps), or give another --run."
+            )
+        w = restored_weights(saved, step, shapes)
     found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
     if flags.json:
-        say(json.dumps(found))
+        say(json.dumps(metrics.plain(found), allow_nan=False))
     elif is_primary():
         say("\n".join(lines(found, config)))
+
+
+def config_of(run: Path, flags: list[str]) -> Config:
+    """The config of the run in this folder, with main.py's flags over it."""
+    if any(flag.partition("=")[0] == "--config" for flag in flags):
+        raise ValueError(
+            f"--config has no place beside --run, whose config is {run / 'config.toml'}. Give "
+            "single flags over it, as --eval.sequences 64."
+        )
+    file = run / "config.toml"
+    if not file.is_file():
+        what = "has no config.toml" if run.is_dir() else "does not exist"
+        raise ValueError(f"--run {run} {what}. Give the folder of a run, as --run runs/tiny.")
+    return utils.parse(["--config", str(file), *flags], ("run", "step", "json"))
 
 
 def restored_weights(saved: Checkpoints, step: int, shapes: Transformer) -> Transformer:
@@ -125,7 +143,8 @@ def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:
     """The record with what follows from its loss: perplexity, and bits per byte of the text."""
     loss, manifest = record["loss/val"], data.manifest
     per_byte = loss / math.log(2) * manifest.tokens / manifest.text_bytes
-    return record | {"perplexity": math.exp(loss), "bits_per_byte": per_byte}
+    perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that was lost
+    return record | {"perplexity": perplexity, "bits_per_byte": per_byte}
 
 
 def lines(found: dict[str, Any], config: Config) -> list[str]:

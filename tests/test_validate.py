@@ -1,0 +1,157 @@
+"""The validation of a checkpoint, by the command: of the run that conftest.py makes."""
+
+import contextlib
+import json
+import math
+import re
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+import dataset
+import metrics
+import model
+import reference
+import train
+import utils
+import validate
+from common import canonical
+
+# Another order of the blocks in memory as well, and other ranks for every expert.
+OTHER_MESH = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2"
+
+
+def recorded(folder, step):
+    records = metrics.read(folder / "metrics.jsonl")
+    [found] = [r for r in records if r["step"] == step and "loss/val" in r]
+    return found
+
+
+@pytest.fixture
+def told(whole, capsys):
+    """What the command says of the run, for flags."""
+
+    def tell(*flags):
+        capsys.readouterr()
+        validate.main(["--run", str(whole), *flags])
+        return capsys.readouterr().out
+
+    return tell
+
+
+def files(folder):
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
+
+
+def test_a_checkpoint_has_the_validation_that_its_run_recorded_to_the_last_digit(whole, told):
+    before = files(whole)
+    found = json.loads(told("--json"))
+    assert found["step"] == 6
+    assert recorded(whole, 6).items() <= found.items()
+    assert found["perplexity"] == math.exp(found["loss/val"])
+    assert files(whole) == before, "who validates only reads"
+
+
+def test_an_older_checkpoint_is_told_of_in_lines(whole, told):
+    record = recorded(whole, 3)
+    first, *rest = told("--step", "3").splitlines()
+    assert first.startswith("step 3 on 16 windows of 32 tokens of ")
+    assert first.endswith("val")
+    found = dict(line.split("  ", 1) for line in rest)
+    assert set(found) == {"loss", "perplexity", "bits per byte", "balance", "dropped"}
+    assert found["loss"].split() == [f"{record['loss/val']:.4f}", "nats", "per", "token"]
+    assert found["perplexity"].strip() == f"{math.exp(record['loss/val']):.2f}"
+    assert found["balance"].split()[0] == f"{record['loss/val_balance']:.3f}"
+    assert found["dropped"].split()[0] == "0.00%"
+
+
+def test_another_mesh_gives_the_same_loss(whole, told):
+    found = json.loads(told("--json", *OTHER_MESH.split(), "--train.microbatches", "2"))
+    assert found["loss/val"] == pytest.approx(recorded(whole, 6)["loss/val"], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def weights(whole):
+    """A canonical tree of the last checkpoint's weights, and their config."""
+    config = utils.load(whole / "config.toml")
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, mesh).weights
+    with contextlib.closing(checkpoint.Checkpoints(whole / "checkpoints")) as saved:
+        return config, canonical(config, validate.restored_weights(saved, 6, shapes))
+
+
+def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told, data, weights):
+    train_folder = data[1]
+    found = json.loads(told("--json", "--data.val", train_folder, "--eval.sequences", "8"))
+    config, tree = weights
+    shards = dataset.Dataset(train_folder, 32, shuffle=False)
+    batch = shards.eval_rows(np.arange(8), 8)
+    run = jax.jit(
+        reference.loss, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0}
+    )
+    expected = float(run(tree, batch, config.model)[1]["cross_entropy"])
+    assert found["loss/val"] == pytest.approx(expected, rel=2e-5)
+    assert np.sum(found["moe/tokens_per_expert"], 1).tolist() == [8 * 32 * 2] * 4
+    told_there = json.loads((shards.folder / dataset.INDEX).read_text())
+    bits = found["loss/val"] / math.log(2) * told_there["tokens"] / told_there["text_bytes"]
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_a_loss_that_is_not_finite_has_no_perplexity():
+    text = SimpleNamespace(manifest=SimpleNamespace(tokens=4, text_bytes=8))
+    assert validate.extended({"loss/val": 1e4}, text)["perplexity"] == math.inf
+    assert math.isnan(validate.extended({"loss/val": math.nan}, text)["bits_per_byte"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--run absent", r"--run absent does not exist. Give the folder of a run"),
+        ("--run {data}", r"has no config.toml. Give the folder of a run"),
+        ("--step 4", r"no checkpoint of step 4 .* has steps \[3, 6\]. Give one"),
+        ("--model.vocabulary 512", "512 has no row .*Use --model.vocabulary 4096"),
+        ("--model.width 64", r"is of another model: weights\..* Give the config .*config.toml"),
+        ("--eval.sequence 8", "unknown flag --eval.sequence.*did you mean --eval.sequences"),
+        ("--steps 3", "unknown flag --steps.*did you mean"),
+        ("--eval.sequences 12", "12 is not a multiple of .*Use --eval.sequences 16"),
+        ("--config configs/tiny.toml", "--config has no place beside --run"),
+        ("--data.val absent", "absent"),
+        ("--mesh.fsdp 1 --mesh.tensor 16 --model.heads 16", "16 is 32 devices, and there are 8"),
+    ],
+)
+def test_what_cannot_be_validated_is_refused_in_one_line_with_the_mend(
+    whole, data, flags, message, monkeypatch, capsys
+):
+    extra = flags.format(data=data[1]).split()
+    run = [] if "--run" in extra else ["--run", str(whole)]
+    monkeypatch.setattr(sys, "argv", ["validate.py", *run, *extra])
+    monkeypatch.setattr(validate, "Validation", None)  # before anything is compiled
+    with pytest.raises(SystemExit) as refused:
+        utils.command_line(validate.main)
+    assert refused.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_a_run_without_a_checkpoint_is_refused(whole, tmp_path):
+    (tmp_path / "config.toml").write_text((whole / "config.toml").read_text())
+    with pytest.raises(ValueError, match=r"no such folder. .*--checkpoint.every_steps above 0"):
+        validate.main(["--run", str(tmp_path)])
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"has no checkpoint yet. .*--checkpoint.every_steps"):
+        validate.main(["--run", str(tmp_path)])
+
+
+def test_a_mesh_for_other_devices_is_refused_with_one_for_these(whole, monkeypatch):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    with pytest.raises(ValueError, match=r"is 8 devices, and there are 1. .*tensor 1") as refused:
+        validate.main(["--run", str(whole)])
+    assert "--mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1" in str(refused.value)
