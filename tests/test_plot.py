@@ -40,6 +40,10 @@ def test_a_run_is_drawn_in_three_pictures(tmp_path):
     assert all(file.read_bytes().startswith(PNG) for file in files)
 
 
+class Killed(Exception):
+    """What a program that is killed ends with here."""
+
+
 def test_a_picture_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     """Killed in writing, a run has its old picture or none; what it draws next is whole."""
     folder = write_run(tmp_path / "tiny")
@@ -48,16 +52,16 @@ def test_a_picture_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     def killed(figure, file, **how):
         save(figure, file, **how)
         file.write_bytes(file.read_bytes()[:100])
-        raise KeyboardInterrupt
+        raise Killed
 
     monkeypatch.setattr(Figure, "savefig", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         plot.plot_run(folder)
     assert not list(folder.glob("plots/*.png"))
     monkeypatch.undo()
     whole = [file.read_bytes() for file in plot.plot_run(folder, again=False)]
     monkeypatch.setattr(Figure, "savefig", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         plot.plot_run(folder)
     assert [file.read_bytes() for file in plot.plot_run(folder, again=False)] == whole
 
