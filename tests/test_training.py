@@ -6,6 +6,7 @@ Letters: E experts, V vocabulary.
 """
 
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -244,3 +245,30 @@ def test_gradients_are_clipped_to_the_norm_of_the_whole_model(clip):
     for moment, grad in zip(jax.tree.leaves(adam.mu), jax.tree.leaves(grads), strict=True):
         expected = 0.1 * grad * (clip / norm if clip else 1)
         np.testing.assert_allclose(moment, expected, rtol=1e-5)
+
+
+# --- processes and memory ----------------------------------------------------------------------
+
+
+def test_half_of_what_joins_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.delenv("JAX_PROCESS_ID", raising=False)
+    with pytest.raises(ValueError, match=r"without .* JAX_PROCESS_ID. Set all three, or none"):
+        train.start_processes()
+
+
+def test_memory_is_what_the_device_counted_or_else_what_the_compiler_planned():
+    plan = SimpleNamespace(
+        argument_size_in_bytes=100,
+        output_size_in_bytes=90,
+        alias_size_in_bytes=80,
+        temp_size_in_bytes=7,
+    )
+    step = SimpleNamespace(memory_analysis=lambda: plan)
+    for stats, expected in (
+        ({"peak_bytes_in_use": 5}, (5, "at its fullest")),
+        (None, (117, "planned by the compiler")),
+    ):
+        device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        assert train.peak_bytes(SimpleNamespace(local_devices=[device]), step) == expected
