@@ -244,15 +244,14 @@ def _part(scope: str) -> str:
 
 
 def outline(closed: Any) -> tuple:
-    """Operations, shapes and plain settings: the same for two programs that cost as much."""
-    jaxpr = getattr(closed, "jaxpr", closed)
+    """What a program costs is told by: the same for two that cost as much."""
     rows = []
-    for eqn in jaxpr.eqns:
-        params = eqn.params.values()
-        inner = [outline(p) for p in params if hasattr(p, "jaxpr") or hasattr(p, "eqns")]
-        plain = [str(p) for p in params if isinstance(p, int | tuple)]
-        shapes = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
-        rows.append((eqn.primitive, *shapes, *plain, *inner))
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        inner = [outline(p) for p in eqn.params.values() if hasattr(p, "eqns")]
+        settings = [eqn.params.get(name) for name in ("axis_name", "axes", "length", "name")]
+        arrays = [(v.aval.shape, v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
+        scope = str(eqn.source_info.name_stack)
+        rows.append((eqn.primitive, scope, *arrays, *map(str, settings), *inner))
     return tuple(rows)
 
 

@@ -129,6 +129,7 @@ def search(
             out[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
         else:
             out[mesh] = reason
+    gc.freeze()
     gc.enable()
     if not best and not small:
         raise ValueError(no_mesh(config, chips, fixed, out))
