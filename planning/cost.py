@@ -69,9 +69,9 @@ class Step:
         self.x_bytes = self.bt * config.model.width * self.byte
         self.v = trace.local_rows(config)
         self.held = held(Config(model=config.model, mesh=mesh))
-        mesh = dataclasses.replace(mesh, virtual=1)  # which nothing of the optimizer depends on
+        whole = dataclasses.replace(mesh, virtual=1)  # no layout of the optimizer depends on it
         self.optimizer_bytes = optimizer_bytes(
-            Config(model=config.model, mesh=mesh, optimizer=config.optimizer)
+            Config(model=config.model, mesh=whole, optimizer=config.optimizer)
         )
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))

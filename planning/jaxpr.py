@@ -169,7 +169,7 @@ class Reader:
             return Value(self.sizes(0)) if isinstance(atom, core.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
-            inputs, here = [of(v) for v in eqn.invars], _joined(scope, eqn)
+            inputs, here = [of(v) for v in eqn.invars], f"{scope}/{eqn.source_info.name_stack}"
             inner = self._called(eqn)
             if inner is not None:
                 outputs = self._walk(inner, inputs, ops, here)
@@ -199,10 +199,9 @@ class Reader:
             result = sum(value.bytes for value in outputs)
             op.send = Send(part, axes, COLLECTIVES[name], result)
         elif name == "scan":
-            inner = eqn.params["jaxpr"]
-            op.body, op.times = Program([self._value(v.aval) for v in inner.jaxpr.invars]), 0
+            inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
+            op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-            op.times = eqn.params["length"]
         elif name in OPAQUE and _works(eqn):
             raise ValueError(
                 f"{part or 'the model'} has a {name}, whose cost a trace does not tell. Write "
@@ -224,17 +223,9 @@ class Reader:
 
 
 def _works(eqn: Any) -> bool:
-    """Whether there is a product or a collective inside."""
-    text = str(eqn)
-    return eqn.primitive.name not in ("while", "cond") or bool(
-        re.search(
-            rf"\b(dot_general|foreign_kernel|{'|'.join((*COLLECTIVES, *OPAQUE[:3]))})\[", text
-        )
-    )
-
-
-def _joined(scope: str, eqn: Any) -> str:
-    return f"{scope}/{eqn.source_info.name_stack}"
+    """Whether it is a product, or there is a product or a collective inside."""
+    names = ("dot_general", "foreign_kernel", *COLLECTIVES, *OPAQUE[:3])
+    return eqn.primitive.name in names or any(f" {name}[" in str(eqn) for name in names)
 
 
 def _part(scope: str) -> str:
@@ -368,7 +359,7 @@ def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list
 def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
     """Most bytes that live at once while the operations run in order.
 
-    elsewhere  values that somebody else counts.
+    elsewhere  values that somebody else counts, as those are that nothing here reads.
     As compilers do: elementwise operations are computed where they are read, and write over what is
     read there for the last time; so do updates and the state of a loop.
     """

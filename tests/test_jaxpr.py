@@ -1,0 +1,132 @@
+"""What is read in small traces, against counts written out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from planning import jaxpr
+
+ONE = jaxpr.Sizes(1, (1,))
+N = 16  # floats of a row
+
+
+def read(function, *shapes, sizes=ONE, skipped=""):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jaxpr.Reader(sizes, 1.0, skipped).read(jax.make_jaxpr(function)(*args))
+
+
+def flops(ops):
+    return sum(int(op.flops[0]) * n for op, n in jaxpr.costs(ops))
+
+
+def with_gradient(function):
+    def both(w, x, gradient):
+        return jax.vjp(function, w, x)[1](gradient)
+
+    return both
+
+
+def test_products_in_loops_and_calls_count_as_often_as_they_run():
+    def trip(x, _):
+        return jax.jit(lambda x: x @ x)(x), None
+
+    program = read(lambda x: lax.scan(trip, x, None, length=5)[0] @ x, (N, N))
+    assert flops(program.ops) == 6 * 2 * N**3
+
+
+def test_a_call_that_somebody_else_counts_is_found_and_left_out():
+    def layer_7(x):
+        return x @ x
+
+    def body(x, _):
+        return jax.jit(layer_7)(x), None
+
+    program = read(lambda x: lax.scan(body, x, None, length=3)[0], (N, N), skipped="layer_")
+    assert jaxpr.calls(program.ops, "layer_") == {7: 3} and flops(program.ops) == 0
+
+
+def test_one_trace_serves_every_batch_size():
+    prime = 10007
+    sizes = jaxpr.Sizes(prime, (1, 4, 64))
+    program = read(lambda w, x: (x @ w).sum(0), (N, 8), (prime, N), sizes=sizes)
+    [(op, _)] = jaxpr.costs(program.ops)
+    assert op.flops.tolist() == [2 * b * N * 8 for b in (1, 4, 64)]
+    assert program.inputs[0].bytes.tolist() == [4 * N * 8] * 3
+    assert program.inputs[1].bytes.tolist() == [4 * b * N for b in (1, 4, 64)]
+
+
+def chain(w, x):
+    """Three products, the result of the first named."""
+    one = checkpoint_name(x @ w, "one")
+    return jnp.tanh(jnp.tanh(one) @ w) @ w
+
+
+def pieces(function):
+    program = read(with_gradient(function), (N, N), (N, N), (N, N))
+    w, _, gradient = program.inputs
+    found = jaxpr.residuals(program, {gradient}, {w})
+    forward, backward = jaxpr.split(program, {gradient})
+    return jaxpr.Program(program.inputs, ops=forward), backward, found, {w}
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "products"),
+    [
+        (jax.checkpoint_policies.nothing_saveable, 1, 2),  # x; the third product is not needed
+        (jax.checkpoint_policies.save_only_these_names("one"), 2, 1),  # and "one"
+        (jax.checkpoint_policies.everything_saveable, None, 0),
+    ],
+    ids=["nothing", "a name", "everything"],
+)
+def test_what_is_not_kept_is_computed_again_as_far_as_it_is_needed(policy, kept, products):
+    forward, backward, needed, known = pieces(chain)
+    assert flops(backward) == 6 * 2 * N**3
+    found = jaxpr.remat(forward, needed, known, policy)
+    assert sum(int(op.flops[0]) * n for op, n in found.costs) == products * 2 * N**3
+    if kept:
+        assert int(found.bytes[0]) == kept * 4 * N * N
+
+
+def test_names_inside_a_loop_are_kept_for_each_trip():
+    def trip(x, _):
+        return jnp.sin(checkpoint_name(x @ x, "inside")), None
+
+    forward, _, needed, known = pieces(lambda w, x: lax.scan(trip, x, None, length=4)[0] @ w)
+    policy = jax.checkpoint_policies.save_only_these_names("inside")
+    found = jaxpr.remat(forward, needed, known, policy)
+    trips = {n for value, n in found.kept.items() if value not in forward.inputs}
+    assert trips == {4}
+    nothing = jaxpr.remat(forward, needed, known, jax.checkpoint_policies.nothing_saveable)
+    assert sum(int(op.flops[0]) * n for op, n in nothing.costs) == 4 * 2 * N**3
+
+
+def peak(function, *shapes):
+    return int(read(function, *shapes).peak[0]) // (4 * N * N)
+
+
+def test_the_most_that_lives_at_once_is_that_of_the_fullest_moment():
+    # Beside the argument and the result: what a product makes, and the next one beside it.
+    assert peak(lambda x: ((x @ x) @ x) @ x, (N, N)) == 2
+    # Elementwise results are made where they are read, and in place of what they are made of.
+    assert peak(lambda x: jnp.sin(jnp.tanh(x @ x) * 2) @ x, (N, N)) == 1
+    # Two that wait for each other.
+    assert peak(lambda x: ((x @ x) @ (x @ x)) @ x, (N, N)) == 3
+
+
+def test_the_state_of_a_loop_is_written_over():
+    def trip(x, _):
+        return x @ x, None
+
+    looped = peak(lambda x: lax.scan(trip, x @ x, None, length=9)[0] @ x, (N, N))
+    assert looped == peak(lambda x: lax.scan(trip, x @ x, None, length=3)[0] @ x, (N, N)) <= 3
+
+
+def test_programs_with_other_shapes_have_other_outlines():
+    def outline(rows):
+        args = [jax.ShapeDtypeStruct((rows, N), jnp.float32), np.ones((N, N), np.float32)]
+        return jaxpr.outline(jax.make_jaxpr(lambda x, w: jax.jit(jnp.sin)(x @ w))(*args))
+
+    assert outline(3) == outline(3) != outline(4)
