@@ -265,6 +265,18 @@ class Checkpoints:
                 f"Give one of these."
             )
 
+    def must_be_good(self, step: int) -> None:
+        """Raises ValueError when there is no such step, or its files are not as they were
+        written.
+        """
+        self._must_exist(step)
+        if not self._is_good(step):
+            steps = [other for other in sorted(self._manager.all_steps()) if other != step]
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is damaged. Give another of "
+                f"steps {steps}, or bring back a good copy."
+            )
+
     def _must_hold(self, step: int, wanted: dict[str, Any]) -> None:
         """Orbax itself would cast float32 to what is asked for."""
         stored = self._manager.item_metadata(step).state.tree

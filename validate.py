@@ -5,6 +5,7 @@
 
 Prints cross-entropy per token, perplexity, bits per byte of text and the balance of the experts.
 Takes main.py's flags as well, over the run's own config: `--mesh.fsdp 8 --mesh.pipeline 1`.
+Where experts have no room for all, which of their choices are dropped depends on the mesh.
 """
 
 import dataclasses
@@ -111,6 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f"--run {flags.run} has no checkpoint yet. Let the run go on to its first "
                 "(--checkpoint.every_steps), or give another --run."
             )
+        if flags.step is not None:
+            saved.must_be_good(step)  # the newest good one has been looked at
         w = restored_weights(saved, step, shapes)
     found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
     if flags.json:

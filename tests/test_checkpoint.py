@@ -250,6 +250,19 @@ def test_a_step_that_is_not_there_is_refused(tmp_path):
     checkpoints.close()
 
 
+def test_a_step_that_is_damaged_or_not_there_is_not_good(tmp_path):
+    saved(tmp_path, 1, 2).close()
+    flip_a_bit(largest_file(tmp_path / "2" / "state"))
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as reader:
+        reader.must_be_good(1)
+        with pytest.raises(
+            ValueError, match=r"step 2 in .* is damaged. Give another of steps \[1\]"
+        ):
+            reader.must_be_good(2)
+        with pytest.raises(ValueError, match=r"no checkpoint of step 3 .* it has steps \[1, 2\]"):
+            reader.must_be_good(3)
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written to .* Give a --run.dir"):

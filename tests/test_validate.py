@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -72,8 +73,11 @@ def test_an_older_checkpoint_is_told_of_in_lines(whole, told):
     assert found["dropped"].split()[0] == "0.00%"
 
 
-def test_another_mesh_gives_the_same_loss(whole, told):
+def test_another_mesh_gives_the_same_loss(whole, told, monkeypatch):
+    shapes, make = [], train.make_mesh
+    monkeypatch.setattr(train, "make_mesh", lambda c: shapes.append(c.mesh.shape) or make(c))
     found = json.loads(told("--json", *OTHER_MESH.split(), "--train.microbatches", "2"))
+    assert shapes == [(4, 2, 1)]
     assert found["loss/val"] == pytest.approx(recorded(whole, 6)["loss/val"], abs=1e-5)
 
 
@@ -147,6 +151,16 @@ def test_a_run_without_a_checkpoint_is_refused(whole, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=r"has no checkpoint yet. .*--checkpoint.every_steps"):
         validate.main(["--run", str(tmp_path)])
+
+
+def test_a_step_that_is_asked_for_and_damaged_is_refused(whole, tmp_path):
+    (tmp_path / "config.toml").write_text((whole / "config.toml").read_text())
+    copy = shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    state = [path for path in (copy / "3" / "state").rglob("*") if path.is_file()]
+    file = max(state, key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"step 3 .* is damaged. Give another of steps \[6\]"):
+        validate.main(["--run", str(tmp_path), "--step", "3"])
 
 
 def test_a_mesh_for_other_devices_is_refused_with_one_for_these(whole, monkeypatch):
