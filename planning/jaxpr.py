@@ -113,8 +113,20 @@ class Op:
     @cached_property
     def body_peak(self) -> Count:
         """Of a loop's body beside its state and what it reads of a stack."""
-        carried = self.body.outputs[: self.eqn.params["num_carry"]]
-        return peak(self.body.ops, {*self.body.inputs, *carried})
+        _, carried = self.constants_and_carried
+        return peak(self.body.ops, {*self.body.inputs, *self.body.outputs[:carried]})
+
+    @property
+    def constants_and_carried(self) -> tuple[int, int]:
+        """How many of a loop's inputs are the same in each trip, and come from the trip before; by
+        their dimensions, as versions of jax say it differently. What is stacked has one more.
+        """
+        inner = self.eqn.params["jaxpr"].jaxpr
+        pairs = [(self.eqn.invars, inner.invars), (self.eqn.outvars, inner.outvars)]
+        whole, carried = (
+            sum(a.aval.ndim == b.aval.ndim for a, b in zip(*p, strict=True)) for p in pairs
+        )
+        return whole - carried, carried
 
     def kept(self, policy: Policy) -> bool:
         avals = [v.aval for v in self.eqn.invars]
@@ -337,7 +349,7 @@ def remat(program: Program, needed: Iterable[Value], known: set[Value], policy: 
 
 def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list[Value]]:
     """The same in the body of a loop, and what the loop then needs of its inputs."""
-    constants, carried = op.eqn.params["num_consts"], op.eqn.params["num_carry"]
+    constants, carried = op.constants_and_carried
     pairs = list(zip(op.body.outputs, op.outputs, strict=True))
     needed = {inner for inner, outer in pairs if outer in wanted}
     while True:
