@@ -185,7 +185,7 @@ def test_a_new_layer_is_planned_without_another_line(remat, monkeypatch):
     monkeypatch.setattr(model, "mlp", novel)
     trace.pieces.cache_clear()
     config = novel_config(remat)
-    assert planned_bytes(config, "cpu") == pytest.approx(kept_bytes(config, "xla"), rel=0.005)
+    assert planned_bytes(config, "cpu") == pytest.approx(kept_bytes(config, "xla"), rel=0.01)
     if remat in ("none", "full", "inside"):  # each compiles for seconds
         assert_planned_as_compiled(config, 0.005)
     predicted = cost.predict(config, None)
