@@ -11,28 +11,24 @@ MODEL-REMAT    a step with none, names (all of utils.REMAT_NAMES) or full remate
 MODEL-profile  where the time of its best step goes, by layer and kernel
 
 A row is added to a file of JSON lines when it ends, and is not run again. It runs in a process of
-its own: what crashes is one row, and the peak of memory, which jax cannot reset, is that row's.
+its own: what crashes is one row, and the peak of memory, which jax cannot reset, is that row's. A
+row that is stopped when the minutes are over starts anew the next time.
 Beside jax, flax, optax, numpy and what these bring, nothing needs to be installed.
 """
 
 import argparse
 import contextlib
-import dataclasses
-import difflib
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,124 +52,66 @@ from utils import GIB, Config
 
 ROOT = Path(__file__).resolve().parent
 WARMUP_STEPS, TIMED_STEPS = 2, 8
-EXPECTED_SHARE = 0.2  # of a GPU's peak, to say how long a row takes that was never run
-H100 = chips.CHIPS["h100"]
 
 Record = dict[str, Any]
 
 
 # --- the rows -------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Size:
-    """How a model is trained on one GPU of 80 GB: all of its rows fit there, by the plan."""
-
-    sequences: int  # of a microbatch
-    microbatches: int
-    best: str  # remat of the row that is expected to be fastest
-
-
-MODELS = {
-    "dense_124m": Size(16, 8, "none"),
-    "dense_1b": Size(8, 8, "none"),
-    "moe_1b": Size(8, 8, "none"),
-    "moe_124m": Size(16, 8, "none"),
-}
-REMAT = {"none": "none", "names": ",".join(utils.REMAT_NAMES), "full": "full"}
+MICROBATCHES = 8
+MODELS = {"dense_124m": 16, "dense_1b": 8, "moe_1b": 8, "moe_124m": 16}  # sequences of a microbatch
+REMAT = {"none": "none", "profile": "none", "names": ",".join(utils.REMAT_NAMES), "full": "full"}
 GATES = ("machine", "check")  # where one fails, the others say nothing
-
-
-def row_names() -> list[str]:
-    """In the order in which they are worth the minutes."""
-    best = [f"{name}-{size.best}" for name, size in MODELS.items()]
-    others = [f"{name}-{remat}" for name in MODELS for remat in REMAT]
-    profiles = [f"{name}-profile" for name in ("dense_1b", "moe_1b", "dense_124m", "moe_124m")]
-    order = [*GATES, *best, *profiles[:2], *others, *profiles]
-    return list(dict.fromkeys(order))
+# In the order in which they are worth the minutes; all fit 80 GB, by the plan.
+ROWS = (*GATES, *(f"{name}-{kind}" for kind in REMAT for name in MODELS))
 
 
 def config_of(row: str, toy: bool) -> Config:
-    """The model of a row MODEL-REMAT or MODEL-profile, as it is trained on one GPU."""
-    name, _, remat = row.rpartition("-")
-    size = MODELS[name]
-    sequences = size.sequences * size.microbatches
-    config = with_values(
-        utils.load(ROOT / "configs" / f"{name}.toml"),
-        mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
-        model={"compute_dtype": "bfloat16"},
-        train={
-            "sequences": sequences,
-            "microbatches": size.microbatches,
-            "remat": REMAT[size.best if remat == "profile" else remat],
-        },
-        eval={"sequences": sequences},
-    )
-    return toy_of(config) if toy else config
+    """What is trained in a row MODEL-REMAT or MODEL-profile; with --toy it is configs/tiny.toml."""
+    name, _, kind = row.rpartition("-")
+    config = utils.load(ROOT / "configs" / f"{'tiny' if toy else name}.toml")
+    sequences, microbatches = (2, 2) if toy else (MODELS[name] * MICROBATCHES, MICROBATCHES)
+    config = with_values(config, model={"compute_dtype": "bfloat16"}, train={"remat": REMAT[kind]})
+    return on_one_device(config, sequences, microbatches)
 
 
-def toy_of(config: Config) -> Config:
-    """The same in sizes that a CPU runs at once."""
+def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
     return with_values(
         config,
-        model={
-            "vocabulary": 500, "width": 32, "blocks": 2, "heads": 2, "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "hidden": 64,
-            "expert_hidden": 16, "experts": 8,
-        },
-        train={"sequences": 4, "microbatches": 2, "sequence_length": 32, "loss_chunk_tokens": 64},
-        eval={"sequences": 4},
-    )  # fmt: skip
-
-
-def expected_s(row: str, before: list[Record]) -> float:
-    """Seconds of a row, its start and compilation with it: as before with a margin, else a guess.
-
-    before  records of this row.
-    """
-    if before:
-        last = before[-1]
-        return last["wall_s"] * (2 if last["status"] == "time" else 1.2)
-    if row in GATES:
-        return {"machine": 40.0, "check": 90.0}[row]
-    config = config_of(row, toy=False)
-    t = config.train
-    work = t.sequences * t.sequence_length * step_flops(config)
-    return 75 + (WARMUP_STEPS + TIMED_STEPS) * work / (EXPECTED_SHARE * H100.flops)
-
-
-def step_flops(config: Config, square: bool = False) -> float:
-    """Model FLOPs per token as MFU counts them; with attention's whole square, or half of it."""
-    length = config.train.sequence_length
-    # By the rule attention counts as half of T, so as all of it where T is doubled.
-    counted = 2 * length if square else length
-    return flops.palm_flops_per_token(config.model, model.declare(config), counted)
+        mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
+        train={"sequences": sequences, "microbatches": microbatches},
+        eval={"sequences": sequences},
+    )
 
 
 # --- measuring, in the process of a row -----------------------------------------------------------
 
 
 def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
-    """The row's fields, some as soon as they are known.
-
-    folder  where a profile is kept.
-    """
+    """The row's fields, some as soon as they are known; traces are kept in the folder."""
     device = accelerator(toy)
     yield versions(device)
     if row == "machine":
-        yield from machine(device, 256 if toy else 8192)
+        yield machine(device, 256 if toy else 8192)
     elif row == "check":
         yield from check(device, toy)
     else:
         config = config_of(row, toy)
-        yield planned(config, device)
-        program, cached = compiled_or_cached(config)
+        found = cost.predict(config, chips.chip_of_kind(device.device_kind), device.platform)
         yield {
-            "compile_s": program.compile_s,
-            "compile_cached": cached,
-            "compiler_bytes": train.planned_bytes(program.step),
+            "model": vars(config.model),
+            "train": vars(config.train),
+            "parameters": found.parameters,
+            "active_parameters": found.active_parameters,
+            "attention": found.attention,
+            "planned_bytes": found.memory_bytes_per_chip,
+            "planned_step_s": found.step_s,
         }
-        yield from profile(program, folder, row) if "profile" in row else timed(program, device)
+        jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+        program = compiled(config)
+        compiler_bytes = train.planned_bytes(program.step)
+        yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
+        yield profile(program, folder / row) if "profile" in row else timed(program, device)
 
 
 def accelerator(toy: bool) -> jax.Device:
@@ -190,10 +128,9 @@ def accelerator(toy: bool) -> jax.Device:
 def versions(device: jax.Device) -> Record:
     """What a number is to be reported with."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    driver = smi_now("driver_version").get("driver_version")
     return {
         "chip": device.device_kind,
-        "driver": driver,
+        "driver": smi("driver_version").get("driver_version"),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "python": sys.version.split()[0],
@@ -202,103 +139,67 @@ def versions(device: jax.Device) -> Record:
     }
 
 
-def machine(device: jax.Device, size: int) -> Iterator[Record]:
+def machine(device: jax.Device, size: int) -> Record:
     """A bfloat16 product of random matrices beside the chip's peak."""
-    before = smi_now(*SMI_FIELDS)
-    with watched() as during:
+    with watched() as read:
         rate = product_flops_per_s(size, jnp.bfloat16, in_row=20)
     chip = chips.chip_of_kind(device.device_kind)
     share = f", {rate / chip.flops:.0%} of the peak" if chip else ""
     text = f"{rate / 1e12:.4g} TFLOP/s in {size} x {size} x {size} bfloat16 products{share}"
-    yield {"flops_per_s": rate, "smi_before": before, "smi_during": during, "text": text}
+    return {"flops_per_s": rate, "smi": read, "text": text}
 
 
-def planned(config: Config, device: jax.Device) -> Record:
-    """What planning/cost.py says of the step, known before it is compiled."""
-    chip = chips.chip_of_kind(device.device_kind)
-    found = cost.predict(config, chip, device.platform)
-    return {
-        "planned_bytes": found.memory_bytes_per_chip,
-        "planned_step_s": found.step_s,
-        "planned_serial_step_s": found.serial_step_s,
-        "planned_flops": found.flops_per_chip,
-        "model_flops": found.model_flops_per_chip,
-        "attention": found.attention,
-        "parameters": found.parameters,
-        "active_parameters": found.active_parameters,
-        "sequences": config.train.sequences,
-        "microbatches": config.train.microbatches,
-        "sequence_length": config.train.sequence_length,
-        "remat": config.train.remat,
-    }
-
-
-def compiled_or_cached(config: Config) -> tuple[Program, bool]:
-    """The compiled step, and whether it came from the compilation cache."""
-    heard: list[str] = []
-
-    def listen(event: str, **_: Any) -> None:
-        heard.append(event)
-
-    jax.monitoring.register_event_listener(listen)
-    program = compiled(config)
-    jax.monitoring.unregister_event_listener(listen)
-    return program, "/jax/compilation_cache/cache_hits" in heard
-
-
-def timed(program: Program, device: jax.Device) -> Iterator[Record]:
+def timed(program: Program, device: jax.Device) -> Record:
     """The median step after two that are not counted, and what follows from it."""
-    before = smi_now(*SMI_FIELDS)
     taken, losses = [], []
     state, batch = program.state(), random_batch(program.config, program.mesh)
-    with contextlib.ExitStack() as stack:
-        for number in range(WARMUP_STEPS + TIMED_STEPS):
-            if number == WARMUP_STEPS:
-                during = stack.enter_context(watched())
+    with watched() as read:
+        for _ in range(WARMUP_STEPS + TIMED_STEPS):
             start = time.perf_counter()
             state, report = jax.block_until_ready(program.step(state, batch))
             taken.append(time.perf_counter() - start)
             losses.append(float(report["stats"].loss))
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"the loss of these steps is not finite: {losses}")
-    yield rates(program, device, statistics.median(taken[WARMUP_STEPS:])) | {
+    step_s = statistics.median(taken[WARMUP_STEPS:])
+    rate, chip = program.tokens / step_s, chips.chip_of_kind(device.device_kind)
+    return {
+        "step_s": step_s,
+        "tokens_per_s": rate,
+        "mfu": chip and rate * step_flops(program.config) / chip.flops,
+        "mfu_whole_square": chip and rate * step_flops(program.config, True) / chip.flops,
+        "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
         "steps_s": taken,
         "losses": losses,
-        "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
-        "smi_before": before,
-        "smi_during": during,
+        "smi": read,
     }
 
 
-def rates(program: Program, device: jax.Device, step_s: float) -> Record:
-    """Tokens per second, and MFU where the chip's peak is known."""
-    chip, per_s = chips.chip_of_kind(device.device_kind), program.tokens / step_s
-    found = {"step_s": step_s, "tokens_per_s": per_s}
-    for name, square in (("mfu", False), ("mfu_whole_square", True)):
-        found[name] = chip and per_s * step_flops(program.config, square) / chip.flops
-    return found
+def step_flops(config: Config, square: bool = False) -> float:
+    """Model FLOPs per token as MFU counts them; with attention's whole square, or half of it."""
+    # By the rule attention counts as half of T, so as all of it where T is doubled.
+    length = config.train.sequence_length * (2 if square else 1)
+    return flops.palm_flops_per_token(config.model, model.declare(config), length)
 
 
-def profile(program: Program, folder: Path, row: str) -> Iterator[Record]:
+def profile(program: Program, folder: Path) -> Record:
     """Time by layer in one traced step, and the largest kernels in each; the trace is kept."""
     state, batch = program.state(), random_batch(program.config, program.mesh)
     for _ in range(WARMUP_STEPS):
         state, report = program.step(state, batch)
     jax.block_until_ready(report)
-    text, kept = program.step.as_text(), folder / f"{row}.perfetto.json.gz"
-    with tempfile.TemporaryDirectory() as made:
-        with jax.profiler.trace(made, create_perfetto_trace=True):
-            jax.block_until_ready(program.step(state, batch))
-        [file] = Path(made).rglob("perfetto_trace.json.gz")
-        shutil.copy(file, kept)
-    shares, largest = timeline.shares(kept, text), timeline.largest(kept, text)
-    busy_s = sum(timeline.operation_s(kept, text).values())
-    timeline.name_layers(kept, text)
-    lines = [f"{busy_s:.4g} s of kernels in a step; {kept.name} opens in ui.perfetto.dev"]
+    with jax.profiler.trace(folder, create_perfetto_trace=True):
+        jax.block_until_ready(program.step(state, batch))
+    file = max(folder.rglob("perfetto_trace.json.gz"))  # the last: folders in it are dated
+    text = program.step.as_text()
+    taken = timeline.operation_s(file, text)
+    timeline.name_layers(file, text)
+    shares, largest = timeline.shares(taken), timeline.largest(taken)
+    lines = [f"{taken.total():.4g} s of kernels in a step; {file} opens in ui.perfetto.dev"]
     for place, share in shares.items():
         kernels = ", ".join(f"{name} {part:.1%}" for name, part in largest[place].items())
         lines.append(f"  {share:6.1%}  {place:26}{kernels}")
-    yield {"busy_s": busy_s, "shares": shares, "kernels": largest, "text": "\n".join(lines)}
+    return {"busy_s": taken.total(), "shares": shares, "kernels": largest, "text": "\n".join(lines)}
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -313,47 +214,37 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
 
     In float32 they differ by rounding alone; bfloat16 is what is timed, with kernels of its own.
     """
-    config = with_values(
-        small_config(),
-        mesh={"fsdp": 1, "pipeline": 1, "tensor": 1},
-        train={"sequences": 4, "microbatches": 2},
-        eval={"sequences": 4},
-    )
-    if toy:
-        config = with_values(toy_of(config), model={"dense_layers": 0})
+    config = on_one_device(utils.load(ROOT / "configs/tiny.toml") if toy else small_config(), 4, 2)
     # Every token goes to every expert: rounding can choose no other, which would hide an error.
-    every = {"experts_per_token": config.model.experts, "capacity_factor": 1.0}
-    config = with_values(config, model=every)
+    config = with_values(
+        config, model={"experts_per_token": config.model.experts, "capacity_factor": 1.0}
+    )
     cpu = one_device(jax.devices("cpu")[0])
     with jax.default_device(jax.devices("cpu")[0]):
         start = weights.initialize(model.declare(config), cpu, 0)
     loss, expected = gradients(config, cpu, start)
     lines = []
-    for dtype, bounds in BOUNDS.items():
+    for dtype in BOUNDS:
         here = with_values(config, model={"compute_dtype": dtype})
         found_loss, found = gradients(here, one_device(device), start)
         off, errors = abs(found_loss / loss - 1), gradient_errors(found, expected)
         yield {f"{dtype}_loss_error": off, f"{dtype}_gradient_errors": errors}
-        lines.append(compared(dtype, off, errors, bounds))
+        lines.append(compared(dtype, off, errors))
     yield {"text": "\n  ".join(["against float32 on the CPU", *lines])}
 
 
-def compared(
-    dtype: str, loss_error: float, errors: dict[str, float], bounds: tuple[float, float]
-) -> str:
+def compared(dtype: str, loss_error: float, errors: dict[str, float]) -> str:
     """The errors in a line.
 
-    Raises  ValueError where they are not within the bounds, or are not numbers.
+    Raises  ValueError where they are not within BOUNDS, or are not numbers.
     """
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    text = (
-        f"{dtype}: loss off by {loss_error:.1e}, gradients by {errors[worst]:.1e} at most ({worst})"
-    )
-    if not (errors[worst] < bounds[0] and loss_error < bounds[1]):
+    gradient_bound, loss_bound = BOUNDS[dtype]
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    text = f"{dtype}: loss off by {loss_error:.1e}, gradients by {errors[worst]:.1e} ({worst})"
+    if not (errors[worst] < gradient_bound and loss_error < loss_bound):
         raise ValueError(
-            f"{text}, where {bounds[1]:.0e} and {bounds[0]:.0e} are allowed: this "
-            "device does not compute what the CPU does in float32. What is measured here counts "
-            "for nothing until it does."
+            f"{text}, where {loss_bound:.0e} and {gradient_bound:.0e} are allowed: this device "
+            "does not compute what the CPU does in float32. Nothing measured counts until then."
         )
     return text
 
@@ -365,17 +256,16 @@ def one_device(device: jax.Device) -> Mesh:
 def gradients(config: Config, place: Mesh, start: Any) -> tuple[float, dict[str, np.ndarray]]:
     """The loss, and the gradient of each weight by its name, on the device of `place`."""
     declared = model.declare(config)
+    shardings = jax.tree.map(lambda d: NamedSharding(place, d.spec), declared)
     with jax.default_device(place.devices.flat[0]):
-        w = jax.tree.map(
-            lambda d, a: jax.device_put(np.asarray(a), NamedSharding(place, d.spec)),
-            declared,
-            start,
-        )
+        w = jax.device_put(jax.device_get(start), shardings)
         run = jax.jit(passes.loss_and_gradients(config, declared, place))
         grads, stats = jax.device_get(run(w, random_batch(config, place), jnp.int32(0)))
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    return float(stats.loss), dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+    }
+    return float(stats.loss), named
 
 
 def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -383,9 +273,7 @@ def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str
 
     def error(name: str) -> float:
         off, norm = map(np.linalg.norm, (found[name] - expected[name], expected[name]))
-        if norm == 0:
-            return 0.0 if off == 0 else math.inf
-        return float(off / norm)
+        return float(off / norm) if norm else math.inf if off else 0.0
 
     return {name: error(name) for name in expected}
 
@@ -395,38 +283,22 @@ def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str
 SMI_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")  # MHz, W
 
 
-def smi(fields: tuple[str, ...]) -> list[str]:
-    """The command that reads the first GPU that jax may use."""
+def smi(*fields: str) -> dict[str, str]:
+    """What is read of the first GPU that jax may use; nothing where there is no nvidia-smi."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = f"--query-gpu={','.join(fields)}"
-    return ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
-
-
-def smi_now(*fields: str) -> Record:
-    """One reading; nothing where there is no nvidia-smi."""
-    lines = output(smi(fields)).splitlines()
-    return readings(fields, lines) if lines else {}
-
-
-def readings(fields: tuple[str, ...], lines: list[str]) -> Record:
-    """The median of what each field reads as a number, or its last text."""
-    rows = [line.split(", ") for line in lines if line.count(", ") == len(fields) - 1]
-    return {name: middle([row[i] for row in rows]) for i, name in enumerate(fields) if rows}
-
-
-def middle(column: list[str]) -> float | str:
-    numbers = [float(cell) for cell in column if re.fullmatch(r"[\d.]+", cell)]
-    return statistics.median(numbers) if len(numbers) == len(column) else column[-1]
+    text = output(["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"])
+    return dict(zip(fields, text.strip().split(", "), strict=True)) if text else {}
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Record]:
+def watched() -> Iterator[dict[str, float]]:
     """Fills the given record, at its end, with medians of what nvidia-smi read meanwhile."""
-    found, lines, over = {}, [], threading.Event()
+    found, rows, over = {}, [], threading.Event()
 
     def look() -> None:
         while not over.is_set():
-            lines.extend(output(smi(SMI_FIELDS)).splitlines())
+            rows.append(smi(*SMI_FIELDS))
             over.wait(0.2)
 
     thread = threading.Thread(target=look)
@@ -436,56 +308,45 @@ def watched() -> Iterator[Record]:
     finally:
         over.set()
         thread.join()
-        found.update(readings(SMI_FIELDS, lines))
+    for name in SMI_FIELDS:
+        cells = [row.get(name, "") for row in rows]
+        if numbers := [float(cell) for cell in cells if re.fullmatch(r"[\d.]+", cell)]:
+            found[name] = statistics.median(numbers)
 
 
 def output(command: list[str]) -> str:
     """What a command prints; nothing where it is not there, or fails."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=30
         ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return ""
 
 
 # --- a row in a process of its own ----------------------------------------------------------------
 
 
 def run_row(row: str, toy: bool, folder: Path, limit_s: float) -> Record:
-    """Runs a row in a child process, and says how it ended.
+    """Runs a row in a child process; what it measured, and how it ended.
 
     status  ok; memory: it did not fit; time: it was stopped after limit_s; failed: anything else.
     folder  gets ROW.log and ROW.jsonl, what it had measured until then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     told, log = folder / f"{row}.jsonl", folder / f"{row}.log"
     told.write_text("")
     command = [sys.executable, str(ROOT / "benchmark.py"), "gpu", row, "--child", str(told)]
     command += ["--toy"] * toy
-    code: int | None = None
-    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
-        code = subprocess.run(
-            command, stdout=file, stderr=file, env=environment(row), timeout=max(0.1, limit_s)
-        ).returncode
-    found: Record = {}
-    for part in read(told):
-        found |= part
-    return found | ending(code, log.read_text(errors="replace"), limit_s)
-
-
-def environment(row: str) -> dict[str, str]:
-    """Of a child: as run.sh makes it, with the CPU beside the GPU, for the check."""
-    made = dict(os.environ)
-    made.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    made.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    made.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-    if made.get("JAX_PLATFORMS") and "cpu" not in made["JAX_PLATFORMS"].split(","):
-        made["JAX_PLATFORMS"] += ",cpu"
+    given = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ  # as run.sh gives it
+    if given.get("JAX_PLATFORMS") and "cpu" not in given["JAX_PLATFORMS"].split(","):
+        given["JAX_PLATFORMS"] += ",cpu"  # for the check
     if "profile" in row:  # kernels in CUDA graphs do not say which operation they are of
-        flags = made.get("XLA_FLAGS", "")
-        made["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
-    return made
+        given["XLA_FLAGS"] = f"{given.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    code = None
+    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        run = subprocess.run(command, stdout=file, stderr=file, env=given, timeout=limit_s)
+        code = run.returncode
+    found = {name: value for part in read(told) for name, value in part.items()}
+    return found | ending(code, log.read_text(errors="replace"), limit_s)
 
 
 def ending(code: int | None, log: str, limit_s: float) -> Record:
@@ -509,62 +370,40 @@ def ending(code: int | None, log: str, limit_s: float) -> Record:
 # --- the session ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    names: list[str] = dataclasses.field(default_factory=list)  # rows; none are all
-    minutes: float = 9.0
-    out: Path = Path()
-    again: bool = False
-    force: bool = False
-    toy: bool = False
-
-
-def session(flags: Flags, run: Callable[..., Record] = run_row) -> dict[str, float]:
-    """Runs rows until they are done or the minutes are over; the rows that are left, and the
-    seconds that each is expected to take.
+def session(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
+    """Runs rows until they are done or the minutes are over; the rows that are left.
 
     Raises  ValueError where `machine` or `check` failed, unless forced.
     """
     deadline = time.monotonic() + 60 * flags.minutes
-    gpu = smi_now("name").get("name")
-    before = [r for r in read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
-    done = {r["row"]: r for r in before if r["status"] in ("ok", "memory")}
-    left: dict[str, float] = {}
-    rows = chosen(flags.names)
+    gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [r for r in read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
+    done = {r["row"]: r for r in kept if r["status"] in ("ok", "memory") and not flags.again}
+    left = []
     print(HEADER, flush=True)
-    for row in rows:
-        if row in done and not flags.again:
-            show(done[row])
+    for row in ROWS:
+        if row not in (*GATES, *flags.names):
             continue
-        expected = expected_s(row, [r for r in before if r["row"] == row])
-        limit = deadline - time.monotonic()
-        if expected > limit or set(left) & set(GATES):
-            left[row] = expected
+        record, limit_s = done.get(row), deadline - time.monotonic()
+        if not record and (left or limit_s <= 0):
+            left.append(row)
             continue
-        started = time.time()
-        record = {"row": row, "toy": flags.toy, "gpu": gpu, "started": round(started)}
-        record |= run(row, flags.toy, flags.out.with_suffix(""), limit)
-        record["wall_s"] = time.time() - started
-        add(flags.out, record)
+        if not record:
+            started = time.time()
+            record = {"row": row, "toy": flags.toy, "gpu": gpu, "started": round(started)}
+            record |= run(row, flags.toy, folder, limit_s)
+            record["wall_s"] = time.time() - started
+            add(flags.out, record)
         show(record)
-        if row in GATES and record["status"] != "ok" and not flags.force:
+        if record["status"] == "time":
+            left.append(row)
+        elif row in GATES and record["status"] != "ok" and not flags.force:
             raise ValueError(
                 f"row {row} did not pass, and what follows would mean nothing; see "
-                f"{flags.out.with_suffix('') / row}.log. Mend that, or go on with --force."
+                f"{folder / row}.log. Mend that, or go on with --force."
             )
     return left
-
-
-def chosen(names: list[str]) -> list[str]:
-    """The rows by these names, after those that must pass first; all of them if none is named."""
-    known = row_names()
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0)[0]
-            raise ValueError(
-                f"benchmark.py gpu {name}: there is no such row. Use {close}, or see --list."
-            )
-    return [row for row in known if not names or row in (*GATES, *names)]
 
 
 def read(file: Path) -> list[Record]:
@@ -574,102 +413,74 @@ def read(file: Path) -> list[Record]:
 
 
 def add(file: Path, record: Record) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps(record) + "\n")
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
-COLUMNS: dict[str, tuple[int, Callable[[Record], str]]] = {
-    "row": (-18, lambda r: r["row"]),
-    "step s": (8, lambda r: f"{r['step_s']:.4f}"),
-    "tokens/s": (9, lambda r: f"{r['tokens_per_s']:,.0f}"),
-    "MFU": (6, lambda r: percent(r["mfu"])),
-    "square": (6, lambda r: percent(r["mfu_whole_square"])),
-    "GiB": (6, lambda r: f"{r['memory_bytes'] / GIB:.1f}"),
-    "plan": (6, lambda r: f"{r['planned_bytes'] / GIB:.1f}"),
-    "compiler": (8, lambda r: f"{r['compiler_bytes'] / GIB:.1f}"),
-    "compile s": (9, lambda r: f"{r['compile_s']:.0f}" + " (cache)" * r["compile_cached"]),
-    "MHz": (5, lambda r: whole(r["smi_during"].get("clocks.sm"))),
-    "W": (5, lambda r: whole(r["smi_during"].get("power.draw"))),
-}
-
-
-def line(cells: list[str]) -> str:
-    widths = [width for width, _ in COLUMNS.values()]
-    return " ".join(
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, widths, strict=True)
-    )
-
-
-HEADER = line(list(COLUMNS))
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def whole(number: float | str | None) -> str:
-    return f"{number:.0f}" if isinstance(number, float) else "-"
+HEADER = (
+    "row                  step s  tokens/s    MFU square   GiB  plan compiler compile s   MHz     W"
+)
 
 
 def show(record: Record) -> None:
     """Prints a row."""
-    name = f"{record['row']:18} "
-    if record["status"] == "memory":
-        plan = record["planned_bytes"] / GIB if "planned_bytes" in record else math.nan
-        text = f"{name}out of memory: the plan said it needs {plan:.1f} GiB. {record['error']}"
-    elif record["status"] != "ok":
-        text = f"{name}{record['status']}: {record['error']}"
-    elif "text" in record:
-        text = name + record["text"]
+    r = {"planned_bytes": math.nan} | record
+    if r["status"] == "memory":
+        need = r["planned_bytes"] / GIB
+        text = f"out of memory: the plan said it needs {need:.1f} GiB. {r['error']}"
+    elif r["status"] != "ok":
+        text = f"{r['status']}: {r['error']}"
+    elif "text" in r:
+        text = r["text"]
     else:
-        text = line([cell(record) for _, cell in COLUMNS.values()])
-    print(text, flush=True)
+        gib = [r[f"{name}_bytes"] / GIB for name in ("memory", "planned", "compiler")]
+        mfu = [r[name] or math.nan for name in ("mfu", "mfu_whole_square")]
+        mhz, watts = (r["smi"].get(name, math.nan) for name in ("clocks.sm", "power.draw"))
+        text = (
+            f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {mfu[0]:6.1%} {mfu[1]:6.1%}"
+            f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:9.0f}"
+            f" {mhz:5.0f} {watts:5.0f}"
+        )
+    print(f"{r['row']:18} {text}", flush=True)
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
-def main(arguments: list[str]) -> None:
-    """benchmark.py gpu."""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmark.py gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="ROW", help="rows to run; all if not given")
+    parser.add_argument("names", nargs="*", default=ROWS, metavar="ROW", help="all if not given")
     parser.add_argument("--list", action="store_true", help="print the rows, in their order")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which it has ended; 9")
-    parser.add_argument(
-        "--out", type=Path, help="JSON lines; runs/benchmark/gpu.jsonl or toy.jsonl"
-    )
+    parser.add_argument("--out", type=Path, help="records; runs/benchmark/gpu.jsonl or toy.jsonl")
     parser.add_argument("--again", action="store_true", help="also run rows that are in the file")
     parser.add_argument("--force", action="store_true", help="go on where the check failed")
     parser.add_argument("--toy", action="store_true", help="toy sizes, on whatever device is there")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # a row's process: its file
-    given = vars(parser.parse_args(arguments))
-    child, listed = given.pop("child"), given.pop("list")
-    out = given.pop("out") or Path("runs/benchmark") / f"{'toy' if given['toy'] else 'gpu'}.jsonl"
-    flags = Flags(**given, out=out)
-    if listed:
-        print("\n".join(row_names()))
-    elif child:
-        for part in measure(flags.names[0], flags.toy, child.parent):
-            add(child, part)
+    flags = parser.parse_args(arguments)
+    flags.out = flags.out or Path("runs/benchmark", "toy.jsonl" if flags.toy else "gpu.jsonl")
+    if unknown := set(flags.names) - set(ROWS):
+        raise ValueError(
+            f"there is no row {', '.join(sorted(unknown))}. Use some of {', '.join(ROWS)}."
+        )
+    return flags
+
+
+def main(arguments: list[str]) -> None:
+    """benchmark.py gpu."""
+    flags = parse(arguments)
+    if flags.list:
+        print("\n".join(ROWS))
+    elif flags.child:
+        for part in measure(flags.names[0], flags.toy, flags.child.parent):
+            add(flags.child, part)
     else:
-        tell_left(session(flags), flags, arguments)
-
-
-def tell_left(left: dict[str, float], flags: Flags, arguments: list[str]) -> None:
-    """Prints where the records are, and how to go on."""
-    print(f"records: {flags.out}; logs and traces: {flags.out.with_suffix('')}/")
-    if left:
-        again = " ".join(a for a in arguments if a != "--again")
-        print(f"left, for want of time: {' '.join(left)}")
-        longest = max(left, key=left.__getitem__)
-        if left[longest] > 60 * flags.minutes:
-            print(f"{longest} alone takes some --minutes {math.ceil(left[longest] / 60)}")
-        print(f"go on with: ./run.sh python benchmark.py gpu {again}".rstrip())
+        left = session(flags)
+        print(f"records: {flags.out}; logs and traces: {flags.out.with_suffix('')}/")
+        if left:
+            again = " ".join(a for a in arguments if a != "--again")
+            print(f"left, for want of time: {' '.join(left)}")
+            print(f"go on with: ./run.sh python benchmark.py gpu {again}".rstrip())

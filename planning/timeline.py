@@ -8,7 +8,6 @@ import gzip
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,111 +23,85 @@ PHASES = ("warmup", "steady", "cooldown")
 CONTAINERS = ("while", "conditional", "call")  # what runs inside is in the trace too
 
 
-def name_layers(file: Path, program: str) -> None:
-    """Puts the layer that an operation belongs to in front of its name in a trace.
+def read(file: Path) -> dict[str, Any]:
+    """A trace: perfetto_trace.json.gz. A CPU's has the compiler's names alone."""
+    return json.loads(gzip.decompress(file.read_bytes()))
 
-    file     perfetto_trace.json.gz; a CPU's has the compiler's names alone.
-    program  text of the compiled step.
-    """
-    names = hlo.scopes(program)
-    trace = read(file)
+
+def name_layers(file: Path, program: str) -> None:
+    """Puts the layer that an operation of the compiled program belongs to in front of its name."""
+    names, trace = hlo.scopes(program), read(file)
     for event in trace["traceEvents"]:
-        scope = names.get(event.get("args", {}).get("hlo_op", ""))
-        if scope:
+        if scope := names.get(event.get("args", {}).get("hlo_op", "")):
             event["name"] = f"{scope} {event['name']}"
     file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(gzip.decompress(file.read_bytes()))
+Seconds = Counter[tuple[str, str]]  # by place and operation
 
 
-# --- time by layer --------------------------------------------------------------------------------
+def shares(taken: Seconds) -> dict[str, float]:
+    """{place: share of the time of all operations}, largest first; they sum to 1."""
+    places = Counter()
+    for (where, _), seconds in taken.items():
+        places[where] += seconds
+    return {where: seconds / taken.total() for where, seconds in places.most_common()}
 
 
-def shares(file: Path, program: str) -> dict[str, float]:
-    """{place: share of the time of all operations}, largest first; they sum to 1.
-
-    file, program  as in name_layers, before names are changed there.
-    """
-    taken = Counter()
-    for (place, _), seconds in operation_s(file, program).items():
-        taken[place] += seconds
-    total = sum(taken.values())
-    return {place: seconds / total for place, seconds in taken.most_common()}
-
-
-def largest(file: Path, program: str, most: int = 3) -> dict[str, dict[str, float]]:
+def largest(taken: Seconds, most: int = 3) -> dict[str, dict[str, float]]:
     """{place: {operation: share of the time of all}}, the largest ones of each place."""
-    taken = operation_s(file, program)
-    total, found = sum(taken.values()), defaultdict(dict)
+    found = defaultdict(dict)
     for (where, name), seconds in taken.most_common():
         if len(found[where]) < most:
-            found[where][name] = seconds / total
+            found[where][name] = seconds / taken.total()
     return dict(found)
 
 
-def operation_s(file: Path, program: str) -> Counter[tuple[str, str]]:
-    """{(place, operation): its seconds in the trace}; `other` is what the program does not name.
+def operation_s(file: Path, program: str) -> Seconds:
+    """Seconds of each operation in a trace; `other` is what the program does not name.
 
+    file    before name_layers.
     Raises  ValueError for a trace in which no operation of the program is.
     """
-    places = places_of(program)
-    flat = {_flat(name): name for name in places}
-    taken: Counter[tuple[str, str]] = Counter()
+    known, taken = places_of(program), Counter()
     for event in operations(read(file)["traceEvents"]):
-        given = event["args"].get("hlo_op", ""), event["name"]
-        known = [name for name in (*given, *(flat.get(_flat(g)) for g in given)) if name in places]
-        inside = [name for name in known if places[name] is not None]
-        if not known or inside:
-            where, name = (places[inside[0]], inside[0]) if inside else ("other", event["name"])
-            taken[where, name] += event["dur"] / 1e6
+        spelt = event["args"].get("hlo_op", ""), event["name"]
+        found = [known[name] for name in spelt if name in known]
+        inside = [(where, name) for where, name in found if where]
+        if inside or not found:
+            taken[inside[0] if inside else ("other", event["name"])] += event["dur"] / 1e6
     if not any(where != "other" for where, _ in taken):
         raise ValueError(
-            f"{file} has no operation of the program: no step of it was traced, or the profiler "
-            "may not read this device (a GPU needs CUPTI, and leave to use it). Trace a step of "
-            "this program, with that leave."
+            f"{file} has no operation of the program. Trace a step of it, with CUPTI and leave to "
+            "use it on a GPU."
         )
     return taken
 
 
-def _flat(name: str) -> str:
-    """A GPU's kernel is called as its operation is, in letters that C allows."""
-    return re.sub(r"\W", "_", name)
-
-
-def operations(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events of operations, each once: a GPU's streams, or else what the host ran of a program.
-
-    Other lines of a GPU sum up what is in its streams.
-    """
-    named = [e for e in events if e.get("ph") == "M"]
-    gpus = {
-        e["pid"]
-        for e in named
-        if e["name"] == "process_name" and e["args"]["name"].startswith("/device:")
-    }
+def operations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of a GPU's streams, which its other lines sum up, or else what the host ran."""
     streams = {
         (e["pid"], e["tid"])
-        for e in named
-        if e["name"] == "thread_name" and e["args"]["name"].startswith("Stream")
+        for e in events
+        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")
     }
-    for event in events:
-        event = {"args": {}} | event
-        if event.get("ph") == "X" and (
-            (event["pid"], event["tid"]) in streams if gpus else "hlo_op" in event["args"]
-        ):
-            yield event
+    ran = [{"args": {}} | e for e in events if e.get("ph") == "X"]
+    return [
+        e for e in ran if ((e["pid"], e["tid"]) in streams if streams else "hlo_op" in e["args"])
+    ]
 
 
-def places_of(program: str) -> dict[str, str | None]:
-    """{operation: its place}; None for those that contain others."""
+def places_of(program: str) -> dict[str, tuple[str | None, str]]:
+    """{operation: (its place, operation)}; no place for those that contain others.
+
+    Also as a GPU's kernel is called: as its operation is, in letters that C allows.
+    """
     computations = hlo.parse(program).computations
-    return {
-        i.name: None if i.opcode in CONTAINERS else place(op_name(i, computations))
-        for computation in computations.values()
-        for i in computation.values()
-    }
+    found = {}
+    for i in (i for computation in computations.values() for i in computation.values()):
+        where = None if i.opcode in CONTAINERS else place(op_name(i, computations))
+        found[i.name] = found[re.sub(r"\W", "_", i.name)] = where, i.name
+    return found
 
 
 def op_name(instruction: Instruction, computations: dict[str, hlo.Computation]) -> str:
