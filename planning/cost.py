@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 import attention
 import flops
@@ -231,10 +232,15 @@ def optimizer_costs(config: Config) -> list[tuple[jaxpr.Op, int]]:
 
 @cache
 def optimizer_bytes(config: Config) -> int:
-    """Of one chip's state of the optimizer."""
-    state = train.abstract_state(config, declared(config), trace.abstract_mesh(config)).optimizer
-    shapes = ((a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(state))
-    return sum(math.prod(shape) * byte for shape, byte in shapes)
+    """Of one chip's state of the optimizer, which is laid out as the weights are."""
+    mesh = trace.abstract_mesh(config)
+
+    def slice_of(w: Weight) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, w.spec).shard_shape(w.shape), jnp.float32)
+
+    own = jax.tree.map(slice_of, declared(config))
+    state = jax.eval_shape(train.optimizer(config, declared(config)).init, own)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
 
 
 @dataclass(frozen=True)
