@@ -60,8 +60,8 @@ def test_tables_show_every_part(capsys):
     for words in (
         "973,788,032 parameters",
         "saved activations",
-        "attention_scores",
-        "expert dispatch, backward",
+        "attention scores",
+        "moe dispatch, backward",
         "the links along fsdp+tensor",
         "hours to 6.5e+09 tokens",
         "Bound by memory",
