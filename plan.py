@@ -10,6 +10,7 @@ plans it, in a minute or two (planning/compiler.py); with --search for every mes
 """
 
 import dataclasses
+import gc
 import json
 import math
 import sys
@@ -182,4 +183,5 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
 
 
 if __name__ == "__main__":
+    gc.disable()  # traces are many objects that are all kept: looking for garbage takes a fifth
     utils.command_line(main)

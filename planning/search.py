@@ -6,7 +6,6 @@ the time of a step in which nothing overlaps, then by memory.
 """
 
 import dataclasses
-import gc
 import itertools
 import math
 from collections import Counter
@@ -116,7 +115,6 @@ def search(
     Raises    ValueError where the model divides over no mesh.
     """
     best, small, out, tried = [], [], {}, 0
-    gc.disable()  # traces make many objects and leave none: looking for them takes a fifth longer
     for mesh in progress(allowed(config, chips, fixed)):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
@@ -129,8 +127,6 @@ def search(
             out[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
         else:
             out[mesh] = reason
-    gc.freeze()
-    gc.enable()
     if not best and not small:
         raise ValueError(no_mesh(config, chips, fixed, out))
     best.sort(key=lambda c: c.order)
