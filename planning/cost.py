@@ -54,6 +54,12 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
+@cache
+def batch_cuts(sequences: int) -> tuple[tuple[int, int], ...]:
+    """(sequences of a microbatch and rank, ranks of fsdp)."""
+    return tuple((b, f) for f in divisors(sequences) for b in divisors(sequences // f))
+
+
 class Step:
     """A config's pieces on one chip, and how often each runs in a step."""
 
@@ -91,21 +97,25 @@ class Step:
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b
         stage = dataclasses.replace(c.mesh, pipeline=1)
-        alone = trace.one_microbatch(c, stage, trace.PRIME if shared else self.b)
-        last = trace.one_microbatch(
-            c, dataclasses.replace(stage, fsdp=1) if shared else c.mesh, self.last_b
-        )
-        self.batches, self.rows = (self.b,), (self.v,)
+        one = dataclasses.replace(stage, fsdp=1)
+        last = trace.one_microbatch(c, one if shared else c.mesh, self.last_b)
+        cut = self.b, c.mesh.fsdp
+        cuts, self.rows = (cut,), (self.v,)
         if shared:
-            self.batches = tuple(divisors(c.train.sequences))
+            cuts = batch_cuts(c.train.sequences)
             self.rows = tuple(trace.local_rows(last) // n for n in divisors(c.model.blocks))
-        found = trace.pieces(alone, self.kernel, self.share, self.batches)
+        for mesh in (one, stage) if shared else (stage,):
+            alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
+            found = trace.pieces(alone, self.kernel, self.share, cuts)
+            if not found.sized_by_fsdp:
+                break
+        self.column = cuts.index(cut)
         self.block, self.prefix, self.first = found.block, found.prefix, found.first
         self.last = trace.after(last, self.kernel, self.rows)
 
     def number(self, count: np.ndarray | int) -> int:
-        """Of a count for each batch size, that of this step's."""
-        return int(count if np.ndim(count) == 0 else count[self.batches.index(self.b)])
+        """Of a count for each way to cut the batch, that of this step's."""
+        return int(count if np.ndim(count) == 0 else count[self.column])
 
     def of_last(self, count: np.ndarray | int) -> int:
         """Of a count for each number of rows of the vocabulary, that of this step's."""
@@ -227,7 +237,7 @@ def optimizer_costs(config: Config) -> list[tuple[jaxpr.Op, int]]:
     rule = train.optimizer(config, declared(config))
     with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
-    return list(jaxpr.costs(jaxpr.Reader(jaxpr.Sizes(1, (1,)), 1.0).read(update).ops))
+    return list(jaxpr.costs(jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(update).ops))
 
 
 @cache

@@ -6,7 +6,7 @@ is what depends on the gradients of the results, with what was made by transposi
 of the rest are the residuals. What a remat policy keeps of them, and what is computed again for the
 others, is found by walking back from them, with the policies of `jax.checkpoint` themselves.
 
-Counts are arrays, one number for each batch size that was asked for: see `Sizes`.
+Counts are arrays, one number for each way to cut the batch that was asked for: see `Sizes`.
 """
 
 import math
@@ -21,7 +21,7 @@ from jax.extend import core
 
 from utils import LANES
 
-Count = np.ndarray  # of FLOPs or bytes, for each batch size
+Count = np.ndarray  # of FLOPs or bytes, for each cut of Sizes
 Policy = Callable[..., bool]  # of jax.checkpoint
 
 COLLECTIVES = {
@@ -54,20 +54,29 @@ READS = FUSED | {"gather"}
 IN_PLACE = ("scan", "scatter", "scatter-add", "dynamic_update_slice")
 
 
-class Sizes(NamedTuple):
-    """Bytes and FLOPs of a trace with a batch of `traced` sequences, for each size in `batches`.
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes and FLOPs of a trace with a batch of `traced` sequences on one fsdp rank, for each
+    (sequences, fsdp ranks) of `cuts`.
 
     With a prime that divides no other dimension, a number that it divides is one that grows with
     the batch: one trace serves all sizes.
+    spread  bytes of weights of which the ranks of fsdp have parts.
     """
 
     traced: int
-    batches: tuple[int, ...]
+    cuts: tuple[tuple[int, int], ...]
+    spread: frozenset[int] = frozenset()
+
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        return np.array(self.cuts).T
 
     def __call__(self, number: int) -> Count:
-        if number % self.traced:
-            return np.full(len(self.batches), number)
-        return number // self.traced * np.array(self.batches)
+        sequences, ranks = self._columns
+        if number % self.traced == 0:
+            return number // self.traced * sequences
+        return number // ranks if number in self.spread else np.full(len(self.cuts), number)
 
 
 class Send(NamedTuple):
@@ -244,18 +253,6 @@ def _part(scope: str) -> str:
     """ "jvp(attention)/latents/bTD,DC->bTC" -> "attention latents"."""
     found = (re.fullmatch(r"(?:(?:jvp|transpose|vmap)\()*(\w+)\)*", s) for s in scope.split("/"))
     return " ".join(name[1] for name in found if name)
-
-
-def outline(closed: Any) -> tuple:
-    """What a program costs is told by: the same for two that cost as much."""
-    rows = []
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
-        inner = [outline(p) for p in eqn.params.values() if hasattr(p, "eqns")]
-        settings = [eqn.params.get(name) for name in ("axis_name", "axes", "length", "name")]
-        arrays = [(v.aval.shape, v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
-        scope = str(eqn.source_info.name_stack)
-        rows.append((eqn.primitive, scope, *arrays, *map(str, settings), *inner))
-    return tuple(rows)
 
 
 # --- sums -----------------------------------------------------------------------------------------

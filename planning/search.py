@@ -131,6 +131,8 @@ def search(
         raise ValueError(no_mesh(config, chips, fixed, out))
     best.sort(key=lambda c: c.order)
     smallest = None if best else min(small, key=lambda c: c.memory)
+    if smallest:
+        smallest = Candidate(smallest.config, cost.predict(smallest.config, chip))
     return Found(best, out, tried, smallest)
 
 

@@ -6,6 +6,7 @@ are not needed; a mesh is its shape.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -78,8 +79,8 @@ class Piece:
         return jaxpr.peak(found.ops + self.ways[1], {*self.known, *found.kept})
 
 
-def piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: Any) -> Piece:
-    """Traces function(w, *x) and its gradient."""
+def piece(reader: jaxpr.Reader, function: Callable, result: Any, w: Any, *x: Any) -> Piece:
+    """Traces function(w, *x), whose result is given, and its gradient."""
 
     def both(w: Any, x: tuple, gradient: Any) -> Any:
         return jax.vjp(function, w, *x)[1](gradient)
@@ -88,7 +89,7 @@ def piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: Any) -> Piece:
         has_one = jnp.issubdtype(a.dtype, jnp.floating)
         return a if has_one else np.zeros(a.shape, jax.dtypes.float0)
 
-    gradient = jax.tree.map(gradient_of, function(w, *x))
+    gradient = jax.tree.map(gradient_of, result)
     traced = jax.make_jaxpr(both)(w, x, gradient)
     program = reader.read(traced)
     sizes = [len(jax.tree.leaves(part)) for part in (w, x)]
@@ -123,16 +124,6 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     return AbstractMesh(config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def named(layer: Callable, name: str) -> Callable:
-    """A layer whose calls can be told in a trace."""
-
-    def call(w: Any, x: jax.Array) -> Any:
-        return layer(w, x)
-
-    call.__name__ = name
-    return jax.jit(call)
-
-
 @dataclass(frozen=True)
 class Pieces:
     """What runs up to the last stage: layers, each with how many there are of it."""
@@ -141,24 +132,42 @@ class Pieces:
     prefix: list[tuple[Piece, int]]
     first: Piece  # before the first stage, without the prefix
 
+    @property
+    def sized_by_fsdp(self) -> bool:
+        """Whether something that is sent along fsdp grows or shrinks with its ranks. No layer of
+        this model has it: experts are exchanged, weights gathered outside, sums keep their size.
+        """
+        pieces = [self.first, *(piece for piece, _ in self.block + self.prefix)]
+        sends = [op.send for p in pieces for op, _ in p.forward + p.backward if op.send]
+        return any("fsdp" in s.axes and s.kind in ("all-gather", "reduce-scatter") for s in sends)
+
 
 @cache
-def pieces(config: Config, kernel: str, share: float, batches: tuple[int, ...]) -> Pieces:
+def pieces(config: Config, kernel: str, share: float, cuts: tuple[tuple[int, int], ...]) -> Pieces:
     """config  as `one_microbatch` leaves it.
-    batches  sequences of a microbatch and rank that counts are for: those of the config, or any
-             where it has PRIME.
+    cuts  (sequences of a microbatch and rank, ranks of fsdp) that counts are for: those of the
+          config, or any sequences where it has PRIME, and any ranks where it has one.
     """
-    sizes = jaxpr.Sizes(config.train.sequences // config.mesh.fsdp, batches)
+    spread = spread_bytes(config) if config.mesh.fsdp == 1 else frozenset()
+    sizes = jaxpr.Sizes(config.train.sequences // config.mesh.fsdp, cuts, spread)
     reader = jaxpr.Reader(sizes, share)
     outer = dataclasses.replace(reader, skipped=LAYER)
     layers: list[Piece] = []
+    numbers: dict[Any, int] = {}
     found: dict[str, Any] = {}
 
     def wrapped(layer: Callable) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
-            function = named(lambda w, x: layer(w, x, *rest, **options), f"{LAYER}{len(layers)}")
-            layers.append(seen_piece(reader, function, w, x))
-            return function(w, x)
+            def one(w: Any, x: jax.Array) -> Any:
+                return layer(w, x, *rest, **options)
+
+            types = str(jax.tree.map(jax.typeof, (w, x)))
+            number = numbers.setdefault((layer, types), len(layers))
+            one.__name__ = f"{LAYER}{number}"
+            result = jax.jit(one)(w, x)
+            if number == len(layers):
+                layers.append(piece(reader, one, result, w, x))
+            return result
 
         return call
 
@@ -169,7 +178,7 @@ def pieces(config: Config, kernel: str, share: float, batches: tuple[int, ...]) 
         def first(w: Any) -> jax.Array:
             return vary(run.functions.first(w, run.microbatch(zero)))
 
-        found["first"] = seen_piece(outer, first, run.w.ends)
+        found["first"] = piece(outer, first, x, run.w.ends)
         for name, ops in (
             ("block", outer.read(block).ops),
             ("prefix", found["first"].ways[0]),
@@ -181,19 +190,6 @@ def pieces(config: Config, kernel: str, share: float, batches: tuple[int, ...]) 
     return Pieces(**found)
 
 
-SEEN: dict[Any, Piece] = {}
-
-
-def seen_piece(reader: jaxpr.Reader, function: Callable, w: Any, *x: jax.Array) -> Piece:
-    """The piece of a function, or of one seen before whose forward program is the same: most
-    layers do not depend on all axes of the mesh.
-    """
-    key = reader, jaxpr.outline(jax.make_jaxpr(function)(w, *x))
-    if key not in SEEN:
-        SEEN[key] = piece(reader, function, w, *x)
-    return SEEN[key]
-
-
 @cache
 def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
     """What runs after the last stage, with its gradient.
@@ -203,7 +199,7 @@ def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
             vocabularies divide other sizes, so one trace serves for all.
     """
     b = config.train.sequences // config.mesh.fsdp
-    sizes = jaxpr.Sizes(local_rows(config), rows)
+    sizes = jaxpr.Sizes(local_rows(config), tuple((n, 1) for n in rows))
     found: list[Program] = []
 
     def at(run: pipeline.Executor) -> None:
@@ -217,6 +213,20 @@ def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
     return found[0]
 
 
+def spread_bytes(config: Config) -> frozenset[int]:
+    """Of a layer's weights and gradients on one rank, that more ranks of fsdp have less of also in
+    use: experts. Their first dimension is the one that is cut.
+    """
+    found = set()
+    for w in jax.tree.leaves(model.declare(config)):
+        if "fsdp" in w.axes and w.gathered_dim is None:
+            first = next(dim for dim, axes in enumerate(w.cuts) if "fsdp" in axes)
+            size = math.prod(w.shape[first:]) // config.mesh.tensor
+            dtypes = jnp.float32, config.model.compute_dtype
+            found |= {size * jnp.dtype(dtype).itemsize for dtype in dtypes}
+    return frozenset(found)
+
+
 def local_rows(config: Config) -> int:
     """Of a rank's slice of the vocabulary."""
     return config.model.padded_vocabulary // (config.mesh.pipeline * config.mesh.tensor)
@@ -228,6 +238,8 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
     sequences  of one fsdp rank.
     """
     t, m = config.train, config.model
+    layout = "spread" if model.spread_experts(config) else "gathered"
+    m = dataclasses.replace(m, experts_layout=layout)
     if sequences == PRIME and m.moe_layers:  # slots that grow with the batch
         tokens = t.sequence_length // mesh.tensor
         slots = PRIME * model.expert_slots(m, tokens, m.capacity_factor) - 0.5

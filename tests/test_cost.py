@@ -193,6 +193,8 @@ def test_a_new_layer_is_planned_without_another_line(remat, monkeypatch):
     assert (predicted.flops["novel"]["recomputed"] > 0) == (remat != "none")
     causes = {(t.cause, t.axes) for t in predicted.traffic}
     assert {("novel", ("fsdp",)), ("novel, backward", ("fsdp",))} <= causes
+    shared = cost.predict(config, None, shared=True)  # what it sends grows with fsdp's ranks
+    assert shared.collective_bytes_per_chip == predicted.collective_bytes_per_chip
     trace.pieces.cache_clear()
 
 

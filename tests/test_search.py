@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -34,6 +35,15 @@ def test_the_best_comes_first_and_fits(found):
     times = [c.predicted.serial_step_s for c in found.best]
     assert times == sorted(times)
     assert all(c.memory <= search.usable_bytes(V4) for c in found.best)
+
+
+def test_traces_that_serve_many_meshes_tell_what_one_of_its_own_tells(found):
+    for candidate in found.best[::4]:
+        shared, own = candidate.predicted, cost.predict(candidate.config, V4)
+        close = functools.partial(pytest.approx, rel=0.002)  # slots of experts are rounded once
+        assert shared.memory_bytes_per_chip == close(own.memory_bytes_per_chip)
+        assert shared.flops_per_chip == close(own.flops_per_chip)
+        assert shared.collective_bytes_per_chip == close(own.collective_bytes_per_chip)
 
 
 def test_no_neighbour_of_the_best_is_faster(found):
