@@ -6,11 +6,13 @@ and CRC-32 of each file, which `latest` checks before anything is read. Blocks a
 order in which they run, [blocks, ...], whatever mesh they were trained on: `stored_shapes`.
 """
 
+import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
 
+import utils
 from metrics import say
 from model import Transformer
+from utils import Config
 
 CHECKSUMS = "checksums.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
@@ -40,6 +44,10 @@ FREE_FIELDS = {
     "train.loss_chunk_tokens",
     "train.max_skipped_in_row",
     "data.val",
+    # Told for who samples; `tokens.train` depends on them.
+    "tokens.tokenizer",
+    "tokens.tokenizer_sha256",
+    "tokens.end_of_text",
 }
 # These change rounding and nothing else.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
@@ -325,6 +333,50 @@ def reshaped(arrays: Any, shapes: Any) -> Any:
         return jax.tree.map(lambda a, like: a.reshape(like.shape), arrays, shapes)
 
     return jax.jit(change, out_shardings=jax.tree.map(lambda s: s.sharding, shapes))(arrays)
+
+
+# --- what other commands read of a run ------------------------------------------------------------
+
+
+def config_of(run: Path, arguments: Sequence[str], flags: type) -> Config:
+    """The config of the run in this folder, with main.py's flags over it.
+
+    flags   the dataclass of the command's own, to be named where one is unknown.
+    Raises  ValueError for a folder of no run, and as utils.parse does.
+    """
+    if any(argument.partition("=")[0] == "--config" for argument in arguments):
+        raise ValueError(
+            f"--config has no place beside --run, whose config is {run / 'config.toml'}. Give "
+            "single flags over it, as --eval.sequences 64."
+        )
+    file = run / "config.toml"
+    if not file.is_file():
+        what = "has no config.toml" if run.is_dir() else "does not exist"
+        raise ValueError(f"--run {run} {what}. Give the folder of a run, as --run runs/tiny.")
+    own = tuple(field.name for field in dataclasses.fields(flags))
+    return utils.parse(["--config", str(file), *arguments], own)
+
+
+def weights_of(
+    run: Path, step: int | None, shapes: Transformer
+) -> tuple[int, Transformer, dict[str, Any]]:
+    """(step, weights in these shapes and layouts, what `save` was told) of a run's checkpoint.
+
+    step    the newest good one if None.
+    Raises  ValueError where there is none, or it is damaged.
+    """
+    with closing(Checkpoints(run / "checkpoints")) as saved:
+        if step is not None:
+            saved.must_be_good(step)
+        else:
+            step = saved.latest()  # a good one
+        if step is None:
+            raise ValueError(
+                f"--run {run} has no checkpoint yet. Let the run go on to its first "
+                "(--checkpoint.every_steps), or give another --run."
+            )
+        stored = saved.restore(step, {"weights": stored_shapes(shapes)})
+        return step, reshaped(stored["weights"], shapes), saved.config(step)
 
 
 # --- what must stay when a run continues ----------------------------------------------------------

@@ -80,7 +80,10 @@ def with_schedule(config: Config, steps: int) -> Config:
 
 def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
     """What a checkpoint says of its run: the config, and which tokens it was trained on."""
-    return dataclasses.asdict(config) | {"tokens": {"train": data.manifest.identity}}
+    m = data.manifest
+    tokens = {"train": m.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
+    tokens["tokenizer_sha256"] = m.tokenizer_sha256
+    return dataclasses.asdict(config) | {"tokens": tokens}
 
 
 def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
@@ -92,6 +95,17 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
         return None
     checkpoint.what_must_match(saved.config(step), settings)
     return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
+
+
+def sampler(config: Config, mesh: Mesh, data: Dataset) -> Sampler | None:
+    """What samples are made with; None where there are no prompts, or it cannot be had."""
+    if not config.sample.prompts:
+        return None
+    try:
+        return Sampler(config, mesh, data)
+    except ValueError as error:
+        say(f"no samples: {error}")
+        return None
 
 
 class Loop:
@@ -109,9 +123,7 @@ class Loop:
         self.train_data, val = data
         self.folder = run_folder(config)
         self.validation = Validation(config, declared, mesh, val)
-        self.sample = None
-        if config.sample.prompts:
-            self.sample = Sampler(config, declared, mesh, self.train_data)
+        self.sample = sampler(config, mesh, self.train_data)
         self.shapes = train.abstract_state(config, declared, mesh)
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)

@@ -340,14 +340,18 @@ def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
 
 
 # guide: rope
-def rotate(x_bTnR: jax.Array, theta: float) -> jax.Array:
+def rotate(x_bTnR: jax.Array, theta: float, position_bT: jax.Array | None = None) -> jax.Array:
     """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * theta^(-2i/R);
     float32 for large positions.
+
+    position_bT  0, 1, ... if not given.
     """
     half = x_bTnR.shape[-1] // 2
-    position_T = jnp.arange(x_bTnR.shape[1], dtype=jnp.float32)
+    if position_bT is None:
+        position_bT = jnp.arange(x_bTnR.shape[1])[None]
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (position_T[:, None] * frequency[None, :])[None, :, None, :]
+    turns = position_bT.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    angle = turns[:, :, None, :]
     a, b = jnp.split(x_bTnR.astype(jnp.float32), 2, axis=-1)
     turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
     return jnp.concatenate(turned, axis=-1).astype(x_bTnR.dtype)

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import sys
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,13 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import checkpoint
 import dataset
 import metrics
 import model
 import passes
 import train
 import utils
-from checkpoint import Checkpoints, reshaped, stored_shapes
 from dataset import Dataset
 from metrics import is_primary, say
 from model import Batch, Transformer
@@ -98,48 +97,19 @@ def main(arguments: list[str] | None = None) -> None:
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
-    config = config_of(flags.run, rest)
+    config = checkpoint.config_of(flags.run, rest, Flags)
     declared = model.declare(config)
     passes.schedule_of(config)
     data = dataset.open_validation(config)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    with closing(Checkpoints(flags.run / "checkpoints")) as saved:
-        step = saved.latest() if flags.step is None else flags.step
-        if step is None:
-            raise ValueError(
-                f"--run {flags.run} has no checkpoint yet. Let the run go on to its first "
-                "(--checkpoint.every_steps), or give another --run."
-            )
-        if flags.step is not None:
-            saved.must_be_good(step)  # the newest good one has been looked at
-        w = restored_weights(saved, step, shapes)
+    step, w, _ = checkpoint.weights_of(flags.run, flags.step, shapes)
     found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
     if flags.json:
         say(json.dumps(metrics.plain(found), allow_nan=False))
     elif is_primary():
         say("\n".join(lines(found, config)))
-
-
-def config_of(run: Path, flags: list[str]) -> Config:
-    """The config of the run in this folder, with main.py's flags over it."""
-    if any(flag.partition("=")[0] == "--config" for flag in flags):
-        raise ValueError(
-            f"--config has no place beside --run, whose config is {run / 'config.toml'}. Give "
-            "single flags over it, as --eval.sequences 64."
-        )
-    file = run / "config.toml"
-    if not file.is_file():
-        what = "has no config.toml" if run.is_dir() else "does not exist"
-        raise ValueError(f"--run {run} {what}. Give the folder of a run, as --run runs/tiny.")
-    return utils.parse(["--config", str(file), *flags], ("run", "step", "json"))
-
-
-def restored_weights(saved: Checkpoints, step: int, shapes: Transformer) -> Transformer:
-    """The weights of a step, without the rest of its state, in these shapes and layouts."""
-    stored = saved.restore(step, {"weights": stored_shapes(shapes)})
-    return reshaped(stored["weights"], shapes)
 
 
 def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:

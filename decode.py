@@ -1,0 +1,339 @@
+"""The model token by token, with a cache of latents.
+
+Of an earlier position a layer keeps its latent and its rotary key, C + R numbers for all of its
+heads. Keys and values are not made of them: the matrix that would is multiplied into query and
+output (arXiv:2405.04434, section 2.1.2). New positions, one of each sequence or a whole prompt, go
+through the layers of model.py with these differences: every tensor rank has all of them, as one
+position cannot be cut; no choice of an expert is dropped; and weights are whole along fsdp from the
+start, where decoding would gather them for every token.
+
+Letters as in model.py; T new positions of a sequence, S positions that the cache has room for,
+A = C + R, n tokens of this rank and m of all fsdp ranks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import utils
+from model import (
+    Attention,
+    DenseLayer,
+    GatheredExperts,
+    Mlp,
+    Moe,
+    SpreadExperts,
+    Transformer,
+    local_rows,
+    matmul,
+    rms_norm,
+    rotate,
+    route,
+    slice_logits,
+    swiglu,
+)
+from pipeline import index
+from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
+from weights import vary, varying
+
+BLOCK = 256  # positions of the cache that attention takes at once
+MASKED = -1e30  # a score that is not seen; finite, so that a block with nothing to see stays finite
+CACHE_SPEC = P(None, BATCH_AXES)
+
+
+# --- weights and cache ----------------------------------------------------------------------------
+
+
+def config_of(config: Config, fsdp: int, tensor: int) -> Config:
+    """The config on a mesh to decode on, where whole experts are spread if they divide it."""
+    mesh = utils.Mesh(fsdp=fsdp, pipeline=1, tensor=tensor)
+    m = dataclasses.replace(config.model, experts_layout="auto")
+    return dataclasses.replace(config, mesh=mesh, model=m)
+
+
+def specs(declared: Transformer) -> Transformer:
+    """The layout of each weight: whole along fsdp, but for experts spread over fsdp x tensor."""
+
+    def one(w: Any) -> P:
+        # Of one rank along pipeline nothing is cut, and a type that says so needs no casts.
+        kept = [tuple(a for a in axes if a != "pipeline") for axes in w.cuts]
+        return P(*(None if axes in ((), ("fsdp",)) else axes for axes in kept))
+
+    return jax.tree.map(one, declared)
+
+
+def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Transformer:
+    """Shape, type and layout of each weight to decode with."""
+    dtype = jnp.dtype(config.model.compute_dtype)
+
+    def one(w: Any, spec: P) -> jax.ShapeDtypeStruct:
+        layout = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(w.shape, jnp.float32 if w.float32 else dtype, sharding=layout)
+
+    return jax.tree.map(one, declared, specs(declared))
+
+
+def ready(config: Config, declared: Transformer, mesh: Mesh) -> Callable[[Any], Transformer]:
+    """Weights of any mesh of the same devices in the same order -> those to decode with."""
+    leaves, structure = jax.tree.flatten(abstract_weights(config, declared, mesh))
+
+    def change(w: Any) -> Transformer:
+        given = jax.tree.leaves(w)  # spread and gathered experts are of two classes
+        pairs = zip(given, leaves, strict=True)
+        return structure.unflatten([a.reshape(to.shape).astype(to.dtype) for a, to in pairs])
+
+    return jax.jit(change, out_shardings=structure.unflatten([a.sharding for a in leaves]))
+
+
+def empty_cache(config: Config, mesh: Mesh, sequences: int, room: int) -> jax.Array:
+    """[layers, B, S, A] zeros, where S is `room` rounded up to whole blocks."""
+    m = config.model
+    shape = (m.layers, sequences, -(-room // BLOCK) * BLOCK, values_per_token(m))
+    layout = NamedSharding(mesh, CACHE_SPEC)
+    return jax.jit(partial(jnp.zeros, shape, m.compute_dtype), out_shardings=layout)()
+
+
+def values_per_token(m: utils.Model) -> int:
+    """Of one layer's cache."""
+    return m.kv_lora_rank + m.qk_rope_head_dim
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+# guide: cached-attention
+@jax.named_scope("attention")
+def attention(
+    w: Attention,
+    x_bTD: jax.Array,
+    cache_LbSA: jax.Array,
+    layer: jax.Array,
+    position_bT: jax.Array,
+    m: utils.Model,
+    rope: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """x + attention over what the cache has up to each position, and the cache with the new ones.
+
+    Positions for which the cache has no room are left out of it.
+    Sends  psum(tensor) of [b, T, D].
+    """
+    turn = partial(rotate, theta=m.rope_theta, position_bT=position_bT) if rope else lambda x: x
+    h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
+    latent_bTC, key_bTR = jnp.split(
+        matmul("bTD,DC->bTC", h_bTD, w.kv_down), [m.kv_lora_rank], axis=-1
+    )
+    latent_bTC = rms_norm(latent_bTC, w.kv_norm, m.norm_epsilon)
+    new_bTA = jnp.concatenate([latent_bTC, turn(key_bTR[:, :, None])[:, :, 0]], axis=-1)
+    rows = jnp.arange(len(new_bTA), dtype=jnp.int32)[:, None]
+    cache_LbSA = cache_LbSA.at[layer, rows, position_bT].set(new_bTA, mode="drop")
+
+    query_bTQ = h_bTD
+    if m.q_lora_rank:
+        query_bTQ = matmul("bTD,DQ->bTQ", h_bTD, w.query.down)
+        query_bTQ = rms_norm(query_bTQ, w.query.norm, m.norm_epsilon)
+    q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, w.query.up)
+    q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
+    to_key_CnH, to_value_CnW = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=-1)
+    q_bTnC = matmul("bTnH,CnH->bTnC", q_bTnH, to_key_CnH)
+    q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1)
+    # Scores are divided by the width of what a key would be.
+    q_bTnA = q_bTnA * q_bTnX.shape[-1] ** -0.5
+    y_bTnC = attend(q_bTnA, cache_LbSA, layer, position_bT, m.kv_lora_rank)
+    y_bTnW = matmul("bTnC,CnW->bTnW", y_bTnC, to_value_CnW)
+    part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)
+    return x_bTD + lax.psum(part_bTD, "tensor"), cache_LbSA
+
+
+def attend(
+    q_bTnA: jax.Array, cache_LbSA: jax.Array, layer: jax.Array, position_bT: jax.Array, C: int
+) -> jax.Array:
+    """softmax(q cache^T) latents -> [b, T, n, C], block after block as far as positions reach: time
+    grows with the text and not with the room.
+
+    The softmax is made as its blocks come, with the largest score so far (arXiv:1805.02867).
+    """
+    b, T, n, A = q_bTnA.shape
+    blocks = position_bT.max() // BLOCK + 1
+
+    def body(i: jax.Array, state: tuple) -> tuple:
+        top_bTn, sum_bTn, y_bTnC = state
+        start = (layer, 0, i * BLOCK, 0)
+        block_bsA = lax.dynamic_slice(cache_LbSA, start, (1, b, BLOCK, A))[0]
+        score_bTns = matmul("bTnA,bsA->bTns", q_bTnA, block_bsA).astype(jnp.float32)
+        key_s = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        seen_bT1s = (key_s[None, None, :] <= position_bT[:, :, None])[:, :, None, :]
+        score_bTns = jnp.where(seen_bT1s, score_bTns, MASKED)
+        new_top_bTn = jnp.maximum(top_bTn, score_bTns.max(-1))
+        p_bTns = jnp.exp(score_bTns - new_top_bTn[..., None])
+        old_bTn = jnp.exp(top_bTn - new_top_bTn)
+        part_bTnC = matmul("bTns,bsC->bTnC", p_bTns.astype(block_bsA.dtype), block_bsA[..., :C])
+        y_bTnC = y_bTnC * old_bTn[..., None] + part_bTnC.astype(jnp.float32)
+        return new_top_bTn, sum_bTn * old_bTn + p_bTns.sum(-1), y_bTnC
+
+    zero = jnp.zeros((b, T, n), jnp.float32)
+    state = zero + MASKED, zero, jnp.zeros((b, T, n, C), jnp.float32)
+    state = vary(state, varying((q_bTnA, cache_LbSA)))
+    _, sum_bTn, y_bTnC = lax.fori_loop(0, blocks, body, state)
+    return (y_bTnC / sum_bTn[..., None]).astype(q_bTnA.dtype)
+
+
+# guide: end
+
+
+@jax.named_scope("mlp")
+def mlp(w: Mlp, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
+    """x + down(silu(gate x) * up x).  Sends psum(tensor) of [b, T, D]."""
+    h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
+    return x_bTD + lax.psum(swiglu(h_bTD, w.gate, w.up, w.down), "tensor")
+
+
+@jax.named_scope("moe")
+def moe(w: Moe, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
+    """x + shared experts of x + sum over each token's K experts of weight * expert(x).
+
+    Sends  psum(tensor) of [b, T, D]; where experts are spread, also all_gather(fsdp) of all tokens
+           and psum_scatter(fsdp) of what this rank's experts make of them.
+    """
+    b, T, D = x_bTD.shape
+    h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
+    _, *choice = route(w, h_bTD, m)
+    h_nD, choice_nK, weight_nK = (a.reshape(b * T, -1) for a in (h_bTD, *choice))
+    if isinstance(w.experts, SpreadExperts):
+        gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
+        first = lax.axis_index(EXPERT_AXES) * len(w.experts.gate)
+        every = gather(h_nD), gather(choice_nK) - first, gather(weight_nK)
+        part_mD = of_experts(w.experts, *every, m.experts)
+        part_nD = lax.psum_scatter(part_mD, "fsdp", tiled=True)
+    else:
+        part_nD = of_experts(w.experts, h_nD, choice_nK, weight_nK, m.experts)
+    part_bTD = part_nD.reshape(b, T, D).astype(x_bTD.dtype)
+    if w.shared is not None:
+        part_bTD += swiglu(h_bTD, w.shared.gate, w.shared.up, w.shared.down)
+    return x_bTD + lax.psum(part_bTD, "tensor")
+
+
+def of_experts(
+    w: SpreadExperts | GatheredExperts,
+    h_nD: jax.Array,
+    choice_nK: jax.Array,
+    weight_nK: jax.Array,
+    experts: int,
+) -> jax.Array:
+    """Sum over each token's choices among these experts of weight * expert(h), float32.
+
+    choice_nK  numbers counted from this rank's first expert: others are left out.
+    experts    of all ranks.
+    Choices are sorted by expert and cut into tiles of one expert each. A loop over as many as there
+    are reads the weights of chosen experts alone; of several tokens that chose one, once per tile.
+    """
+    n, K = choice_nK.shape
+    own = len(w.gate)
+    tile = 1 << max(0, (2 * n * K // experts).bit_length() - 1)  # about twice an even share
+    choice_r = choice_nK.reshape(-1)
+    choice_r = jnp.where((choice_r >= 0) & (choice_r < own), choice_r, own)
+    order_r = jnp.argsort(choice_r, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(own + 1, dtype=choice_r.dtype)
+    start_e = jnp.searchsorted(choice_r[order_r], numbers).astype(jnp.int32)
+    tiles_e = -(-jnp.diff(start_e) // tile)
+    stop_e = jnp.cumsum(tiles_e)  # tiles up to and with an expert
+    order_r = jnp.concatenate([order_r, jnp.zeros_like(order_r, shape=tile)])
+    weight_r = weight_nK.reshape(-1)
+
+    def body(i: jax.Array, y_nD: jax.Array) -> jax.Array:
+        e = jnp.searchsorted(stop_e, i, side="right").astype(jnp.int32)
+        row = start_e[e] + (i - stop_e[e] + tiles_e[e]) * tile
+        rows = lax.dynamic_slice(order_r, (row,), (tile,))
+        here = row + jnp.arange(tile, dtype=jnp.int32) < start_e[e + 1]
+        one = index(w, e)
+        y_tD = swiglu(h_nD[rows // K][None], one.gate, one.up, one.down)[0]
+        weight_t = jnp.where(here, weight_r[rows], 0)
+        return y_nD.at[rows // K].add(y_tD.astype(jnp.float32) * weight_t[:, None])
+
+    zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, w, choice_r)))
+    return lax.fori_loop(0, stop_e[-1], body, zero)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def through_layers(
+    w: Transformer, x_bTD: jax.Array, cache_LbSA: jax.Array, position_bT: jax.Array, m: utils.Model
+) -> tuple[jax.Array, jax.Array]:
+    """x after all layers, and the cache with the new positions."""
+
+    def dense(carry: tuple, one: tuple[DenseLayer, jax.Array]) -> tuple[tuple, None]:
+        w, layer = one
+        x_bTD, cache = attention(w.attention, *carry, layer, position_bT, m, rope=True)
+        return (mlp(w.mlp, x_bTD, m), cache), None
+
+    def stack(carry: tuple, w: DenseLayer, first: jax.Array) -> tuple:
+        numbers = first + jnp.arange(len(w.mlp.norm), dtype=jnp.int32)
+        return lax.scan(dense, carry, (w, numbers))[0]
+
+    def block(carry: tuple, one: tuple) -> tuple[tuple, None]:
+        w, layer = one
+        if w.dense is not None:
+            carry = stack(carry, w.dense, layer)
+        if w.moe is not None:
+            layer, rope = layer + m.dense_layers, m.rope_in_moe_layers
+            x_bTD, cache = attention(w.moe.attention, *carry, layer, position_bT, m, rope)
+            carry = moe(w.moe.moe, x_bTD, m), cache
+        return carry, None
+
+    carry = x_bTD, cache_LbSA
+    if w.first.prefix is not None:
+        carry = stack(carry, w.first.prefix, jnp.int32(0))
+    per_block = m.dense_layers + m.moe_layers
+    numbers = m.prefix_layers + per_block * jnp.arange(m.blocks, dtype=jnp.int32)
+    blocks = jax.tree.map(lambda a: a.reshape(m.blocks, *a.shape[3:]), w.blocks)
+    return lax.scan(block, carry, (blocks, numbers))[0]
+
+
+def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., Any]:
+    """(weights from `ready`, cache [L, B, S, A], tokens [B, T], start [B], at [B, P]) ->
+    (logits [B, P, V] float32 of what follows, cache) with tokens put behind `start` positions.
+
+    at  the places in `tokens` after which logits are wanted; those of pads of the vocabulary are
+        -inf.
+    A sequence shorter than T is padded: what comes next is written over its pads before it is seen.
+    Raises  ValueError for a mesh with a pipeline.
+    """
+    m = config.model
+    if config.mesh.pipeline > 1:
+        raise ValueError(
+            f"--mesh.pipeline {config.mesh.pipeline}: text is made on a mesh without a pipeline. "
+            "Use --mesh.pipeline 1, with more ranks of --mesh.fsdp or --mesh.tensor."
+        )
+
+    def local(
+        w: Transformer, cache: jax.Array, tokens_bT: jax.Array, start_b: jax.Array, at_bP: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        position_bT = start_b[:, None] + jnp.arange(tokens_bT.shape[1], dtype=jnp.int32)[None, :]
+        with jax.named_scope("embedding"):
+            row_bT, held_bT = local_rows(tokens_bT, len(w.first.embedding))
+            part_bTD = jnp.where(held_bT[:, :, None], w.first.embedding[row_bT], 0)
+            x_bTD = lax.psum(part_bTD, VOCABULARY_AXES)
+        y_bTD, cache = through_layers(w, x_bTD, cache, position_bT, m)
+        with jax.named_scope("loss"):
+            y_bPD = jnp.take_along_axis(y_bTD, at_bP[:, :, None], axis=1)
+            h_bPD = rms_norm(y_bPD, w.last.norm, m.norm_epsilon)
+            table = w.first.embedding if w.last.output is None else w.last.output
+            b, positions, D = h_bPD.shape
+            logits_nv = slice_logits(table, h_bPD.reshape(b * positions, D), m.vocabulary)
+        return logits_nv.reshape(b, positions, -1), cache
+
+    batch = P(BATCH_AXES)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs(declared), CACHE_SPEC, batch, batch, batch),
+        out_specs=(P(BATCH_AXES, None, VOCABULARY_AXES), CACHE_SPEC),
+        check_vma=True,
+    )

@@ -1,0 +1,104 @@
+"""Decoding with a cache against the whole forward pass."""
+
+import jax
+import numpy as np
+import pytest
+
+import decode
+import model
+import passes
+import weights
+from common import batch_of, config_of, mesh_of, on_mesh
+
+MODELS = {
+    "moe": {},
+    "query latent, prefix, untied": {"q_lora_rank": 24, "prefix_layers": 2, "tied": False},
+    "no position in expert layers": {"rope_in_moe_layers": False, "dense_layers": 2},
+    "softmax, cut experts": {"scores": "softmax", "experts": 6, "experts_per_token": 3},
+    "dense": {"moe_layers": 0},
+}
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2)]
+
+
+def test_only_a_mesh_without_a_pipeline_is_taken():
+    config = config_of((2, 2, 1))
+    with pytest.raises(ValueError, match=r"--mesh.pipeline 2: text is made on a mesh without"):
+        decode.extend(config, model.declare(config), mesh_of(config))
+
+
+def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
+    """Against every expert of every token, with choices that leave experts out or are all one."""
+    config = config_of(experts=8, experts_per_token=3)
+    mesh, m = mesh_of(config), config.model
+    random = np.random.default_rng(0)
+    w = model.SpreadExperts(
+        *(random.normal(size=size).astype(np.float32) for size in ((8, 6, 5), (8, 6, 5), (8, 5, 6)))
+    )
+    for n in (1, 2, 5, 40):
+        h = random.normal(size=(n, 6)).astype(np.float32)
+        weight = random.random((n, 3)).astype(np.float32)
+        for choice in (
+            np.argsort(random.random((n, 8)), axis=1)[:, :3],
+            np.broadcast_to([1, 2, 7], (n, 3)),
+        ):
+            choice = choice.astype(np.int32)
+            run = jax.shard_map(
+                lambda *given: decode.of_experts(*given, m.experts),
+                mesh=mesh,
+                in_specs=jax.P(),
+                out_specs=jax.P(),
+            )
+            every = np.einsum("nd,edg->neg", h, w.gate)
+            every = every / (1 + np.exp(-every)) * np.einsum("nd,edg->neg", h, w.up)
+            every = np.einsum("neg,egd->ned", every, w.down)
+            expected = sum(
+                weight[:, k, None]
+                * np.take_along_axis(every, choice[:, k, None, None], axis=1)[:, 0]
+                for k in range(3)
+            )
+            assert np.abs(np.asarray(jax.jit(run)(w, h, choice, weight)) - expected).max() < 1e-4
+
+
+def pair(name, fields, shape):
+    """(whole forward's logits, config to decode on, its mesh, weights to decode with, tokens)."""
+    train = {"sequences": 8, "microbatches": 1, "sequence_length": 24}
+    config = config_of(shape, train=train, **fields)
+    mesh, declared = mesh_of(config), model.declare(config)
+    w = weights.initialize(declared, mesh, 3)
+    batch = batch_of(config, 1)
+    whole = jax.jit(passes.logits(config, declared, mesh))(w, on_mesh(config, mesh, batch))
+    here = decode.config_of(config, shape[0], shape[2])
+    ready = decode.ready(here, model.declare(here), mesh)(w)
+    return np.asarray(whole)[0], here, mesh, ready, batch["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("query latent, prefix, untied", shape) for shape in MESHES]
+    + [(name, MESHES[-1]) for name in MODELS if "prefix" not in name],
+)
+def test_cached_decoding_gives_the_logits_of_the_whole_forward(name, shape, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", 8)  # several blocks
+    whole, config, mesh, w, tokens = pair(name, MODELS[name], shape)
+    declared = model.declare(config)
+    extend = jax.jit(decode.extend(config, declared, mesh), donate_argnums=1)
+    B, T = tokens.shape
+    cache = decode.empty_cache(config, mesh, B, T)
+    assert cache.shape == (config.model.layers, B, T, 32 + 12)
+    length = np.array([5, 9, 1, 7, 11, 3, 12, 2], np.int32)  # of the prompts
+    prompt = tokens[:, :12] * (np.arange(12) < length[:, None])
+    every = np.broadcast_to(np.arange(12, dtype=np.int32), (B, 12))
+    found = np.zeros_like(whole)
+    logits, cache = extend(w, cache, prompt, np.zeros(B, np.int32), every)
+    for row, n in enumerate(length):
+        found[row, :n] = logits[row, :n]
+    for _ in range(T - 1):
+        at = np.minimum(length, T - 1)
+        token = np.take_along_axis(tokens, at[:, None], axis=1)
+        logits, cache = extend(w, cache, token, at, np.zeros((B, 1), np.int32))
+        for row in range(B):
+            found[row, at[row]] = logits[row, 0]
+        length = length + 1
+    real = np.isfinite(whole)
+    assert (real == np.isfinite(found)).all() and real.any()
+    assert np.abs(np.where(real, found, 0) - np.where(real, whole, 0)).max() < 1e-4
