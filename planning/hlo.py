@@ -43,7 +43,7 @@ SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(\(.*)$")
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,6 @@ def _closing(text: str) -> int:
     raise ValueError(f"HLO text ends inside a parenthesis: {text[:80]}")
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    """Parse `TYPE opcode(argument), attributes`."""
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    kind, rest = text[:end], text[end:].strip()
-    shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
-    opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest) - 1
-    return Instruction(name, shapes, opcode, rest[:end], rest[end + 1 :])
-
-
 def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
 
@@ -127,7 +117,10 @@ def parse(text: str) -> Program:
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif found := _INSTRUCTION.match(line):
-            current[found[1]] = _instruction(*found.groups())
+            name, kind, opcode, rest = found.groups()
+            shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
+            end = _closing(rest)
+            current[name] = Instruction(name, shapes, opcode, rest[1:end], rest[end + 1 :])
     if not entry:
         raise ValueError(
             "HLO text has no ENTRY computation: give it the text of a compiled program."
@@ -365,38 +358,27 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     Products of batches of matrices are written as convolutions whose window has the batch as a
     spatial dimension, so positions in padding and between dilated inputs must not be counted.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    dims = [computation[name].shapes[0][1] for name in convolution.operands[:2]]
-    dims.append(convolution.shapes[0][1])
-    lhs, rhs, out = (
-        dict(zip(names, d, strict=True)) for names, d in zip(labels.groups(), dims, strict=True)
-    )
-    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
-    pairs = 1
-    for label in sorted(label for label in out if label.isdigit()):
-        window = window_of(convolution, int(label))
-        pairs *= positions(lhs[label], rhs[label], out[label], *window)
-    batch = lhs["b"] // (int(groups[1]) if groups else 1)
-    return 2 * batch * rhs["i"] * rhs["o"] * pairs
-
-
-def window_of(convolution: Instruction, dim: int) -> list[int]:
-    """Stride, padding before, input dilation and kernel dilation of a spatial dimension."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes).groups()
+    arrays = [*(computation[name] for name in convolution.operands[:2]), convolution]
+    dims = (array.shapes[0][1] for array in arrays)
+    lhs, rhs, out = (dict(zip(*both, strict=True)) for both in zip(labels, dims, strict=True))
     window = re.search(r"window=\{([^}]*)\}", convolution.attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
-    defaults = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
-    return [
-        int(fields[name].split("x")[dim].split("_")[0]) if name in fields else default
-        for name, default in defaults.items()
-    ]
+    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
 
+    def entry(field: str, label: str, default: int) -> int:
+        """Of a spatial dimension; of padding, that before."""
+        if field not in fields:
+            return default
+        return int(fields[field].split("x")[int(label)].split("_")[0])
 
-def positions(
-    size: int, kernel: int, out: int, stride: int, pad: int, dilate: int, spread: int
-) -> int:
-    """Pairs of output and kernel position at which there is an input element."""
-    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * spread - pad
-    return int(np.sum((at >= 0) & (at < size * dilate) & (at % dilate == 0)))
+    found = 2 * (lhs["b"] // (int(groups[1]) if groups else 1)) * rhs["i"] * rhs["o"]
+    for label in filter(str.isdigit, out):
+        stride, pad = entry("stride", label, 1), entry("pad", label, 0)
+        dilate, spread = entry("lhs_dilate", label, 1), entry("rhs_dilate", label, 1)
+        at = np.arange(out[label])[:, None] * stride + np.arange(rhs[label]) * spread - pad
+        found *= int(np.sum((at >= 0) & (at < lhs[label] * dilate) & (at % dilate == 0)))
+    return found
 
 
 # What jax's own transformations put between the named scopes of an operation.
@@ -409,10 +391,9 @@ _NO_SCOPE = re.compile(
 def scopes(text: str) -> dict[str, str]:
     """{instruction: the named scopes that it is in}, e.g. {"dot.7": "steady/jvp(attention)"}."""
     names = {}
-    for computation in parse(text).computations.values():
-        for instruction in computation.values():
-            parts = instruction.op_name.split("/")[:-1]
-            names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    for instruction in (i for c in parse(text).computations.values() for i in c.values()):
+        parts = instruction.op_name.split("/")[:-1]
+        names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
     return names
 
 
