@@ -150,7 +150,7 @@ def searched(
         return found
     least, usable = found.smallest, search.usable_bytes(chip)
     saves = search.savings(least.config, chip, same_chips=True)
-    advice = f" Of single flags {report.saving(saves[0])} saves most." if saves else ""
+    advice = f" Of single flags {report.saving(*saves[0])} saves most." if saves else ""
     raise ValueError(
         f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
         f"per chip are missing. Needed are {gib(least.memory)}, and usable {gib(usable)} "

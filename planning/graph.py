@@ -192,8 +192,7 @@ def passed_on(instruction: Instruction, operands: list[Value], frame: Frame) -> 
     if opcode == "get-tuple-element":
         index = int(re.search(r"index=(\d+)", instruction.attributes)[1])
         return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
-    if opcode == "dynamic-update-slice":
-        # A ring of slots holds what was stored last and what was before.
+    if opcode == "dynamic-update-slice":  # of a ring of slots: what was before and is stored
         return hlo.joined(tuple(operands[:2]))
     if opcode in PIECES:
         return frozenset((place, instruction.name) for place, _ in hlo.joined(operands[0]))
@@ -327,13 +326,12 @@ def layout(graph: Graph) -> Layout:
         ways = [way for way in WAYS if any(p.way == way for p in here)]
         width = (BOX + GAP) * max(1, len(ways)) - GAP
         for p in here:
+            boxes[p] = Box(x, top[row_of(p)], width, height)
             if p.way:
                 left = x + (BOX + GAP) * ways.index(p.way)
-                boxes[p] = Box(left, top[row_of(p)], BOX, height)
-            else:
-                boxes[p] = (
-                    Box(x, top["other"], width, height) if ways else Box(x, HEADER, BOX, whole)
-                )
+                boxes[p] = boxes[p]._replace(left=left, width=BOX)
+            elif not ways:
+                boxes[p] = boxes[p]._replace(top=HEADER, height=whole)
         bands[phase] = Box(x - GAP, HEADER - 0.5, width + 2 * GAP, whole + 0.7)
         x += width + 2.5 * GAP
     return Layout(boxes, bands, x - 1.5 * GAP + MARGIN, HEADER + whole + LEGEND)
@@ -370,13 +368,11 @@ def route(source: Box, target: Box) -> tuple[Point, int, Point, int]:
     down = source.top < target.top
     if source.left == target.left and source.width == target.width:
         if abs(source.top - target.top) > 2 * source.height:  # around what is between them
-            if down:
-                return (source.right, y_out), RIGHT, (target.right, y_in), RIGHT
-            return (source.left, y_out), LEFT, (target.left, y_in), LEFT
+            x, side = (source.right, RIGHT) if down else (source.left, LEFT)
+            return (x, y_out), side, (x, y_in), side
+        x = source.left + (0.35 if down else 0.65) * source.width
         if down:
-            x = source.left + 0.35 * source.width
             return (x, source.bottom), DOWN, (x, target.top), UP
-        x = source.left + 0.65 * source.width
         return (x, source.top), UP, (x, target.bottom), DOWN
     if target.left <= source.left and source.right <= target.right:  # down into a wide one
         return (source.right, y_out), RIGHT, (source.right + ARM, target.top), UP
@@ -392,9 +388,9 @@ def route(source: Box, target: Box) -> tuple[Point, int, Point, int]:
     return (source.left, y_out), LEFT, (target.right, y_in), RIGHT
 
 
-def width_of(size: float, most: float) -> float:
-    """Points of an arrow for bytes: by the root, as a step moves from kilobytes to terabytes."""
-    return 0.6 + 6.4 * (size / most) ** 0.5
+def width_of(share: float) -> float:
+    """Points of an arrow, of the widest's bytes: by the root, as a step moves from kB to TB."""
+    return 0.6 + 6.4 * share**0.5
 
 
 def shade(share: float) -> tuple[float, ...]:
@@ -437,17 +433,17 @@ def draw_legend(figure: "Figure", total: float, most: float, widest: float) -> N
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    signs = [
-        Line2D([], [], color=color, lw=2, label=f"made {way or 'in no layer'}")
-        for way, color in COLORS.items()
-    ]
-    for part in (1.0, 0.1, 0.01, 0.001):
-        size = widest * part
-        width = width_of(size, widest)
-        signs.append(Line2D([], [], color=COLORS[""], lw=width, label=quantity(size, "B")))
-    for part in (0.0, 0.25, 0.5, 1.0):
-        label = f"{part * most / total:.1%} of FLOPs"
-        signs.append(Patch(facecolor=shade(part), edgecolor=COLORS[""], label=label))
+    def line(color: str, width: float, label: str) -> Line2D:
+        return Line2D([], [], color=color, lw=width, label=label)
+
+    def patch(share: float) -> Patch:
+        label = f"{share * most / total:.1%} of FLOPs"
+        return Patch(facecolor=shade(share), edgecolor=COLORS[""], label=label)
+
+    signs = [line(color, 2.0, f"made {way or 'in no layer'}") for way, color in COLORS.items()]
+    for share in (1.0, 0.1, 0.01, 0.001):
+        signs.append(line(COLORS[""], width_of(share), quantity(share * widest, "B")))
+    signs += [patch(share) for share in (0.0, 0.25, 0.5, 1.0)]
     note = (
         f"One device, one step: {quantity(total, 'FLOP')} of matrix products. A box: FLOPs of "
         "matrix products, bytes of collectives' results, instructions executed. An arrow: what one "
@@ -477,7 +473,7 @@ def picture(graph: Graph, title: str) -> "Figure":
         axes.text(x, y, name, size=12, ha="center", va="center", color="#444444")
     for edge in edges:
         ends = plan.boxes[edge.source], plan.boxes[edge.target]
-        draw_arrow(axes, *ends, COLORS[edge.source.way], width_of(edge.bytes, widest))
+        draw_arrow(axes, *ends, COLORS[edge.source.way], width_of(edge.bytes / widest))
     for node in graph.nodes:
         draw_node(axes, node, plan.boxes[node.place], total, most)
     draw_legend(figure, total, most, widest)

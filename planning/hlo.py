@@ -12,7 +12,7 @@ are opaque: those of splash attention are counted by rule, and of any other call
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
@@ -96,23 +96,12 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
 
 
-def _lines(text: str) -> Iterator[str]:
-    """The lines, an instruction's in one: a Pallas kernel's attributes are written over three."""
-    whole = ""
-    for line in text.splitlines():
-        if line.startswith(('"', "}}")):
-            whole += line
-        else:
-            yield whole
-            whole = line
-    yield whole
-
-
 def parse(text: str) -> Program:
     """The computations of an optimized module, by name, and which one is entered."""
     computations: dict[str, Computation] = {}
     entry, current = "", {}
-    for line in _lines(text):
+    # A Pallas kernel's attributes are written over three lines.
+    for line in re.sub(r'\n(?="|}})', "", text).splitlines():
         if header := _HEADER.match(line):
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry

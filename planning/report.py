@@ -50,6 +50,10 @@ class Plan:
     found: Found | None
     tokens: float  # of the whole run
 
+    @property
+    def where(self) -> str:
+        return self.chip.name if self.chip else "cpu"
+
 
 # --- text -----------------------------------------------------------------------------------------
 
@@ -72,8 +76,8 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def saving(one: tuple[str, int]) -> str:
-    return f"{one[0]} ({gib(one[1])})"
+def saving(flag: str, size: int) -> str:
+    return f"{flag} ({gib(size)})"
 
 
 Rows = Sequence[Sequence[str]]
@@ -98,10 +102,9 @@ def table(
 
 def header(plan: Plan) -> str:
     p, c = plan.predicted, plan.config
-    where = plan.chip.name if plan.chip else "cpu"
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
-        f"{p.chips} x {where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
+        f"{p.chips} x {plan.where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
         f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
         f"{c.fsdp.gather}, attention {p.attention}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
@@ -129,7 +132,7 @@ def verdict(config: utils.Config, chip: Chip, p: Prediction) -> str:
     of = f"{gib(usable)} usable of {gib(chip.memory_bytes)}"
     if need <= usable:
         return f"fits: {need / usable:.0%} of {of}"
-    saves = ", ".join(saving(one) for one in search.savings(config, chip, False)[:3])
+    saves = ", ".join(saving(*one) for one in search.savings(config, chip, False)[:3])
     return f"does not fit: {gib(need - usable)} more than {of}. What saves most: {saves or 'none'}"
 
 
@@ -275,7 +278,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """All of it; `predicted` and `compiled` share the names of what both count."""
     p, c = plan.predicted, plan.compiled
     found: dict[str, Any] = {
-        "chip": plan.chip.name if plan.chip else "cpu",
+        "chip": plan.where,
         "chips": p.chips,
         "flags": flags_json(plan.config),
         "tokens": plan.tokens,
@@ -322,8 +325,8 @@ def draw(plan: Plan, path: Path) -> None:
     """Memory by part and time by cause, one bar per mesh."""
     from matplotlib.figure import Figure  # imported late, so that printing starts fast
 
-    here = [Candidate(plan.config, plan.predicted)]
-    shown = plan.found.best[:MOST_BARS] if plan.found else here
+    every = plan.found.best if plan.found else [Candidate(plan.config, plan.predicted)]
+    shown = every[:MOST_BARS]
     names = [mesh_name(c.config.mesh.shape) for c in shown]
     figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
     memory, times = figure.subplots(2, 1)
@@ -342,10 +345,9 @@ def draw(plan: Plan, path: Path) -> None:
     times.set_xlabel("mesh: fsdp x pipeline x tensor")
     if not plan.chip:
         times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
-    chip = plan.chip.name if plan.chip else "cpu"
-    title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {chip}"
-    if plan.found and len(plan.found.best) > len(shown):
-        title += f", best {len(shown)} of {len(plan.found.best)} meshes"
+    title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {plan.where}"
+    if len(every) > len(shown):
+        title += f", best {len(shown)} of {len(every)} meshes"
     figure.suptitle(title, size=11)
     figure.savefig(path, dpi=150)
 
@@ -354,11 +356,9 @@ def milliseconds(p: Prediction) -> dict[str, float]:
     """By cause; compute and memory are at work at once, so the longer of them counts."""
     if p.seconds is None:
         return {}
-    found = {k: 1e3 * s for k, s in p.seconds.items() if k not in ("compute", "memory")}
-    compute, memory = (1e3 * p.seconds[k] for k in ("compute", "memory"))
-    return {"compute": compute, "memory, beyond compute": max(0.0, memory - compute)} | {
-        f"links along {k}": v for k, v in found.items()
-    }
+    named = {"compute": "compute", "memory": "memory, beyond compute"}
+    found = p.seconds | {"memory": max(0.0, p.seconds["memory"] - p.seconds["compute"])}
+    return {named.get(k, f"links along {k}"): 1e3 * seconds for k, seconds in found.items()}
 
 
 def stack(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
@@ -368,7 +368,7 @@ def stack(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
     from plot import COLORS
 
     keys = list(dict.fromkeys(k for bar in bars for k in bar))
-    most = max((sum(bar.values()) for bar in bars), default=0.0)
+    most = max(sum(bar.values()) for bar in bars)
     bottom = np.zeros(len(bars))
     for i, key in enumerate(keys):
         heights = np.array([bar.get(key, 0.0) for bar in bars])
