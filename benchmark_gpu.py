@@ -242,12 +242,9 @@ def gradients(
     """The loss, and the gradient of each weight by its name, on the device."""
     declared, mesh = model.declare(config), train.make_mesh(config, [device])
     with jax.default_device(device):
-        w, batch = (
-            jax.device_put(jax.device_get(start), device),
-            benchmark.random_batch(config, mesh),
-        )
         run = jax.jit(passes.loss_and_gradients(config, declared, mesh))
-        grads, stats = jax.device_get(run(w, batch, jnp.int32(0)))
+        w = jax.device_put(jax.device_get(start), device)
+        grads, stats = jax.device_get(run(w, benchmark.random_batch(config, mesh), jnp.int32(0)))
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)

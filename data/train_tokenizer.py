@@ -63,7 +63,8 @@ def train(texts: Iterable[str], size: int) -> list[bytes]:
     counts = Counter(word for text in texts for word in pattern.findall(text))
     words = Words(counts)
     tokens = [bytes([i]) for i in range(256)]
-    while len(tokens) < size and (token := words.most_frequent()) is not None:
+    while len(tokens) < size and (most := max(words.pair_counts.values(), default=0)):
+        token = min(pair for pair, count in words.pair_counts.items() if count == most)
         words.merge(token)
         tokens.append(token)
     return tokens
@@ -89,12 +90,6 @@ class Words:
             self.pair_counts[left + right] += sign * self.counts[index]
             # It stays there: merge() finds nothing to join where a pair has gone.
             self.places[left + right].add(index)
-
-    def most_frequent(self) -> bytes | None:
-        """The pair with the highest count, in byte order among equals; None when none is left."""
-        most = max(self.pair_counts.values(), default=0)
-        pairs = [pair for pair, count in self.pair_counts.items() if count == most]
-        return min(pairs) if most else None
 
     def merge(self, token: bytes) -> None:
         """Join neighbours that give `token`, from left to right, in every word."""
