@@ -158,13 +158,14 @@ def tokens_per_expert(runs: list[Recorded]) -> Figure:
         for i, run in enumerate(runs):
             if layer < run.share.shape[1]:
                 _draw_layer(ax, run, layer, f"C{i}" if len(runs) > 1 else None)
-        ax.set(title=f"MoE layer {layer}", ylim=(0.0, None))
+        ax.set_title(f"MoE layer {layer}")
         ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         if layer + columns >= layers:
             ax.set_xlabel("tokens")
             ax.tick_params(labelbottom=True)
         if layer % columns == 0:
             ax.set_ylabel("share of tokens")
+    axes[0].set_ylim(bottom=0.0)  # all have the same, from what all have drawn
     _axes_of_time(axes[:layers], runs)
     handles, labels = axes[0].get_legend_handles_labels()
     if len(labels) <= 16:

@@ -36,10 +36,6 @@ cpu_flags=(
   --xla_cpu_collective_timeout_seconds=3600
 )
 
-usage() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
-}
-
 say() {
   echo "run.sh: $*" >&2
 }
@@ -158,15 +154,9 @@ set_cpu_flags() {
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 }
 
-prepare_sample() {
-  if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
-    python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
-  fi
-}
-
 main() {
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    usage
+    sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
     return
   fi
   local extra
@@ -183,8 +173,10 @@ main() {
   : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
   if [[ $# == 0 || $1 == --* ]]; then
-    prepare_sample
-    exec python main.py --config configs/tiny.toml "$@"
+    if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
+      python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
+    fi
+    set -- python main.py --config configs/tiny.toml "$@"
   fi
   exec "$@"
 }
