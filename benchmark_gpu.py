@@ -46,6 +46,7 @@ import train
 import utils
 import weights
 from benchmark import Program, flops_per_token, with_values
+from chips import Chip
 from metrics import read
 from planning import cost, timeline
 from utils import GIB, Config
@@ -90,14 +91,15 @@ def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
 def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
     """The row's fields, some as soon as they are known; traces are kept in the folder."""
     device = accelerator(toy)
+    chip = chips.chip_of_kind(device.device_kind)
     yield versions(device)
     if row == "machine":
-        yield machine(device, 256 if toy else 8192)
+        yield machine(chip, 256 if toy else 8192)
     elif row == "check":
         yield from check(device, toy)
     else:
         config = config_of(row, toy)
-        found = cost.predict(config, chips.chip_of_kind(device.device_kind), device.platform)
+        found = cost.predict(config, chip, device.platform)
         yield {
             "model": vars(config.model),
             "train": vars(config.train),
@@ -110,7 +112,7 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         program = benchmark.compiled(config)
         compiler_bytes = train.planned_bytes(program.step)
         yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
-        yield profile(program, folder / row) if "profile" in row else timed(program, device)
+        yield profile(program, folder / row) if "profile" in row else timed(program, chip)
 
 
 def accelerator(toy: bool) -> jax.Device:
@@ -138,17 +140,16 @@ def versions(device: jax.Device) -> Record:
     }
 
 
-def machine(device: jax.Device, size: int) -> Record:
+def machine(chip: Chip | None, size: int) -> Record:
     """A bfloat16 product of random matrices beside the chip's peak."""
     with watched() as seen:
         rate = benchmark.product_flops_per_s(size, jnp.bfloat16, in_row=20)
-    chip = chips.chip_of_kind(device.device_kind)
     share = f", {rate / chip.flops:.0%} of the peak" if chip else ""
     text = f"{rate / 1e12:.4g} TFLOP/s in {size} x {size} x {size} bfloat16 products{share}"
     return {"flops_per_s": rate, "smi": seen, "text": text}
 
 
-def timed(program: Program, device: jax.Device) -> Record:
+def timed(program: Program, chip: Chip | None) -> Record:
     """The median step after two that are not counted, and what follows from it."""
     with watched() as seen:
         steps = itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS)
@@ -157,7 +158,7 @@ def timed(program: Program, device: jax.Device) -> Record:
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"the loss of these steps is not finite: {losses}")
     step_s = statistics.median(taken[WARMUP_STEPS:])
-    rate, chip = program.tokens / step_s, chips.chip_of_kind(device.device_kind)
+    rate = program.tokens / step_s
     return {
         "step_s": step_s,
         "tokens_per_s": rate,
@@ -365,9 +366,7 @@ def session(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> 
     done = {r["row"]: r for r in kept if r["status"] in ("ok", "memory") and not flags.again}
     left = []
     print(HEADER, flush=True)
-    for row in ROWS:
-        if row not in (*GATES, *flags.names):
-            continue
+    for row in (row for row in ROWS if row in (*GATES, *flags.names)):
         record, limit_s = done.get(row), deadline - time.monotonic()
         if not record and (left or limit_s <= 0):
             left.append(row)

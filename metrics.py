@@ -7,6 +7,7 @@
   layers, so that 1 is a perfectly even load; `moe/tokens_per_expert` holds a list per MoE layer.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -119,6 +120,7 @@ class Metrics:
         self._steps, self._clock = config.train.steps, clock
         self._first = self._shown = None
         self._file = self._wandb = self._progress = None
+        self._open = contextlib.ExitStack()
         if not is_primary():
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,12 +129,12 @@ class Metrics:
             cut(path, step)
         if config.wandb.project:
             self._wandb = start_wandb(config, folder, wandb_config or {})
-        self._file = path.open("a")
+            self._open.callback(self._wandb.finish)
+        self._file = self._open.enter_context(path.open("a"))
         if console.is_terminal:
             columns = BarColumn(), TextColumn("{task.description}")
-            self._progress = Progress(*columns, console=console)
+            self._progress = self._open.enter_context(Progress(*columns, console=console))
             self._task = self._progress.add_task("", total=self._steps, completed=step)
-            self._progress.start()
 
     def train(self, record: dict[str, Any]) -> None:
         """Records a step: every name of TRAIN and no other."""
@@ -177,12 +179,7 @@ class Metrics:
 
     def __exit__(self, *error: Any) -> None:
         """Ends the display and the files; what was recorded is on disk long before."""
-        if self._progress is not None:
-            self._progress.stop()
-        if self._file is not None:
-            self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._open.close()
 
 
 def for_wandb(record: dict[str, Any]) -> dict[str, Any]:

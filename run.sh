@@ -83,15 +83,12 @@ is_ready() {
   [[ -x .venv/bin/python && "$(cat .venv/.ready 2>/dev/null)" == "$(wanted "$1")" ]]
 }
 
-set_up() {
-  local extra=$1 started=$SECONDS
+set_up() ( # in a process of its own, with which the lock ends
+  extra=$1 started=$SECONDS
   if command -v flock >/dev/null; then # one at a time, where two hosts or shells share a folder
     exec 9>.venv-lock
     flock 9
-    if is_ready "$extra"; then
-      exec 9>&-
-      return
-    fi
+    is_ready "$extra" && exit
   fi
   mkdir -p .cache
   say "setting up .venv with jax[$extra], once: some minutes (details in .cache/install.log)"
@@ -104,8 +101,7 @@ set_up() {
   wanted "$extra" >.venv/.ready
   rm .venv-unfinished
   say "set up in $((SECONDS - started)) s"
-  exec 9>&-
-}
+)
 
 logged() {
   "$@" </dev/null >.cache/install.log 2>&1 && return

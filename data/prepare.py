@@ -86,9 +86,15 @@ def main(arguments: list[str] | None = None) -> None:
     for writer in writers.values():
         writer.flush()
     check_not_empty(config, writers)
-    for writer in writers.values():
+    for split, writer in writers.items():
         writer.finish(manifest(config, tokenizer, settings, writer))
-    summarize(config, writers, time.perf_counter() - began)
+        print(
+            f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
+            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
+            f"{len(writer.manifest_shards)} shards"
+        )
+    seconds = time.perf_counter() - began
+    print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
 
 def check(config: Prepare) -> None:
@@ -128,7 +134,8 @@ def source_files(config: Prepare) -> tuple[Path, list[Path]]:
         root = Path(config.source)
         found = [root] if root.is_file() else root.glob(config.glob)
         root = root.parent if root.is_file() else root
-        files = [p for p in found if p.is_file() and not is_hidden(p.relative_to(root))]
+        # Without hidden ones.
+        files = [p for p in found if p.is_file() and "/." not in f"/{p.relative_to(root)}"]
     if not files:
         raise ValueError(
             f"--source {config.source} holds no file (--glob {config.glob}): expected {STDLIB}, a "
@@ -141,10 +148,6 @@ def source_files(config: Prepare) -> tuple[Path, list[Path]]:
 def is_source(path: Path) -> bool:
     """False for tests, installed packages, and what each build of Python generates for itself."""
     return not NOT_SOURCE.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def read_file(root: Path, path: Path, text_field: str) -> Iterator[Document]:
@@ -229,9 +232,7 @@ VALIDATION_RULE = (
 
 def describe(config: Prepare) -> dict[str, Any]:
     """What decides the documents and their order: settings; files' names, sizes and times."""
-    settings = dataclasses.asdict(config)
-    for name in NOT_CONTENT:
-        del settings[name]
+    settings = {name: value for name, value in vars(config).items() if name not in NOT_CONTENT}
     settings["validation_rule"] = VALIDATION_RULE
     if config.source == STDLIB:
         settings["python"] = sys.version.split()[0]
@@ -419,6 +420,7 @@ def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256
         return False
     asked = settings | {"tokenizer_sha256": tokenizer_sha256}
     finished = [folder for folder in folders(config) if (folder / INDEX).is_file()]
+    whole = finished == folders(config)
     for folder in finished:
         found = read_manifest(folder)
         made = found.settings | {"tokenizer_sha256": found.tokenizer_sha256}
@@ -428,13 +430,10 @@ def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256
                 f"{folder / INDEX} was made with another {', '.join(differ)}, and a run may depend "
                 "on it. Use another --out, or --overwrite to replace it."
             )
-    return len(finished) == len(folders(config)) and all(map(is_whole, finished))
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether every shard is there and has its size; the checksums are for whoever reads them."""
-    shards = [(folder / shard.name, shard.bytes) for shard in read_manifest(folder).shards]
-    return all(path.is_file() and path.stat().st_size == size for path, size in shards)
+        # By size; the checksums are for whoever reads them.
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
+        whole = whole and all(sizes.get(shard.name) == shard.bytes for shard in found.shards)
+    return whole
 
 
 def check_not_empty(config: Prepare, writers: dict[str, ShardWriter]) -> None:
@@ -477,16 +476,6 @@ class Report:
             share = f", {min(done / self.total, 1):.0%}" if self.total else ""
             print(text + share, flush=True)
             self.next_line_s = time.monotonic() + LINE_EVERY_S
-
-
-def summarize(config: Prepare, writers: dict[str, ShardWriter], seconds: float) -> None:
-    for split, writer in writers.items():
-        print(
-            f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
-            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
-            f"{len(writer.manifest_shards)} shards"
-        )
-    print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
 
 if __name__ == "__main__":
