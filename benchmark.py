@@ -11,9 +11,11 @@ without waste (see cost.model_flops).
 """
 
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from planning import cost, hlo
 from utils import Config
 
 STEPS = 8  # timed ones, after one that is not
+ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,14 @@ class Program:
     step: Any
     compile_s: float
 
-    def state(self) -> train.State:
-        return train.initial_state(self.config, self.declared, self.mesh)
+    def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """(seconds, report) of one step after the other, without end; the first ones are slower."""
+        state = train.initial_state(self.config, self.declared, self.mesh)
+        batch = random_batch(self.config, self.mesh)
+        while True:
+            start = time.perf_counter()
+            state, report = jax.block_until_ready(self.step(state, batch))
+            yield time.perf_counter() - start, report
 
     @property
     def tokens(self) -> int:
@@ -69,6 +78,7 @@ class Program:
 
 def compiled(config: Config) -> Program:
     """The step of train.py, compiled for this config."""
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
     utils.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
@@ -80,34 +90,28 @@ def compiled(config: Config) -> Program:
 
 def random_batch(config: Config, mesh: Mesh) -> model.Batch:
     """Any tokens: what a step costs does not depend on them."""
-    t = config.train
+    shapes = train.abstract_batch(config, mesh)
+    M, B, T = shapes.tokens.shape
     ids = np.random.default_rng(0).integers(
-        0, config.model.vocabulary, (t.sequences, t.sequence_length + 1), dtype=np.int32
+        0, config.model.vocabulary, (M, B, T + 1), dtype=np.int32
     )
-
-    def rows(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        return {
-            "tokens": ids[numbers, :-1],
-            "targets": ids[numbers, 1:],
-            "loss_weights": np.ones((len(numbers), t.sequence_length), np.float32),
-            "segments": np.zeros((len(numbers), t.sequence_length), np.int32),
-        }
-
-    return train.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
+    ones, zeros = np.ones((M, B, T), np.float32), np.zeros((M, B, T), np.int32)
+    batch = model.Batch(ids[..., :-1], ids[..., 1:], loss_weights=ones, segments=zeros)
+    return jax.device_put(batch, train.shardings_of(shapes))
 
 
-def step_seconds(programs: list[Program], steps: int = STEPS) -> list[float]:
+def step_seconds(programs: list[Program]) -> list[float]:
     """Median seconds of a step of each, in turns, so that what slows the machine slows them all."""
-    states = [p.state() for p in programs]
-    batches = [random_batch(p.config, p.mesh) for p in programs]
-    taken: list[list[float]] = [[] for _ in programs]
-    for _ in range(steps + 1):
-        for i, program in enumerate(programs):
-            start = time.perf_counter()
-            states[i], report = program.step(states[i], batches[i])
-            jax.block_until_ready(report)
-            taken[i].append(time.perf_counter() - start)
-    return [statistics.median(seconds[1:]) for seconds in taken]
+    turns = zip(*(program.steps() for program in programs), strict=True)
+    taken = [[seconds for seconds, _ in turn] for turn in itertools.islice(turns, STEPS + 1)]
+    return np.median(taken[1:], axis=0).tolist()
+
+
+def flops_per_token(config: Config, square: bool = False) -> float:
+    """Model FLOPs as MFU counts them; with attention's whole square, or half of it."""
+    # By the rule attention counts as half of T, so as all of it where T is doubled.
+    length = config.train.sequence_length * (2 if square else 1)
+    return flops.palm_flops_per_token(config.model, model.declare(config), length)
 
 
 def product_flops_per_s(size: int, dtype: Any, in_row: int, timed: int = STEPS) -> float:
@@ -129,29 +133,25 @@ def product_flops_per_s(size: int, dtype: Any, in_row: int, timed: int = STEPS) 
 
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     """The config with some fields of some sections replaced."""
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **values)
-            for name, values in sections.items()
-        },
-    )
+    for name, values in sections.items():
+        section = dataclasses.replace(getattr(config, name), **values)
+        config = dataclasses.replace(config, **{name: section})
+    return config
 
 
 # --- step -----------------------------------------------------------------------------------------
 
 
-def report(program: Program, seconds: float) -> None:
-    """Prints what `step` measured."""
+def step(arguments: list[str]) -> None:
+    """Prints what a step of any config costs."""
+    program = compiled(utils.parse(arguments))
+    [seconds] = step_seconds([program])
     devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind
-    rate = program.tokens / seconds
-    t = program.config.train
-    per_token = flops.palm_flops_per_token(
-        program.config.model, program.declared, t.sequence_length
-    )
-    achieved = rate * per_token / devices
-    chip = chips.chip_of_kind(kind)
-    peak = chip and chip.flops
+    rate, chip = program.tokens / seconds, chips.chip_of_kind(kind)
+    achieved = rate * flops_per_token(program.config) / devices
+    mfu = f"not known: no peak for {kind!r} in chips.py"
+    if chip:
+        mfu = f"{achieved / chip.flops:.1%} of {chip.flops / 1e12:.0f} TFLOP/s"
     memory, source = train.peak_bytes(program.mesh, program.step)
     total, active = weights.count(program.declared)
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
@@ -159,18 +159,9 @@ def report(program: Program, seconds: float) -> None:
     print(f"step           {seconds:.4f} s (median of {STEPS})")
     print(f"tokens/s       {rate:,.0f}")
     print(f"per device     {achieved / 1e12:.3f} TFLOP/s")
-    print(
-        f"MFU            {achieved / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
-        if peak
-        else f"MFU            not known: no peak for {kind!r} in chips.py"
-    )
+    print(f"MFU            {mfu}")
     print(f"memory/device  {memory / utils.GIB:.2f} GiB ({source})")
     print(flops.MFU_RULE)
-
-
-def step(arguments: list[str]) -> None:
-    program = compiled(utils.parse(arguments))
-    report(program, step_seconds([program])[0])
 
 
 # --- reference ------------------------------------------------------------------------------------
@@ -205,14 +196,14 @@ def reference() -> None:
             f"{program.flops_ratio():.3f} (bound 1.15 x {bubble:.3f} = {1.15 * bubble:.3f})"
         )
     table = Table("remat", "virtual", "step s", "GFLOP/s", "memory/device MiB", "compile s")
-    seconds = step_seconds(programs)
-    rates = [program.model_flops / s for program, s in zip(programs, seconds, strict=True)]
-    for program, s, rate in zip(programs, seconds, rates, strict=True):
+    rates = []
+    for program, s in zip(programs, step_seconds(programs), strict=True):
+        rates.append(program.model_flops / s)
         table.add_row(
             program.config.train.remat,
             str(program.config.mesh.virtual),
             f"{s:.2f}",
-            f"{rate / 1e9:.1f}",
+            f"{rates[-1] / 1e9:.1f}",
             f"{train.planned_bytes(program.step) / 2**20:.0f}",
             f"{program.compile_s:.1f}",
         )
@@ -235,7 +226,7 @@ def share_of_machine(best: float, machine: float) -> str:
 def mesh() -> None:
     """One device against eight, waste of a dense model, and compile time against size."""
     tiny = utils.load("configs/tiny.toml")
-    one = with_values(tiny, mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1})
+    one = with_values(tiny, mesh=ONE_DEVICE)
     programs = [compiled(one), compiled(tiny)]
     seconds = step_seconds(programs)
     for program, s in zip(programs, seconds, strict=True):
@@ -251,30 +242,25 @@ def mesh() -> None:
         print(f"dense, no pipeline, remat {remat}: compiled over model FLOPs {ratio:.3f}")
     print("compile seconds on mesh (2, 2, 2):")
     for blocks, microbatches in ((4, 4), (16, 4), (4, 16), (16, 16)):
-        train = {"microbatches": microbatches, "sequences": 2 * microbatches}
-        sized = with_values(
-            tiny, model={"blocks": blocks}, train=train, eval={"sequences": 2 * microbatches}
-        )
-        print(
-            f"  {blocks:2} blocks, {microbatches:2} microbatches: {compiled(sized).compile_s:.1f}"
-        )
+        evaluated = {"sequences": 2 * microbatches}
+        trained = evaluated | {"microbatches": microbatches}
+        sized = with_values(tiny, model={"blocks": blocks}, train=trained, eval=evaluated)
+        taken_s = compiled(sized).compile_s
+        print(f"  {blocks:2} blocks, {microbatches:2} microbatches: {taken_s:.1f}")
 
 
 def run() -> None:
     name, *rest = sys.argv[1:] or ["--help"]
-    if name == "gpu":
+    if name in ("-h", "--help"):
+        print(__doc__)
+    elif name == "gpu":
         import benchmark_gpu  # late: it takes from this file
 
         benchmark_gpu.main(rest)
-        return
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
-    commands = {"reference": reference, "mesh": mesh}
-    if name in ("-h", "--help"):
-        print(__doc__)
     elif name == "step":
         step(rest)
-    elif name in commands and not rest:
-        commands[name]()
+    elif (command := {"reference": reference, "mesh": mesh}.get(name)) and not rest:
+        command()
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "

@@ -18,6 +18,7 @@ Beside jax, flax, optax, numpy and what these bring, nothing needs to be install
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -36,17 +37,17 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
+import benchmark
 import chips
-import flops
 import model
 import passes
 import train
 import utils
 import weights
-from benchmark import Program, compiled, product_flops_per_s, random_batch, with_values
-from benchmark import reference_config as small_config
+from benchmark import Program, flops_per_token, with_values
+from chips import Chip
+from metrics import read
 from planning import cost, timeline
 from utils import GIB, Config
 
@@ -78,7 +79,7 @@ def config_of(row: str, toy: bool) -> Config:
 def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
     return with_values(
         config,
-        mesh={"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1},
+        mesh=benchmark.ONE_DEVICE,
         train={"sequences": sequences, "microbatches": microbatches},
         eval={"sequences": sequences},
     )
@@ -90,14 +91,15 @@ def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
 def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
     """The row's fields, some as soon as they are known; traces are kept in the folder."""
     device = accelerator(toy)
+    chip = chips.chip_of_kind(device.device_kind)
     yield versions(device)
     if row == "machine":
-        yield machine(device, 256 if toy else 8192)
+        yield machine(chip, 256 if toy else 8192)
     elif row == "check":
         yield from check(device, toy)
     else:
         config = config_of(row, toy)
-        found = cost.predict(config, chips.chip_of_kind(device.device_kind), device.platform)
+        found = cost.predict(config, chip, device.platform)
         yield {
             "model": vars(config.model),
             "train": vars(config.train),
@@ -107,11 +109,10 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
             "planned_bytes": found.memory_bytes_per_chip,
             "planned_step_s": found.step_s,
         }
-        jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
-        program = compiled(config)
+        program = benchmark.compiled(config)
         compiler_bytes = train.planned_bytes(program.step)
         yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
-        yield profile(program, folder / row) if "profile" in row else timed(program, device)
+        yield profile(program, folder / row) if "profile" in row else timed(program, chip)
 
 
 def accelerator(toy: bool) -> jax.Device:
@@ -139,57 +140,44 @@ def versions(device: jax.Device) -> Record:
     }
 
 
-def machine(device: jax.Device, size: int) -> Record:
+def machine(chip: Chip | None, size: int) -> Record:
     """A bfloat16 product of random matrices beside the chip's peak."""
-    with watched() as read:
-        rate = product_flops_per_s(size, jnp.bfloat16, in_row=20)
-    chip = chips.chip_of_kind(device.device_kind)
+    with watched() as seen:
+        rate = benchmark.product_flops_per_s(size, jnp.bfloat16, in_row=20)
     share = f", {rate / chip.flops:.0%} of the peak" if chip else ""
     text = f"{rate / 1e12:.4g} TFLOP/s in {size} x {size} x {size} bfloat16 products{share}"
-    return {"flops_per_s": rate, "smi": read, "text": text}
+    return {"flops_per_s": rate, "smi": seen, "text": text}
 
 
-def timed(program: Program, device: jax.Device) -> Record:
+def timed(program: Program, chip: Chip | None) -> Record:
     """The median step after two that are not counted, and what follows from it."""
-    taken, losses = [], []
-    state, batch = program.state(), random_batch(program.config, program.mesh)
-    with watched() as read:
-        for _ in range(WARMUP_STEPS + TIMED_STEPS):
-            start = time.perf_counter()
-            state, report = jax.block_until_ready(program.step(state, batch))
-            taken.append(time.perf_counter() - start)
-            losses.append(float(report["stats"].loss))
+    with watched() as seen:
+        steps = itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS)
+        taken, reports = zip(*steps, strict=True)
+    losses = [float(report["stats"].loss) for report in reports]
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"the loss of these steps is not finite: {losses}")
     step_s = statistics.median(taken[WARMUP_STEPS:])
-    rate, chip = program.tokens / step_s, chips.chip_of_kind(device.device_kind)
+    rate = program.tokens / step_s
     return {
         "step_s": step_s,
         "tokens_per_s": rate,
-        "mfu": chip and rate * step_flops(program.config) / chip.flops,
-        "mfu_whole_square": chip and rate * step_flops(program.config, True) / chip.flops,
+        "mfu": chip and rate * flops_per_token(program.config) / chip.flops,
+        "mfu_whole_square": chip and rate * flops_per_token(program.config, True) / chip.flops,
         "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
         "steps_s": taken,
         "losses": losses,
-        "smi": read,
+        "smi": seen,
     }
-
-
-def step_flops(config: Config, square: bool = False) -> float:
-    """Model FLOPs per token as MFU counts them; with attention's whole square, or half of it."""
-    # By the rule attention counts as half of T, so as all of it where T is doubled.
-    length = config.train.sequence_length * (2 if square else 1)
-    return flops.palm_flops_per_token(config.model, model.declare(config), length)
 
 
 def profile(program: Program, folder: Path) -> Record:
     """Time by layer in one traced step, and the largest kernels in each; the trace is kept."""
-    state, batch = program.state(), random_batch(program.config, program.mesh)
+    steps = program.steps()
     for _ in range(WARMUP_STEPS):
-        state, report = program.step(state, batch)
-    jax.block_until_ready(report)
+        next(steps)
     with jax.profiler.trace(folder, create_perfetto_trace=True):
-        jax.block_until_ready(program.step(state, batch))
+        next(steps)
     file = max(folder.rglob("perfetto_trace.json.gz"))  # the last: folders in it are dated
     text = program.step.as_text()
     taken = timeline.operation_s(file, text)
@@ -214,19 +202,19 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
 
     In float32 they differ by rounding alone; bfloat16 is what is timed, with kernels of its own.
     """
-    config = on_one_device(utils.load(ROOT / "configs/tiny.toml") if toy else small_config(), 4, 2)
+    config = utils.load(ROOT / "configs/tiny.toml") if toy else benchmark.reference_config()
+    config = on_one_device(config, 4, 2)
     # Every token goes to every expert: rounding can choose no other, which would hide an error.
-    config = with_values(
-        config, model={"experts_per_token": config.model.experts, "capacity_factor": 1.0}
-    )
-    cpu = one_device(jax.devices("cpu")[0])
-    with jax.default_device(jax.devices("cpu")[0]):
-        start = weights.initialize(model.declare(config), cpu, 0)
+    routed = {"experts_per_token": config.model.experts, "capacity_factor": 1.0}
+    config = with_values(config, model=routed)
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        start = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)
     loss, expected = gradients(config, cpu, start)
     lines = []
     for dtype in BOUNDS:
         here = with_values(config, model={"compute_dtype": dtype})
-        found_loss, found = gradients(here, one_device(device), start)
+        found_loss, found = gradients(here, device, start)
         off, errors = abs(found_loss / loss - 1), gradient_errors(found, expected)
         yield {f"{dtype}_loss_error": off, f"{dtype}_gradient_errors": errors}
         lines.append(compared(dtype, off, errors))
@@ -249,18 +237,15 @@ def compared(dtype: str, loss_error: float, errors: dict[str, float]) -> str:
     return text
 
 
-def one_device(device: jax.Device) -> Mesh:
-    return Mesh(np.array([device]).reshape(1, 1, 1), utils.MESH_AXES)
-
-
-def gradients(config: Config, place: Mesh, start: Any) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and the gradient of each weight by its name, on the device of `place`."""
-    declared = model.declare(config)
-    shardings = jax.tree.map(lambda d: NamedSharding(place, d.spec), declared)
-    with jax.default_device(place.devices.flat[0]):
-        w = jax.device_put(jax.device_get(start), shardings)
-        run = jax.jit(passes.loss_and_gradients(config, declared, place))
-        grads, stats = jax.device_get(run(w, random_batch(config, place), jnp.int32(0)))
+def gradients(
+    config: Config, device: jax.Device, start: model.Transformer
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss, and the gradient of each weight by its name, on the device."""
+    declared, mesh = model.declare(config), train.make_mesh(config, [device])
+    with jax.default_device(device):
+        run = jax.jit(passes.loss_and_gradients(config, declared, mesh))
+        w = jax.device_put(jax.device_get(start), device)
+        grads, stats = jax.device_get(run(w, benchmark.random_batch(config, mesh), jnp.int32(0)))
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
@@ -270,12 +255,11 @@ def gradients(config: Config, place: Mesh, start: Any) -> tuple[float, dict[str,
 
 def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """|found - expected| / |expected| by weight; 0 where both are 0, as of the router's bias."""
-
-    def error(name: str) -> float:
-        off, norm = map(np.linalg.norm, (found[name] - expected[name], expected[name]))
-        return float(off / norm) if norm else math.inf if off else 0.0
-
-    return {name: error(name) for name in expected}
+    errors = {}
+    for name, true in expected.items():
+        off, norm = float(np.linalg.norm(found[name] - true)), float(np.linalg.norm(true))
+        errors[name] = off / norm if norm else math.inf if off else 0.0
+    return errors
 
 
 # --- nvidia-smi -----------------------------------------------------------------------------------
@@ -317,9 +301,8 @@ def watched() -> Iterator[dict[str, float]]:
 def output(command: list[str]) -> str:
     """What a command prints; nothing where it is not there, or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=30
-        ).stdout
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return run.stdout
     return ""
 
 
@@ -378,13 +361,12 @@ def session(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> 
     deadline = time.monotonic() + 60 * flags.minutes
     gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [r for r in read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
+    records = read(flags.out) if flags.out.exists() else []
+    kept = [r for r in records if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
     done = {r["row"]: r for r in kept if r["status"] in ("ok", "memory") and not flags.again}
     left = []
     print(HEADER, flush=True)
-    for row in ROWS:
-        if row not in (*GATES, *flags.names):
-            continue
+    for row in (row for row in ROWS if row in (*GATES, *flags.names)):
         record, limit_s = done.get(row), deadline - time.monotonic()
         if not record and (left or limit_s <= 0):
             left.append(row)
@@ -404,12 +386,6 @@ def session(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> 
                 f"{folder / row}.log. Mend that, or go on with --force."
             )
     return left
-
-
-def read(file: Path) -> list[Record]:
-    """Records of a file of JSON lines, without a last one that was cut off."""
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def add(file: Path, record: Record) -> None:

@@ -13,7 +13,7 @@ import collections
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -337,18 +337,21 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def prefetch(
-    function: Callable[[int], Result], steps: Iterable[int], depth: int = 2
+    function: Callable[[Any], Result],
+    found: Iterable[Any],
+    depth: int = 2,
+    pool: Executor | None = None,
 ) -> Iterator[Result]:
-    """function(step) for each step, in order, computed by one thread up to `depth` ahead.
+    """function(x) for each x, in order, computed up to `depth` ahead by the pool, or one thread.
 
     An error of the function is raised where its result would have come. close() of the iterator
-    drops what is under way and ends the thread.
+    drops what is under way and ends the pool.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    pool = pool or ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     pending: collections.deque[Future[Result]] = collections.deque()
     try:
-        for step in steps:
-            pending.append(pool.submit(function, step))
+        for x in found:
+            pending.append(pool.submit(function, x))
             if len(pending) > depth:
                 yield pending.popleft().result()
         while pending:

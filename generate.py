@@ -244,7 +244,6 @@ class Flags:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print what the model goes on with."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )

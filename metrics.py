@@ -7,8 +7,8 @@
   layers, so that 1 is a perfectly even load; `moe/tokens_per_expert` holds a list per MoE layer.
 """
 
+import contextlib
 import json
-import math
 import os
 import secrets
 import time
@@ -46,13 +46,8 @@ def say(text: str) -> None:
 
 def plain(value: Any) -> Any:
     """The value as JSON can hold it: arrays as lists, nan and infinity as null."""
-    if isinstance(value, dict):
-        return {str(key): plain(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(x) for x in value]
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return plain(np.asarray(value).tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps(value, default=lambda array: np.asarray(array).tolist())
+    return json.loads(text, parse_constant=lambda name: None)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -122,11 +117,11 @@ class Metrics:
         wandb_config  what wandb shows as the run's settings.
         Raises        ValueError when wandb is asked for and cannot be had.
         """
-        self._primary = is_primary()
         self._steps, self._clock = config.train.steps, clock
         self._first = self._shown = None
         self._file = self._wandb = self._progress = None
-        if not self._primary:
+        self._open = contextlib.ExitStack()
+        if not is_primary():
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -134,35 +129,31 @@ class Metrics:
             cut(path, step)
         if config.wandb.project:
             self._wandb = start_wandb(config, folder, wandb_config or {})
-        self._file = path.open("a")
+            self._open.callback(self._wandb.finish)
+        self._file = self._open.enter_context(path.open("a"))
         if console.is_terminal:
-            self._progress = Progress(
-                BarColumn(), TextColumn("{task.description}"), console=console
-            )
+            columns = BarColumn(), TextColumn("{task.description}")
+            self._progress = self._open.enter_context(Progress(*columns, console=console))
             self._task = self._progress.add_task("", total=self._steps, completed=step)
-            self._progress.start()
 
     def train(self, record: dict[str, Any]) -> None:
         """Records a step: every name of TRAIN and no other."""
-        assert set(record) == set(TRAIN), set(record) ^ set(TRAIN)
-        if self._primary:
-            record = plain(record)
-            self._write(record)
-            self._show(record)
+        self._show(self._recorded(record, TRAIN))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Records an evaluation: every name of EVALUATION and no other."""
-        assert set(record) == set(EVALUATION), set(record) ^ set(EVALUATION)
-        if self._primary:
-            record = plain(record)
-            self._write(record)
-            say(evaluation_summary(record, self._steps))
+        say(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
 
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+    def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """The record as JSON has it; written, where this process writes."""
+        assert set(record) == set(names), set(record) ^ set(names)
+        record = plain(record)
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         if self._wandb is not None:
             self._wandb.log(for_wandb(record), step=record["step"])
+        return record
 
     def _show(self, record: dict[str, Any]) -> None:
         """The bar at every step; plain lines at the first and last, and some in between."""
@@ -183,20 +174,12 @@ class Metrics:
             return None
         return (now - first) / (step - first_step) * max(self._steps - step, 0)
 
-    def close(self) -> None:
-        """Ends the display and the files; what was recorded is on disk long before."""
-        if self._progress is not None:
-            self._progress.stop()
-        if self._file is not None:
-            self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
+        """Ends the display and the files; what was recorded is on disk long before."""
+        self._open.close()
 
 
 def for_wandb(record: dict[str, Any]) -> dict[str, Any]:
@@ -205,9 +188,8 @@ def for_wandb(record: dict[str, Any]) -> dict[str, Any]:
 
     sent = {name: value for name, value in record.items() if not isinstance(value, list)}
     for layer, tokens in enumerate(record.get("moe/tokens_per_expert", [])):
-        edges = np.arange(len(tokens) + 1)
-        histogram = wandb.Histogram(np_histogram=(np.asarray(tokens), edges))
-        sent[f"moe/tokens_per_expert/{layer}"] = histogram
+        bins = np.asarray(tokens), np.arange(len(tokens) + 1)
+        sent[f"moe/tokens_per_expert/{layer}"] = wandb.Histogram(np_histogram=bins)
     return sent
 
 

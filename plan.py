@@ -108,13 +108,7 @@ def check(flags: Flags) -> None:
         if getattr(flags, name) and not flags.compile:
             raise ValueError(f"--{name} goes with --compile. Use --compile --{name} ...")
     for name in ("png", "svg", "hlo"):
-        path = getattr(flags, name)
-        if path and name != "hlo" and path.suffix != f".{name}":
-            raise ValueError(
-                f"--{name} {path} does not end in .{name}. Use --{name} "
-                f"{path.with_suffix('.' + name)}."
-            )
-        if path:
+        if path := getattr(flags, name):
             check_writable(name, path)
     if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
         raise ValueError("--chips and --tokens are counts. Use 0 or more.")
@@ -122,6 +116,10 @@ def check(flags: Flags) -> None:
 
 def check_writable(name: str, path: Path) -> None:
     """Before minutes are spent on what goes there."""
+    if name != "hlo" and path.suffix != f".{name}":
+        raise ValueError(
+            f"--{name} {path} does not end in .{name}. Use --{name} {path.with_suffix('.' + name)}."
+        )
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,21 +146,16 @@ def searched(
         return track(items, "meshes", console=console, transient=True, disable=quiet)
 
     found = search.search(config, chip, count, fixed, progress)
-    if not found.best:
-        raise ValueError(fits_nowhere(found, chip, count))
-    return found
-
-
-def fits_nowhere(found: Found, chip: Chip, count: int) -> str:
-    """How much memory is missing where it is least, and which flag saves most."""
-    least = found.smallest
-    need, usable = least.memory, search.usable_bytes(chip)
+    if found.best:
+        return found
+    least, usable = found.smallest, search.usable_bytes(chip)
     saves = search.savings(least.config, chip, same_chips=True)
-    advice = f" Of single flags {report.saving(saves[0])} saves most." if saves else ""
-    return (
-        f"the config fits on no mesh of {count} {chip.name}: at best {gib(need - usable)} per chip "
-        f"are missing. Needed are {gib(need)}, and usable {gib(usable)} ({search.USABLE:.0%} of "
-        f"{gib(chip.memory_bytes)}), with {search.flags_of(least.config)}.{advice}"
+    advice = f" Of single flags {report.saving(*saves[0])} saves most." if saves else ""
+    raise ValueError(
+        f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
+        f"per chip are missing. Needed are {gib(least.memory)}, and usable {gib(usable)} "
+        f"({search.USABLE:.0%} of {gib(chip.memory_bytes)}), with "
+        f"{search.flags_of(least.config)}.{advice}"
     )
 
 

@@ -24,6 +24,7 @@ from schedule import Schedule
 # Told apart by colour-blind readers as well: Okabe and Ito's set.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
+    "axes.prop_cycle": matplotlib.cycler(color=COLORS),  # run i is drawn in "Ci"
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#dddddd",
@@ -35,47 +36,41 @@ STYLE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What one run's folder holds, as arrays over its steps and its evaluations."""
+    """What one run's folder holds, as arrays over its steps and its evaluations.
 
-    name: str
-    tokens_per_step: float
-    steps: np.ndarray
-    train: np.ndarray  # loss/cross_entropy, which validation loss compares with
-    balance: np.ndarray  # loss/balance, with its factor
-    factor: float  # of the balance loss, times MoE layers: what a perfectly even load costs; or 0
-    val_steps: np.ndarray
-    val: np.ndarray
-    val_balance: np.ndarray
-    share: np.ndarray  # [evaluations, MoE layers, experts], of a layer's routed tokens
+    Raises  ValueError where there is nothing to draw.
+    """
 
-
-def read(folder: Path) -> Recorded:
-    """The run in `folder`.  Raises ValueError where there is nothing to draw."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
-    records = metrics.read(path)
-    train = [record for record in records if "loss/train" in record]
-    val = [record for record in records if "loss/val" in record]
-    if not train or not val:
-        raise ValueError(
-            f"{path} holds {len(train)} steps and {len(val)} evaluations, and a picture needs one "
-            f"of each. Let the run go on to its first evaluation (--eval.every_steps)."
-        )
-    return Recorded(
-        name=folder.resolve().name,
-        tokens_per_step=train[-1]["tokens"] / train[-1]["step"],
-        steps=_column(train, "step"),
-        train=_column(train, "loss/cross_entropy"),
-        balance=_column(train, "loss/balance"),
-        factor=_balance_factor(folder / "config.toml"),
-        val_steps=_column(val, "step"),
-        val=_column(val, "loss/val"),
-        val_balance=_column(val, "loss/val_balance"),
-        share=_shares(val),
-    )
+    def __init__(self, folder: Path):
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no metrics.jsonl. Give the folder of a run, as runs/tiny."
+            )
+        records = metrics.read(path)
+        train = [record for record in records if "loss/train" in record]
+        val = [record for record in records if "loss/val" in record]
+        if not train or not val:
+            raise ValueError(
+                f"{path} holds {len(train)} steps and {len(val)} evaluations, and a picture needs "
+                "one of each. Let the run go on to its first evaluation (--eval.every_steps)."
+            )
+        self.name = folder.resolve().name
+        self.tokens_per_step = train[-1]["tokens"] / train[-1]["step"]
+        self.steps = _column(train, "step")
+        self.tokens = self.steps * self.tokens_per_step
+        self.val_tokens = _column(val, "step") * self.tokens_per_step
+        self.train = _column(train, "loss/cross_entropy")  # which validation loss compares with
+        self.val = _column(val, "loss/val")
+        # Over what a perfectly even load costs; None where that is 0.
+        factor = _balance_factor(folder / "config.toml")
+        self.balance = _column(train, "loss/balance") / factor if factor > 0 else None
+        self.val_balance = _column(val, "loss/val_balance")
+        # [evaluations, MoE layers, experts], of a layer's routed tokens
+        tokens = np.array([record["moe/tokens_per_expert"] for record in val], float)
+        tokens = tokens.reshape(len(val), -1, tokens.shape[-1] if tokens.size else 1)
+        self.share = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -83,19 +78,12 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
 
 
-def _shares(val: list[dict[str, Any]]) -> np.ndarray:
-    tokens = np.array([record["moe/tokens_per_expert"] for record in val], float)
-    tokens = tokens.reshape(len(val), -1, tokens.shape[-1] if tokens.size else 1)
-    return tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
-
-
 def _balance_factor(path: Path) -> float:
+    """Of the balance loss, times MoE layers; 0 where the config is not known."""
     if not path.is_file():
         return 0.0
-    model = tomllib.loads(path.read_text()).get("model", {})
-    defaults = utils.Model()
-    blocks = model.get("blocks", defaults.blocks) * model.get("moe_layers", defaults.moe_layers)
-    return blocks * model.get("balance_loss", defaults.balance_loss)
+    m = vars(utils.Model()) | tomllib.loads(path.read_text()).get("model", {})
+    return m["blocks"] * m["moe_layers"] * m["balance_loss"]
 
 
 def _axes_of_time(axes: list[Axes], runs: list[Recorded]) -> None:
@@ -121,38 +109,36 @@ def _figure(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, list(shape.flat)
 
 
-def _marker(points: int) -> dict[str, Any]:
-    return {"marker": "o", "markersize": 3.5} if points <= 40 else {}
+def _marker(run: Recorded) -> dict[str, Any]:
+    return {"marker": "o", "markersize": 3.5} if len(run.val) <= 40 else {}
 
 
 def validation_loss(runs: list[Recorded]) -> Figure:
     """Cross-entropy on held-out text over tokens; faint, in training."""
-    figure, [ax] = _figure()
-    for run, color in zip(runs, _colors(runs), strict=True):
-        x = run.val_steps * run.tokens_per_step
-        ax.plot(run.steps * run.tokens_per_step, run.train, color=color, alpha=0.25, lw=0.8)
-        last = f"{run.name}: {run.val[-1]:.3f} at the end"
-        ax.plot(x, run.val, color=color, lw=1.8, label=last, **_marker(len(x)))
-    ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
-    ax.set(xlabel="tokens", ylabel="cross-entropy (nats per token)", title="Validation loss")
-    ax.legend()
-    _axes_of_time([ax], runs)
-    return figure
+    lines = [(r.train, r.val, f"{r.name}: {r.val[-1]:.3f} at the end") for r in runs]
+    return _losses(runs, lines, "Validation loss", "cross-entropy (nats per token)")
 
 
 def load_loss(runs: list[Recorded]) -> Figure:
     """Balance loss without its factor, mean over MoE layers, over tokens; 1 is perfectly even."""
+    lines = [(r.balance, r.val_balance, r.name) for r in runs]
+    return _losses(runs, lines, "Load loss, at evaluations", "balance loss (1 = even)", even=1.0)
+
+
+def _losses(
+    runs: list[Recorded], lines: list[tuple], title: str, ylabel: str, even: float | None = None
+) -> Figure:
+    """Draws (loss in training or None, at evaluations, label) of each run; dashed, an even load."""
     figure, [ax] = _figure()
-    for run, color in zip(runs, _colors(runs), strict=True):
-        x = run.val_steps * run.tokens_per_step
-        if run.factor > 0:
-            trained = run.balance / run.factor
-            ax.plot(run.steps * run.tokens_per_step, trained, color=color, alpha=0.3, lw=0.8)
-        ax.plot(x, run.val_balance, color=color, lw=1.8, label=run.name, **_marker(len(x)))
-    ax.axhline(1.0, color="#444444", lw=1.0, ls="--", label="perfectly even")
-    if any(run.factor > 0 for run in runs):
+    for i, (run, (trained, evaluated, label)) in enumerate(zip(runs, lines, strict=True)):
+        if trained is not None:
+            ax.plot(run.tokens, trained, f"C{i}", alpha=0.25, lw=0.8)
+        ax.plot(run.val_tokens, evaluated, f"C{i}", lw=1.8, label=label, **_marker(run))
+    if even is not None:
+        ax.axhline(even, color="#444444", lw=1.0, ls="--", label="perfectly even")
+    if any(trained is not None for trained, _, _ in lines):
         ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
-    ax.set(xlabel="tokens", ylabel="balance loss (1 = even)", title="Load loss, at evaluations")
+    ax.set(xlabel="tokens", ylabel=ylabel, title=title)
     ax.legend()
     _axes_of_time([ax], runs)
     return figure
@@ -169,48 +155,37 @@ def tokens_per_expert(runs: list[Recorded]) -> Figure:
     for ax in axes[layers:]:
         ax.set_visible(False)
     for layer, ax in enumerate(axes[:layers]):
-        ax.set_title(f"MoE layer {layer}")
-        for run, color in zip(runs, _colors(runs), strict=True):
+        for i, run in enumerate(runs):
             if layer < run.share.shape[1]:
-                _draw_layer(ax, run, layer, color if len(runs) > 1 else None)
-    _tokens_per_expert_labels(figure, axes[:layers], columns, runs)
-    return figure
-
-
-def _draw_layer(ax: Axes, run: Recorded, layer: int, color: str | None) -> None:
-    x, share = run.val_steps * run.tokens_per_step, run.share[:, layer]
-    ax.axhline(1.0 / share.shape[1], color="#444444", lw=1.0, ls="--", zorder=3)
-    if color is not None:
-        ax.fill_between(x, share.min(1), share.max(1), color=color, alpha=0.2, lw=0)
-        ax.plot(x, share.max(1), color=color, lw=1.3, label=run.name, **_marker(len(x)))
-        ax.plot(x, share.min(1), color=color, lw=1.3, **_marker(len(x)))
-        return
-    shades = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, share.shape[1]))
-    for expert, shade in enumerate(shades):
-        ax.plot(x, share[:, expert], color=shade, lw=1.1, label=f"{expert}", **_marker(len(x)))
-
-
-def _tokens_per_expert_labels(
-    figure: Figure, axes: list[Axes], columns: int, runs: list[Recorded]
-) -> None:
-    _axes_of_time(axes, runs)
-    for number, ax in enumerate(axes):
-        if number + columns >= len(axes):
+                _draw_layer(ax, run, layer, f"C{i}" if len(runs) > 1 else None)
+        ax.set_title(f"MoE layer {layer}")
+        ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        if layer + columns >= layers:
             ax.set_xlabel("tokens")
             ax.tick_params(labelbottom=True)
-        if number % columns == 0:
+        if layer % columns == 0:
             ax.set_ylabel("share of tokens")
-        ax.set_ylim(bottom=0.0)
-        ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes[0].set_ylim(bottom=0.0)  # all have the same, from what all have drawn
+    _axes_of_time(axes[:layers], runs)
     handles, labels = axes[0].get_legend_handles_labels()
     if len(labels) <= 16:
         title = "expert" if len(runs) == 1 else "least and most\nloaded expert"
         figure.legend(handles, labels, title=title, loc="outside right upper", fontsize=8.0)
     figure.suptitle("Tokens per expert, at evaluations (dashed: even)")
+    return figure
 
 
-def _colors(runs: list[Recorded]) -> list[str]:
-    return [COLORS[number % len(COLORS)] for number in range(len(runs))]
+def _draw_layer(ax: Axes, run: Recorded, layer: int, color: str | None) -> None:
+    x, share, marker = run.val_tokens, run.share[:, layer], _marker(run)
+    ax.axhline(1.0 / share.shape[1], color="#444444", lw=1.0, ls="--", zorder=3)
+    if color is not None:
+        ax.fill_between(x, share.min(1), share.max(1), color=color, alpha=0.2, lw=0)
+        ax.plot(x, share.max(1), color, lw=1.3, label=run.name, **marker)
+        ax.plot(x, share.min(1), color, lw=1.3, **marker)
+        return
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, share.shape[1]))
+    for expert, shade in enumerate(shades):
+        ax.plot(x, share[:, expert], color=shade, lw=1.1, label=f"{expert}", **marker)
 
 
 def plot_runs(folders: list[Path], out: Path, again: bool = True) -> list[Path]:
@@ -221,7 +196,7 @@ def plot_runs(folders: list[Path], out: Path, again: bool = True) -> list[Path]:
     again   also those pictures that are there already.
     Raises  ValueError where there is nothing to draw.
     """
-    runs = [read(folder) for folder in folders]
+    runs = [Recorded(folder) for folder in folders]
     pictures = [validation_loss]
     if any(run.share.size for run in runs):
         pictures += [load_loss, tokens_per_expert]
@@ -278,10 +253,9 @@ def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
     _draw_tasks(figure.subplots(), schedule, ranks)
     title = f"{schedule.microbatches} microbatches through {schedule.stages} stages: "
     figure.suptitle(f"{title}{schedule.ticks} ticks, bubble {schedule.bubble}", size=10)
-    names = {"fwd": "forward", "bwd": "backward"}
     patches = [
         Patch(color=_colour(schedule, way, chunk), label=f"{name}, chunk {chunk}")
-        for way, name in names.items()
+        for way, name in (("fwd", "forward"), ("bwd", "backward"))
         for chunk in range(schedule.virtual)
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

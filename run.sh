@@ -36,10 +36,6 @@ cpu_flags=(
   --xla_cpu_collective_timeout_seconds=3600
 )
 
-usage() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
-}
-
 say() {
   echo "run.sh: $*" >&2
 }
@@ -87,15 +83,12 @@ is_ready() {
   [[ -x .venv/bin/python && "$(cat .venv/.ready 2>/dev/null)" == "$(wanted "$1")" ]]
 }
 
-set_up() {
-  local extra=$1 started=$SECONDS
+set_up() ( # in a process of its own, with which the lock ends
+  extra=$1 started=$SECONDS
   if command -v flock >/dev/null; then # one at a time, where two hosts or shells share a folder
     exec 9>.venv-lock
     flock 9
-    if is_ready "$extra"; then
-      exec 9>&-
-      return
-    fi
+    is_ready "$extra" && exit
   fi
   mkdir -p .cache
   say "setting up .venv with jax[$extra], once: some minutes (details in .cache/install.log)"
@@ -108,8 +101,7 @@ set_up() {
   wanted "$extra" >.venv/.ready
   rm .venv-unfinished
   say "set up in $((SECONDS - started)) s"
-  exec 9>&-
-}
+)
 
 logged() {
   "$@" </dev/null >.cache/install.log 2>&1 && return
@@ -158,15 +150,9 @@ set_cpu_flags() {
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 }
 
-prepare_sample() {
-  if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
-    python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
-  fi
-}
-
 main() {
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    usage
+    sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
     return
   fi
   local extra
@@ -183,8 +169,10 @@ main() {
   : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
   if [[ $# == 0 || $1 == --* ]]; then
-    prepare_sample
-    exec python main.py --config configs/tiny.toml "$@"
+    if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
+      python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
+    fi
+    set -- python main.py --config configs/tiny.toml "$@"
   fi
   exec "$@"
 }

@@ -11,7 +11,6 @@ Where experts have no room for all, which of their choices are dropped depends o
 import dataclasses
 import json
 import math
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,15 +29,13 @@ import passes
 import train
 import utils
 from dataset import Dataset
-from metrics import is_primary, say
+from metrics import say
 from model import Batch, Transformer
 from utils import Config
 
 
 class Validation:
-    """Loss and routing on fixed validation windows, in forward passes as large as a training
-    step's.
-    """
+    """Loss and routing on fixed windows, in forward passes as large as a training step's."""
 
     def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Dataset):
         self.config, self.mesh, self.data = config, mesh, data
@@ -47,6 +44,7 @@ class Validation:
         part = dataclasses.replace(config.train, microbatches=self.microbatches)
         self.run = jax.jit(
             passes.evaluate(dataclasses.replace(config, train=part), declared, mesh),
+            out_shardings=NamedSharding(mesh, P()),  # every process can read all of it
             compiler_options=train.compiler_options(mesh),
         )
         self.batch: Batch | None = None
@@ -57,8 +55,7 @@ class Validation:
         if self.batch is None:
             rows = partial(self.data.eval_rows, sequences=sequences)
             self.batch = train.put_batch(self.mesh, self.microbatches, rows, (sequences, T))
-        stats = jax.device_get(replicated(self.mesh, self.run(w, self.batch)))
-        m = self.config.model
+        stats, m = jax.device_get(self.run(w, self.batch)), self.config.model
         record = {
             "loss/val": float(stats.cross_entropy),
             "loss/val_balance": None,
@@ -71,12 +68,6 @@ class Validation:
             record["moe/tokens_per_expert"] = stats.tokens_per_expert.reshape(m.blocks, -1).tolist()
             record["moe/dropped"] = int(stats.dropped) / choices
         return record
-
-
-def replicated(mesh: Mesh, tree: Any) -> Any:
-    """The tree on every device, so that every process can read all of it."""
-    whole = NamedSharding(mesh, P())
-    return jax.jit(lambda t: t, out_shardings=whole)(tree)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -93,7 +84,6 @@ class Flags:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the validation of a checkpoint."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
@@ -106,10 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     shapes = train.abstract_state(config, declared, mesh).weights
     step, w, _ = checkpoint.weights_of(flags.run, flags.step, shapes)
     found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
-    if flags.json:
-        say(json.dumps(metrics.plain(found), allow_nan=False))
-    elif is_primary():
-        say("\n".join(lines(found, config)))
+    say(json.dumps(metrics.plain(found)) if flags.json else "\n".join(lines(found, config)))
 
 
 def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:

@@ -5,7 +5,6 @@ which is written last: a folder without one is not finished. What comes out depe
 and the settings, not on the number of worker processes. dataset.py reads it.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -35,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer, table_sha256
-from dataset import DOCUMENT_RULE, INDEX, Manifest, Shard, file_crc32c, read_manifest
+from dataset import DOCUMENT_RULE, INDEX, Manifest, Shard, file_crc32c, prefetch, read_manifest
 
 STDLIB = "python-stdlib"
 HUGGING_FACE = "hf:"
@@ -44,6 +43,7 @@ BATCH_CHARACTERS = 1_000_000  # sent to a worker at a time: large against the co
 # tiktoken's patterns run out of stack on a run of white space of about a million characters.
 PIECE_CHARACTERS = 400_000
 LINE_EVERY_S = 10.0
+NOT_CONTENT = ("out", "workers", "overwrite")  # settings that do not decide what is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,14 @@ def main(arguments: list[str] | None = None) -> None:
         writer.flush()
     check_not_empty(config, writers)
     for split, writer in writers.items():
-        writer.finish(manifest(config, tokenizer, settings, split, writer))
-    summarize(config, writers, time.perf_counter() - began)
+        writer.finish(manifest(config, tokenizer, settings, writer))
+        print(
+            f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
+            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
+            f"{len(writer.manifest_shards)} shards"
+        )
+    seconds = time.perf_counter() - began
+    print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
 
 def check(config: Prepare) -> None:
@@ -115,9 +121,7 @@ def documents(config: Prepare) -> Iterator[Document]:
         found = hugging_face(config)
     else:
         root, files = source_files(config)
-        found = (
-            document for file in files for document in read_file(root, file, config.text_field)
-        )
+        found = (d for file in files for d in read_file(root, file, config.text_field))
     return (document for document in found if document.text)
 
 
@@ -130,7 +134,8 @@ def source_files(config: Prepare) -> tuple[Path, list[Path]]:
         root = Path(config.source)
         found = [root] if root.is_file() else root.glob(config.glob)
         root = root.parent if root.is_file() else root
-        files = [p for p in found if p.is_file() and not is_hidden(p.relative_to(root))]
+        # Without hidden ones.
+        files = [p for p in found if p.is_file() and "/." not in f"/{p.relative_to(root)}"]
     if not files:
         raise ValueError(
             f"--source {config.source} holds no file (--glob {config.glob}): expected {STDLIB}, a "
@@ -143,10 +148,6 @@ def source_files(config: Prepare) -> tuple[Path, list[Path]]:
 def is_source(path: Path) -> bool:
     """False for tests, installed packages, and what each build of Python generates for itself."""
     return not NOT_SOURCE.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def read_file(root: Path, path: Path, text_field: str) -> Iterator[Document]:
@@ -184,16 +185,13 @@ def json_text(line: bytes, place: str, text_field: str) -> str:
 
 
 def row_text(row: Any, place: str, text_field: str) -> str:
-    text = row.get(text_field) if isinstance(row, dict) else None
-    if isinstance(text, str):
-        return text
-    fields = (
-        ", ".join(k for k, v in row.items() if isinstance(v, str)) if isinstance(row, dict) else ""
-    )
-    raise ValueError(
-        f"{place} has no text in the field {text_field!r}; fields with text: {fields or 'none'}. "
-        f"Name one with --text-field."
-    )
+    texts = {k: v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
+    if text_field not in texts:
+        raise ValueError(
+            f"{place} has no text in the field {text_field!r}; fields with text: "
+            f"{', '.join(texts) or 'none'}. Name one with --text-field."
+        )
+    return texts[text_field]
 
 
 def hugging_face(config: Prepare) -> Iterator[Document]:
@@ -205,10 +203,8 @@ def hugging_face(config: Prepare) -> Iterator[Document]:
         rows = datasets.load_dataset(
             name, config.hf_name or None, split=config.hf_split, streaming=True
         )
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # unreachable or no such dataset; no such configuration or split
+    # Unreachable or no such dataset; no such configuration or split.
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--source {config.source} cannot be opened ({reason}). Check the name, --hf-name, "
@@ -236,9 +232,7 @@ VALIDATION_RULE = (
 
 def describe(config: Prepare) -> dict[str, Any]:
     """What decides the documents and their order: settings; files' names, sizes and times."""
-    settings = dataclasses.asdict(config)
-    for name in ("out", "workers", "overwrite"):
-        del settings[name]
+    settings = {name: value for name, value in vars(config).items() if name not in NOT_CONTENT}
     settings["validation_rule"] = VALIDATION_RULE
     if config.source == STDLIB:
         settings["python"] = sys.version.split()[0]
@@ -267,21 +261,32 @@ def tokenize(config: Prepare, tokenizer: tiktoken.Encoding) -> dict[str, "ShardW
     for folder in folders(config):
         clear(folder)
         writers[folder.name] = ShardWriter(folder, config.shard_tokens, dtype)
-    with contextlib.closing(encoded(config)) as stream, Report(config) as report:
-        for number, (document, ids, text_bytes) in enumerate(stream):
+    report = Report(config)
+    with contextlib.closing(encoded(config)) as stream, report.progress:
+        for number, (ids, text_bytes, source_bytes) in enumerate(stream):
             split = "val" if in_validation(number, config.val_share) else "train"
             writers[split].add(ids.astype(dtype), text_bytes)
-            report.add(document, len(ids))
+            report.add(len(ids), source_bytes)
             if config.max_tokens and report.tokens >= config.max_tokens:
                 break
     return writers
 
 
-def encoded(config: Prepare) -> Iterator[tuple[Document, np.ndarray, int]]:
-    """(document, its ids, bytes of its text), in the order of the documents."""
-    for batch, results in run_ahead(config, batches(documents(config))):
-        for document, (ids, text_bytes) in zip(batch, results, strict=True):
-            yield document, ids, text_bytes
+Encoded = tuple[np.ndarray, int, int]  # a document's ids, bytes of its text, bytes read for it
+
+
+def encoded(config: Prepare) -> Iterator[Encoded]:
+    """Every document, in order; enough are under way to keep all workers busy, no more."""
+    found, encode_batch = batches(documents(config)), functools.partial(encode, config.tokenizer)
+    workers = config.workers or os.cpu_count() or 1
+    if workers == 1:
+        results = map(encode_batch, found)
+    else:
+        # Fresh processes rather than forks: a fork copies locks of threads that it does not copy.
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+        results = prefetch(encode_batch, found, 2 * workers, pool)
+    for batch in results:
+        yield from batch
 
 
 def batches(found: Iterable[Document]) -> Iterator[list[Document]]:
@@ -297,40 +302,10 @@ def batches(found: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-Encoded = list[tuple[np.ndarray, int]]
-
-
-def run_ahead(
-    config: Prepare, found: Iterable[list[Document]]
-) -> Iterator[tuple[list[Document], Encoded]]:
-    """Each batch with its ids, in order; enough are under way to keep all workers busy, no more."""
-    workers = config.workers or os.cpu_count() or 1
-    if workers == 1:
-        yield from ((batch, encode(config.tokenizer, texts_of(batch))) for batch in found)
-        return
-    # Fresh processes rather than forks: a fork copies the locks of threads that it does not copy.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    pending: collections.deque[tuple[list[Document], Future[Encoded]]] = collections.deque()
-    try:
-        for batch in found:
-            pending.append((batch, pool.submit(encode, config.tokenizer, texts_of(batch))))
-            if len(pending) > 2 * workers:
-                batch, future = pending.popleft()
-                yield batch, future.result()
-        while pending:
-            batch, future = pending.popleft()
-            yield batch, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def texts_of(batch: list[Document]) -> list[str]:
-    return [document.text for document in batch]
-
-
-def encode(tokenizer: str, texts: list[str]) -> Encoded:
+def encode(tokenizer: str, batch: list[Document]) -> list[Encoded]:
     """Runs in a worker, which loads the tokenizer once."""
-    return [encode_document(cached_tokenizer(tokenizer), text) for text in texts]
+    table = cached_tokenizer(tokenizer)
+    return [(*encode_document(table, d.text), d.source_bytes) for d in batch]
 
 
 cached_tokenizer = functools.cache(load_tokenizer)
@@ -407,14 +382,10 @@ def clear(folder: Path) -> None:
 
 
 def manifest(
-    config: Prepare,
-    tokenizer: tiktoken.Encoding,
-    settings: dict[str, Any],
-    split: str,
-    writer: ShardWriter,
+    config: Prepare, tokenizer: tiktoken.Encoding, settings: dict[str, Any], writer: ShardWriter
 ) -> Manifest:
     return Manifest(
-        split=split,
+        split=writer.folder.name,
         tokenizer=config.tokenizer,
         tokenizer_sha256=table_sha256(tokenizer),
         vocabulary=tokenizer.n_vocab,
@@ -435,7 +406,7 @@ def command(config: Prepare) -> str:
     words = ["python", "data/prepare.py"]
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if value != item.default and item.name not in ("out", "workers", "overwrite"):
+        if value != item.default and item.name not in NOT_CONTENT:
             words += [f"--{item.name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
@@ -449,6 +420,7 @@ def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256
         return False
     asked = settings | {"tokenizer_sha256": tokenizer_sha256}
     finished = [folder for folder in folders(config) if (folder / INDEX).is_file()]
+    whole = finished == folders(config)
     for folder in finished:
         found = read_manifest(folder)
         made = found.settings | {"tokenizer_sha256": found.tokenizer_sha256}
@@ -458,13 +430,10 @@ def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256
                 f"{folder / INDEX} was made with another {', '.join(differ)}, and a run may depend "
                 "on it. Use another --out, or --overwrite to replace it."
             )
-    return len(finished) == len(folders(config)) and all(map(is_whole, finished))
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether every shard is there and has its size; the checksums are for whoever reads them."""
-    shards = [(folder / shard.name, shard.bytes) for shard in read_manifest(folder).shards]
-    return all(path.is_file() and path.stat().st_size == size for path, size in shards)
+        # By size; the checksums are for whoever reads them.
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
+        whole = whole and all(sizes.get(shard.name) == shard.bytes for shard in found.shards)
+    return whole
 
 
 def check_not_empty(config: Prepare, writers: dict[str, ShardWriter]) -> None:
@@ -487,55 +456,26 @@ class Report:
     def __init__(self, config: Prepare):
         self.documents = self.tokens = self.source_bytes = 0
         self.max_tokens = config.max_tokens
-        self.total = self.max_tokens or source_bytes(config)
-        self.console = Console()
+        self.total = config.max_tokens or None  # of tokens; or of bytes, where that is known
+        if not self.total and not config.source.startswith(HUGGING_FACE):
+            self.total = sum(path.stat().st_size for path in source_files(config)[1])
         self.next_line_s = time.monotonic() + LINE_EVERY_S
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(
-            *columns, console=self.console, disable=not self.console.is_terminal
-        )
+        columns = TextColumn("{task.description}"), BarColumn()
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        self.progress = Progress(*columns, *times, disable=not Console().is_terminal)
         self.task = self.progress.add_task("starting", total=self.total)
 
-    def __enter__(self) -> "Report":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def add(self, document: Document, tokens: int) -> None:
+    def add(self, tokens: int, source_bytes: int) -> None:
         self.documents += 1
         self.tokens += tokens
-        self.source_bytes += document.source_bytes
+        self.source_bytes += source_bytes
         done = self.tokens if self.max_tokens else self.source_bytes
         text = f"{self.documents:,} documents, {self.tokens / 1e6:,.1f} M tokens"
         self.progress.update(self.task, completed=done, description=text)
-        if not self.console.is_terminal and time.monotonic() > self.next_line_s:
+        if self.progress.disable and time.monotonic() > self.next_line_s:
             share = f", {min(done / self.total, 1):.0%}" if self.total else ""
             print(text + share, flush=True)
             self.next_line_s = time.monotonic() + LINE_EVERY_S
-
-
-def source_bytes(config: Prepare) -> int | None:
-    """Bytes to read; None where that is not known beforehand."""
-    if config.source.startswith(HUGGING_FACE):
-        return None
-    return sum(path.stat().st_size for path in source_files(config)[1])
-
-
-def summarize(config: Prepare, writers: dict[str, ShardWriter], seconds: float) -> None:
-    for split, writer in writers.items():
-        print(
-            f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
-            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
-            f"{len(writer.manifest_shards)} shards"
-        )
-    print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
 
 if __name__ == "__main__":

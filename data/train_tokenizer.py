@@ -7,7 +7,6 @@ file, byte by byte.
 """
 
 import base64
-import heapq
 import itertools
 import sys
 from collections import Counter, defaultdict
@@ -43,20 +42,15 @@ def main(arguments: list[str] | None = None) -> None:
     for number, document in enumerate(documents(Prepare(source=STDLIB, out=""))):
         splits[in_validation(number)].append(document.text)
     tokens = train(splits[False], config.vocabulary - 1)
-    config.out.write_bytes(rank_file(tokens))
-    tokenizer = encoding({token: rank for rank, token in enumerate(tokens)})
+    table = {token: rank for rank, token in enumerate(tokens)}
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in table.items()]
+    config.out.write_bytes(b"".join(lines))
+    tokenizer = encoding(table)
     for name, texts in (("training", splits[False]), ("held-out", splits[True])):
         ids = sum(map(len, tokenizer.encode_ordinary_batch(texts)))
         size = sum(len(text.encode()) for text in texts)
         print(f"{name} files: {len(texts)}, {size:,} bytes, {size / ids:.3f} bytes per token")
     print(f"wrote {config.out}")
-
-
-def rank_file(tokens: list[bytes]) -> bytes:
-    """A line for each token: base64, a space, its rank."""
-    return b"".join(
-        b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)
-    )
 
 
 def train(texts: Iterable[str], size: int) -> list[bytes]:
@@ -69,7 +63,8 @@ def train(texts: Iterable[str], size: int) -> list[bytes]:
     counts = Counter(word for text in texts for word in pattern.findall(text))
     words = Words(counts)
     tokens = [bytes([i]) for i in range(256)]
-    while len(tokens) < size and (token := words.most_frequent()) is not None:
+    while len(tokens) < size and (most := max(words.pair_counts.values(), default=0)):
+        token = min(pair for pair, count in words.pair_counts.items() if count == most)
         words.merge(token)
         tokens.append(token)
     return tokens
@@ -88,53 +83,30 @@ class Words:
         self.places: defaultdict[bytes, set[int]] = defaultdict(set)
         for index in range(len(self.words)):
             self.add(index, 1)
-        # Entries are left to go stale, and put right when they come to the top.
-        self.heap = [(-count, pair) for pair, count in self.pair_counts.items()]
-        heapq.heapify(self.heap)
 
-    def add(self, index: int, sign: int) -> set[bytes]:
-        """Count the pairs of one word in (sign 1) or out (sign -1); returns them."""
-        word = self.words[index]
-        pairs = [left + right for left, right in itertools.pairwise(word)]
-        for pair in pairs:
-            self.pair_counts[pair] += sign * self.counts[index]
-            self.places[pair].add(
-                index
-            )  # and stays: merge() finds nothing to join where it has gone
-        return set(pairs)
-
-    def most_frequent(self) -> bytes | None:
-        """The pair with the highest count, in byte order among equals; None when none is left."""
-        while self.heap:
-            count, pair = heapq.heappop(self.heap)
-            current = self.pair_counts[pair]
-            if current == -count and current > 0:
-                return pair
-            if current > 0:
-                heapq.heappush(self.heap, (-current, pair))
-        return None
+    def add(self, index: int, sign: int) -> None:
+        """Count the pairs of one word in (sign 1) or out (sign -1)."""
+        for left, right in itertools.pairwise(self.words[index]):
+            self.pair_counts[left + right] += sign * self.counts[index]
+            # It stays there: merge() finds nothing to join where a pair has gone.
+            self.places[left + right].add(index)
 
     def merge(self, token: bytes) -> None:
         """Join neighbours that give `token`, from left to right, in every word."""
-        changed = set()
         for index in self.places.pop(token):
-            changed |= self.add(index, -1)
+            self.add(index, -1)
             self.words[index] = join(self.words[index], token)
-            changed |= self.add(index, 1)
-        for pair in changed:
-            heapq.heappush(self.heap, (-self.pair_counts[pair], pair))
+            self.add(index, 1)
 
 
 def join(word: list[bytes], token: bytes) -> list[bytes]:
     """The word with each two neighbours that give `token` as one, from left to right."""
-    joined, i = [], 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] + word[i + 1] == token:
-            joined.append(token)
-            i += 2
+    joined = []
+    for part in word:
+        if joined and joined[-1] + part == token:
+            joined[-1] = token
         else:
-            joined.append(word[i])
-            i += 1
+            joined.append(part)
     return joined
 
 

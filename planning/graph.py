@@ -2,27 +2,26 @@
 
     graph.draw(compiled.as_text(), Path("step.svg"), "tiny", branch_share)
 
-The text is walked as hlo.py walks it, for a CPU or a TPU: through loops, branches, calls and
-fusions, each as often as it runs. What an instruction costs goes to the node that its op_name tells
-of, a layer of a phase going forward, recomputed or backward; without an op_name, to its caller's.
-The sums over all nodes are therefore `hlo.dot_flops` and `hlo.collective_bytes` of the same text.
-An edge is what one node makes and another reads. All counts are of one device in one step.
+The text, of a CPU or a TPU, is walked by hlo.py. What an instruction costs goes to the node that
+its op_name tells of, a layer of a phase going forward, recomputed or backward; without an op_name,
+to its caller's. The sums over all nodes are therefore `hlo.dot_flops` and those of
+`hlo.collectives` of the same text. An edge is what one node makes and another reads. All counts are
+of one device in one step.
 """
 
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from planning import hlo
-from planning.hlo import Instruction
+from planning.hlo import NOTHING, Computation, Frame, Instruction, Value
 
 if TYPE_CHECKING:  # imported late below, so that a program without pictures starts fast
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch
 
 TICKS = ("warmup", "steady", "cooldown")  # named scopes of the pipeline's loops
 PHASES = ("before", *TICKS, "after")
@@ -37,7 +36,6 @@ NAMES_ONLY = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 # What these give is their operand's value, or a piece of it, and was made by what made that.
 SAME_VALUE = ("bitcast", "copy", "copy-start", "reshape", "broadcast", "convert", "opt-barrier")
 PIECES = ("slice", "slice-start", "dynamic-slice")
-CALLS = ("fusion", "call", "async-start")
 
 
 class Place(NamedTuple):
@@ -52,6 +50,11 @@ class Place(NamedTuple):
         if self.layer == "other":
             return OTHER.get(self.phase, "between layers")
         return f"{TITLES.get(self.layer, self.layer)} {self.way}"
+
+    @property
+    def column(self) -> tuple[str, str]:
+        """Of the picture."""
+        return self.phase, self.way
 
 
 @dataclass(frozen=True)
@@ -134,238 +137,124 @@ def entry_phases(entry: hlo.Computation) -> dict[str, str]:
     return latest
 
 
-# --- the walk -------------------------------------------------------------------------------------
+# --- nodes and edges ------------------------------------------------------------------------------
 
-Makers = frozenset[tuple[Place, str]]  # of an array: (place, instruction); none made a constant
-Value = Makers | tuple  # a tuple's are its members'
-NOTHING: Makers = frozenset()
+# An hlo.Value is of makers, as (place, instruction): none made a constant.
 
 
-def makers_of(value: Value) -> Makers:
-    if isinstance(value, frozenset):
-        return value
-    return frozenset().union(*map(makers_of, value))
-
-
-def either(one: Value, other: Value) -> Value:
-    """What is one or the other, as after a branch."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return tuple(map(either, one, other))
-    return makers_of(one) | makers_of(other)
-
-
-def result_bytes(instruction: Instruction) -> int:
-    return sum(map(hlo.shape_bytes, instruction.shapes))
-
-
-def read_bytes(reader: Instruction, number: int, computation: hlo.Computation) -> int:
+def read_bytes(reader: Instruction, number: int, computation: Computation) -> int:
     """Bytes of an operand that are read; of a table, as many as are looked up or added to."""
     operands = reader.operands
-    whole = result_bytes(computation[operands[number]])
+    whole = hlo.result_bytes(computation[operands[number]])
     if number == 0 and reader.opcode == "gather":
-        return min(whole, result_bytes(reader))
+        return min(whole, hlo.result_bytes(reader))
     if number == 0 and reader.opcode == "scatter":
-        return min(whole, result_bytes(computation[operands[-1]]))
+        return min(whole, hlo.result_bytes(computation[operands[-1]]))
     return whole
 
 
-@dataclass(frozen=True)
-class Walker:
-    """Counts {(place, what): how much} and {(place, place): bytes} of computations."""
-
-    program: hlo.Program
-    branch_share: hlo.BranchShare | None
-    entry_phases: dict[str, str]
-
-    def walk(self, name: str, caller: Place, args: list[Value], seen: set) -> tuple[Counter, Value]:
-        """Counts of one execution, and what it returns.
-
-        seen   values that a place has read already: whoever reads twice has it sent once.
-        """
-        computation = self.program.computations[name]
-        found: Counter = Counter()
-        values: dict[str, Value] = {}
-        value: Value = NOTHING  # of an instruction; in the end of the root, which is written last
-        for instruction in computation.values():
-            own = self.entry_phases[instruction.name] if name == self.program.entry else None
-            place = place_of(instruction.op_name, own or caller.phase, caller)
-            operands = [values.get(operand, NOTHING) for operand in instruction.operands]
-            self.add_costs(found, instruction, place, computation)
-            if instruction.opcode in CALLS:
-                names = instruction.computations("calls") + instruction.computations("to_apply")
-                value = NOTHING
-                for callee in names:
-                    more, value = self.walk(callee, place, operands, seen)
-                    add(found, more, 1)
-            elif instruction.opcode == "while":
-                value = self.loop(found, instruction, place, operands, computation)
-            elif instruction.opcode == "conditional":
-                value = self.conditional(found, instruction, place, operands)
-            else:
-                value = passed_on(instruction, operands, args)
-                if value is None:
-                    self.add_edges(found, instruction, place, operands, computation, seen)
-                    value = frozenset({(place, instruction.name)})
-            values[instruction.name] = value
-        return found, value
-
-    def add_costs(
-        self, found: Counter, instruction: Instruction, place: Place, computation: hlo.Computation
-    ) -> None:
-        if instruction.opcode in NAMES_ONLY:
-            return
-        found[place, "instructions"] += 1
-        if flops := hlo.flops(instruction, computation):
-            found[place, "flops"] += flops
-        # As hlo.py: an asynchronous collective counts where it is done.
-        kind = instruction.opcode.removesuffix("-done")
-        if kind in hlo.COLLECTIVES:
-            found[place, kind] += result_bytes(instruction)
-
-    def add_edges(
-        self,
-        found: Counter,
-        reader: Instruction,
-        place: Place,
-        operands: list[Value],
-        computation: hlo.Computation,
-        seen: set,
-    ) -> None:
-        for number, value in enumerate(operands):
-            makers = makers_of(value)
-            if not makers or (makers, place) in seen:
-                continue
-            seen.add((makers, place))
-            # Of what several may have made, as different ticks, each is taken to make its part.
-            part = read_bytes(reader, number, computation) / len(makers)
-            for source, _ in sorted(makers):
-                if source != place:
-                    found[source, place] += part
-
-    def loop(
-        self,
-        found: Counter,
-        loop: Instruction,
-        place: Place,
-        operands: list[Value],
-        computation: hlo.Computation,
-    ) -> Value:
-        """The first trip reads what is made before the loop, the others what the trip before made.
-
-        Raises  ValueError for a loop of unknown length that has a product or a collective.
-        """
-        body, condition = (loop.computations(a)[0] for a in ("body", "condition"))
-        state = operands[0]
-        first, after = self.walk(body, place, [state], set())
-        check, _ = self.walk(condition, place, [state], set())
-        try:
-            trips = hlo.trip_count(loop, computation, self.program)
-        except ValueError:
-            if costs(first) or costs(check):
-                raise
-            trips = 1
-        add(found, check, trips + 1)
-        add(found, first, min(trips, 1))
-        if trips > 1:
-            again, after = self.walk(body, place, [after], set())
-            add(found, again, trips - 1)
-        return after
-
-    def conditional(
-        self, found: Counter, conditional: Instruction, place: Place, operands: list[Value]
-    ) -> Value:
-        """Raises  ValueError as hlo.shares does, for branches that differ and are not known."""
-        names, args = hlo.branches(conditional), operands[1:]
-        if not conditional.computations("branch_computations"):
-            args = args[::-1]  # the true one's is written first
-        walks = [
-            self.walk(name, place, [arg], set()) for name, arg in zip(names, args, strict=True)
-        ]
-        given = self.branch_share(conditional.op_name) if self.branch_share else None
-        if given is None:
-            hlo.shares(conditional, [costs(counts) for counts, _ in walks], None)
-            given = [1 / len(walks)] * len(walks)
-        value = walks[0][1]
-        for (counts, made), share in zip(walks, given, strict=True):
-            add(found, counts, share)
-            value = either(value, made)
-        return value
+def costs_at(place: Place, instruction: Instruction, computation: Computation) -> Counter:
+    """{(place, what): how much} of one execution."""
+    if instruction.opcode in NAMES_ONLY:
+        return Counter()
+    found = hlo.collective_cost(instruction, computation) | {"instructions": 1}
+    if flops := hlo.flops(instruction, computation):
+        found["flops"] = flops
+    return Counter({(place, what): value for what, value in found.items()})
 
 
-def passed_on(instruction: Instruction, operands: list[Value], args: list[Value]) -> Value | None:
+def edges_to(place: Place, reader: Instruction, operands: list[Value], frame: Frame) -> Counter:
+    """{(place, place): bytes} of what an instruction reads; who reads twice has it sent once."""
+    found: Counter = Counter()
+    for number, value in enumerate(operands):
+        makers = hlo.joined(value)
+        if not makers or (makers, place) in frame.seen:
+            continue
+        frame.seen.add((makers, place))
+        # Of what several may have made, as different ticks, each is taken to make its part.
+        part = read_bytes(reader, number, frame.computation) / len(makers)
+        for source, _ in sorted(makers):
+            if source != place:
+                found[source, place] += part
+    return found
+
+
+def passed_on(instruction: Instruction, operands: list[Value], frame: Frame) -> Value | None:
     """The value of an instruction that makes nothing new; None of one that does."""
     opcode = instruction.opcode
     if opcode == "parameter":
         number = int(instruction.argument)
-        return args[number] if number < len(args) else NOTHING
-    if opcode in ("constant", "iota"):
+        return frame.arguments[number] if number < len(frame.arguments) else NOTHING
+    if opcode in ("constant", "iota", "while", "conditional", *hlo.CALLS):
         return NOTHING
     if opcode == "tuple":
         return tuple(operands)
     if opcode == "get-tuple-element":
         index = int(re.search(r"index=(\d+)", instruction.attributes)[1])
         return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
-    if opcode == "dynamic-update-slice":
-        # A ring of slots holds what was stored last and what was before.
-        return makers_of(operands[0]) | makers_of(operands[1])
+    if opcode == "dynamic-update-slice":  # of a ring of slots: what was before and is stored
+        return hlo.joined(tuple(operands[:2]))
     if opcode in PIECES:
-        return frozenset((place, instruction.name) for place, _ in makers_of(operands[0]))
+        return frozenset((place, instruction.name) for place, _ in hlo.joined(operands[0]))
     if opcode in SAME_VALUE or opcode.endswith(("-done", "-update")):
         return operands[0]
     if 'custom_call_target="ConcatBitcast"' in instruction.attributes:  # the TPU's, of slices
-        return frozenset().union(*map(makers_of, operands))
+        return hlo.joined(tuple(operands))
     return None
 
 
-def add(found: Counter, more: Counter, times: float) -> None:
-    for key, value in more.items():
-        found[key] += value * times
-
-
-def costs(counts: Counter) -> dict[str, float]:
+def costs(counts: Counter) -> Counter:
     """Products and collectives of all places together."""
     found: Counter = Counter()
     for (_, what), value in counts.items():
         if isinstance(what, str) and what != "instructions":
             found[what] += value
-    return dict(found)
+    return found
 
 
 def graph(text: str, branch_share: hlo.BranchShare | None = None) -> Graph:
     """Nodes and edges of the text of a compiled training step.
 
-    branch_share   as for `hlo.dot_flops`; pipeline.py has the one of its schedule.
+    branch_share   as for `hlo.executed`; pipeline.py has the one of its schedule.
     Raises  ValueError for a text without phases, and where hlo.py does.
     """
     program = hlo.parse(text)
     entry = program.computations[program.entry]
-    walker = Walker(program, branch_share, entry_phases(entry))
+    phases = entry_phases(entry)
+
+    def visit(
+        instruction: Instruction, operands: list[Value], frame: Frame
+    ) -> tuple[Counter, Place, Value]:
+        phase = phases[instruction.name] if frame.computation is entry else frame.place.phase
+        place = place_of(instruction.op_name, phase, frame.place)
+        counts = costs_at(place, instruction, frame.computation)
+        value = passed_on(instruction, operands, frame)
+        if value is None:
+            counts += edges_to(place, instruction, operands, frame)
+            value = frozenset({(place, instruction.name)})
+        return counts, place, value
+
     top = Place("before", "other", "")
     arguments = sum(i.opcode == "parameter" for i in entry.values())
-    args: list[Value] = [frozenset({(top, f"argument {n}")}) for n in range(arguments)]
-    counts, _ = walker.walk(program.entry, top, args, set())
+    made = [frozenset({(top, f"argument {n}")}) for n in range(arguments)]
+    counts, _ = hlo.Walk(program, branch_share, visit, costs).run(program.entry, top, made)
     # Masks and constants are often made far before their layer is run.
     in_order = sorted(counts, key=lambda key: key[1] == "instructions")
-    places = dict.fromkeys(place for place, what in in_order if isinstance(what, str))
-    edges = {key: n for key, n in counts.items() if isinstance(key[1], Place) and n}
-    return Graph(
-        tuple(_node(place, counts) for place in places),
-        tuple(Edge(*key, n) for key, n in sorted(edges.items())),
-    )
-
-
-def _node(place: Place, counts: Counter) -> Node:
-    sent = [(kind, counts[place, kind]) for kind in hlo.COLLECTIVES if counts[place, kind]]
-    sent.sort(key=lambda pair: -pair[1])
-    return Node(place, counts[place, "flops"], tuple(sent), counts[place, "instructions"])
+    nodes = []
+    for place in dict.fromkeys(place for place, what in in_order if isinstance(what, str)):
+        sent = [(kind, counts[place, kind]) for kind in hlo.COLLECTIVES if counts[place, kind]]
+        sent = tuple(sorted(sent, key=lambda pair: -pair[1]))
+        nodes.append(Node(place, counts[place, "flops"], sent, counts[place, "instructions"]))
+    edges = sorted((k, n) for k, n in counts.items() if isinstance(k[1], Place) and n)
+    return Graph(tuple(nodes), tuple(Edge(*key, n) for key, n in edges))
 
 
 # --- the picture ----------------------------------------------------------------------------------
 
-# Inches, from the top left.
-BOX, GAP, ROW_GAP, BAND_GAP = 1.75, 0.44, 0.42, 0.22
-LINE, TITLE, HEADER, LEGEND, MARGIN = 0.165, 0.45, 0.55, 1.35, 0.25
-NARROWEST = 11.0  # that the legend has room
+# Inches.
+BOX, GAP, LINE, MARGIN, HEADER, LEGEND = 1.75, 0.44, 0.165, 0.25, 1.2, 2.0
+ARM = 0.3 * GAP  # of an arrow, straight out of a box and into one
+RIGHT, UP, LEFT, DOWN = 0, 90, 180, -90  # degrees
 SHOWN = 0.08  # of what a box reads: see `shown`
 COLORS = {"forward": "#0072B2", "recomputed": "#009E73", "backward": "#D55E00", "": "#777777"}
 STYLE = {
@@ -377,6 +266,8 @@ STYLE = {
 
 
 class Box(NamedTuple):
+    """In inches, from the top left."""
+
     left: float
     top: float
     width: float
@@ -389,10 +280,6 @@ class Box(NamedTuple):
     @property
     def bottom(self) -> float:
         return self.top + self.height
-
-    @property
-    def middle(self) -> float:
-        return self.top + self.height / 2
 
 
 @dataclass(frozen=True)
@@ -418,10 +305,6 @@ def lines(node: Node, total: float) -> list[str]:
     return [*found, f"{node.instructions:,.0f} instructions"]
 
 
-def _is_other(place: Place) -> bool:
-    return place.layer == "other"
-
-
 def row_of(place: Place) -> str:
     return "first" if place.layer == "first_backward" else place.layer
 
@@ -432,31 +315,26 @@ def layout(graph: Graph) -> Layout:
     Rows are in the order in which layers first run, and what is in no layer is below them; where
     a phase has nothing else, it is beside all of them.
     """
-    places = [node.place for node in graph.nodes]
-    rows = [*dict.fromkeys(map(row_of, sorted(places, key=_is_other)))]
-    size = dict.fromkeys(rows, 0.0)
-    for node in graph.nodes:
-        height = LINE * (len(lines(node, 1)) + 2)
-        size[row_of(node.place)] = max(size[row_of(node.place)], height)
-    top, y = {}, MARGIN + TITLE + HEADER
-    for row in rows:
-        top[row] = y
-        y += size[row] + ROW_GAP
-    boxes, bands, x = {}, {}, MARGIN
+    places = sorted((node.place for node in graph.nodes), key=lambda p: p.layer == "other")
+    height = LINE * (2 + max(len(lines(node, 1)) for node in graph.nodes))
+    rows = dict.fromkeys(map(row_of, places))
+    top = {row: HEADER + (height + GAP) * number for number, row in enumerate(rows)}
+    whole = (height + GAP) * len(rows) - GAP
+    boxes, bands, x = {}, {}, MARGIN + GAP
     for phase in [phase for phase in PHASES if any(p.phase == phase for p in places)]:
         here = [p for p in places if p.phase == phase]
-        ways = [way for way in WAYS if any(p.way == way for p in here)] or [""]
-        width = len(ways) * (BOX + GAP) + GAP
-        bands[phase] = Box(x, MARGIN + TITLE, width, y - MARGIN - TITLE)
+        ways = [way for way in WAYS if any(p.way == way for p in here)]
+        width = (BOX + GAP) * max(1, len(ways)) - GAP
         for p in here:
-            box = Box(x + GAP, top[row_of(p)], width - 2 * GAP, size[row_of(p)])
+            boxes[p] = Box(x, top[row_of(p)], width, height)
             if p.way:
-                box = box._replace(left=box.left + ways.index(p.way) * (BOX + GAP), width=BOX)
-            elif len(here) == 1:
-                box = box._replace(top=top[rows[0]], height=box.bottom - top[rows[0]])
-            boxes[p] = box
-        x += width + BAND_GAP
-    return Layout(boxes, bands, max(x - BAND_GAP + MARGIN, NARROWEST), y + LEGEND)
+                left = x + (BOX + GAP) * ways.index(p.way)
+                boxes[p] = boxes[p]._replace(left=left, width=BOX)
+            elif not ways:
+                boxes[p] = boxes[p]._replace(top=HEADER, height=whole)
+        bands[phase] = Box(x - GAP, HEADER - 0.5, width + 2 * GAP, whole + 0.7)
+        x += width + 2.5 * GAP
+    return Layout(boxes, bands, x - 1.5 * GAP + MARGIN, HEADER + whole + LEGEND)
 
 
 def shown(edges: tuple[Edge, ...]) -> list[Edge]:
@@ -464,133 +342,116 @@ def shown(edges: tuple[Edge, ...]) -> list[Edge]:
 
     The widest are last. The largest that leaves a box is among them.
     """
-    read: Counter = Counter()
-    most: Counter = Counter()
+
+    def near(edge: Edge) -> bool:
+        return edge.source.column == edge.target.column
+
+    read, most = Counter(), Counter()
     for edge in edges:
-        read[edge.target] += edge.bytes
-        read[edge.target, _column(edge.source)] += edge.bytes
+        read[edge.target, False] += edge.bytes
+        read[edge.target, True] += edge.bytes * near(edge)
         most[edge.source] = max(most[edge.source], edge.bytes)
-
-    def kept(edge: Edge) -> bool:
-        column = _column(edge.source)
-        return (
-            edge.bytes == most[edge.source]
-            or edge.bytes >= SHOWN * read[edge.target]
-            or (column == _column(edge.target) and edge.bytes >= SHOWN * read[edge.target, column])
-        )
-
-    return sorted(filter(kept, edges), key=lambda edge: edge.bytes)
+    least = {edge: SHOWN * read[edge.target, near(edge)] for edge in edges}
+    kept = [e for e in edges if e.bytes >= least[e] or e.bytes == most[e.source]]
+    return sorted(kept, key=lambda edge: edge.bytes)
 
 
-def _column(place: Place) -> tuple[str, str]:
-    return place.phase, place.way
+Point = tuple[float, float]
 
 
-def straight(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
-    """A curve's points on a line; apart, as the head of an arrow takes its direction from them."""
-    (x, y), (to_x, to_y) = start, end
-    return [(x + (to_x - x) * part, y + (to_y - y) * part) for part in (0, 1 / 3, 2 / 3, 1)]
-
-
-def route(source: Box, target: Box, boxes: Collection[Box]) -> list[tuple[float, float]]:
-    """Four points of a cubic curve from box to box.
+def route(source: Box, target: Box) -> tuple[Point, int, Point, int]:
+    """Where an arrow leaves a box and which way, where it meets the other and on which side.
 
     What leaves a box does so below its middle, and what enters it above; down is left of up.
     """
-    y_out, y_in = source.middle + 0.15 * source.height, target.middle - 0.15 * target.height
+    y_out, y_in = source.top + 0.65 * source.height, target.top + 0.35 * target.height
     down = source.top < target.top
     if source.left == target.left and source.width == target.width:
+        if abs(source.top - target.top) > 2 * source.height:  # around what is between them
+            x, side = (source.right, RIGHT) if down else (source.left, LEFT)
+            return (x, y_out), side, (x, y_in), side
         x = source.left + (0.35 if down else 0.65) * source.width
-        ends = (source.bottom, target.top) if down else (source.top, target.bottom)
-        between = [b for b in boxes if b.left == source.left and min(ends) < b.middle < max(ends)]
-        if not between:
-            return straight((x, ends[0]), (x, ends[1]))
-        side, bulge = (source.right, 0.6 * GAP) if down else (source.left, -0.6 * GAP)
-        return [(side, y_out), (side + bulge, y_out), (side + bulge, y_in), (side, y_in)]
+        if down:
+            return (x, source.bottom), DOWN, (x, target.top), UP
+        return (x, source.top), UP, (x, target.bottom), DOWN
     if target.left <= source.left and source.right <= target.right:  # down into a wide one
-        x = source.right + 0.3 * GAP
-        return [(source.right, y_out), (x, y_out), (x, y_out), (x, target.top)]
+        return (source.right, y_out), RIGHT, (source.right + ARM, target.top), UP
     if source.left <= target.left and target.right <= source.right:  # up out of it
-        x = target.left - 0.3 * GAP
-        return [(x, source.top), (x, y_in), (x, y_in), (target.left, y_in)]
+        return (target.left - ARM, source.top), UP, (target.left, y_in), LEFT
     # A box along the whole side is met at the height of the other.
-    if source.height > 2 * target.height:
+    if source.height > target.height:
         y_out = y_in
-    elif target.height > 2 * source.height:
+    elif target.height > source.height:
         y_in = y_out
-    rightward = source.right <= target.left
-    start, end = (source.right, target.left) if rightward else (source.left, target.right)
-    bend = (start + end) / 2
-    return [(start, y_out), (bend, y_out), (bend, y_in), (end, y_in)]
+    if source.left < target.left:
+        return (source.right, y_out), RIGHT, (target.left, y_in), LEFT
+    return (source.left, y_out), LEFT, (target.right, y_in), RIGHT
 
 
-def width_of(size: float, most: float) -> float:
-    """Points of an arrow for bytes: by the root, as a step moves from kilobytes to terabytes."""
-    return 0.6 + 6.4 * (size / most) ** 0.5
+def width_of(share: float) -> float:
+    """Points of an arrow, of the widest's bytes: by the root, as a step moves from kB to TB."""
+    return 0.6 + 6.4 * share**0.5
 
 
-def arrow(points: list[tuple[float, float]], way: str, width: float) -> "FancyArrowPatch":
-    from matplotlib.patches import FancyArrowPatch
-    from matplotlib.path import Path as Curve
-
-    curve = Curve(points, [Curve.MOVETO] + 3 * [Curve.CURVE4])
-    style = f"-|>,head_length={3 + width},head_width={1.6 + 0.6 * width}"
-    return FancyArrowPatch(
-        path=curve, arrowstyle=style, mutation_scale=1, lw=width, color=COLORS[way], alpha=0.65
-    )
-
-
-def shade(share: float, most: float) -> tuple[float, ...]:
-    """White for none of the FLOPs, darkest for the node with most; text stays readable on it."""
+def shade(share: float) -> tuple[float, ...]:
+    """Nearly white for none of the FLOPs, darkest for the node with most; text stays readable."""
     from matplotlib import colormaps
 
-    return colormaps["YlOrBr"](0.5 * share / most) if share else (1.0, 1.0, 1.0, 1.0)
+    return colormaps["YlOrBr"](0.5 * share)
 
 
-def draw_box(
-    axes: "Axes", box: Box, face: tuple[float, ...] | str, edge: str, width: float
-) -> None:
+def draw_box(axes: "Axes", box: Box, **colors) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     style = "round,pad=0,rounding_size=0.08"
-    corner = (box.left, box.top)
-    axes.add_patch(FancyBboxPatch(corner, box.width, box.height, style, fc=face, ec=edge, lw=width))
+    axes.add_patch(FancyBboxPatch((box.left, box.top), box.width, box.height, style, **colors))
+
+
+def draw_arrow(axes: "Axes", source: Box, target: Box, color: str, width: float) -> None:
+    start, out, end, into = route(source, target)
+    arm = 72 * ARM  # points, as all of an arrow
+    style = {
+        "arrowstyle": f"-|>,head_length={3 + width},head_width={1.6 + 0.6 * width}",
+        "connectionstyle": f"arc,angleA={out},angleB={into},armA={arm},armB={arm},rad={arm / 2}",
+        **{"mutation_scale": 1, "shrinkA": 0, "shrinkB": 0},
+        **{"color": color, "lw": width, "alpha": 0.65},
+    }
+    axes.annotate("", end, start, arrowprops=style, zorder=0.5)  # below the nodes
 
 
 def draw_node(axes: "Axes", node: Node, box: Box, total: float, most: float) -> None:
-    draw_box(axes, box, shade(node.flops, most), COLORS[node.place.way], 1.4)
+    color = COLORS[node.place.way]
+    draw_box(axes, box, facecolor=shade(node.flops / most), edgecolor=color, linewidth=1.4)
     below = lines(node, total)
-    x, y = box.left + box.width / 2, box.middle - LINE * len(below) / 2
-    axes.text(x, y, node.place.name, ha="center", va="center", weight="bold")
-    for number, line in enumerate(below, 1):
-        axes.text(x, y + number * LINE, line, ha="center", va="center", size=8)
+    x, y = box.left + box.width / 2, box.top + (box.height - LINE * (len(below) - 1)) / 2
+    axes.text(x, y, node.place.name, ha="center", va="bottom", weight="bold")
+    axes.text(x, y, "\n".join(below), ha="center", va="top", size=8, linespacing=1.4)
 
 
-def draw_legend(axes: "Axes", plan: Layout, widest: float, most: float, total: float) -> None:
-    """What colours of arrows and boxes, and widths, stand for."""
-    y, x = plan.height - LEGEND + 0.25, MARGIN
-    for way in (*WAYS, ""):
-        axes.add_patch(arrow(straight((x, y), (x + 0.5, y)), way, 2.0))
-        axes.text(x + 0.6, y, f"made {way}" if way else "made in no layer", va="center")
-        x += 1.9
-    y, x = y + 0.35, MARGIN
-    for part in (1.0, 0.1, 0.01):
-        size = widest * part
-        points = straight((x, y), (x + 0.5, y))
-        axes.add_patch(arrow(points, "", width_of(size, widest)))
-        axes.text(x + 0.6, y, quantity(size, "B"), va="center")
-        x += 1.5
-    for part in (0.0, 0.25, 0.5, 1.0):
-        draw_box(axes, Box(x, y - 0.1, 0.3, 0.2), shade(part * most, most), "#777777", 0.8)
-        axes.text(x + 0.4, y, f"{part * most / total:.1%} of FLOPs", va="center")
-        x += 1.5
+def draw_legend(figure: "Figure", total: float, most: float, widest: float) -> None:
+    """What colours of arrows and boxes, and widths, stand for: a column of each."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    def line(color: str, width: float, label: str) -> Line2D:
+        return Line2D([], [], color=color, lw=width, label=label)
+
+    def patch(share: float) -> Patch:
+        label = f"{share * most / total:.1%} of FLOPs"
+        return Patch(facecolor=shade(share), edgecolor=COLORS[""], label=label)
+
+    signs = [line(color, 2.0, f"made {way or 'in no layer'}") for way, color in COLORS.items()]
+    for share in (1.0, 0.1, 0.01, 0.001):
+        signs.append(line(COLORS[""], width_of(share), quantity(share * widest, "B")))
+    signs += [patch(share) for share in (0.0, 0.25, 0.5, 1.0)]
     note = (
-        "One device, one step. A box: FLOPs of matrix products, bytes of collectives' results, "
-        "instructions executed.\nAn arrow: what one box makes and another reads, "
-        f"if at least {SHOWN:.0%} of all that the other reads, or of what it reads from its own "
-        "column, or the most of what the one makes."
+        f"One device, one step: {quantity(total, 'FLOP')} of matrix products. A box: FLOPs of "
+        "matrix products, bytes of collectives' results, instructions executed. An arrow: what one "
+        f"box makes and another reads, if at least {SHOWN:.0%} of all that the other reads, or of "
+        "what it reads from its own column, or the most of what the one makes."
     )
-    axes.text(MARGIN, y + 0.25, note, va="top", size=8, color="#444444")
+    look = {"ncols": 3, "loc": "lower left", "alignment": "left", "frameon": False}
+    figure.legend(handles=signs, title=textwrap.fill(note, 90), **look)
 
 
 def picture(graph: Graph, title: str) -> "Figure":
@@ -604,20 +465,18 @@ def picture(graph: Graph, title: str) -> "Figure":
     figure = Figure(figsize=(plan.width, plan.height))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, plan.width), ylim=(plan.height, 0))
     axes.set_axis_off()
-    axes.text(MARGIN, MARGIN + 0.1, title, size=14, weight="bold", va="center")
-    flops = f"{quantity(total, 'FLOP')} of matrix products per device and step"
-    axes.text(plan.width - MARGIN, MARGIN + 0.1, flops, size=11, va="center", ha="right")
+    axes.text(MARGIN, 0.35, title, size=14, weight="bold", va="center")
     for phase, band in plan.bands.items():
-        draw_box(axes, band, "#f4f4f4", "#dddddd", 0.8)
+        draw_box(axes, band, facecolor="#f4f4f4", edgecolor="#dddddd", zorder=0)
         name = phase if phase in TICKS else f"{phase} the ticks"
-        x, y = band.left + band.width / 2, band.top + 0.25
+        x, y = band.left + band.width / 2, band.top + 0.2
         axes.text(x, y, name, size=12, ha="center", va="center", color="#444444")
     for edge in edges:
-        points = route(plan.boxes[edge.source], plan.boxes[edge.target], plan.boxes.values())
-        axes.add_patch(arrow(points, edge.source.way, width_of(edge.bytes, widest)))
+        ends = plan.boxes[edge.source], plan.boxes[edge.target]
+        draw_arrow(axes, *ends, COLORS[edge.source.way], width_of(edge.bytes / widest))
     for node in graph.nodes:
         draw_node(axes, node, plan.boxes[node.place], total, most)
-    draw_legend(axes, plan, widest, most, total)
+    draw_legend(figure, total, most, widest)
     return figure
 
 

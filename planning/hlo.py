@@ -1,8 +1,8 @@
 """What a compiled program does, counted from its optimized text: a loop's body times its trips.
 
 `compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. Here the text of
-`compiled.as_text()` is walked instead, through loops, branches, calls and fusions. All counts are
-of one device's program.
+`compiled.as_text()` is walked instead, through loops, branches, calls and fusions: see `Walk`. All
+counts are of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
 are opaque: those of splash attention are counted by rule, and of any other call of foreign code
@@ -12,15 +12,15 @@ are opaque: those of splash attention are counted by rule, and of any other call
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
-Cost = dict[str, int]
+Cost = dict[Any, float]  # what is counted: how much
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
 
 COLLECTIVES = (
@@ -34,6 +34,7 @@ COLLECTIVES = (
 )
 
 PRODUCTS = ("dot", "convolution", "custom-call")
+CALLS = ("fusion", "call", "async-start")
 
 # Kernels of splash attention: matrix products as wide as queries, and as values. Backward, each of
 # two makes the scores and the probabilities' gradient of its own.
@@ -42,7 +43,7 @@ SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(\(.*)$")
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,13 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
-    def computations(self, attribute: str) -> list[str]:
-        """Names of the computations under an attribute."""
-        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
-        return _NAME.findall(found[1]) if found else []
-
-    def numbers(self, attribute: str, text: str | None = None) -> list[int]:
-        """The integers in braces under an attribute."""
-        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", text or self.attributes)
-        return [int(n) for n in found[1].split(",") if n] if found else []
+    def computations(self, *attributes: str) -> list[str]:
+        """Names of the computations under some attributes."""
+        found = []
+        for attribute in attributes:
+            under = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+            found += _NAME.findall(under[1]) if under else []
+        return found
 
 
 Computation = dict[str, Instruction]
@@ -93,42 +92,24 @@ def _closing(text: str) -> int:
     raise ValueError(f"HLO text ends inside a parenthesis: {text[:80]}")
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    """Parse `TYPE opcode(argument), attributes`."""
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    kind, rest = text[:end], text[end:].strip()
-    shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
-    opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest) - 1
-    return Instruction(name, shapes, opcode, rest[:end], rest[end + 1 :])
-
-
 def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
-
-
-def _lines(text: str) -> Iterator[str]:
-    """The lines, an instruction's in one: a Pallas kernel's attributes are written over three."""
-    whole = ""
-    for line in text.splitlines():
-        if line.startswith(('"', "}}")):
-            whole += line
-        else:
-            yield whole
-            whole = line
-    yield whole
 
 
 def parse(text: str) -> Program:
     """The computations of an optimized module, by name, and which one is entered."""
     computations: dict[str, Computation] = {}
     entry, current = "", {}
-    for line in _lines(text):
+    # A Pallas kernel's attributes are written over three lines.
+    for line in re.sub(r'\n(?="|}})', "", text).splitlines():
         if header := _HEADER.match(line):
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif found := _INSTRUCTION.match(line):
-            current[found[1]] = _instruction(*found.groups())
+            name, kind, opcode, rest = found.groups()
+            shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
+            end = _closing(rest)
+            current[name] = Instruction(name, shapes, opcode, rest[1:end], rest[end + 1 :])
     if not entry:
         raise ValueError(
             "HLO text has no ENTRY computation: give it the text of a compiled program."
@@ -136,63 +117,139 @@ def parse(text: str) -> Program:
     return Program(computations, entry)
 
 
+# --- the walk -------------------------------------------------------------------------------------
+
+Value = frozenset | tuple  # what a visitor tells of a result; of a tuple, the values of its members
+NOTHING: frozenset = frozenset()
+
+
+def joined(value: Value) -> frozenset:
+    """What is told of any member."""
+    return frozenset().union(*map(joined, value)) if isinstance(value, tuple) else value
+
+
+def either(one: Value, other: Value) -> Value:
+    """What is one or the other, as after a branch."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return tuple(map(either, one, other))
+    return joined(one) | joined(other)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One execution of a computation."""
+
+    computation: Computation
+    place: Any = None  # that the visitor gave to the instruction which calls
+    arguments: Sequence[Value] = ()
+    seen: set = field(default_factory=set)  # a visitor's own; new in each trip and each branch
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Sums what a visitor counts over all executions of a program's instructions.
+
+    visit   (instruction, values of its operands, frame) -> (counts, place, value). The place goes
+            to the frames of what it calls, and the value to those who read its result.
+    costs   of what is counted, that for which the number of executions must be known
+    """
+
+    program: Program
+    branch_share: BranchShare | None
+    visit: Callable[[Instruction, list[Value], Frame], tuple[Cost, Any, Value]]
+    costs: Callable[[Counter], Counter] = Counter
+
+    def run(self, name: str, *context) -> tuple[Counter, Value]:
+        """Counts of one execution of a computation, and the value of its result.
+
+        context   of its frame: place, arguments, seen
+        Raises    ValueError for a loop or a branch with a cost whose number of executions is not
+                  known.
+        """
+        frame = Frame(self.program.computations[name], *context)
+        found: Counter = Counter()
+        values: dict[str, Value] = {}
+        value: Value = NOTHING  # of an instruction; in the end of the root, which is written last
+        for instruction in frame.computation.values():
+            operands = [values.get(operand, NOTHING) for operand in instruction.operands]
+            counts, place, value = self.visit(instruction, operands, frame)
+            add(found, counts)
+            if instruction.opcode in CALLS:
+                for callee in instruction.computations("calls", "to_apply"):
+                    counts, value = self.run(callee, place, operands, frame.seen)
+                    add(found, counts)
+            elif instruction.opcode == "while":
+                value = self.loop(found, instruction, place, operands[0], frame.computation)
+            elif instruction.opcode == "conditional":
+                value = self.branch(found, instruction, place, operands[1:])
+            values[instruction.name] = value
+        return found, value
+
+    def loop(
+        self, found: Counter, loop: Instruction, place: Any, state: Value, around: Computation
+    ) -> Value:
+        """The first trip reads what is made before the loop, the others what the trip before made.
+
+        Raises  ValueError for a loop of unknown length, if it has a cost; without, it runs once.
+        """
+        body, condition = loop.computations("body", "condition")
+        first, after = self.run(body, place, [state])
+        check, _ = self.run(condition, place, [state])
+        try:
+            trips = trip_count(loop, around, self.program)
+        except ValueError:
+            if any(self.costs(first + check).values()):
+                raise
+            trips = 1
+        add(found, check, trips + 1)
+        add(found, first, min(trips, 1))
+        if trips > 1:
+            again, after = self.run(body, place, [after])
+            add(found, again, trips - 1)
+        return after
+
+    def branch(
+        self, found: Counter, conditional: Instruction, place: Any, arguments: list[Value]
+    ) -> Value:
+        """Each branch runs by its share, in the order of `lax.cond` seen as `lax.switch`."""
+        names = conditional.computations("branch_computations")
+        if not names:
+            names = conditional.computations("false_computation", "true_computation")
+            arguments = arguments[::-1]  # the true one's is written first
+        called = zip(names, arguments, strict=True)
+        runs = [self.run(name, place, [argument]) for name, argument in called]
+        costs = [self.costs(counts) for counts, _ in runs]
+        shares = self.branch_share(conditional.op_name) if self.branch_share else None
+        if shares is None and any(cost != costs[0] for cost in costs):
+            raise ValueError(
+                f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches "
+                f"that cost {[dict(cost) for cost in costs]}, and nothing says how often each "
+                f"runs. Give a branch_share that knows its op_name and returns {len(costs)} shares."
+            )
+        shares = shares or [1 / len(runs)] * len(runs)
+        for (counts, _), share in zip(runs, shares, strict=True):
+            add(found, counts, share)
+        return reduce(either, (value for _, value in runs))
+
+
+def add(found: Counter, more: Cost, times: float = 1) -> None:
+    for key, value in more.items():
+        found[key] += value * times
+
+
 def executed(text: str, cost: Callable, branch_share: BranchShare | None = None) -> Cost:
     """Sum of cost(instruction, its computation) over all executions.
 
+    branch_share(op_name)  share of executions of each branch of the conditional with that op_name
+                           (`lax.cond`: false first), or None, where branches cost the same.
     Raises  ValueError for a loop or a branch with a cost whose number of executions is not known.
     """
+
+    def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, None, Value]:
+        return cost(instruction, frame.computation), None, NOTHING
+
     program = parse(text)
-
-    @cache
-    def total(name: str) -> Counter:
-        found: Counter = Counter()
-        computation = program.computations[name]
-        for instruction in computation.values():
-            add(found, cost(instruction, computation), 1)
-            add_callees(found, instruction, computation)
-        return found
-
-    def add(found: Counter, more: Cost, times) -> None:
-        for key, value in more.items():
-            found[key] += value * times
-
-    def add_callees(found: Counter, instruction: Instruction, computation: Computation) -> None:
-        if instruction.opcode in ("fusion", "call", "async-start"):
-            for name in instruction.computations("calls") + instruction.computations("to_apply"):
-                add(found, total(name), 1)
-        elif instruction.opcode == "while":
-            body, condition = (instruction.computations(a)[0] for a in ("body", "condition"))
-            if any(total(body).values()) or any(total(condition).values()):
-                trips = trip_count(instruction, computation, program)
-                add(found, total(body), trips)
-                add(found, total(condition), trips + 1)
-        elif instruction.opcode == "conditional":
-            costs = [total(name) for name in branches(instruction)]
-            for branch, share in zip(costs, shares(instruction, costs, branch_share), strict=True):
-                add(found, branch, share)
-
-    return dict(total(program.entry))
-
-
-def branches(conditional: Instruction) -> list[str]:
-    """Branch computations in the order of `lax.cond` seen as `lax.switch`: false, then true."""
-    listed = conditional.computations("branch_computations")
-    by_name = [conditional.computations(f"{way}_computation") for way in ("false", "true")]
-    return listed or [name for names in by_name for name in names]
-
-
-def shares(conditional: Instruction, costs: list, branch_share: BranchShare | None) -> Sequence:
-    """How often each branch runs per execution: given by the caller, or of no consequence."""
-    if all(cost == costs[0] for cost in costs):
-        return [1] + [0] * (len(costs) - 1)
-    given = branch_share(conditional.op_name) if branch_share else None
-    if given is None:
-        raise ValueError(
-            f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches that "
-            f"cost {[dict(cost) for cost in costs]}, and nothing says how often each runs. Give a "
-            f"branch_share that knows its op_name and returns {len(costs)} shares."
-        )
-    return given
+    return dict(Walk(program, branch_share, visit).run(program.entry)[0])
 
 
 def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
@@ -205,9 +262,8 @@ def trip_count(loop: Instruction, computation: Computation, program: Program) ->
         return int(noted[1])
     condition = program.computations[loop.computations("condition")[0]]
     inside = list(condition.values())
-    for instruction in condition.values():
-        for name in instruction.computations("calls"):
-            inside += program.computations[name].values()
+    for name in (name for i in condition.values() for name in i.computations("calls")):
+        inside += program.computations[name].values()
     limits = {int(i.argument) for i in inside if i.opcode == "constant" and _is_integer(i)}
     compares = [i for i in inside if i.opcode == "compare" and "direction=LT" in i.attributes]
     counters = [i for i in inside if i.opcode == "get-tuple-element" and _is_integer(i)]
@@ -233,45 +289,28 @@ def _is_integer(instruction: Instruction) -> bool:
     return instruction.shapes[0][0] in ("s32", "s64", "u32", "u64") and not instruction.shapes[0][1]
 
 
-def dot_flops(text: str, branch_share: BranchShare | None = None):
-    """FLOPs of all matrix products: 2 * elements of the result * length of what is summed over.
-
-    branch_share(op_name)  share of executions of each branch of the conditional with that op_name
-                           (`lax.cond`: false first), or None; asked only where branches differ.
-    """
-    return executed(text, _product_cost, branch_share).get("flops", 0)
+# --- what an instruction costs --------------------------------------------------------------------
 
 
-def _product_cost(instruction: Instruction, computation: Computation) -> Cost:
-    found = flops(instruction, computation)
-    return {"flops": found} if found else {}
+def dot_flops(text: str, branch_share: BranchShare | None = None) -> float:
+    """FLOPs of all matrix products: 2 * elements of the result * length of what is summed over."""
+    return executed(text, lambda *at: {"flops": flops(*at)}, branch_share).get("flops", 0)
 
 
 def flops(instruction: Instruction, computation: Computation) -> int:
     """Of an instruction that is a matrix product, or a kernel whose products are known; else 0."""
-    if instruction.opcode == "dot":
-        return product_flops(instruction, computation)
+    call = instruction.opcode == "custom-call"
+    if call and _splash(instruction):
+        return splash_flops(instruction, computation)
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
-    if instruction.opcode == "custom-call" and _is_gemm(instruction):
-        return gemm_flops(instruction, computation)
-    if instruction.opcode == "custom-call" and _splash(instruction):
-        return splash_flops(instruction, computation)
-    return 0
-
-
-def product_flops(dot: Instruction, computation: Computation) -> int:
-    _, lhs = computation[dot.operands[0]].shapes[0]
-    summed = math.prod(lhs[dim] for dim in dot.numbers("lhs_contracting_dims"))
-    return 2 * math.prod(dot.shapes[0][1]) * summed
-
-
-def gemm_flops(call: Instruction, computation: Computation) -> int:
-    """The same for a call of cuBLAS, which names its dimensions in its configuration."""
-    found = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", call.attributes)
-    _, lhs = computation[call.operands[0]].shapes[0]
-    summed = math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", found[1]))
-    return 2 * math.prod(call.shapes[0][1]) * summed
+    if instruction.opcode != "dot" and not (call and _is_gemm(instruction)):
+        return 0
+    # lhs_contracting_dims={1,2} of a dot, or "lhs_contracting_dimensions":["1","2"] of cuBLAS
+    found = re.search(r'lhs_contracting_dim\w+\W+([\d,"]*)', instruction.attributes)
+    _, lhs = computation[instruction.operands[0]].shapes[0]
+    summed = math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", found[1] if found else ""))
+    return 2 * math.prod(instruction.shapes[0][1]) * summed
 
 
 def _target(call: Instruction) -> str:
@@ -308,43 +347,27 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     Products of batches of matrices are written as convolutions whose window has the batch as a
     spatial dimension, so positions in padding and between dilated inputs must not be counted.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    dims = [computation[name].shapes[0][1] for name in convolution.operands[:2]]
-    dims.append(convolution.shapes[0][1])
-    lhs, rhs, out = (
-        dict(zip(names, d, strict=True)) for names, d in zip(labels.groups(), dims, strict=True)
-    )
-    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
-    pairs = 1
-    for label in sorted(label for label in out if label.isdigit()):
-        window = window_of(convolution, int(label))
-        pairs *= positions(lhs[label], rhs[label], out[label], *window)
-    batch = lhs["b"] // (int(groups[1]) if groups else 1)
-    return 2 * batch * rhs["i"] * rhs["o"] * pairs
-
-
-def window_of(convolution: Instruction, dim: int) -> tuple[int, int, int, int]:
-    """Stride, padding before, input dilation and kernel dilation of a spatial dimension."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes).groups()
+    arrays = [*(computation[name] for name in convolution.operands[:2]), convolution]
+    dims = (array.shapes[0][1] for array in arrays)
+    lhs, rhs, out = (dict(zip(*both, strict=True)) for both in zip(labels, dims, strict=True))
     window = re.search(r"window=\{([^}]*)\}", convolution.attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
+    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
 
-    def entry(field: str, default: str) -> int:
-        return int(fields[field].split("x")[dim].split("_")[0] if field in fields else default)
+    def entry(field: str, label: str, default: int) -> int:
+        """Of a spatial dimension; of padding, that before."""
+        if field not in fields:
+            return default
+        return int(fields[field].split("x")[int(label)].split("_")[0])
 
-    return (
-        entry("stride", "1"),
-        entry("pad", "0"),
-        entry("lhs_dilate", "1"),
-        entry("rhs_dilate", "1"),
-    )
-
-
-def positions(
-    size: int, kernel: int, out: int, stride: int, pad: int, dilate: int, spread: int
-) -> int:
-    """Pairs of output and kernel position at which there is an input element."""
-    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * spread - pad
-    return int(np.sum((at >= 0) & (at < size * dilate) & (at % dilate == 0)))
+    found = 2 * (lhs["b"] // (int(groups[1]) if groups else 1)) * rhs["i"] * rhs["o"]
+    for label in filter(str.isdigit, out):
+        stride, pad = entry("stride", label, 1), entry("pad", label, 0)
+        dilate, spread = entry("lhs_dilate", label, 1), entry("rhs_dilate", label, 1)
+        at = np.arange(out[label])[:, None] * stride + np.arange(rhs[label]) * spread - pad
+        found *= int(np.sum((at >= 0) & (at < lhs[label] * dilate) & (at % dilate == 0)))
+    return found
 
 
 # What jax's own transformations put between the named scopes of an operation.
@@ -357,38 +380,35 @@ _NO_SCOPE = re.compile(
 def scopes(text: str) -> dict[str, str]:
     """{instruction: the named scopes that it is in}, e.g. {"dot.7": "steady/jvp(attention)"}."""
     names = {}
-    for computation in parse(text).computations.values():
-        for instruction in computation.values():
-            parts = instruction.op_name.split("/")[:-1]
-            names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    for instruction in (i for c in parse(text).computations.values() for i in c.values()):
+        parts = instruction.op_name.split("/")[:-1]
+        names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
     return names
 
 
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
     """How often each foreign function runs that is not counted as a matrix product."""
-    return executed(text, _call_cost, branch_share)
+
+    def cost(instruction: Instruction, _: Computation) -> Cost:
+        if instruction.opcode != "custom-call" or _is_gemm(instruction) or _splash(instruction):
+            return {}
+        return {_target(instruction): 1}
+
+    return executed(text, cost, branch_share)
 
 
-def _call_cost(instruction: Instruction, _: Computation) -> Cost:
-    if instruction.opcode != "custom-call" or _is_gemm(instruction) or _splash(instruction):
-        return {}
-    return {_target(instruction): 1}
+def collective_cost(instruction: Instruction, computation: Computation) -> Cost:
+    """Bytes of the results of a collective, by kind.
 
-
-def collective_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """Bytes of the results of collectives, by kind, over all executions."""
-    return executed(text, _collective_cost, branch_share)
-
-
-def _collective_cost(instruction: Instruction, computation: Computation) -> Cost:
-    """An asynchronous collective counts where it is done: what starts it has more results."""
+    An asynchronous collective counts where it is done: what starts it has more results.
+    """
     kind = instruction.opcode.removesuffix("-done")
     if kind not in COLLECTIVES:
         return {}
     slices = [i for i in computation.values() if _is_slice_of(instruction, i, computation)]
     if kind == "all-reduce" and slices:  # how a TPU's fusion writes a reduce-scatter
         kind, instruction = "reduce-scatter", slices[0]
-    return {kind: sum(map(shape_bytes, instruction.shapes))}
+    return {kind: result_bytes(instruction)}
 
 
 def _is_slice_of(whole: Instruction, slice: Instruction, computation: Computation) -> bool:
@@ -418,7 +438,7 @@ def collectives(
     """
 
     def cost(instruction: Instruction, computation: Computation) -> Cost:
-        found = _collective_cost(instruction, computation)
+        found = collective_cost(instruction, computation)
         if not found:
             return {}
         first = instruction
@@ -458,18 +478,17 @@ def device_groups(attributes: str) -> list[list[int]]:
     if found := re.search(
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
     ):
-        shape, sizes, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
-        devices = np.arange(math.prod(sizes)).reshape(sizes)
-        return devices.transpose(order or None).reshape(shape).tolist()
-    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        shape, sizes, order = (_dims(numbers or "") for numbers in found.groups())
+    elif found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+        axes = re.findall(r"'(\w+)'=(\d+)", found[1])
         used = re.findall(r"'(\w+)'", found[2])
-        names = list(sizes)
-        order = [names.index(n) for n in names if n not in used] + [names.index(n) for n in used]
-        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        size = math.prod(sizes[n] for n in used)
-        return devices.transpose(order).reshape(-1, size).tolist()
-    return []
+        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
+        order = [names.index(name) for name in ([n for n in names if n not in used] + used)]
+        shape = (-1, math.prod(sizes[names.index(name)] for name in used))
+    else:
+        return []
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose(order or None).reshape(shape).tolist()
 
 
 def shape_bytes(shape: Shape) -> int:
@@ -479,16 +498,5 @@ def shape_bytes(shape: Shape) -> int:
     return -(-math.prod(dims) * bits // 8)
 
 
-def while_count(text: str) -> int:
-    """Loops in the text, each once."""
-    return _count(text, lambda instruction: instruction.opcode == "while")
-
-
-def instruction_count(text: str) -> int:
-    """Instructions in the text, each once: what compile time grows with."""
-    return _count(text, lambda instruction: True)
-
-
-def _count(text: str, wanted: Callable[[Instruction], bool]) -> int:
-    computations = parse(text).computations.values()
-    return sum(wanted(i) for computation in computations for i in computation.values())
+def result_bytes(instruction: Instruction) -> int:
+    return sum(map(shape_bytes, instruction.shapes))

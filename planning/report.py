@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import utils
 from chips import Chip
 from planning import search
 from planning.compiler import Compiled
-from planning.cost import Prediction
+from planning.cost import Prediction, Traffic
 from planning.search import Candidate, Found
 from utils import GIB
 
@@ -48,6 +50,10 @@ class Plan:
     found: Found | None
     tokens: float  # of the whole run
 
+    @property
+    def where(self) -> str:
+        return self.chip.name if self.chip else "cpu"
+
 
 # --- text -----------------------------------------------------------------------------------------
 
@@ -70,29 +76,35 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def saving(one: tuple[str, int]) -> str:
-    return f"{one[0]} ({gib(one[1])})"
+def saving(flag: str, size: int) -> str:
+    return f"{flag} ({gib(size)})"
 
 
-def new_table(title: str, *columns: str) -> Table:
-    """The first column is text, the others are numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
+Rows = Sequence[Sequence[str]]
 
 
-def noted(table: Table, note: str) -> Group:
-    """A table with a paragraph below it."""
-    return Group(table, f"  {note}\n") if note else Group(table)
+def table(
+    title: str, columns: Sequence[str], *sections: Rows, note: str = "", words: Sequence[str] = ()
+) -> Group:
+    """A table with lines between its sections, and a paragraph below it.
+
+    words   columns of text beside the first; the others are numbers
+    """
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for column in columns:
+        made.add_column(column, justify="left" if column in (columns[0], *words) else "right")
+    for rows in sections:
+        for row in rows:
+            made.add_row(*row)
+        made.add_section()
+    return Group(made, f"  {note}\n") if note else Group(made)
 
 
 def header(plan: Plan) -> str:
     p, c = plan.predicted, plan.config
-    where = plan.chip.name if plan.chip else "cpu"
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
-        f"{p.chips} x {where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
+        f"{p.chips} x {plan.where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
         f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
         f"{c.fsdp.gather}, attention {p.attention}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
@@ -106,12 +118,12 @@ def header(plan: Plan) -> str:
 
 def memory_table(plan: Plan) -> Group:
     p = plan.predicted
-    table = new_table("Memory per chip", "part", "GiB", "share")
-    for part, size in sorted(p.memory.items(), key=lambda item: -item[1]):
-        table.add_row(part, f"{size / GIB:.3f}", f"{size / p.memory_bytes_per_chip:.1%}")
-    table.add_section()
-    table.add_row("sum", f"{p.memory_bytes_per_chip / GIB:.3f}", "")
-    return noted(table, verdict(plan.config, plan.chip, p) if plan.chip else "")
+    whole = p.memory_bytes_per_chip
+    parts = sorted(p.memory.items(), key=lambda item: -item[1])
+    rows = [(part, f"{size / GIB:.3f}", f"{size / whole:.1%}") for part, size in parts]
+    note = verdict(plan.config, plan.chip, p) if plan.chip else ""
+    columns = ("part", "GiB", "share")
+    return table("Memory per chip", columns, rows, [("sum", f"{whole / GIB:.3f}", "")], note=note)
 
 
 def verdict(config: utils.Config, chip: Chip, p: Prediction) -> str:
@@ -120,65 +132,55 @@ def verdict(config: utils.Config, chip: Chip, p: Prediction) -> str:
     of = f"{gib(usable)} usable of {gib(chip.memory_bytes)}"
     if need <= usable:
         return f"fits: {need / usable:.0%} of {of}"
-    saves = ", ".join(saving(one) for one in search.savings(config, chip, False)[:3])
+    saves = ", ".join(saving(*one) for one in search.savings(config, chip, False)[:3])
     return f"does not fit: {gib(need - usable)} more than {of}. What saves most: {saves or 'none'}"
 
 
 def flops_table(plan: Plan) -> Group:
     p = plan.predicted
     ways = ("forward", "backward", "recomputed", "bubble")
-    table = new_table("MFLOPs per token", "part", *ways, "sum")
+    counts = {part: [found[way] for way in ways] for part, found in p.flops.items()}
+    parts = sorted((part for part in counts if any(counts[part])), key=lambda k: -sum(counts[k]))
+    counts["sum"] = [sum(column) for column in zip(*counts.values(), strict=True)]
     per_token = p.chips / p.tokens_per_step / 1e6
-    for part, found in sorted(p.flops.items(), key=lambda item: -sum(item[1].values())):
-        if any(found.values()):
-            counts = [*(found[way] for way in ways), sum(found.values())]
-            table.add_row(part, *(f"{n * per_token:,.1f}" for n in counts))
-    table.add_section()
-    sums = [sum(found[way] for found in p.flops.values()) for way in ways]
-    table.add_row("sum", *(f"{n * per_token:,.1f}" for n in (*sums, sum(sums))))
+    rows = [
+        (part, *(f"{n * per_token:,.1f}" for n in (*counts[part], sum(counts[part]))))
+        for part in (*parts, "sum")
+    ]
     ratio = p.flops_per_chip / p.model_flops_per_chip
-    return noted(table, f"{ratio:.3f} times the FLOPs of a program without waste. {FLOPS_RULE}")
+    note = f"{ratio:.3f} times the FLOPs of a program without waste. {FLOPS_RULE}"
+    return table("MFLOPs per token", ("part", *ways, "sum"), rows[:-1], rows[-1:], note=note)
 
 
-def traffic_table(plan: Plan) -> Table:
-    p = plan.predicted
-    title = "Collectives per chip and step"
-    table = new_table(title, "mesh axes", "cause", "kind", "MB of results", "MB sent")
-    for column in (1, 2):
-        table.columns[column].justify = "left"
-    rows = sorted(p.traffic, key=lambda t: ("+".join(t.axes), -t.result_bytes))
-    small = 0.001 * sum(t.result_bytes for t in rows)
-    for sent in rows:
-        if sent.result_bytes >= small:
-            axes = "+".join(sent.axes)
-            sizes = (f"{sent.result_bytes / 1e6:,.1f}", f"{sent.sent_bytes / 1e6:,.1f}")
-            table.add_row(axes, sent.cause, sent.kind, *sizes)
-    less = [t for t in rows if t.result_bytes < small]
-    if less:
-        sizes = (sum(t.result_bytes for t in less), sum(t.sent_bytes for t in less))
-        table.add_row("", f"{len(less)} smaller ones", "", *(f"{s / 1e6:,.1f}" for s in sizes))
-    table.add_section()
-    sums = (sum(t.result_bytes for t in rows), sum(t.sent_bytes for t in rows))
-    table.add_row("sum", "", "", *(f"{s / 1e6:,.1f}" for s in sums))
-    return table
+def traffic_table(plan: Plan) -> Group:
+    def row(axes: str, cause: str, kind: str, sends: list[Traffic]) -> tuple[str, ...]:
+        sizes = (sum(t.result_bytes for t in sends), sum(t.sent_bytes for t in sends))
+        return axes, cause, kind, *(f"{size / 1e6:,.1f}" for size in sizes)
+
+    sends = sorted(plan.predicted.traffic, key=lambda t: ("+".join(t.axes), -t.result_bytes))
+    small = 0.001 * sum(t.result_bytes for t in sends)
+    rows = [row("+".join(t.axes), t.cause, t.kind, [t]) for t in sends if t.result_bytes >= small]
+    if less := [t for t in sends if t.result_bytes < small]:
+        rows.append(row("", f"{len(less)} smaller ones", "", less))
+    columns = ("mesh axes", "cause", "kind", "MB of results", "MB sent")
+    sums = [row("sum", "", "", sends)]
+    return table("Collectives per chip and step", columns, rows, sums, words=columns[:3])
 
 
 def time_table(plan: Plan) -> Group | str:
     p = plan.predicted
     if not plan.chip:
         return "No times: no figures of this chip are known.\n"
-    table = new_table("Time of a step", "at work", "ms")
-    for name, seconds in sorted(p.seconds.items(), key=lambda item: -item[1]):
-        table.add_row(resource(name), f"{1e3 * seconds:,.3g}")
-    table.add_section()
+    causes = sorted(p.seconds.items(), key=lambda item: -item[1])
+    rows = [(resource(name), f"{1e3 * seconds:,.3g}") for name, seconds in causes]
+    steps = []
     for label, seconds in (("at best", p.step_s), ("without overlap", p.serial_step_s)):
         rate = p.tokens_per_s(seconds)
-        table.add_row(
-            f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
-            f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens",
-            f"{1e3 * seconds:,.3g}",
-        )
-    return noted(table, f"Bound by {resource(p.bound_by)}. {TIME_RULE} {flops.MFU_RULE}")
+        told = f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
+        told += f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens"
+        steps.append((told, f"{1e3 * seconds:,.3g}"))
+    note = f"Bound by {resource(p.bound_by)}. {TIME_RULE} {flops.MFU_RULE}"
+    return table("Time of a step", ("at work", "ms"), rows, steps, note=note)
 
 
 def resource(name: str) -> str:
@@ -193,19 +195,21 @@ def duration(seconds: float) -> str:
 def compiled_table(plan: Plan) -> Group:
     p, c = plan.predicted, plan.compiled
     r = p.over(dataclasses.asdict(c))
-    table = new_table(f"As compiled by {c.compiler}", "per chip", "predicted", "compiled", "ratio")
-
-    def row(name: str, unit: float, predicted: float, compiled: float, ratio: float | None) -> None:
-        cells = (f"{predicted / unit:,.3f}", f"{compiled / unit:,.3f}")
-        table.add_row(name, *cells, "" if ratio is None else f"{ratio:.3f}")
-
-    row("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip, r["memory"])
-    row("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip, r["FLOPs"])
-    sums = [sum(x.collective_bytes_per_chip.values()) for x in (p, c)]
-    for axes, size in sorted(c.collective_bytes_per_chip.items(), key=lambda item: -item[1]):
-        predicted = p.collective_bytes_per_chip.get(axes, 0.0)
-        row(f"collectives along {axes}, GB", 1e9, predicted, size, r.get(axes))
-    row("collectives, GB", 1e9, *sums, sums[0] / sums[1] if sums[1] else None)
+    by_axes, ours = c.collective_bytes_per_chip, p.collective_bytes_per_chip
+    sums = sum(ours.values()), sum(by_axes.values())
+    found = [
+        ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip, r["memory"]),
+        ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip, r["FLOPs"]),
+        *(
+            (f"collectives along {axes}, GB", 1e9, ours.get(axes, 0.0), size, r.get(axes))
+            for axes, size in sorted(by_axes.items(), key=lambda item: -item[1])
+        ),
+        ("collectives, GB", 1e9, *sums, sums[0] / sums[1] if sums[1] else None),
+    ]
+    rows = [
+        (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", "" if ratio is None else f"{ratio:.3f}")
+        for name, unit, a, b, ratio in found
+    ]
     calls = ", ".join(f"{name} {n:,.0f}" for name, n in c.custom_calls.items()) or "none"
     note = (
         f"Compiled FLOPs are {c.flops_per_chip / c.model_flops_per_chip:.3f} times the model's. "
@@ -214,43 +218,43 @@ def compiled_table(plan: Plan) -> Group:
     )
     if not plan.chip and plan.config.model.compute_dtype == "bfloat16":
         note += " A CPU's compiler holds and sends bfloat16 as float32, twice as large."
-    return noted(table, note)
+    columns = ("per chip", "predicted", "compiled", "ratio")
+    return table(f"As compiled by {c.compiler}", columns, rows, note=note)
 
 
-def kinds_table(compiled: Compiled) -> Table:
+def kinds_table(compiled: Compiled) -> Group:
     """What the compiled program sends, and whether the chip computes meanwhile."""
-    kinds = ("asynchronous", "overlapped")
-    table = new_table("Compiled collectives, GB", "mesh axes", "kind", "all", *kinds)
-    table.columns[1].justify = "left"
-    sums: dict[tuple[str, str], list[float]] = {}
+    hows = ("all", "asynchronous", "overlapped")
+    sums: Counter = Counter()
     for row in compiled.collectives:
-        found = sums.setdefault((row["axes"], row["kind"]), [0.0, 0.0, 0.0])
-        for i, counts in enumerate((True, *(row[kind] for kind in kinds))):
-            found[i] += row["bytes"] if counts else 0.0
-    for (axes, kind), found in sums.items():
-        if found[0] >= 5e-4 * sum(compiled.collective_bytes_per_chip.values()):
-            table.add_row(axes, kind, *(f"{size / 1e9:,.3f}" for size in found))
-    return table
+        for how in hows:
+            sums[row["axes"], row["kind"], how] += row["bytes"] * row.get(how, True)
+    least = 5e-4 * sum(compiled.collective_bytes_per_chip.values())
+    rows = [
+        (axes, kind, *(f"{sums[axes, kind, how] / 1e9:,.3f}" for how in hows))
+        for axes, kind in dict.fromkeys(key[:2] for key in sums)
+        if sums[axes, kind, "all"] >= least
+    ]
+    columns = ("mesh axes", "kind", *hows)
+    return table("Compiled collectives, GB", columns, rows, words=["kind"])
 
 
-def search_table(found: Found) -> Table:
+def search_table(found: Found) -> Group:
     title = f"Meshes that fit: {len(found.best)}, best of {found.tried} ways to use them"
     times = ("ms at best", "no overlap")
-    table = new_table(title, "mesh", "virtual", "microbatches", "gather", "GiB", *times, "remat")
-    table.columns[-1].justify = "left"
+    columns = ("mesh", "virtual", "microbatches", "gather", "GiB", *times, "remat")
+    rows = []
     for candidate in found.best:
         c, p = candidate.config, candidate.predicted
-        times = [f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s)]
-        table.add_row(
-            " x ".join(map(str, c.mesh.shape)),
-            str(c.mesh.virtual),
-            str(c.train.microbatches),
-            c.fsdp.gather,
-            f"{p.memory_bytes_per_chip / GIB:.2f}",
-            *times,
-            c.train.remat.replace(",", ", "),
-        )
-    return table
+        use = (c.mesh.virtual, c.train.microbatches, c.fsdp.gather, f"{candidate.memory / GIB:.2f}")
+        times = (f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s))
+        remat = c.train.remat.replace(",", ", ")
+        rows.append((mesh_name(c.mesh.shape), *map(str, use), *times, remat))
+    return table(title, columns, rows, words=["remat"])
+
+
+def mesh_name(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def out_lines(found: Found) -> str:
@@ -258,7 +262,7 @@ def out_lines(found: Found) -> str:
     kinds: dict[str, list[tuple[str, str]]] = {}
     for mesh, reason in found.out.items():
         kind = re.sub(r"\d+(\.\d+)?", "", reason.split(":")[0])
-        kinds.setdefault(kind, []).append((" x ".join(map(str, mesh)), reason))
+        kinds.setdefault(kind, []).append((mesh_name(mesh), reason))
     lines = []
     for same in kinds.values():
         mesh, reason = same[0]
@@ -274,61 +278,42 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """All of it; `predicted` and `compiled` share the names of what both count."""
     p, c = plan.predicted, plan.compiled
     found: dict[str, Any] = {
-        "chip": plan.chip.name if plan.chip else "cpu",
+        "chip": plan.where,
         "chips": p.chips,
-        "flags": {flag: search.value_of(plan.config, flag) for flag in search.FREE},
+        "flags": flags_json(plan.config),
         "tokens": plan.tokens,
         "fits": plan.chip and p.memory_bytes_per_chip <= search.usable_bytes(plan.chip),
         "predicted": predicted_json(p),
     }
     if c:
-        found |= {
-            "compiled": dataclasses.asdict(c),
-            "compile_s": c.compile_s,
-            "ratios": p.over(dataclasses.asdict(c)),
-        }
+        compiled = dataclasses.asdict(c)
+        found |= {"compiled": compiled, "compile_s": c.compile_s, "ratios": p.over(compiled)}
     if plan.found:
-        found["search"] = [candidate_json(candidate) for candidate in plan.found.best]
-        out = {"x".join(map(str, mesh)): reason for mesh, reason in plan.found.out.items()}
-        found["out"] = out
+        names = ("memory_bytes_per_chip", "step_s", "serial_step_s", "bound_by")
+        found["search"] = [
+            {"flags": flags_json(one.config)} | {n: getattr(one.predicted, n) for n in names}
+            for one in plan.found.best
+        ]
+        found["out"] = {"x".join(map(str, mesh)): why for mesh, why in plan.found.out.items()}
     return found
+
+
+def flags_json(config: utils.Config) -> dict[str, Any]:
+    return {flag: search.value_of(config, flag) for flag in search.FREE}
 
 
 def predicted_json(p: Prediction) -> dict[str, Any]:
-    found = {
-        field.name: getattr(p, field.name)
-        for field in dataclasses.fields(p)
-        if field.name not in ("chip", "traffic")
-    }
+    """Rates are at best and, as serial_, without overlap."""
+    found = {name: value for name, value in vars(p).items() if name not in ("chip", "traffic")}
     found["traffic"] = [
-        dataclasses.asdict(t) | {"axes": "+".join(t.axes), "sent_bytes": t.sent_bytes}
-        for t in p.traffic
+        vars(t) | {"axes": "+".join(t.axes), "sent_bytes": t.sent_bytes} for t in p.traffic
     ]
-    times = ("bound_by", "step_s", "serial_step_s")
-    return found | {name: getattr(p, name) for name in times} | rates_json(p)
-
-
-def rates_json(p: Prediction) -> dict[str, float]:
-    """At best and, as serial_, without overlap."""
-    found = {}
-    for prefix, seconds in (("", p.step_s), ("serial_", p.serial_step_s)):
-        if seconds is not None:
-            found |= {
-                f"{prefix}tokens_per_s": p.tokens_per_s(seconds),
-                f"{prefix}mfu": p.mfu(seconds),
-            }
+    found |= {name: getattr(p, name) for name in ("bound_by", "step_s", "serial_step_s")}
+    for prefix in ("", "serial_") if p.seconds else ():
+        step_s = found[f"{prefix}step_s"]
+        found[f"{prefix}tokens_per_s"] = p.tokens_per_s(step_s)
+        found[f"{prefix}mfu"] = p.mfu(step_s)
     return found
-
-
-def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    c, p = candidate.config, candidate.predicted
-    return {
-        "flags": {flag: search.value_of(c, flag) for flag in search.FREE},
-        "memory_bytes_per_chip": p.memory_bytes_per_chip,
-        "step_s": p.step_s,
-        "serial_step_s": p.serial_step_s,
-        "bound_by": p.bound_by,
-    }
 
 
 # --- picture --------------------------------------------------------------------------------------
@@ -340,9 +325,9 @@ def draw(plan: Plan, path: Path) -> None:
     """Memory by part and time by cause, one bar per mesh."""
     from matplotlib.figure import Figure  # imported late, so that printing starts fast
 
-    here = [Candidate(plan.config, plan.predicted)]
-    shown = plan.found.best[:MOST_BARS] if plan.found else here
-    names = [" x ".join(map(str, c.config.mesh.shape)) for c in shown]
+    every = plan.found.best if plan.found else [Candidate(plan.config, plan.predicted)]
+    shown = every[:MOST_BARS]
+    names = [mesh_name(c.config.mesh.shape) for c in shown]
     figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
     memory, times = figure.subplots(2, 1)
     stack(memory, names, [{k: v / GIB for k, v in c.predicted.memory.items()} for c in shown])
@@ -360,10 +345,9 @@ def draw(plan: Plan, path: Path) -> None:
     times.set_xlabel("mesh: fsdp x pipeline x tensor")
     if not plan.chip:
         times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
-    chip = plan.chip.name if plan.chip else "cpu"
-    title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {chip}"
-    if plan.found and len(plan.found.best) > len(shown):
-        title += f", best {len(shown)} of {len(plan.found.best)} meshes"
+    title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {plan.where}"
+    if len(every) > len(shown):
+        title += f", best {len(shown)} of {len(every)} meshes"
     figure.suptitle(title, size=11)
     figure.savefig(path, dpi=150)
 
@@ -372,11 +356,9 @@ def milliseconds(p: Prediction) -> dict[str, float]:
     """By cause; compute and memory are at work at once, so the longer of them counts."""
     if p.seconds is None:
         return {}
-    found = {k: 1e3 * s for k, s in p.seconds.items() if k not in ("compute", "memory")}
-    compute, memory = (1e3 * p.seconds[k] for k in ("compute", "memory"))
-    return {"compute": compute, "memory, beyond compute": max(0.0, memory - compute)} | {
-        f"links along {k}": v for k, v in found.items()
-    }
+    named = {"compute": "compute", "memory": "memory, beyond compute"}
+    found = p.seconds | {"memory": max(0.0, p.seconds["memory"] - p.seconds["compute"])}
+    return {named.get(k, f"links along {k}"): 1e3 * seconds for k, seconds in found.items()}
 
 
 def stack(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
@@ -386,7 +368,7 @@ def stack(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
     from plot import COLORS
 
     keys = list(dict.fromkeys(k for bar in bars for k in bar))
-    most = max((sum(bar.values()) for bar in bars), default=0.0)
+    most = max(sum(bar.values()) for bar in bars)
     bottom = np.zeros(len(bars))
     for i, key in enumerate(keys):
         heights = np.array([bar.get(key, 0.0) for bar in bars])

@@ -13,6 +13,7 @@ import numpy as np
 import model
 import passes
 import utils
+from planning import hlo
 
 # Widths all differ, so an exchanged dimension cannot fit. The capacity factor E / K drops nothing.
 SIZES = {
@@ -156,3 +157,8 @@ def errors(found, expected):
         jax.tree_util.keystr(path, simple=True, separator="."): error
         for path, error in jax.tree_util.tree_leaves_with_path(both)
     }
+
+
+def collective_bytes(text, branch_share=None):
+    """Bytes of the results of collectives, by kind, over all executions."""
+    return hlo.executed(text, hlo.collective_cost, branch_share)

@@ -260,7 +260,9 @@ def test_the_whole_square_of_attention_counts_its_half_twice():
     config = gpu.config_of("dense_1b-none", toy=False)
     m, T = config.model, config.train.sequence_length
     half = 3 * m.layers * m.heads * T * (m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim)
-    assert gpu.step_flops(config, square=True) - gpu.step_flops(config) == pytest.approx(half)
+    assert gpu.flops_per_token(config, square=True) - gpu.flops_per_token(config) == pytest.approx(
+        half
+    )
 
 
 # --- the check ------------------------------------------------------------------------------------

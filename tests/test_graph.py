@@ -12,7 +12,7 @@ import pytest
 import model
 import passes
 import pipeline
-from common import batch_of, config_of, mesh_of, on_mesh
+from common import batch_of, collective_bytes, config_of, mesh_of, on_mesh
 from planning import graph, hlo
 from planning.graph import Place
 
@@ -57,7 +57,7 @@ def test_nodes_add_up_to_the_products_and_collectives_of_the_program(step):
         sent.update(dict(node.collectives))
     products = sum(node.flops for node in step.graph.nodes)
     assert products == pytest.approx(hlo.dot_flops(step.text, step.branch_share), rel=1e-12)
-    assert sent == pytest.approx(hlo.collective_bytes(step.text, step.branch_share), rel=1e-12)
+    assert sent == pytest.approx(collective_bytes(step.text, step.branch_share), rel=1e-12)
 
 
 def test_each_layer_is_in_the_phases_and_ways_in_which_it_runs(step):

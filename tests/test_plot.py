@@ -80,7 +80,7 @@ def test_only_pictures_that_are_not_there_are_drawn_where_none_is_asked_for_agai
 
 
 def test_tokens_per_expert_are_shares_of_each_layers_tokens(tmp_path):
-    run = plot.read(write_run(tmp_path / "tiny"))
+    run = plot.Recorded(write_run(tmp_path / "tiny"))
     assert run.share.shape == (3, 3, 4)
     np.testing.assert_allclose(run.share[0, 2], [0.3, 0.1, 0.2, 0.4])
     figure = plot.tokens_per_expert([run])
@@ -92,27 +92,27 @@ def test_tokens_per_expert_are_shares_of_each_layers_tokens(tmp_path):
 
 
 def test_balance_in_training_is_drawn_without_its_factor(tmp_path):
-    run = plot.read(write_run(tmp_path / "tiny"))
+    run = plot.Recorded(write_run(tmp_path / "tiny"))
     [ax] = plot.load_loss([run]).axes
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [1.25] * 6)
     np.testing.assert_allclose(ax.lines[1].get_ydata(), [1.5] * 3)
 
 
 def test_balance_in_training_is_left_out_where_its_factor_is_zero(tmp_path):
-    run = plot.read(write_run(tmp_path / "tiny", factor=0.0))
+    run = plot.Recorded(write_run(tmp_path / "tiny", factor=0.0))
     [ax] = plot.load_loss([run]).axes
     assert [len(line.get_ydata()) for line in ax.lines] == [3, 2]  # evaluations, and the dashed one
 
 
 def test_axes_say_tokens_below_and_steps_above(tmp_path):
-    [ax] = plot.validation_loss([plot.read(write_run(tmp_path / "tiny"))]).axes
+    [ax] = plot.validation_loss([plot.Recorded(write_run(tmp_path / "tiny"))]).axes
     assert ax.get_xlabel() == "tokens"
     assert [child.get_xlabel() for child in ax.child_axes] == ["steps"]
 
 
 def test_steps_are_not_on_the_axis_of_runs_with_other_batches(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", tokens_per_step=64)]
-    [ax] = plot.validation_loss([plot.read(run) for run in runs]).axes
+    [ax] = plot.validation_loss([plot.Recorded(run) for run in runs]).axes
     assert ax.child_axes == []
 
 
@@ -133,14 +133,14 @@ def test_a_dense_run_has_a_validation_loss_only(tmp_path):
 
 
 def test_a_line_cut_off_in_writing_is_left_out(tmp_path):
-    run = plot.read(write_run(tmp_path / "tiny", extra='{"step": 7, "tok'))
+    run = plot.Recorded(write_run(tmp_path / "tiny", extra='{"step": 7, "tok'))
     assert run.steps[-1] == 6
 
 
 def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
     lost = {"step": 8, "loss/val": None, "loss/val_balance": None}
     lost |= {"moe/tokens_per_expert": [[1, 1, 1, 1]] * 3, "moe/dropped": None}
-    run = plot.read(write_run(tmp_path / "tiny", extra=json.dumps(lost) + "\n"))
+    run = plot.Recorded(write_run(tmp_path / "tiny", extra=json.dumps(lost) + "\n"))
     assert np.isnan(run.val[-1])
     plot.validation_loss([run])
 
