@@ -12,9 +12,10 @@ A = C + R, n tokens of this rank and m of all fsdp ranks.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,26 +59,23 @@ def config_of(config: Config, fsdp: int, tensor: int) -> Config:
     return dataclasses.replace(config, mesh=mesh, model=m)
 
 
-def specs(declared: Transformer) -> Transformer:
-    """The layout of each weight: whole along fsdp, but for experts spread over fsdp x tensor."""
-
-    def one(w: Any) -> P:
-        # Of one rank along pipeline nothing is cut, and a type that says so needs no casts.
-        kept = [tuple(a for a in axes if a != "pipeline") for axes in w.cuts]
-        return P(*(None if axes in ((), ("fsdp",)) else axes for axes in kept))
-
-    return jax.tree.map(one, declared)
-
-
 def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Transformer:
-    """Shape, type and layout of each weight to decode with."""
+    """Shape, type and layout of each weight to decode with: whole along fsdp, but for experts
+    spread over fsdp x tensor; blocks are [blocks, ...].
+    """
     dtype = jnp.dtype(config.model.compute_dtype)
 
-    def one(w: Any, spec: P) -> jax.ShapeDtypeStruct:
+    def one(w: Any, stack: int = 0) -> jax.ShapeDtypeStruct:
+        shape = (math.prod(w.shape[:stack]), *w.shape[stack:]) if stack else w.shape
+        # Of one rank along pipeline nothing is cut, and a type that says so needs no casts.
+        kept = [tuple(a for a in axes if a != "pipeline") for axes in w.cuts[-len(shape) :]]
+        spec = P(*(None if axes in ((), ("fsdp",)) else axes for axes in kept))
         layout = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(w.shape, jnp.float32 if w.float32 else dtype, sharding=layout)
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if w.float32 else dtype, sharding=layout)
 
-    return jax.tree.map(one, declared, specs(declared))
+    blocks = jax.tree.map(partial(one, stack=3), declared.blocks)
+    first, last = (jax.tree.map(one, part) for part in (declared.first, declared.last))
+    return Transformer(first=first, blocks=blocks, last=last)
 
 
 def ready(config: Config, declared: Transformer, mesh: Mesh) -> Callable[[Any], Transformer]:
@@ -93,11 +91,16 @@ def ready(config: Config, declared: Transformer, mesh: Mesh) -> Callable[[Any], 
 
 
 def empty_cache(config: Config, mesh: Mesh, sequences: int, room: int) -> jax.Array:
-    """[layers, B, S, A] zeros, where S is `room` rounded up to whole blocks."""
+    """[layers, B, S, A] zeros."""
     m = config.model
-    shape = (m.layers, sequences, -(-room // BLOCK) * BLOCK, values_per_token(m))
+    shape = (m.layers, sequences, whole_blocks(room), values_per_token(m))
     layout = NamedSharding(mesh, CACHE_SPEC)
     return jax.jit(partial(jnp.zeros, shape, m.compute_dtype), out_shardings=layout)()
+
+
+def whole_blocks(room: int) -> int:
+    """S: positions of a cache that has at least this room."""
+    return -(-room // BLOCK) * BLOCK
 
 
 def values_per_token(m: utils.Model) -> int:
@@ -108,22 +111,24 @@ def values_per_token(m: utils.Model) -> int:
 # --- layers ---------------------------------------------------------------------------------------
 
 
+class Past(NamedTuple):
+    """What layers read of earlier positions."""
+
+    cache_LbSA: jax.Array
+    start_b: jax.Array  # positions that it has of each sequence; new ones are behind these
+
+
 # guide: cached-attention
 @jax.named_scope("attention")
 def attention(
-    w: Attention,
-    x_bTD: jax.Array,
-    cache_LbSA: jax.Array,
-    layer: jax.Array,
-    position_bT: jax.Array,
-    m: utils.Model,
-    rope: bool,
+    w: Attention, x_bTD: jax.Array, past: Past, layer: jax.Array, m: utils.Model, rope: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """x + attention over what the cache has up to each position, and the cache with the new ones.
+    """x + attention over earlier positions and new ones, and [b, T, A] what the cache is to keep of
+    these.
 
-    Positions for which the cache has no room are left out of it.
     Sends  psum(tensor) of [b, T, D].
     """
+    position_bT = positions(past, x_bTD.shape[1])
     turn = partial(rotate, theta=m.rope_theta, position_bT=position_bT) if rope else lambda x: x
     h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
     latent_bTC, key_bTR = jnp.split(
@@ -131,9 +136,6 @@ def attention(
     )
     latent_bTC = rms_norm(latent_bTC, w.kv_norm, m.norm_epsilon)
     new_bTA = jnp.concatenate([latent_bTC, turn(key_bTR[:, :, None])[:, :, 0]], axis=-1)
-    rows = jnp.arange(len(new_bTA), dtype=jnp.int32)[:, None]
-    cache_LbSA = cache_LbSA.at[layer, rows, position_bT].set(new_bTA, mode="drop")
-
     query_bTQ = h_bTD
     if m.q_lora_rank:
         query_bTQ = matmul("bTD,DQ->bTQ", h_bTD, w.query.down)
@@ -142,46 +144,58 @@ def attention(
     q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
     to_key_CnH, to_value_CnW = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=-1)
     q_bTnC = matmul("bTnH,CnH->bTnC", q_bTnH, to_key_CnH)
-    q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1)
     # Scores are divided by the width of what a key would be.
-    q_bTnA = q_bTnA * q_bTnX.shape[-1] ** -0.5
-    y_bTnC = attend(q_bTnA, cache_LbSA, layer, position_bT, m.kv_lora_rank)
+    q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1) * q_bTnX.shape[-1] ** -0.5
+    y_bTnC = attend(q_bTnA, new_bTA, past, layer, m.kv_lora_rank)
     y_bTnW = matmul("bTnC,CnW->bTnW", y_bTnC, to_value_CnW)
     part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)
-    return x_bTD + lax.psum(part_bTD, "tensor"), cache_LbSA
+    return x_bTD + lax.psum(part_bTD, "tensor"), new_bTA
+
+
+def positions(past: Past, T: int) -> jax.Array:
+    return past.start_b[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+
+
+class Softmax(NamedTuple):
+    """Of scores that come block by block, with the largest so far (arXiv:1805.02867)."""
+
+    top_bTn: jax.Array
+    sum_bTn: jax.Array
+    y_bTnC: jax.Array
+
+    def and_of(self, q_bTnA: jax.Array, keys_bsA: jax.Array, seen_bTs: jax.Array) -> "Softmax":
+        score_bTns = matmul("bTnA,bsA->bTns", q_bTnA, keys_bsA).astype(jnp.float32)
+        score_bTns = jnp.where(seen_bTs[:, :, None, :], score_bTns, MASKED)
+        top_bTn = jnp.maximum(self.top_bTn, score_bTns.max(-1))
+        p_bTns = jnp.exp(score_bTns - top_bTn[..., None])
+        old_bTn = jnp.exp(self.top_bTn - top_bTn)
+        values_bsC = keys_bsA[..., : self.y_bTnC.shape[-1]]
+        part_bTnC = matmul("bTns,bsC->bTnC", p_bTns.astype(values_bsC.dtype), values_bsC)
+        y_bTnC = self.y_bTnC * old_bTn[..., None] + part_bTnC.astype(jnp.float32)
+        return Softmax(top_bTn, self.sum_bTn * old_bTn + p_bTns.sum(-1), y_bTnC)
 
 
 def attend(
-    q_bTnA: jax.Array, cache_LbSA: jax.Array, layer: jax.Array, position_bT: jax.Array, C: int
+    q_bTnA: jax.Array, new_bTA: jax.Array, past: Past, layer: jax.Array, C: int
 ) -> jax.Array:
-    """softmax(q cache^T) latents -> [b, T, n, C], block after block as far as positions reach: time
-    grows with the text and not with the room.
-
-    The softmax is made as its blocks come, with the largest score so far (arXiv:1805.02867).
+    """softmax(q keys^T) latents -> [b, T, n, C], over new positions, then the cache, block after
+    block as far as there is text: time grows with the text and not with the room.
     """
     b, T, n, A = q_bTnA.shape
-    blocks = position_bT.max() // BLOCK + 1
 
-    def body(i: jax.Array, state: tuple) -> tuple:
-        top_bTn, sum_bTn, y_bTnC = state
-        start = (layer, 0, i * BLOCK, 0)
-        block_bsA = lax.dynamic_slice(cache_LbSA, start, (1, b, BLOCK, A))[0]
-        score_bTns = matmul("bTnA,bsA->bTns", q_bTnA, block_bsA).astype(jnp.float32)
+    def block(i: jax.Array, softmax: Softmax) -> Softmax:
+        block_bsA = lax.dynamic_slice(past.cache_LbSA, (layer, 0, i * BLOCK, 0), (1, b, BLOCK, A))
         key_s = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        seen_bT1s = (key_s[None, None, :] <= position_bT[:, :, None])[:, :, None, :]
-        score_bTns = jnp.where(seen_bT1s, score_bTns, MASKED)
-        new_top_bTn = jnp.maximum(top_bTn, score_bTns.max(-1))
-        p_bTns = jnp.exp(score_bTns - new_top_bTn[..., None])
-        old_bTn = jnp.exp(top_bTn - new_top_bTn)
-        part_bTnC = matmul("bTns,bsC->bTnC", p_bTns.astype(block_bsA.dtype), block_bsA[..., :C])
-        y_bTnC = y_bTnC * old_bTn[..., None] + part_bTnC.astype(jnp.float32)
-        return new_top_bTn, sum_bTn * old_bTn + p_bTns.sum(-1), y_bTnC
+        seen_b1s = key_s[None, None, :] < past.start_b[:, None, None]
+        return softmax.and_of(q_bTnA, block_bsA[0], seen_b1s)
 
     zero = jnp.zeros((b, T, n), jnp.float32)
-    state = zero + MASKED, zero, jnp.zeros((b, T, n, C), jnp.float32)
-    state = vary(state, varying((q_bTnA, cache_LbSA)))
-    _, sum_bTn, y_bTnC = lax.fori_loop(0, blocks, body, state)
-    return (y_bTnC / sum_bTn[..., None]).astype(q_bTnA.dtype)
+    start = Softmax(zero + MASKED, zero, jnp.zeros((b, T, n, C), jnp.float32))
+    causal = jnp.tril(jnp.ones((T, T), bool))[None]
+    softmax = vary(start.and_of(q_bTnA, new_bTA, causal), varying((q_bTnA, past.cache_LbSA)))
+    blocks = -(-past.start_b.max() // BLOCK)
+    softmax = lax.fori_loop(0, blocks, block, softmax)
+    return (softmax.y_bTnC / softmax.sum_bTn[..., None]).astype(q_bTnA.dtype)
 
 
 # guide: end
@@ -195,9 +209,16 @@ def mlp(w: Mlp, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
 
 
 @jax.named_scope("moe")
-def moe(w: Moe, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
+def moe(
+    w: Moe,
+    experts: SpreadExperts | GatheredExperts,
+    block: jax.Array,
+    x_bTD: jax.Array,
+    m: utils.Model,
+) -> jax.Array:
     """x + shared experts of x + sum over each token's K experts of weight * expert(x).
 
+    experts  of all blocks, stacked.
     Sends  psum(tensor) of [b, T, D]; where experts are spread, also all_gather(fsdp) of all tokens
            and psum_scatter(fsdp) of what this rank's experts make of them.
     """
@@ -205,14 +226,14 @@ def moe(w: Moe, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
     h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
     _, *choice = route(w, h_bTD, m)
     h_nD, choice_nK, weight_nK = (a.reshape(b * T, -1) for a in (h_bTD, *choice))
-    if isinstance(w.experts, SpreadExperts):
+    if isinstance(experts, SpreadExperts):
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
-        first = lax.axis_index(EXPERT_AXES) * len(w.experts.gate)
+        first = lax.axis_index(EXPERT_AXES) * experts.gate.shape[1]
         every = gather(h_nD), gather(choice_nK) - first, gather(weight_nK)
-        part_mD = of_experts(w.experts, *every, m.experts)
+        part_mD = of_experts(experts, block, *every, m.experts)
         part_nD = lax.psum_scatter(part_mD, "fsdp", tiled=True)
     else:
-        part_nD = of_experts(w.experts, h_nD, choice_nK, weight_nK, m.experts)
+        part_nD = of_experts(experts, block, h_nD, choice_nK, weight_nK, m.experts)
     part_bTD = part_nD.reshape(b, T, D).astype(x_bTD.dtype)
     if w.shared is not None:
         part_bTD += swiglu(h_bTD, w.shared.gate, w.shared.up, w.shared.down)
@@ -221,12 +242,13 @@ def moe(w: Moe, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
 
 def of_experts(
     w: SpreadExperts | GatheredExperts,
+    block: jax.Array,
     h_nD: jax.Array,
     choice_nK: jax.Array,
     weight_nK: jax.Array,
     experts: int,
 ) -> jax.Array:
-    """Sum over each token's choices among these experts of weight * expert(h), float32.
+    """Sum over each token's choices among a block's experts of weight * expert(h), float32.
 
     choice_nK  numbers counted from this rank's first expert: others are left out.
     experts    of all ranks.
@@ -234,7 +256,7 @@ def of_experts(
     are reads the weights of chosen experts alone; of several tokens that chose one, once per tile.
     """
     n, K = choice_nK.shape
-    own = len(w.gate)
+    own = w.gate.shape[1]
     tile = 1 << max(0, (2 * n * K // experts).bit_length() - 1)  # about twice an even share
     choice_r = choice_nK.reshape(-1)
     choice_r = jnp.where((choice_r >= 0) & (choice_r < own), choice_r, own)
@@ -251,7 +273,7 @@ def of_experts(
         row = start_e[e] + (i - stop_e[e] + tiles_e[e]) * tile
         rows = lax.dynamic_slice(order_r, (row,), (tile,))
         here = row + jnp.arange(tile, dtype=jnp.int32) < start_e[e + 1]
-        one = index(w, e)
+        one = index(w, block, e)
         y_tD = swiglu(h_nD[rows // K][None], one.gate, one.up, one.down)[0]
         weight_t = jnp.where(here, weight_r[rows], 0)
         return y_nD.at[rows // K].add(y_tD.astype(jnp.float32) * weight_t[:, None])
@@ -264,36 +286,42 @@ def of_experts(
 
 
 def through_layers(
-    w: Transformer, x_bTD: jax.Array, cache_LbSA: jax.Array, position_bT: jax.Array, m: utils.Model
+    w: Transformer, x_bTD: jax.Array, past: Past, m: utils.Model
 ) -> tuple[jax.Array, jax.Array]:
-    """x after all layers, and the cache with the new positions."""
+    """x after all layers, and [L, b, T, A] what the cache is to keep."""
 
-    def dense(carry: tuple, one: tuple[DenseLayer, jax.Array]) -> tuple[tuple, None]:
-        w, layer = one
-        x_bTD, cache = attention(w.attention, *carry, layer, position_bT, m, rope=True)
-        return (mlp(w.mlp, x_bTD, m), cache), None
+    def stack(x_bTD: jax.Array, w: DenseLayer, layer: jax.Array, *at: jax.Array) -> tuple:
+        """Through w[*at], which are stacked dense layers, the first of them number `layer`."""
 
-    def stack(carry: tuple, w: DenseLayer, first: jax.Array) -> tuple:
-        numbers = first + jnp.arange(len(w.mlp.norm), dtype=jnp.int32)
-        return lax.scan(dense, carry, (w, numbers))[0]
+        # Indexed in one step where it is used: slices of slices would be copied.
+        def dense(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            one = index(w, *at, i)
+            x_bTD, new = attention(one.attention, x_bTD, past, layer + i, m, rope=True)
+            return mlp(one.mlp, x_bTD, m), new
 
-    def block(carry: tuple, one: tuple) -> tuple[tuple, None]:
-        w, layer = one
-        if w.dense is not None:
-            carry = stack(carry, w.dense, layer)
-        if w.moe is not None:
-            layer, rope = layer + m.dense_layers, m.rope_in_moe_layers
-            x_bTD, cache = attention(w.moe.attention, *carry, layer, position_bT, m, rope)
-            carry = moe(w.moe.moe, x_bTD, m), cache
-        return carry, None
+        return lax.scan(dense, x_bTD, jnp.arange(w.mlp.norm.shape[len(at)], dtype=jnp.int32))
 
-    carry = x_bTD, cache_LbSA
+    def block(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        layer, new = m.prefix_layers + i * (m.dense_layers + m.moe_layers), []
+        if blocks.dense is not None:
+            x_bTD, of_dense = stack(x_bTD, blocks.dense, layer, i)
+            new.append(of_dense)
+        if blocks.moe is not None:
+            moe_layer, layer = blocks.moe, layer + m.dense_layers
+            experts = moe_layer.moe.experts  # indexed where one is chosen
+            one = index(moe_layer.replace(moe=moe_layer.moe.replace(experts=None)), i)
+            x_bTD, of_moe = attention(one.attention, x_bTD, past, layer, m, m.rope_in_moe_layers)
+            x_bTD = moe(one.moe, experts, i, x_bTD, m)
+            new.append(of_moe[None])
+        return x_bTD, jnp.concatenate(new)
+
+    blocks, new = w.blocks, []
     if w.first.prefix is not None:
-        carry = stack(carry, w.first.prefix, jnp.int32(0))
-    per_block = m.dense_layers + m.moe_layers
-    numbers = m.prefix_layers + per_block * jnp.arange(m.blocks, dtype=jnp.int32)
-    blocks = jax.tree.map(lambda a: a.reshape(m.blocks, *a.shape[3:]), w.blocks)
-    return lax.scan(block, carry, (blocks, numbers))[0]
+        x_bTD, of_prefix = stack(x_bTD, w.first.prefix, jnp.int32(0))
+        new.append(of_prefix)
+    x_bTD, of_blocks = lax.scan(block, x_bTD, jnp.arange(m.blocks, dtype=jnp.int32))
+    new.append(of_blocks.reshape(-1, *of_blocks.shape[2:]))
+    return x_bTD, jnp.concatenate(new)
 
 
 def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., Any]:
@@ -315,25 +343,30 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
     def local(
         w: Transformer, cache: jax.Array, tokens_bT: jax.Array, start_b: jax.Array, at_bP: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        position_bT = start_b[:, None] + jnp.arange(tokens_bT.shape[1], dtype=jnp.int32)[None, :]
+        past = Past(cache, start_b)
         with jax.named_scope("embedding"):
             row_bT, held_bT = local_rows(tokens_bT, len(w.first.embedding))
             part_bTD = jnp.where(held_bT[:, :, None], w.first.embedding[row_bT], 0)
             x_bTD = lax.psum(part_bTD, VOCABULARY_AXES)
-        y_bTD, cache = through_layers(w, x_bTD, cache, position_bT, m)
+        y_bTD, new_LbTA = through_layers(w, x_bTD, past, m)
+        # Once, after all layers: a cache that a loop reads and writes would be copied in each trip.
+        rows = jnp.arange(len(tokens_bT), dtype=jnp.int32)[:, None]
+        where = positions(past, tokens_bT.shape[1])
+        cache = cache.at[:, rows, where].set(new_LbTA, mode="drop")
         with jax.named_scope("loss"):
             y_bPD = jnp.take_along_axis(y_bTD, at_bP[:, :, None], axis=1)
             h_bPD = rms_norm(y_bPD, w.last.norm, m.norm_epsilon)
             table = w.first.embedding if w.last.output is None else w.last.output
-            b, positions, D = h_bPD.shape
-            logits_nv = slice_logits(table, h_bPD.reshape(b * positions, D), m.vocabulary)
-        return logits_nv.reshape(b, positions, -1), cache
+            b, wanted, D = h_bPD.shape
+            logits_nv = slice_logits(table, h_bPD.reshape(b * wanted, D), m.vocabulary)
+        return logits_nv.reshape(b, wanted, -1), cache
 
     batch = P(BATCH_AXES)
+    specs = jax.tree.map(lambda a: a.sharding.spec, abstract_weights(config, declared, mesh))
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs(declared), CACHE_SPEC, batch, batch, batch),
+        in_specs=(specs, CACHE_SPEC, batch, batch, batch),
         out_specs=(P(BATCH_AXES, None, VOCABULARY_AXES), CACHE_SPEC),
         check_vma=True,
     )

@@ -166,17 +166,21 @@ class Writer:
                 return
             drawn, self.length = ahead, at + 1
 
+    @property
+    def cache_bytes(self) -> int:
+        """On one device."""
+        m, rows = self.config.model, self.B // self.config.mesh.fsdp
+        values = m.layers * rows * decode.whole_blocks(self.room) * decode.values_per_token(m)
+        return values * jnp.dtype(m.compute_dtype).itemsize
+
     def bytes_per_device(self) -> int:
         """Of weights and cache."""
-        m = self.config.model
         shapes = decode.abstract_weights(self.config, model.declare(self.config), self.mesh)
         weights = sum(
             math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
             for a in jax.tree.leaves(shapes)
         )
-        rows = self.B // self.config.mesh.fsdp
-        values = m.layers * rows * self.room * decode.values_per_token(m)
-        return weights + values * jnp.dtype(m.compute_dtype).itemsize
+        return weights + self.cache_bytes
 
 
 # --- while a run trains ---------------------------------------------------------------------------
@@ -268,6 +272,11 @@ def main(arguments: list[str] | None = None) -> None:
     sequences = min(flags.batch, max(1, len(texts)))
     writer = Writer(config, mesh, sequences, room, manifest["end_of_text"], how)
     w = writer.ready(w)
+    values, size = decode.values_per_token(config.model), writer.cache_bytes / 2**20
+    say_aside(
+        f"cache: {values} values per token and layer, {size:.2f} MiB per device for {writer.B} "
+        f"texts of up to {room} tokens"
+    )
     if flags.interactive:
         converse(writer, w, tokenizer, flags)
     else:

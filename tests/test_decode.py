@@ -1,6 +1,7 @@
 """Decoding with a cache against the whole forward pass."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
     mesh, m = mesh_of(config), config.model
     random = np.random.default_rng(0)
     w = model.SpreadExperts(
-        *(random.normal(size=size).astype(np.float32) for size in ((8, 6, 5), (8, 6, 5), (8, 5, 6)))
+        *(random.normal(size=(1, 8, *size)).astype(np.float32) for size in ((6, 5), (6, 5), (5, 6)))
     )
     for n in (1, 2, 5, 40):
         h = random.normal(size=(n, 6)).astype(np.float32)
@@ -43,14 +44,14 @@ def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
         ):
             choice = choice.astype(np.int32)
             run = jax.shard_map(
-                lambda *given: decode.of_experts(*given, m.experts),
+                lambda w, *given: decode.of_experts(w, jnp.int32(0), *given, m.experts),
                 mesh=mesh,
                 in_specs=jax.P(),
                 out_specs=jax.P(),
             )
-            every = np.einsum("nd,edg->neg", h, w.gate)
-            every = every / (1 + np.exp(-every)) * np.einsum("nd,edg->neg", h, w.up)
-            every = np.einsum("neg,egd->ned", every, w.down)
+            every = np.einsum("nd,edg->neg", h, w.gate[0])
+            every = every / (1 + np.exp(-every)) * np.einsum("nd,edg->neg", h, w.up[0])
+            every = np.einsum("neg,egd->ned", every, w.down[0])
             expected = sum(
                 weight[:, k, None]
                 * np.take_along_axis(every, choice[:, k, None, None], axis=1)[:, 0]

@@ -1,6 +1,5 @@
 """The validation of a checkpoint, by the command: of the run that conftest.py makes."""
 
-import contextlib
 import json
 import math
 import re
@@ -87,8 +86,7 @@ def weights(whole):
     config = utils.load(whole / "config.toml")
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    with contextlib.closing(checkpoint.Checkpoints(whole / "checkpoints")) as saved:
-        return config, canonical(config, validate.restored_weights(saved, 6, shapes))
+    return config, canonical(config, checkpoint.weights_of(whole, 6, shapes)[1])
 
 
 def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told, data, weights):
