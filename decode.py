@@ -118,7 +118,7 @@ class Past(NamedTuple):
     start_b: jax.Array  # positions that it has of each sequence; new ones are behind these
 
 
-# guide: cached-attention
+# guide: cached_attention
 @jax.named_scope("attention")
 def attention(
     w: Attention, x_bTD: jax.Array, past: Past, layer: jax.Array, m: utils.Model, rope: bool
