@@ -2,6 +2,7 @@
 
     ./run.sh python benchmark.py reference            a small mixture of experts on 8 CPU devices
     ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
+    ./run.sh python benchmark.py decode               tokens of text per second, on one device
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
@@ -249,6 +250,12 @@ def mesh() -> None:
         print(f"  {blocks:2} blocks, {microbatches:2} microbatches: {taken_s:.1f}")
 
 
+def decode() -> None:
+    import benchmark_decode  # late: the other commands run without what makes text
+
+    benchmark_decode.main()
+
+
 def run() -> None:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
@@ -259,12 +266,14 @@ def run() -> None:
         benchmark_gpu.main(rest)
     elif name == "step":
         step(rest)
-    elif (command := {"reference": reference, "mesh": mesh}.get(name)) and not rest:
+    elif (
+        command := {"reference": reference, "mesh": mesh, "decode": decode}.get(name)
+    ) and not rest:
         command()
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "gpu with names of rows, or step with flags of main.py."
+            "decode, gpu with names of rows, or step with flags of main.py."
         )
 
 

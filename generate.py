@@ -146,6 +146,11 @@ class Writer:
         self.length += left_B
         return drawn_B
 
+    def next(self, w: Transformer, drawn_B: jax.Array, at_B: np.ndarray) -> jax.Array:
+        """Puts the drawn tokens at these positions -> those that are drawn after them."""
+        drawn_B, self.cache = self._write(w, self.cache, drawn_B, at_B, self.key, self.number)
+        return drawn_B
+
     def write(
         self, w: Transformer, texts: Sequence[Sequence[int]], tokens: int
     ) -> Iterator[np.ndarray]:
@@ -158,7 +163,7 @@ class Writer:
             at, ahead = self.length, None
             if made < tokens and at.max() < self.room:
                 # Begun before the last token is looked at, so that the device does not wait.
-                ahead, self.cache = self._write(w, self.cache, drawn, at, self.key, self.number)
+                ahead = self.next(w, drawn, at)
             self.last = np.asarray(drawn)
             ended |= self.last == self.end_of_text
             yield np.where(ended, ENDED, self.last)

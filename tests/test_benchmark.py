@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmark
+import benchmark_decode
 import benchmark_gpu as gpu
 import chips
 import model
@@ -395,3 +396,30 @@ def test_our_rate_is_told_beside_the_machines(monkeypatch):
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(ticks))
     rate = benchmark.product_flops_per_s(64, benchmark.jnp.float32, in_row=2, timed=3)
     assert rate == pytest.approx(2 * 64**3 / (2 / 2))  # the median of 1, 2, 3 seconds for two
+
+
+# --- benchmark.py decode --------------------------------------------------------------------------
+
+
+def test_writing_is_timed_near_and_far_with_little_room_and_much(capsys):
+    sizes = {"blocks": 2, "width": 32, "vocabulary": 256, "hidden": 64, "expert_hidden": 16}
+    configs = {
+        "dense": benchmark_decode.decoding_config(0, **sizes),
+        "moe": benchmark_decode.decoding_config(64, **sizes),
+    }
+    benchmark_decode.compare(configs, batches=(2,), rooms=(256, 512), near=3, far=300)
+    told = capsys.readouterr().out
+    rows = [line.split() for line in told.splitlines() if line.split()[1:2] in (["dense"], ["moe"])]
+    assert len(rows) == 2 and "behind 300 over behind 3; room for 512 over room for 256" in told
+    numbers = [[float(cell) for cell in row if cell.replace(".", "").isdigit()] for row in rows]
+    for texts, tokens_per_s, ms, *rest in numbers:
+        assert texts == 2 and tokens_per_s * ms / 1e3 == pytest.approx(2, rel=0.1)
+        assert len(rest) == 3 and min(rest[:2]) > 0
+
+
+def test_a_token_needs_the_weights_of_its_own_experts():
+    config = benchmark_decode.decoding_config(64, blocks=1, vocabulary=256)
+    one, two = (benchmark_decode.Decoding(config, texts, 256).bytes_read(0) for texts in (1, 2))
+    assert two - one == 4 * 8 * 3 * 768 * 256  # 8 experts of three matrices more, in float32
+    cached = benchmark_decode.Decoding(config, 2, 256).bytes_read(10) - two
+    assert cached == 4 * 10 * 2 * (256 + 32)
