@@ -94,8 +94,7 @@ def empty_cache(config: Config, mesh: Mesh, sequences: int, room: int) -> jax.Ar
     """[layers, B, S, A] zeros."""
     m = config.model
     shape = (m.layers, sequences, whole_blocks(room), values_per_token(m))
-    layout = NamedSharding(mesh, CACHE_SPEC)
-    return jax.jit(partial(jnp.zeros, shape, m.compute_dtype), out_shardings=layout)()
+    return jnp.zeros(shape, m.compute_dtype, device=NamedSharding(mesh, CACHE_SPEC))
 
 
 def whole_blocks(room: int) -> int:
