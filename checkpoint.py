@@ -24,8 +24,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
+from tiktoken import Encoding
 
 import utils
+from data.tokenizer import load_tokenizer
+from dataset import read_manifest
 from metrics import say
 from model import Transformer
 from utils import Config
@@ -377,6 +380,16 @@ def weights_of(
             )
         stored = saved.restore(step, {"weights": stored_shapes(shapes)})
         return step, reshaped(stored["weights"], shapes), saved.config(step)
+
+
+def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Encoding, int]:
+    """The tokenizer of a run, and its end of text, from what a checkpoint says of its tokens, or
+    the shards that the run was trained on: older checkpoints do not name it.
+    """
+    if "tokenizer" not in tokens:
+        tokens = vars(read_manifest(Path(config.data.train)))
+    tokenizer = load_tokenizer(tokens["tokenizer"], tokens["tokenizer_sha256"])
+    return tokenizer, tokens["end_of_text"]
 
 
 # --- what must stay when a run continues ----------------------------------------------------------

@@ -32,7 +32,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
-import dataset
 import decode
 import model
 import train
@@ -266,8 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, told = checkpoint.weights_of(flags.run, flags.step, shapes)
-    manifest = told["tokens"] if "tokenizer" in told["tokens"] else manifest_of(config)
-    tokenizer = load_tokenizer(manifest["tokenizer"], manifest["tokenizer_sha256"])
+    tokenizer, end_of_text = checkpoint.tokenizer_of(told["tokens"], config)
     texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     check_texts(texts, prompts, config.train.sequence_length)
     room = config.train.sequence_length
@@ -275,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
         room = min(room, max(map(len, texts)) + flags.tokens)
     how = Drawing(flags.temperature, flags.top_k, flags.top_p)
     sequences = min(flags.batch, max(1, len(texts)))
-    writer = Writer(config, mesh, sequences, room, manifest["end_of_text"], how)
+    writer = Writer(config, mesh, sequences, room, end_of_text, how)
     w = writer.ready(w)
     values, size = decode.values_per_token(config.model), writer.cache_bytes / 2**20
     say_aside(
@@ -326,11 +324,6 @@ def prompts_of(flags: Flags) -> list[str]:
     if not lines:
         raise ValueError(f"--prompts {flags.prompts} is empty. Write a text in each line.")
     return lines
-
-
-def manifest_of(config: Config) -> dict[str, Any]:
-    """Of the shards that the run was trained on: its older checkpoints do not name a tokenizer."""
-    return vars(dataset.read_manifest(Path(config.data.train)))
 
 
 def check_texts(texts: list[list[int]], prompts: list[str], context: int) -> None:

@@ -675,14 +675,10 @@ def slice_logits(table_vD: jax.Array, h_nD: jax.Array, vocabulary: int) -> jax.A
 
 # guide: loss
 @jax.named_scope("loss")
-def token_losses(
-    table_vD: jax.Array,
-    h_nD: jax.Array,
-    targets_n: jax.Array,
-    weights_n: jax.Array,
-    vocabulary: int,
-) -> jax.Array:
-    """[2]: weighted sums over tokens of -log softmax(h table^T)[target], and of log(Z)^2; float32.
+def log_loss(
+    table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array, vocabulary: int
+) -> tuple[jax.Array, jax.Array]:
+    """-log softmax(h table^T)[target] and log(Z) of each token [n], float32.
 
     Sends  pmax and two psums (pipeline x tensor) of [n].
     """
@@ -694,7 +690,19 @@ def token_losses(
     picked_n = jnp.take_along_axis(logits_nv, row_n[:, None], axis=-1)[:, 0]
     picked_n = lax.psum(jnp.where(held_n, picked_n, 0), VOCABULARY_AXES)
     log_Z_n = jnp.log(Z_n) + top_n
-    return jnp.stack([(weights_n * (log_Z_n - picked_n)).sum(), (weights_n * log_Z_n**2).sum()])
+    return log_Z_n - picked_n, log_Z_n
+
+
+def token_losses(
+    table_vD: jax.Array,
+    h_nD: jax.Array,
+    targets_n: jax.Array,
+    weights_n: jax.Array,
+    vocabulary: int,
+) -> jax.Array:
+    """[2]: weighted sums over tokens of the loss and of log(Z)^2.  Sends as log_loss does."""
+    loss_n, log_Z_n = log_loss(table_vD, h_nD, targets_n, vocabulary)
+    return jnp.stack([(weights_n * loss_n).sum(), (weights_n * log_Z_n**2).sum()])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -36,6 +36,7 @@ from model import (
     dense_layers,
     embed,
     gather_sequence,
+    log_loss,
     moe_layer,
     rms_norm,
     slice_logits,
@@ -313,6 +314,29 @@ def evaluate(
         return summarize(config, sums.sum(0), routing, balance_scale)
 
     return over_mesh(declared, mesh, local, out=stats_specs(m))
+
+
+def token_losses(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch], jax.Array]:
+    """(weights, batch [M, B, T]) -> [M, B, T] cross-entropy of each target; nothing is dropped."""
+    how = how_of(config, mesh, None)
+
+    def local(w: Transformer, data: Batch) -> jax.Array:
+        def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
+            h_bTD = final_hidden(config, ends, y_btD)
+            n = data.targets.size
+            c = chunks(n, config.train.loss_chunk_tokens)
+            of_chunk = lambda a: log_loss(ends.output, *a, config.model.vocabulary)[0]  # noqa: E731
+            parts = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
+            return None, lax.map(of_chunk, parts).reshape(data.targets.shape)
+
+        run = functions(config, declared, how, jnp.int32(0), jnp.float32(1), 0.0)
+        data, w = numbered(data), prepare(config, declared, w)
+        run = run._replace(last=last)
+        return pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)[1]
+
+    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
 
 
 def logits(

@@ -5,6 +5,7 @@
 
 Prints cross-entropy per token, perplexity, bits per byte of text and the balance of the experts.
 Takes main.py's flags as well, over the run's own config: `--mesh.fsdp 8 --mesh.pipeline 1`.
+With --questions FILE it answers multiple-choice questions instead (questions.py).
 Where experts have no room for all, which of their choices are dropped depends on the mesh.
 """
 
@@ -26,6 +27,7 @@ import dataset
 import metrics
 import model
 import passes
+import questions
 import train
 import utils
 from dataset import Dataset
@@ -79,6 +81,7 @@ class Flags:
 
     run: Path  # folder of the run, as runs/tiny
     step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
+    questions: Path | None = None  # JSON lines of prompt, choices and answer, asked instead
     json: tyro.conf.FlagCreatePairsOff[bool] = False  # print JSON instead of lines
 
 
@@ -88,15 +91,22 @@ def main(arguments: list[str] | None = None) -> None:
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
     config = checkpoint.config_of(flags.run, rest, Flags)
+    asked = questions.read(flags.questions) if flags.questions else []
     declared = model.declare(config)
     passes.schedule_of(config)
-    data = dataset.open_validation(config)
+    data = None if asked else dataset.open_validation(config)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    step, w, _ = checkpoint.weights_of(flags.run, flags.step, shapes)
-    found = {"step": step} | extended(Validation(config, declared, mesh, data)(w), data)
-    say(json.dumps(metrics.plain(found)) if flags.json else "\n".join(lines(found, config)))
+    step, w, told = checkpoint.weights_of(flags.run, flags.step, shapes)
+    if asked:
+        tokenizer = checkpoint.tokenizer_of(told["tokens"], config)[0]
+        found = questions.answered(config, declared, mesh, w, asked, tokenizer)
+        text = questions.lines({"step": step} | found, flags.questions)
+    else:
+        found = extended(Validation(config, declared, mesh, data)(w), data)
+        text = lines({"step": step} | found, config)
+    say(json.dumps(metrics.plain({"step": step} | found)) if flags.json else "\n".join(text))
 
 
 def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:

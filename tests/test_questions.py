@@ -1,0 +1,118 @@
+"""Multiple-choice questions: the likelihood of choices against the one-device reference."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+import model
+import questions
+import reference
+import train
+import utils
+import validate
+from common import canonical
+from data.tokenizer import load_tokenizer
+
+ASKED = [
+    {"prompt": "import", "choices": [" os", " jax.numpy as jnp", " self"], "answer": 1},
+    {"prompt": "", "choices": ["def", "class A:\n    pass"], "answer": 0},
+    {"prompt": "x = 1\n" * 30, "choices": ["return", "for i in range(9):"], "answer": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, ASKED)) + "\n\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(whole):
+    """log p of each choice, one text after the other, in the reference."""
+    config = utils.load(whole / "config.toml")
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, mesh).weights
+    _, w, told = checkpoint.weights_of(whole, None, shapes)
+    tree = canonical(config, w)
+    tokenizer = load_tokenizer(told["tokens"]["tokenizer"])
+    run = jax.jit(
+        lambda batch: reference.loss(tree, batch, config.model)[1]["cross_entropy"],
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+    def score(prompt, choice):
+        text = tokenizer.encode_ordinary(choice)
+        ids = [*(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]), *text][-33:]
+        batch = {name: np.zeros((1, 32), np.int32) for name in ("tokens", "targets", "segments")}
+        batch["loss_weights"] = np.zeros((1, 32), np.float32)
+        end = len(ids) - 1
+        batch["tokens"][0, :end], batch["targets"][0, :end] = ids[:-1], ids[1:]
+        batch["loss_weights"][0, max(0, end - len(text)) : end] = 1
+        return -float(run(batch)) * batch["loss_weights"].sum()
+
+    return [[score(q["prompt"], choice) for choice in q["choices"]] for q in ASKED]
+
+
+@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expected, capsys):
+    flags = ["--run", str(whole), "--questions", str(file), "--json", *mesh.split()]
+    validate.main([*flags, "--train.microbatches", "2"])
+    found = json.loads(capsys.readouterr().out)
+    for ours, theirs in zip(found["log_likelihoods"], expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    right = [int(np.argmax(s)) == q["answer"] for s, q in zip(expected, ASKED, strict=True)]
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    assert found["questions"] == 3 and found["step"] == 6
+    per_byte = [
+        int(np.argmax([x / len(c) for x, c in zip(s, q["choices"], strict=True)])) == q["answer"]
+        for s, q in zip(expected, ASKED, strict=True)
+    ]
+    assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
+
+
+def test_the_result_is_told_in_lines(whole, file, capsys):
+    validate.main(["--run", str(whole), "--questions", str(file)])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"step 6 on 3 questions of {file}"
+    assert [line.split()[0] for line in rest] == ["accuracy", "normalised"]
+    assert all("% +- " in line for line in rest)
+
+
+def test_the_standard_error_is_that_of_a_mean():
+    p, error = questions.share([True, True, False, False, False])
+    assert p == 0.4
+    assert error == pytest.approx(np.std([1, 1, 0, 0, 0], ddof=1) / math.sqrt(5))
+    assert questions.share([True]) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no question .JSONDecodeError"),
+        ('{"prompt": "a", "choices": ["b", "c"]}', "line 2 is no question .KeyError: 'answer'"),
+        ("3", "line 2 is no question .TypeError"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "line 2: the prompt is a text, and"),
+        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "line 2: the prompt is a text, and"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "the answer 2 is none of the 2"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": "b"}', "the answer 'b' is none of"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(line, message, tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(ASKED[0]) + "\n" + line)
+    with pytest.raises(ValueError, match=message):
+        questions.read(file)
+
+
+def test_a_file_without_questions_is_refused(tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"is empty\. Write a question in each line"):
+        questions.read(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"absent.jsonl cannot be read"):
+        questions.read(Path("absent.jsonl"))
