@@ -32,6 +32,7 @@ from model import (
     Moe,
     SpreadExperts,
     Transformer,
+    latents,
     local_rows,
     matmul,
     rms_norm,
@@ -129,16 +130,8 @@ def attention(
     """
     position_bT = positions(past, x_bTD.shape[1])
     turn = partial(rotate, theta=m.rope_theta, position_bT=position_bT) if rope else lambda x: x
-    h_bTD = rms_norm(x_bTD, w.norm, m.norm_epsilon)
-    latent_bTC, key_bTR = jnp.split(
-        matmul("bTD,DC->bTC", h_bTD, w.kv_down), [m.kv_lora_rank], axis=-1
-    )
-    latent_bTC = rms_norm(latent_bTC, w.kv_norm, m.norm_epsilon)
+    query_bTQ, latent_bTC, key_bTR = latents(w, x_bTD, m)
     new_bTA = jnp.concatenate([latent_bTC, turn(key_bTR[:, :, None])[:, :, 0]], axis=-1)
-    query_bTQ = h_bTD
-    if m.q_lora_rank:
-        query_bTQ = matmul("bTD,DQ->bTQ", h_bTD, w.query.down)
-        query_bTQ = rms_norm(query_bTQ, w.query.norm, m.norm_epsilon)
     q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, w.query.up)
     q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
     to_key_CnH, to_value_CnW = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=-1)

@@ -153,22 +153,24 @@ class Writer:
     def write(
         self, w: Transformer, texts: Sequence[Sequence[int]], tokens: int
     ) -> Iterator[np.ndarray]:
-        """Reads, then yields the next token [B] of each text, ENDED of one that has ended, until
-        there are `tokens`, the room is full, or all have ended.
+        """Reads, then yields the next token [B] of each text, ENDED of one that has ended or has no
+        room left, until there are `tokens`, or all have ended.
         """
         drawn = self.read(w, texts)
         ended = np.arange(self.B) >= len(texts)
         for made in range(1, tokens + 1):
             at, ahead = self.length, None
-            if made < tokens and at.max() < self.room:
+            full = at >= self.room
+            if made < tokens and not (ended | full).all():
                 # Begun before the last token is looked at, so that the device does not wait.
                 ahead = self.next(w, drawn, at)
             self.last = np.asarray(drawn)
             ended |= self.last == self.end_of_text
             yield np.where(ended, ENDED, self.last)
+            ended |= full
             if ended.all() or ahead is None:
                 return
-            drawn, self.length = ahead, at + 1
+            drawn, self.length = ahead, np.where(full, at, at + 1)
 
     @property
     def cache_bytes(self) -> int:

@@ -361,6 +361,21 @@ def rotate(x_bTnR: jax.Array, theta: float, position_bT: jax.Array | None = None
 
 
 # guide: attention
+def latents(
+    w: Attention, x_btD: jax.Array, m: utils.Model
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What queries are made from, what keys and values are made from, and the rotary key."""
+    h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
+    latent_btC, key_btR = jnp.split(
+        matmul("btD,DC->btC", h_btD, w.kv_down), [m.kv_lora_rank], axis=-1
+    )
+    latent_btC = rms_norm(latent_btC, w.kv_norm, m.norm_epsilon)
+    if not m.q_lora_rank:
+        return h_btD, latent_btC, key_btR
+    query_btQ = matmul("btD,DQ->btQ", h_btD, w.query.down)
+    return rms_norm(query_btQ, w.query.norm, m.norm_epsilon), latent_btC, key_btR
+
+
 @jax.named_scope("attention")
 def attention(
     w: Attention, x_btD: jax.Array, segments_bT: jax.Array | None, how: How, at: At, rope: bool
@@ -372,16 +387,7 @@ def attention(
            none), psum_scatter(tensor) of [b, T, D].
     """
     m = how.model
-    h_btD = rms_norm(x_btD, w.norm, m.norm_epsilon)
-    latent_btC, key_btR = jnp.split(
-        matmul("btD,DC->btC", h_btD, w.kv_down), [m.kv_lora_rank], axis=-1
-    )
-    latent_btC = rms_norm(latent_btC, w.kv_norm, m.norm_epsilon)
-    query_btQ = h_btD
-    if m.q_lora_rank:
-        query_btQ = rms_norm(
-            matmul("btD,DQ->btQ", h_btD, w.query.down), w.query.norm, m.norm_epsilon
-        )
+    query_btQ, latent_btC, key_btR = latents(w, x_btD, m)
     # The narrow latents travel, not what is made from them.
     sent = jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1)
     sent = checkpoint_name(gather_sequence(sent, "latents"), "latents")

@@ -316,26 +316,40 @@ def evaluate(
     return over_mesh(declared, mesh, local, out=stats_specs(m))
 
 
-def token_losses(
-    config: Config, declared: Transformer, mesh: Mesh
+def after_layers(
+    config: Config, declared: Transformer, mesh: Mesh, make: Callable, axes: tuple[str, ...]
 ) -> Callable[[Transformer, Batch], jax.Array]:
-    """(weights, batch [M, B, T]) -> [M, B, T] cross-entropy of each target; nothing is dropped."""
+    """(weights, batch) of a rank -> [M, ...] make(ends, data, h_bTD) of each microbatch; nothing is
+    dropped.
+
+    axes  of the mesh along which what is made differs.
+    """
     how = how_of(config, mesh, None)
 
     def local(w: Transformer, data: Batch) -> jax.Array:
         def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
-            h_bTD = final_hidden(config, ends, y_btD)
-            n = data.targets.size
-            c = chunks(n, config.train.loss_chunk_tokens)
-            of_chunk = lambda a: log_loss(ends.output, *a, config.model.vocabulary)[0]  # noqa: E731
-            parts = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
-            return None, lax.map(of_chunk, parts).reshape(data.targets.shape)
+            return None, make(ends, data, final_hidden(config, ends, y_btD))
 
         run = functions(config, declared, how, jnp.int32(0), jnp.float32(1), 0.0)
-        data, w = numbered(data), prepare(config, declared, w)
-        run = run._replace(last=last)
-        return pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)[1]
+        run, w = run._replace(last=last), prepare(config, declared, w)
+        return pipeline.forward(run, w, numbered(data), schedule_of(config), axes)[1]
 
+    return local
+
+
+def token_losses(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch], jax.Array]:
+    """(weights, batch [M, B, T]) -> [M, B, T] cross-entropy of each target; nothing is dropped."""
+
+    def make(ends: Ends, data: Batch, h_bTD: jax.Array) -> jax.Array:
+        n = data.targets.size
+        c = chunks(n, config.train.loss_chunk_tokens)
+        of_chunk = lambda a: log_loss(ends.output, *a, config.model.vocabulary)[0]  # noqa: E731
+        parts = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
+        return lax.map(of_chunk, parts).reshape(data.targets.shape)
+
+    local = after_layers(config, declared, mesh, make, BATCH_AXES)
     return over_mesh(declared, mesh, local, out=BATCH_SPEC)
 
 
@@ -348,20 +362,17 @@ def logits(
     The batch's targets and loss weights are not looked at. Those of pads of the vocabulary are
     -inf.
     """
-    how = how_of(config, mesh, None)
+
+    def make(ends: Ends, data: Batch, h_bTD: jax.Array) -> jax.Array:
+        h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
+        b, S, D = h_bSD.shape
+        part = slice_logits(ends.output, h_bSD.reshape(b * S, D), config.model.vocabulary)
+        return part.reshape(b, S, -1)
+
+    layers = after_layers(config, declared, mesh, make, MESH_AXES)
 
     def local(w: Transformer, data: Batch, positions_MbS: jax.Array) -> jax.Array:
-        def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
-            h_bTD = final_hidden(config, ends, y_btD)
-            h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
-            b, S, D = h_bSD.shape
-            part = slice_logits(ends.output, h_bSD.reshape(b * S, D), config.model.vocabulary)
-            return None, part.reshape(b, S, -1)
-
-        run = functions(config, declared, how, jnp.int32(0), jnp.float32(1), 0.0)
-        data, w = numbered(data).replace(targets=positions_MbS), prepare(config, declared, w)
-        run = run._replace(last=last)
-        return pipeline.forward(run, w, data, schedule_of(config), MESH_AXES)[1]
+        return layers(w, data.replace(targets=positions_MbS))
 
     out = P(None, BATCH_AXES, None, VOCABULARY_AXES)
     run = over_mesh(declared, mesh, local, BATCH_SPEC, out=out)

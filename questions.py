@@ -21,6 +21,7 @@ import numpy as np
 import tiktoken
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 from rich.progress import track
 
 import passes
@@ -102,7 +103,8 @@ class Scorer:
         starts = range(0, len(pairs), t.sequences)
         quiet = not is_primary() or len(starts) < 2
         found = []
-        for start in track(starts, "questions", transient=True, disable=quiet):
+        console = Console(stderr=True)  # the result may be read by another program
+        for start in track(starts, "questions", console=console, transient=True, disable=quiet):
 
             def rows(numbers: np.ndarray, start: int = start) -> dict[str, np.ndarray]:
                 at = np.minimum(start + numbers, len(pairs) - 1)  # the last pass is filled up

@@ -203,6 +203,10 @@ def test_a_conversation_goes_on_from_all_before(whole, tokenizer, monkeypatch):
 
     (first, other), (second, _) = written([parts[0], parts[1]], [parts[2], parts[2]])
     assert written([parts[0] + first + parts[2], parts[1]]) == [[second, other]]
+    # A text that fills its room ends alone: with 31 of 32 positions taken there are two tokens.
+    full, beside = written([(parts[1] * 9)[:31], parts[0]])[0]
+    assert full[2:] == [generate.ENDED] * 2 and generate.ENDED not in full[:2]
+    assert beside == first
 
 
 def test_the_command_holds_a_conversation(written, monkeypatch):

@@ -76,6 +76,15 @@ def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expecte
     assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
 
 
+def test_many_questions_are_asked_in_several_passes(whole, tmp_path, expected, capsys):
+    file = tmp_path / "asked.jsonl"
+    file.write_text("\n".join(json.dumps(q) for q in ASKED * 3))  # 21 choices, 8 in a pass
+    validate.main(["--run", str(whole), "--questions", str(file), "--json"])
+    found = json.loads(capsys.readouterr().out)  # progress is not in the way
+    for ours, theirs in zip(found["log_likelihoods"], expected * 3, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
 def test_the_result_is_told_in_lines(whole, file, capsys):
     validate.main(["--run", str(whole), "--questions", str(file)])
     first, *rest = capsys.readouterr().out.splitlines()
