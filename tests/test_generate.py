@@ -214,7 +214,7 @@ def test_the_command_holds_a_conversation(written, monkeypatch):
     flags = ["--temperature", "0", "--tokens", "5"]
     told = written("--interactive", *flags)
     assert written("--prompt", "import jax\n", *flags).removeprefix("import jax\n") in told
-    assert len(told) > 20
+    assert len(told) > 10  # of two answers, of five tokens each
 
 
 @pytest.mark.parametrize(
