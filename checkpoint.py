@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -34,6 +35,7 @@ from model import Transformer
 from utils import Config
 
 CHECKSUMS = "checksums.json"
+CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
 
 # All that may change when a run continues; what is not named here must stay.
@@ -113,12 +115,31 @@ def _part(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
     return ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
 
 
+def _without_copy() -> ocp.type_handlers.TypeHandlerRegistry:
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (jax.Array, handlers.ArrayHandler()),
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+    )
+
+
+def _in_chunks(arrays: dict[str, np.ndarray], stacked: Mapping[str, int]) -> ocp.args.PyTreeSave:
+    def one(name: str) -> ocp.SaveArgs:
+        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(stacked[name])))
+
+    return ocp.args.PyTreeSave(arrays, save_args={name: one(name) for name in arrays})
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process makes one and calls the same methods in order."""
 
-    def __init__(self, folder: str | Path, keep: int | None = None):
+    def __init__(
+        self, folder: str | Path, keep: int | None = None, stacked: Mapping[str, int] | None = None
+    ):
         """Opens `folder` to write, keeping the newest `keep`; without `keep`, to read only.
 
+        stacked  what is saved are numpy arrays that lie in files: they are written from there, in
+                 chunks that have one of so many dimensions of each name's array, and not copied.
         A run that is writing keeps all its files while others read.
 
         Raises  ValueError when `keep` is 0, nothing can be read, or the folder cannot be made.
@@ -130,6 +151,7 @@ class Checkpoints:
             )
         self.folder = epath.Path(folder).absolute()
         self._writes = keep is not None
+        self._stacked = stacked
         self._saving = -1
         if not self._writes and not self.folder.is_dir():
             raise ValueError(
@@ -143,10 +165,7 @@ class Checkpoints:
                 options=self._options(keep),
                 item_names=("state", "config"),
                 item_handlers={
-                    # Only the second restores a part, and only the first is asked to save.
-                    "state": ocp.StandardCheckpointHandler()
-                    if self._writes
-                    else ocp.PyTreeCheckpointHandler(),
+                    "state": self._handler(),
                     "config": ocp.JsonCheckpointHandler(),
                 },
             )
@@ -155,6 +174,12 @@ class Checkpoints:
                 f"checkpoints cannot be written to {self.folder}: {error}. Give a --run.dir that "
                 f"can be written."
             ) from error
+
+    def _handler(self) -> ocp.CheckpointHandler:
+        if self._stacked is not None:
+            return ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copy())
+        # Only the second restores a part, and only the first is asked to save.
+        return ocp.StandardCheckpointHandler() if self._writes else ocp.PyTreeCheckpointHandler()
 
     def _options(self, keep: int | None) -> ocp.CheckpointManagerOptions:
         if keep is None:
@@ -180,7 +205,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, config: dict[str, Any]) -> None:
         """Copies `state` off the devices and returns; the files are written behind the training.
 
-        state   tree of jax arrays in canonical shapes; it may be donated right after.
+        state   tree of jax arrays in canonical shapes, which may be donated right after; with
+                `stacked` of numpy arrays, which have to stay until `wait` returns.
         config  tree of what JSON can hold.
         A step that is saved already stays as it is.
 
@@ -191,9 +217,11 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._saving = step
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_named(state)), config=ocp.args.JsonSave(config)
-        )
+        named = _named(state)
+        args = ocp.args.StandardSave(named)
+        if self._stacked is not None:
+            args = _in_chunks(named, self._stacked)
+        items = ocp.args.Composite(state=args, config=ocp.args.JsonSave(config))
         if not self._manager.save(step, args=items):
             raise ValueError(
                 f"step {step} cannot be saved in {self.folder}, which has step "
@@ -275,6 +303,37 @@ class Checkpoints:
                 f"there is no checkpoint of step {step} in {self.folder}: it has steps {steps}. "
                 f"Give one of these."
             )
+
+    def good_step(self, step: int | None) -> int:
+        """This step, or the newest good one if None.
+
+        Raises  ValueError where there is none, or it is damaged.
+        """
+        if step is not None:
+            self.must_be_good(step)
+            return step
+        newest = self.latest()
+        if newest is None:
+            raise ValueError(
+                f"--run {self.folder.parent} has no checkpoint yet. Let the run go on to its first "
+                "(--checkpoint.every_steps), or give another --run."
+            )
+        return newest
+
+    def arrays(self, step: int) -> dict[str, ts.TensorStore]:
+        """The arrays of a step by name, on disk, for who reads parts of them without a device."""
+        self._must_exist(step)
+        folder = f"file://{self.folder / str(step) / 'state'}/"
+        if "://" in str(self.folder):
+            folder = folder.removeprefix("file://")
+
+        def opened(name: str) -> Any:
+            kvstore = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
+            return ts.open({"driver": "zarr", "kvstore": kvstore})
+
+        # All at once: they share a context, and wait for the same files.
+        found = {name: opened(name) for name in self._manager.item_metadata(step).state.tree}
+        return {name: future.result() for name, future in found.items()}
 
     def must_be_good(self, step: int) -> None:
         """Raises ValueError when there is no such step, or its files are not as they were
@@ -369,15 +428,7 @@ def weights_of(
     Raises  ValueError where there is none, or it is damaged.
     """
     with closing(Checkpoints(run / "checkpoints")) as saved:
-        if step is not None:
-            saved.must_be_good(step)
-        else:
-            step = saved.latest()  # a good one
-        if step is None:
-            raise ValueError(
-                f"--run {run} has no checkpoint yet. Let the run go on to its first "
-                "(--checkpoint.every_steps), or give another --run."
-            )
+        step = saved.good_step(step)
         stored = saved.restore(step, {"weights": stored_shapes(shapes)})
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
@@ -388,6 +439,11 @@ def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Encoding, int]
     """
     if "tokenizer" not in tokens:
         tokens = vars(read_manifest(Path(config.data.train)))
+    if not tokens["tokenizer"]:
+        raise ValueError(
+            f"run {config.run.name} has no tokenizer: the folder it was imported from had no "
+            "tokenizer.json. Put one there and import it again."
+        )
     tokenizer = load_tokenizer(tokens["tokenizer"], tokens["tokenizer_sha256"])
     return tokenizer, tokens["end_of_text"]
 
