@@ -29,7 +29,7 @@ from tiktoken import Encoding
 
 import utils
 from data.tokenizer import load_tokenizer
-from dataset import read_manifest
+from dataset import Manifest, read_manifest
 from metrics import say
 from model import Transformer
 from utils import Config
@@ -56,6 +56,17 @@ FREE_FIELDS = {
 }
 # These change rounding and nothing else.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
+# Of [model], what weights of another run do not depend on: room, losses beside, how it computes.
+FREE_OF_WEIGHTS = WARNED_FIELDS | {
+    "model.capacity_factor",
+    "model.eval_capacity_factor",
+    "model.experts_layout",
+    "model.balance_loss",
+    "model.router_bias_speed",
+    "model.z_loss",
+    "model.dropout",
+}
+MOST_NAMED = 10  # fields in one message
 
 
 def _checksum(file: epath.Path) -> list[int]:
@@ -246,9 +257,10 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         newest = next((step for step in steps if self._is_good(step)), None)
         if steps and newest is None:
+            mend = "start another run with --run.name" if self._writes else "give another run"
             raise ValueError(
                 f"every checkpoint in {self.folder} is damaged (steps {steps}), so the run cannot "
-                f"be continued. Bring back a good copy, or start another run with --run.name."
+                f"be continued. Bring back a good copy, or {mend}."
             )
         if self._writes:
             self._put_aside([step for step in steps if step > newest])
@@ -304,9 +316,10 @@ class Checkpoints:
                 f"Give one of these."
             )
 
-    def good_step(self, step: int | None) -> int:
+    def good_step(self, step: int | None, flag: str = "--run") -> int:
         """This step, or the newest good one if None.
 
+        flag    that named the run's folder.
         Raises  ValueError where there is none, or it is damaged.
         """
         if step is not None:
@@ -315,8 +328,8 @@ class Checkpoints:
         newest = self.latest()
         if newest is None:
             raise ValueError(
-                f"--run {self.folder.parent} has no checkpoint yet. Let the run go on to its first "
-                "(--checkpoint.every_steps), or give another --run."
+                f"{flag} {self.folder.parent} has no checkpoint yet. Let the run go on to its "
+                f"first (--checkpoint.every_steps), or give another {flag}."
             )
         return newest
 
@@ -411,24 +424,30 @@ def config_of(run: Path, arguments: Sequence[str], flags: type) -> Config:
             f"--config has no place beside --run, whose config is {run / 'config.toml'}. Give "
             "single flags over it, as --eval.sequences 64."
         )
+    own = tuple(field.name for field in dataclasses.fields(flags))
+    return utils.parse(["--config", str(config_file(run, "--run")), *arguments], own)
+
+
+def config_file(run: Path, flag: str) -> Path:
+    """Raises ValueError for a folder of no run, which `flag` named."""
     file = run / "config.toml"
     if not file.is_file():
         what = "has no config.toml" if run.is_dir() else "does not exist"
-        raise ValueError(f"--run {run} {what}. Give the folder of a run, as --run runs/tiny.")
-    own = tuple(field.name for field in dataclasses.fields(flags))
-    return utils.parse(["--config", str(file), *arguments], own)
+        raise ValueError(f"{flag} {run} {what}. Give the folder of a run, as {flag} runs/tiny.")
+    return file
 
 
 def weights_of(
-    run: Path, step: int | None, shapes: Transformer
+    run: Path, step: int | None, shapes: Transformer, flag: str = "--run"
 ) -> tuple[int, Transformer, dict[str, Any]]:
     """(step, weights in these shapes and layouts, what `save` was told) of a run's checkpoint.
 
     step    the newest good one if None.
+    flag    that named the run.
     Raises  ValueError where there is none, or it is damaged.
     """
     with closing(Checkpoints(run / "checkpoints")) as saved:
-        step = saved.good_step(step)
+        step = saved.good_step(step, flag)
         stored = saved.restore(step, {"weights": stored_shapes(shapes)})
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
@@ -482,4 +501,41 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError(
             f"this run was started with other settings and cannot be continued with these: "
             f"{', '.join(refused)}. Give the old values, or start another run with --run.name."
+        )
+
+
+# --- what must be the same when a run begins with another's weights -------------------------------
+
+
+def same_model(run: Path, theirs: utils.Model, ours: utils.Model) -> None:
+    """Refuses weights that another model was trained to.
+
+    Raises  ValueError that names the first fields that differ, with both values.
+    """
+    old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
+    differ = [
+        f"{name} {old[name]!r} there and {new[name]!r} here"
+        for name in old
+        if name not in FREE_OF_WEIGHTS and old[name] != new[name]
+    ]
+    if differ:
+        more = f" and {len(differ) - MOST_NAMED} more" * (len(differ) > MOST_NAMED)
+        raise ValueError(
+            f"--init {run} is a run of another model: {', '.join(differ[:MOST_NAMED])}{more}. "
+            "Leave out --config and these flags, which takes its [model], or give its values."
+        )
+
+
+def same_tokenizer(run: Path, tokens: dict[str, Any], data: Path, manifest: Manifest) -> None:
+    """Refuses data whose ids mean other text than those that another run's weights know.
+
+    tokens  what the checkpoint says of them; older ones do not name the tokenizer.
+    """
+    theirs = tokens.get("tokenizer_sha256", manifest.tokenizer_sha256)
+    if theirs != manifest.tokenizer_sha256:
+        name = tokens["tokenizer"]
+        raise ValueError(
+            f"--init {run} knows the tokenizer {name} (table sha256 {theirs}), and {data} was made "
+            f"with {manifest.tokenizer} ({manifest.tokenizer_sha256}), whose ids mean other text. "
+            f"Prepare the data with data/prepare.py --tokenizer {name}."
         )

@@ -1,6 +1,7 @@
 """Token shards to batches: step -> batch is a pure function, and nothing else is remembered.
 
-A folder holds flat .npy shards and an index.json (data/prepare.py writes both). Windows of T+1
+A folder holds flat .npy shards and an index.json (data/prepare.py writes both), and may hold the
+loss weight of each token as a target, uint8, in files beside the shards. Windows of T+1
 tokens with stride T run over the concatenation of the shards, so every token but the first is a
 target once per epoch. The stream of epochs, each in its own order, is endless; step `s` is the
 next `sequences` windows of it. A batch depends on neither hosts nor mesh, so a run resumes with
@@ -39,6 +40,7 @@ class Shard:
     tokens: int
     bytes: int  # of the file
     crc32c: str  # of the file, 8 hexadecimal digits
+    weights: "Shard | None" = None  # the file with these tokens' loss weights; None: all are 1
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,16 @@ class Manifest:
     shards: list[Shard]
     command: str  # that made it, without --out
     settings: dict[str, Any]  # all that decides its content
+    template: str | None = None  # that made text of conversations
+    learned_tokens: int | None = None  # with loss weight 1; None: all. text_bytes are theirs
 
     @property
     def identity(self) -> str:
-        """The same for two folders exactly when they hold the same tokens of the same tokenizer."""
-        content = [self.tokenizer_sha256, self.dtype, [(s.tokens, s.crc32c) for s in self.shards]]
+        """The same for two folders exactly when they hold the same tokens of the same tokenizer,
+        with the same loss weights.
+        """
+        files = [(f.tokens, f.crc32c) for s in self.shards for f in (s, s.weights) if f]
+        content = [self.tokenizer_sha256, self.dtype, files]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -71,10 +78,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / INDEX
     try:
         fields = json.loads(path.read_text())
-        shards = [Shard(**shard) for shard in fields.pop("shards")]
+        shards = [shard_of(shard) for shard in fields.pop("shards")]
         manifest = Manifest(shards=shards, **fields)
         if manifest.tokens != sum(shard.tokens for shard in shards):
             raise ValueError("tokens is not the sum of the shards' tokens")
+        weighted = [shard for shard in shards if shard.weights]
+        whole = all(shard.weights.tokens == shard.tokens for shard in weighted)
+        if not whole or len(weighted) not in (0, len(shards)):
+            raise ValueError("loss weights are not of all tokens")
     except FileNotFoundError as error:
         raise ValueError(
             f"{path} does not exist: {folder} is no folder of shards, or its preparation did not "
@@ -93,6 +104,11 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def shard_of(fields: dict[str, Any]) -> Shard:
+    weights = fields.get("weights")
+    return Shard(**(fields | {"weights": weights and Shard(**weights)}))
+
+
 def prepare_command(folder: Path, manifest: Manifest | None = None) -> str:
     """The command that makes the folder (again)."""
     command = manifest.command if manifest else "python data/prepare.py --source python-stdlib"
@@ -108,7 +124,7 @@ def file_crc32c(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def open_shard(folder: Path, shard: Shard, manifest: Manifest) -> np.ndarray:
+def open_shard(folder: Path, shard: Shard, manifest: Manifest, dtype: str) -> np.ndarray:
     """The shard, mapped into memory. Raises ValueError when it is not what index.json says."""
     path = folder / shard.name
     mend = f"Run {prepare_command(folder, manifest)} --overwrite"
@@ -124,13 +140,13 @@ def open_shard(folder: Path, shard: Shard, manifest: Manifest) -> np.ndarray:
             f"{path} is {what}: expected checksum {shard.crc32c} and {shard.bytes} bytes, found "
             f"{crc32c} and {size} bytes. {mend}, or copy the file again."
         )
-    tokens = np.load(path, mmap_mode="r")
-    if tokens.dtype.name != manifest.dtype or tokens.shape != (shard.tokens,):
+    array = np.load(path, mmap_mode="r")
+    if array.dtype.name != dtype or array.shape != (shard.tokens,):
         raise ValueError(
-            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}: {folder / INDEX} expects "
-            f"{manifest.dtype} of shape {(shard.tokens,)}. {mend}."
+            f"{path} holds {array.dtype.name} of shape {array.shape}: {folder / INDEX} expects "
+            f"{dtype} of shape {(shard.tokens,)}. {mend}."
         )
-    return tokens
+    return array
 
 
 class Dataset:
@@ -161,11 +177,14 @@ class Dataset:
             check_vocabulary(self, vocabulary)
         self.windows = (self.manifest.tokens - 1) // sequence_length
         check_length(self)
-        self.shards = [
-            open_shard(self.folder, shard, self.manifest) for shard in self.manifest.shards
-        ]
+        self.shards = self.opened(self.manifest.shards, self.manifest.dtype)
+        weights = [shard.weights for shard in self.manifest.shards if shard.weights]
+        self.weights = self.opened(weights, "uint8")  # none where all are 1
         # Where each shard begins in the concatenation, and where the last one ends.
         self.starts = np.cumsum([0] + [shard.tokens for shard in self.manifest.shards])
+
+    def opened(self, shards: list[Shard], dtype: str) -> list[np.ndarray]:
+        return [open_shard(self.folder, shard, self.manifest, dtype) for shard in shards]
 
     # guide: batch
     def rows(self, step: int, rows: np.ndarray) -> Rows:
@@ -191,13 +210,15 @@ class Dataset:
 
     def batch(self, windows: np.ndarray) -> Rows:
         """Tokens, targets, loss weights and segments of these windows."""
-        ids = np.stack([self.window(int(window)) for window in windows])
+        ids = self.stacked(windows, self.shards).astype(np.int32)
         segments = np.zeros_like(ids[:, :-1])
         if self.segments:
             # A document's own end-of-text belongs to it, so the number goes up after it.
             ends = ids[:, :-1] == self.manifest.end_of_text
             segments[:, 1:] = np.cumsum(ends[:, :-1], axis=1, dtype=np.int32)
         weights = np.ones(segments.shape, np.float32)
+        if self.weights:  # of the targets, as the loss is
+            weights = self.stacked(windows, self.weights)[:, 1:].astype(np.float32)
         return {
             "tokens": ids[:, :-1],
             "targets": ids[:, 1:],
@@ -205,8 +226,11 @@ class Dataset:
             "segments": segments,
         }
 
-    def window(self, number: int) -> np.ndarray:
-        """[T+1] tokens from number * T on, over as many shards as they lie in."""
+    def stacked(self, windows: np.ndarray, shards: list[np.ndarray]) -> np.ndarray:
+        return np.stack([self.window(int(window), shards) for window in windows])
+
+    def window(self, number: int, shards: list[np.ndarray]) -> np.ndarray:
+        """[T+1] elements from number * T on, over as many shards as they lie in."""
         begin = number * self.sequence_length
         end = begin + self.sequence_length + 1
         first = int(np.searchsorted(self.starts, begin, side="right")) - 1
@@ -214,8 +238,8 @@ class Dataset:
         parts = []
         for i in range(first, last):
             start = int(self.starts[i])
-            parts.append(self.shards[i][max(begin - start, 0) : end - start])
-        return np.concatenate(parts).astype(np.int32)
+            parts.append(shards[i][max(begin - start, 0) : end - start])
+        return np.concatenate(parts)
 
 
 def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
@@ -244,6 +268,7 @@ def open_validation(config: "Config") -> Dataset:
         vocabulary=config.model.vocabulary,
     )
     check_eval(val, config.eval.sequences)
+    check_learned(val, config.eval.sequences)
     return val
 
 
@@ -286,6 +311,15 @@ def check_eval(data: Dataset, sequences: int) -> None:
             f"--eval.sequences {sequences} is more than the {data.windows} windows of "
             f"{data.sequence_length} tokens in {data.folder}, and none may be counted twice. Use "
             f"--eval.sequences {data.windows} or less, or more data."
+        )
+
+
+def check_learned(data: Dataset, sequences: int) -> None:
+    """Raises ValueError when no target of the evaluation windows counts."""
+    if data.weights and not data.eval_rows(np.arange(sequences), sequences)["loss_weights"].any():
+        raise ValueError(
+            f"--eval.sequences {sequences}: these windows of {data.folder} hold prompts alone, so "
+            f"they have no loss. Use more of its {data.windows} windows, or more data."
         )
 
 

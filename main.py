@@ -1,10 +1,12 @@
 """A training run: parse, join the processes, resume, loop, tell the result.
 
     ./run.sh python main.py --config configs/tiny.toml --train.steps 500
+    ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
 
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
 DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step works is not
-known here: see train.py.
+known here: see train.py. `--init` begins a new run with the newest weights of another, on any mesh:
+optimizer, schedule and steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
@@ -44,21 +46,47 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def continued(config: Config) -> Config:
-    """The config with the schedule's length filled in, after a look at what its run folder holds.
+def parse(arguments: list[str] | None = None) -> Config:
+    """As utils.parse; with --init and without --config, [model] is that run's, or, when the run
+    continues, its own.
+    """
+    config = utils.parse(arguments, checked=False)
+    source = run_folder(config) if saved_steps(config) else Path(config.run.init)
+    file = source / "config.toml"
+    if not config.run.init or not file.is_file():
+        return utils.parse(arguments)
+    return utils.parse(arguments, model=utils.load(file).model)
 
-    Raises ValueError when the folder and --run.resume do not go together, or its run was another
-    one.
+
+def saved_steps(config: Config) -> list[str]:
+    """Names of the checkpoints in the run's folder, good or not."""
+    saved = run_folder(config) / "checkpoints"
+    return [p.name for p in saved.iterdir() if p.name.isdigit()] if saved.is_dir() else []
+
+
+def continued(config: Config) -> Config:
+    """The config with the schedule's length and what the run began with filled in, after a look at
+    what its run folder holds.
+
+    Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
+    another one.
     """
     folder, resume = run_folder(config), config.run.resume
-    saved = folder / "checkpoints"
-    steps = [p.name for p in saved.iterdir() if p.name.isdigit()] if saved.is_dir() else []
-    if not steps:
+    if config.run.init and Path(config.run.init).resolve() == folder.resolve():
+        raise ValueError(
+            f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
+            f"another --run.name, as --run.name {config.run.name}-2."
+        )
+    if not saved_steps(config):
         if resume == "must":
             raise ValueError(
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
             )
+        if config.run.init:
+            source = Path(config.run.init)
+            theirs = utils.load(checkpoint.config_file(source, "--init")).model
+            checkpoint.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
     if resume == "never":
         raise ValueError(
@@ -66,6 +94,13 @@ def continued(config: Config) -> Config:
             "Use another --run.name, or --run.resume auto to continue it."
         )
     before = utils.load(folder / "config.toml")
+    if config.run.init not in ("", before.run.init):
+        say(
+            f"warning: --init {config.run.init} is not read: {folder} has checkpoints and "
+            "continues. Use another --run.name for a new run."
+        )
+    began = {"init": before.run.init, "init_step": before.run.init_step}
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, **began))
     config = with_schedule(config, before.optimizer.schedule_steps)
     checkpoint.what_must_match(dataclasses.asdict(before), dataclasses.asdict(config))
     return config
@@ -95,6 +130,17 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
         return None
     checkpoint.what_must_match(saved.config(step), settings)
     return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
+
+
+def weights_from(
+    config: Config, declared: Transformer, mesh: Mesh, data: Dataset
+) -> tuple[Config, Transformer]:
+    """(the config that names the step, the weights of that checkpoint) of the run of --init."""
+    source, shapes = Path(config.run.init), train.abstract_state(config, declared, mesh).weights
+    step = config.run.init_step or None
+    step, w, told = checkpoint.weights_of(source, step, shapes, "--init")
+    checkpoint.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, init_step=step)), w
 
 
 def sampler(config: Config, mesh: Mesh, data: Dataset) -> Sampler | None:
@@ -149,6 +195,8 @@ class Loop:
                 source.close()
 
     def _steps(self, state: State, first: int, source: Iterator[Batch], recorder: Metrics) -> State:
+        if first == 0 and self.config.run.init:
+            recorder.evaluation({"step": 0} | self.validation(state.weights))
         done_at = time.perf_counter()
         for number in range(first, self.config.train.steps):
             self._profile(number)
@@ -283,7 +331,9 @@ def run(config: Config) -> None:
     train.start_processes()
     mesh = train.make_mesh(config)
     planned = plan(config, mesh)
-    folder, saved = run_folder(config), None
+    folder, saved, w = run_folder(config), None, None
+    if config.run.init and not saved_steps(config):
+        config, w = weights_from(config, declared, mesh, data[0])
     if config.checkpoint.every_steps:
         saved = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     try:
@@ -293,7 +343,7 @@ def run(config: Config) -> None:
             state = restore(saved, shapes, checkpoint_config(config, data[0]))
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
-            state = begin(config, declared, mesh, state)
+            state = begin(config, declared, mesh, state, w)
             say(planned)
             loop = Loop(config, declared, mesh, data, saved)
             loop.run(state)
@@ -318,8 +368,17 @@ def plan(config: Config, mesh: Mesh) -> str:
         return f"no plan: {error}"
 
 
-def begin(config: Config, declared: Transformer, mesh: Mesh, state: State | None) -> State:
-    """Says what is about to run, and gives the state that it starts from."""
+def begin(
+    config: Config,
+    declared: Transformer,
+    mesh: Mesh,
+    state: State | None,
+    w: Transformer | None = None,
+) -> State:
+    """Says what is about to run, and gives the state that it starts from.
+
+    w  weights that a new run begins with; its own first values if not given.
+    """
     folder, m = run_folder(config), config.model
     total, active = weights.count(declared)
     device, kernel = mesh.devices.flat[0], attention.chosen(config, passes.platform(mesh))
@@ -333,11 +392,12 @@ def begin(config: Config, declared: Transformer, mesh: Mesh, state: State | None
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(utils.to_toml(config))
     if state is None:
-        say(f"{folder}: a new run")
-        return train.initial_state(config, declared, mesh)
+        source = f", weights from {config.run.init} at step {config.run.init_step}" if w else ""
+        say(f"{folder}: a new run{source}")
+        return train.initial_state(config, declared, mesh, w)
     say(f"{folder}: continues after step {int(state.step)}")
     return state
 
 
 if __name__ == "__main__":
-    utils.command_line(lambda: run(utils.parse()))
+    utils.command_line(lambda: run(parse()))

@@ -150,10 +150,16 @@ def shardings_of(shapes: Any) -> Any:
     return jax.tree.map(lambda a: a.sharding, shapes)
 
 
-def initial_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
-    """The state before the first step; the same bits on every mesh."""
+def initial_state(
+    config: Config, declared: Transformer, mesh: Mesh, w: Transformer | None = None
+) -> State:
+    """The state before the first step; the same bits on every mesh.
+
+    w  weights to begin with; drawn from the seed if not given.
+    """
     shardings = shardings_of(abstract_state(config, declared, mesh))
-    w = weights.initialize(declared, mesh, config.train.seed)
+    if w is None:
+        w = weights.initialize(declared, mesh, config.train.seed)
     slots = jax.jit(optimizer(config, declared).init, out_shardings=shardings.optimizer)(w)
     zero, count, row = (jax.device_put(np.int32(0), shardings.step) for _ in range(3))
     return State(w, slots, zero, count, row)

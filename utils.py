@@ -178,6 +178,9 @@ class Run:
     dir: str = "runs"  # a run lives in DIR/NAME
     # auto continues a folder that has a checkpoint
     resume: Literal["auto", "never", "must"] = "auto"
+    # folder of another run, whose weights a new run begins with: --init runs/tiny in short
+    init: str = ""
+    init_step: int = 0  # of its checkpoint; 0 is the newest good one, which is then recorded here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +214,25 @@ class Config:
 
 # --- flags ----------------------------------------------------------------------------------------
 
+DESCRIPTION = (
+    "Train a sharded transformer. --config FILE.toml gives other defaults; --init FOLDER begins "
+    "with the weights of another run, and without --config with its [model]."
+)
+SHORT = {"--init": "--run.init"}
+
 
 def parse(
-    arguments: list[str] | None = None, others: tuple[str, ...] = (), checked: bool = True
+    arguments: list[str] | None = None,
+    others: tuple[str, ...] = (),
+    checked: bool = True,
+    model: Model | None = None,
 ) -> Config:
     """The config that `--config FILE` and the flags say: a flag wins over the file, the file over
     the default.
 
     others   flags that the program has beside these, to be named where one is unknown.
     checked  False leaves the call of `check` to the caller.
+    model    the default of [model] without `--config`.
 
     Raises ValueError for a flag, a key or a file that does not exist, and for values that no run
     can have.
@@ -227,12 +240,12 @@ def parse(
     import tyro  # late: what reads configs from files alone runs without it
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    default, arguments = _config_file(arguments)
+    default, arguments = _config_file(arguments, Config(model=model or Model()))
     config, unknown = tyro.cli(
         Config,
-        args=_switches(arguments),
+        args=_switches(_long(arguments)),
         default=default,
-        description="Train a sharded transformer. --config FILE.toml gives other defaults.",
+        description=DESCRIPTION,
         return_unknown_args=True,
         use_underscores=True,
     )
@@ -250,15 +263,21 @@ def parse(
     return config
 
 
-def _config_file(arguments: list[str]) -> tuple[Config, list[str]]:
-    """The defaults that `--config` names, and the arguments without it."""
+def _long(arguments: list[str]) -> list[str]:
+    """The arguments with flags that are in SHORT spelled out."""
+    split = (argument.partition("=") for argument in arguments)
+    return [SHORT.get(flag, flag) + equals + value for flag, equals, value in split]
+
+
+def _config_file(arguments: list[str], default: Config) -> tuple[Config, list[str]]:
+    """The defaults that `--config` names, or `default`, and the arguments without it."""
     for i, argument in enumerate(arguments):
         name, equals, path = argument.partition("=")
         if name == "--config":
             rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
             path = path if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
             return load(path), rest
-    return Config(), arguments
+    return default, arguments
 
 
 def _switches(arguments: list[str]) -> list[str]:
@@ -458,6 +477,7 @@ MAY_BE_ZERO = frozenset(
         "tokens",
         "first_step",
         "steps",
+        "init_step",
     ]
 )
 

@@ -110,9 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:
-    """The record with what follows from its loss: perplexity, and bits per byte of the text."""
-    loss, manifest = record["loss/val"], data.manifest
-    per_byte = loss / math.log(2) * manifest.tokens / manifest.text_bytes
+    """The record with what follows from its loss: perplexity, and bits per byte of the text that
+    the loss is of.
+    """
+    loss, m = record["loss/val"], data.manifest
+    tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
+    per_byte = loss / math.log(2) * tokens / m.text_bytes
     perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that was lost
     return record | {"perplexity": perplexity, "bits_per_byte": per_byte}
 

@@ -3,6 +3,11 @@
 Writes OUT/train and OUT/val, each with shard_00000.npy, shard_00001.npy, ... and an index.json,
 which is written last: a folder without one is not finished. What comes out depends on the source
 and the settings, not on the number of worker processes. dataset.py reads it.
+
+    python data/prepare.py --source chat.jsonl --chat --out data/chat
+
+Conversations (data/chat.py) get loss weights beside their tokens, shard_00000.weights.npy: 1 for
+answers and 0 for the rest, so that training and validation count answers only.
 """
 
 import contextlib
@@ -22,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -33,6 +38,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 # Run as a script, this folder is on the path and the one above it is not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data import chat
 from data.tokenizer import load_tokenizer, table_sha256
 from dataset import DOCUMENT_RULE, INDEX, Manifest, Shard, file_crc32c, prefetch, read_manifest
 
@@ -59,6 +65,7 @@ class Prepare:
     workers: int = 0  # processes that tokenize; 0 is one per core
     glob: str = "**/*"  # files of a folder to read; hidden ones are never read
     text_field: str = "text"  # field of a JSON line or Hugging Face row that holds the text
+    chat: bool = False  # lines or rows are conversations, of which only the answers are learned
     hf_name: str = ""  # configuration of the Hugging Face dataset; empty takes its default
     hf_split: str = "train"  # split of the Hugging Face dataset to read
     overwrite: bool = False  # replace what OUT holds, even if it is finished
@@ -69,6 +76,7 @@ class Document:
     name: str  # relative path; with :LINE for a line of a file
     text: str
     source_bytes: int  # read for it; 0 where that is not known
+    pieces: tuple[chat.Piece, ...] = ()  # of a conversation: its text, cut where weights change
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,9 +96,10 @@ def main(arguments: list[str] | None = None) -> None:
     check_not_empty(config, writers)
     for split, writer in writers.items():
         writer.finish(manifest(config, tokenizer, settings, writer))
+        answers = f" ({writer.learned_tokens:,} of answers)" if config.chat else ""
         print(
             f"{Path(config.out) / split}: {writer.documents:,} documents, {writer.tokens:,} "
-            f"tokens, {writer.text_bytes / writer.tokens:.2f} bytes per token, "
+            f"tokens{answers}, {writer.text_bytes / writer.learned_tokens:.2f} bytes per token, "
             f"{len(writer.manifest_shards)} shards"
         )
     seconds = time.perf_counter() - began
@@ -110,6 +119,14 @@ def check(config: Prepare) -> None:
             raise ValueError(
                 f"--{flag} {value} is too small: expected at least {least}. Leave it out."
             )
+    if config.chat and not config.source.startswith(HUGGING_FACE):
+        others = [path for path in source_files(config)[1] if path.suffix != ".jsonl"]
+        if others:
+            raise ValueError(
+                f"--chat reads conversations, a line of JSON each, and --source {config.source} "
+                f"has {others[0]}. Use --source chat.jsonl, or --glob '**/*.jsonl' for a folder; "
+                "without --chat it is plain text."
+            )
 
 
 # Sources
@@ -121,7 +138,7 @@ def documents(config: Prepare) -> Iterator[Document]:
         found = hugging_face(config)
     else:
         root, files = source_files(config)
-        found = (d for file in files for d in read_file(root, file, config.text_field))
+        found = (d for file in files for d in read_file(root, file, config))
     return (document for document in found if document.text)
 
 
@@ -150,7 +167,7 @@ def is_source(path: Path) -> bool:
     return not NOT_SOURCE.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
 
 
-def read_file(root: Path, path: Path, text_field: str) -> Iterator[Document]:
+def read_file(root: Path, path: Path, config: Prepare) -> Iterator[Document]:
     """A file of JSON lines is a document per line; any other file is one."""
     name = path.relative_to(root).as_posix()
     with path.open("rb") as content:
@@ -160,8 +177,9 @@ def read_file(root: Path, path: Path, text_field: str) -> Iterator[Document]:
             return
         for number, line in enumerate(content, start=1):
             if line.strip():
-                text = json_text(line, f"{path}:{number}", text_field)
-                yield Document(f"{name}:{number}", text, len(line))
+                place = f"{path}:{number}"
+                row = json_row(line, place)
+                yield document(f"{name}:{number}", row, place, len(line), config)
 
 
 def decode(data: bytes, path: Path) -> str:
@@ -174,14 +192,21 @@ def decode(data: bytes, path: Path) -> str:
         ) from error
 
 
-def json_text(line: bytes, place: str, text_field: str) -> str:
+def json_row(line: bytes, place: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except ValueError as error:
         raise ValueError(
             f"{place} is not a line of JSON ({error}): expected one object per line. Mend the line."
         ) from error
-    return row_text(row, place, text_field)
+
+
+def document(name: str, row: Any, place: str, source_bytes: int, config: Prepare) -> Document:
+    """Of a JSON line or Hugging Face row."""
+    if not config.chat:
+        return Document(name, row_text(row, place, config.text_field), source_bytes)
+    messages = chat.conversation(row, place)
+    return Document(name, chat.text(messages), source_bytes, tuple(chat.pieces(messages)))
 
 
 def row_text(row: Any, place: str, text_field: str) -> str:
@@ -211,8 +236,8 @@ def hugging_face(config: Prepare) -> Iterator[Document]:
             f"--hf-split and the network."
         ) from error
     for number, row in enumerate(rows):
-        text = row_text(row, f"{config.source} row {number}", config.text_field)
-        yield Document(f"{config.hf_split}:{number}", text, 0)
+        place = f"{config.source} row {number}"
+        yield document(f"{config.hf_split}:{number}", row, place, 0, config)
 
 
 def in_validation(number: int, share: float = Prepare.val_share) -> bool:
@@ -234,6 +259,8 @@ def describe(config: Prepare) -> dict[str, Any]:
     """What decides the documents and their order: settings; files' names, sizes and times."""
     settings = {name: value for name, value in vars(config).items() if name not in NOT_CONTENT}
     settings["validation_rule"] = VALIDATION_RULE
+    if settings.pop("chat"):  # folders of text have neither
+        settings["template"] = [chat.TEMPLATE, *map(list, chat.example())]
     if config.source == STDLIB:
         settings["python"] = sys.version.split()[0]
     if not config.source.startswith(HUGGING_FACE):
@@ -263,16 +290,22 @@ def tokenize(config: Prepare, tokenizer: tiktoken.Encoding) -> dict[str, "ShardW
         writers[folder.name] = ShardWriter(folder, config.shard_tokens, dtype)
     report = Report(config)
     with contextlib.closing(encoded(config)) as stream, report.progress:
-        for number, (ids, text_bytes, source_bytes) in enumerate(stream):
+        for number, found in enumerate(stream):
             split = "val" if in_validation(number, config.val_share) else "train"
-            writers[split].add(ids.astype(dtype), text_bytes)
-            report.add(len(ids), source_bytes)
+            writers[split].add(found.ids.astype(dtype), found.text_bytes, found.weights)
+            report.add(len(found.ids), found.source_bytes)
             if config.max_tokens and report.tokens >= config.max_tokens:
                 break
     return writers
 
 
-Encoded = tuple[np.ndarray, int, int]  # a document's ids, bytes of its text, bytes read for it
+class Encoded(NamedTuple):
+    """A document as it is written."""
+
+    ids: np.ndarray
+    weights: np.ndarray | None  # uint8; None where all are 1
+    text_bytes: int  # of the text with weight 1
+    source_bytes: int
 
 
 def encoded(config: Prepare) -> Iterator[Encoded]:
@@ -305,21 +338,49 @@ def batches(found: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(tokenizer: str, batch: list[Document]) -> list[Encoded]:
     """Runs in a worker, which loads the tokenizer once."""
     table = cached_tokenizer(tokenizer)
-    return [(*encode_document(table, d.text), d.source_bytes) for d in batch]
+    coded = []
+    for d in batch:
+        if d.pieces:
+            coded.append(Encoded(*encode_pieces(table, d.pieces), d.source_bytes))
+        else:
+            ids, text_bytes = encode_document(table, d.text)
+            coded.append(Encoded(ids, None, text_bytes, d.source_bytes))
+    return coded
 
 
 cached_tokenizer = functools.cache(load_tokenizer)
 
 
 def encode_document(tokenizer: tiktoken.Encoding, text: str) -> tuple[np.ndarray, int]:
-    """(ids of the text and then end-of-text, bytes of the text).
+    """(ids of the text and then end-of-text, bytes of the text)."""
+    ids = np.append(encode_text(tokenizer, text), np.uint32(tokenizer.eot_token))
+    return ids, byte_count(text)
 
-    What looks like a special token in the text is text: no document can end another one.
+
+def encode_pieces(
+    tokenizer: tiktoken.Encoding, pieces: tuple[chat.Piece, ...]
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """(ids of the pieces and then end-of-text, their loss weights, bytes of what has weight 1).
+
+    Each piece is tokenized by itself, so that no token has a part of a prompt and of an answer.
+    End-of-text ends the last piece, and has its weight.
     """
+    ids = [encode_text(tokenizer, text) for text, _ in pieces]
+    ids[-1] = np.append(ids[-1], np.uint32(tokenizer.eot_token))
+    weights = np.repeat([np.uint8(weight) for _, weight in pieces], [len(part) for part in ids])
+    text_bytes = sum(byte_count(text) for text, weight in pieces if weight)
+    return np.concatenate(ids), weights, text_bytes
+
+
+def encode_text(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
+    """What looks like a special token in the text is text: no document can end another one."""
     starts = range(0, len(text), PIECE_CHARACTERS)
     pieces = [tokenizer.encode_ordinary(text[start : start + PIECE_CHARACTERS]) for start in starts]
-    ids = np.fromiter((i for piece in pieces for i in piece), dtype=np.uint32)
-    return np.append(ids, np.uint32(tokenizer.eot_token)), len(text.encode(errors="replace"))
+    return np.fromiter((i for piece in pieces for i in piece), dtype=np.uint32)
+
+
+def byte_count(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 # Shards
@@ -327,7 +388,7 @@ def encode_document(tokenizer: tiktoken.Encoding, text: str) -> tuple[np.ndarray
 
 @dataclass
 class ShardWriter:
-    """Cuts a stream of tokens into shards of `shard_tokens`."""
+    """Cuts a stream of tokens, and of their loss weights, into shards of `shard_tokens`."""
 
     folder: Path
     shard_tokens: int
@@ -335,41 +396,61 @@ class ShardWriter:
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
+    learned_tokens: int = 0  # with weight 1
     buffered: int = 0
     buffer: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)  # of what is buffered; or none
     manifest_shards: list[Shard] = field(default_factory=list)
 
-    def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Append one document."""
+    def add(self, ids: np.ndarray, text_bytes: int, weights: np.ndarray | None = None) -> None:
+        """Append one document; all of a folder have weights, or none has."""
         self.documents += 1
         self.text_bytes += text_bytes
         self.tokens += len(ids)
+        self.learned_tokens += len(ids) if weights is None else int(weights.sum())
         while len(ids):
             room = self.shard_tokens - self.buffered
             self.buffer.append(ids[:room])
             self.buffered += len(ids[:room])
             ids = ids[room:]
+            if weights is not None:
+                self.weights.append(weights[:room])
+                weights = weights[room:]
             if self.buffered == self.shard_tokens:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered as one shard, under its own name only when it is whole."""
+        """Write what is buffered as one shard."""
         if not self.buffered:
             return
-        path = self.folder / f"shard_{len(self.manifest_shards):05d}.npy"
+        name = f"shard_{len(self.manifest_shards):05d}"
+        weights = self.write(f"{name}.weights.npy", self.weights) if self.weights else None
+        shard = self.write(f"{name}.npy", self.buffer)
+        self.manifest_shards.append(dataclasses.replace(shard, weights=weights))
+        self.buffer, self.weights, self.buffered = [], [], 0
+
+    def write(self, name: str, parts: list[np.ndarray]) -> Shard:
+        """One file, under its own name only when it is whole."""
+        path = self.folder / name
         partial = path.with_suffix(".npy.partial")
         with partial.open("wb") as file:
-            np.save(file, np.concatenate(self.buffer))
+            np.save(file, np.concatenate(parts))
         crc32c = file_crc32c(partial)
-        self.manifest_shards.append(Shard(path.name, self.buffered, partial.stat().st_size, crc32c))
+        shard = Shard(path.name, self.buffered, partial.stat().st_size, crc32c)
         os.replace(partial, path)
-        self.buffer, self.buffered = [], 0
+        return shard
 
     def finish(self, manifest: Manifest) -> None:
         """Write index.json, which says that the folder is whole."""
         partial = self.folder / f"{INDEX}.partial"
-        partial.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+        fields = dataclasses.asdict(manifest, dict_factory=without_none)
+        partial.write_text(json.dumps(fields, indent=1) + "\n")
         os.replace(partial, self.folder / INDEX)
+
+
+def without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """So that the index of a folder without loss weights is as it was before there were any."""
+    return {name: value for name, value in items if value is not None}
 
 
 def clear(folder: Path) -> None:
@@ -398,6 +479,8 @@ def manifest(
         shards=writer.manifest_shards,
         command=command(config),
         settings=settings,
+        template=chat.TEMPLATE if config.chat else None,
+        learned_tokens=writer.learned_tokens if config.chat else None,
     )
 
 
@@ -407,7 +490,8 @@ def command(config: Prepare) -> str:
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if value != item.default and item.name not in NOT_CONTENT:
-            words += [f"--{item.name.replace('_', '-')}", str(value)]
+            flag = f"--{item.name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
     return shlex.join(words)
 
 
@@ -432,7 +516,8 @@ def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256
             )
         # By size; the checksums are for whoever reads them.
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
-        whole = whole and all(sizes.get(shard.name) == shard.bytes for shard in found.shards)
+        files = [file for s in found.shards for file in (s, s.weights) if file]
+        whole = whole and all(sizes.get(file.name) == file.bytes for file in files)
     return whole
 
 

@@ -1,6 +1,5 @@
 """Whole runs: what they leave, how they continue, and what stops them before they start."""
 
-import dataclasses
 import gzip
 import itertools
 import json
@@ -11,11 +10,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import main
 import metrics
 import model
@@ -24,7 +21,7 @@ import train
 import utils
 from conftest import ROOT
 from planning import cost
-from tiny_run import FLAGS, Killed, start
+from tiny_run import FLAGS, Killed, arrays, losses, start
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +36,6 @@ def stopped_and_resumed(data, runs):
         patch.setattr(main.Loop, "_stop_if_lost", kill)
         start(data, runs, "resumed")
     return start(data, runs, "resumed")
-
-
-def losses(folder):
-    return [r["loss/train"] for r in metrics.read(folder / "metrics.jsonl") if "loss/train" in r]
-
-
-def weights_of(folder):
-    """Bytes of the last checkpoint's arrays, read back on one device."""
-    config = utils.load(folder / "config.toml")
-    config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
-    shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config))
-    saved = checkpoint.Checkpoints(folder / "checkpoints")
-    state = saved.restore(6, checkpoint.stored_shapes(shapes))
-    saved.close()
-    return [np.asarray(a) for a in jax.tree.leaves(state)]
 
 
 def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
@@ -87,7 +69,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
     assert losses(stopped_and_resumed) == losses(whole)
     samples = [(folder / "samples.jsonl").read_bytes() for folder in (stopped_and_resumed, whole)]
     assert samples[0] == samples[1]
-    for resumed, expected in zip(weights_of(stopped_and_resumed), weights_of(whole), strict=True):
+    for resumed, expected in zip(arrays(stopped_and_resumed, 6), arrays(whole, 6), strict=True):
         np.testing.assert_array_equal(resumed, expected)
 
 

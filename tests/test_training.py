@@ -199,6 +199,25 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
     assert np.abs(bias).max() > 5e-4
 
 
+def test_a_step_learns_from_targets_with_weight_alone_and_is_finite_without_any():
+    config, mesh, step = step_of("1x1x1", 1e-3)
+    one = batch(config, 0)
+    prompts = one["loss_weights"] == 0
+    assert 0.1 < prompts.mean() < 0.4
+    other = one | {"targets": np.where(prompts, one["targets"] // 2, one["targets"])}
+    nothing = one | {"loss_weights": np.zeros_like(one["loss_weights"])}
+    after = []
+    for made in (one, other, nothing):
+        state = train.initial_state(config, model.declare(config), mesh)
+        state, told = step(state, on_mesh(config, mesh, made))
+        after.append((flat(config, state), told))
+    jax.tree.map(np.testing.assert_array_equal, after[0][0], after[1][0])
+    (weights, slots), told = after[2]
+    assert (told["stats"].cross_entropy, told["stats"].z, told["skipped"]) == (0, 0, 0)
+    assert told["stats"].loss == told["stats"].balance > 0
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves((weights, slots)))
+
+
 def updated(config, grads, w):
     """What production's optimizer adds to the weights, before the learning rate, and its slots."""
     rule = train.optimizer(config, model.declare(config))

@@ -107,7 +107,8 @@ def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told
 
 
 def test_a_loss_that_is_not_finite_has_no_perplexity():
-    text = SimpleNamespace(manifest=SimpleNamespace(tokens=4, text_bytes=8))
+    manifest = SimpleNamespace(tokens=4, learned_tokens=None, text_bytes=8)
+    text = SimpleNamespace(manifest=manifest)
     assert validate.extended({"loss/val": 1e4}, text)["perplexity"] == math.inf
     assert math.isnan(validate.extended({"loss/val": math.nan}, text)["bits_per_byte"])
 

@@ -3,7 +3,16 @@
 The fixtures are in conftest.py: `whole` is this run, and it is made once.
 """
 
+import dataclasses
+
+import jax
+import numpy as np
+
+import checkpoint
 import main
+import metrics
+import model
+import train
 import utils
 
 TEXT = """
@@ -27,3 +36,18 @@ def start(data, runs, name, *flags):
     config = utils.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
     main.run(config)
     return runs / name
+
+
+def losses(folder):
+    return [r["loss/train"] for r in metrics.read(folder / "metrics.jsonl") if "loss/train" in r]
+
+
+def arrays(folder, step):
+    """Of a checkpoint, read back on one device."""
+    config = utils.load(folder / "config.toml")
+    config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
+    shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config))
+    saved = checkpoint.Checkpoints(folder / "checkpoints")
+    state = saved.restore(step, checkpoint.stored_shapes(shapes))
+    saved.close()
+    return [np.asarray(a) for a in jax.tree.leaves(state)]

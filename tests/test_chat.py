@@ -1,0 +1,363 @@
+"""Conversations to tokens and loss weights, by value, and runs that learn from answers alone."""
+
+import dataclasses
+import json
+import math
+import re
+
+import google_crc32c
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+import main
+import metrics
+import model
+import reference
+import train
+import utils
+import validate
+from common import canonical
+from data import chat, prepare
+from data.tokenizer import load_tokenizer
+from dataset import INDEX, Dataset, read_manifest
+from tiny_run import start
+
+TOKENIZER = load_tokenizer("sample")
+END_OF_TEXT = "<|endoftext|>"
+
+
+def says(role, content):
+    return {"role": role, "content": content}
+
+
+def rows():
+    """160 conversations: of one and two turns, with and without a system, some ending with a
+    question, some in the form with a prompt.
+    """
+    for n in range(160):
+        asked = [says("user", f"What is {n} + {3 * n}?\n"), says("assistant", f" {4 * n}, é.\n\n")]
+        if n % 4 == 1:
+            asked = [says("system", "Be brief."), *asked, says("user", ""), says("assistant", "!")]
+        if n % 4 == 2:
+            asked = [*asked, says("user", "And then?")]
+        if n % 4 == 3:
+            name = "answer" if n % 8 == 3 else "completion"
+            yield {"prompt": f"Count to {n}", name: " ".join(map(str, range(n % 9 + 1)))}
+        else:
+            yield {"messages": asked, "id": n}
+
+
+def answers(row):
+    """What is learned of a line, as text, taken apart without the code under test."""
+    if "prompt" in row:
+        return row.get("answer", row.get("completion")) + "<|end|>" + END_OF_TEXT
+    said = [m["content"] + "<|end|>" for m in row["messages"] if m["role"] == "assistant"]
+    return "".join(said) + END_OF_TEXT * (row["messages"][-1]["role"] == "assistant")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(source, out, *flags):
+    prepare.main(
+        ["--source", str(source), "--out", str(out), "--workers", "1", "--chat", *map(str, flags)]
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source") / "chat.jsonl", rows())
+
+
+@pytest.fixture(scope="module")
+def folder(source):
+    """OUT, in shards that end in the middle of a conversation."""
+    run(source, source.parent / "chat", "--val-share", 0.25, "--shard-tokens", 997)
+    return source.parent / "chat"
+
+
+def joined(folder, kind=""):
+    names = [s.name.replace(".npy", f"{kind}.npy") for s in read_manifest(folder).shards]
+    return np.concatenate([np.load(folder / name) for name in names])
+
+
+# What is written
+
+
+def test_the_template_is_text_cut_where_the_weight_changes():
+    messages = [("system", "s"), ("user", "u"), ("assistant", "a\n"), ("user", ""), ("user", "v")]
+    assert chat.pieces(messages) == [
+        ("<|system|>\ns<|end|>\n<|user|>\nu<|end|>\n<|assistant|>\n", 0),
+        ("a\n<|end|>", 1),
+        ("\n<|user|>\n<|end|>\n<|user|>\nv<|end|>", 0),
+    ]
+    assert chat.text(messages[:3]).endswith("\n<|assistant|>\na\n<|end|>")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder, split):
+    here = [r for n, r in enumerate(rows()) if prepare.in_validation(n, 0.25) == (split == "val")]
+    ids, weights = joined(folder / split), joined(folder / split, ".weights")
+    assert (weights.dtype, weights.shape) == (np.uint8, ids.shape)
+    assert set(weights) == {0, 1}
+    assert TOKENIZER.decode(ids[weights == 1].tolist()) == "".join(map(answers, here))
+    prompts = TOKENIZER.decode(ids[weights == 0].tolist())
+    for row in here:
+        for said in row.get("messages", []):
+            assert said["role"] == "assistant" or said["content"] in prompts
+    assert prompts.count("<|assistant|>\n") == sum(answers(r).count("<|end|>") for r in here)
+
+
+def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
+    prompt, rest = "<|user|>\nx<|end|>\n<|assistant|>\n", "\n\n y"
+    ids, weights, text_bytes = prepare.encode_pieces(TOKENIZER, ((prompt, 0), (rest, 1)))
+    asked = TOKENIZER.encode_ordinary(prompt)
+    assert ids.tolist() == [*asked, *TOKENIZER.encode_ordinary(rest), 4095]
+    assert weights.tolist() == [0] * len(asked) + [1] * (len(ids) - len(asked))
+    assert text_bytes == 4
+    byte_pairs = prepare.tiktoken.Encoding(
+        "x",
+        pat_str=r"(?s).+",  # one that would merge across
+        mergeable_ranks={bytes([b]): b for b in range(256)} | {b"ab": 256},
+        special_tokens={END_OF_TEXT: 257},
+    )
+    ids, weights, _ = prepare.encode_pieces(byte_pairs, (("a", 0), ("b", 1), ("a", 0)))
+    assert (ids.tolist(), weights.tolist()) == ([97, 98, 97, 257], [0, 1, 0, 0])
+
+
+def test_the_manifest_names_template_weights_and_what_is_learned(folder, source):
+    for split in ("train", "val"):
+        manifest = read_manifest(folder / split)
+        ids, weights = joined(folder / split), joined(folder / split, ".weights")
+        learned = TOKENIZER.decode(ids[weights == 1].tolist()).replace(END_OF_TEXT, "")
+        assert manifest.text_bytes == len(learned.encode())
+        assert manifest.learned_tokens == weights.sum() < manifest.tokens == len(ids)
+        assert manifest.template == manifest.settings["template"][0] == "plain"
+        assert manifest.settings["template"][2] == ["assistant<|end|>", 1]
+        assert f"--source {source} --val-share 0.25 --shard-tokens 997 --chat" in manifest.command
+        assert len(manifest.shards) > 1
+        for shard in manifest.shards:
+            content = (folder / split / shard.weights.name).read_bytes()
+            assert shard.weights.name == shard.name.replace(".npy", ".weights.npy")
+            assert (shard.weights.tokens, shard.weights.bytes) == (shard.tokens, len(content))
+            assert shard.weights.crc32c == f"{google_crc32c.value(content):08x}"
+
+
+def test_the_index_of_a_folder_of_text_is_as_it_was_before_there_were_weights(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    prepare.main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path), "--val-share", "0"])
+    index = json.loads((tmp_path / "train" / INDEX).read_text())
+    assert index.keys() == {
+        *("split", "tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text", "document_rule"),
+        *("dtype", "documents", "tokens", "text_bytes", "shards", "command", "settings"),
+    }
+    assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c"}
+    assert not index["settings"].keys() & {"chat", "template"}
+
+
+def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
+    source, folder, tmp_path, monkeypatch, capsys
+):
+    out, flags = tmp_path / "out", ("--val-share", 0)
+    run(source, out, *flags)
+    capsys.readouterr()
+    run(source, out, *flags)
+    assert "is already prepared" in capsys.readouterr().out
+    (out / "train" / "shard_00000.weights.npy").unlink()
+    run(source, out, *flags)
+    assert "prepared in" in capsys.readouterr().out
+    monkeypatch.setattr(chat, "END", "<|stop|>")
+    with pytest.raises(ValueError, match=r"made with another template, .*--overwrite"):
+        run(source, out, *flags)
+
+
+# Batches
+
+
+def test_a_batch_has_the_weights_of_its_targets_whatever_was_read_before(folder):
+    ids, weights = joined(folder / "train"), joined(folder / "train", ".weights")
+    data = Dataset(folder / "train", 32, sequences=8, seed=5)
+    starts = {tuple(ids[i * 32 :][:32]): i * 32 for i in range(data.windows)}
+    for step in (3, 0, 9):
+        found = data.rows(step, np.arange(8))
+        again = Dataset(folder / "train", 32, sequences=8, seed=5).rows(step, np.array([6, 1]))
+        assert found["loss_weights"].dtype == np.float32
+        np.testing.assert_array_equal(again["loss_weights"], found["loss_weights"][[6, 1]])
+        for row, targets, own in zip(
+            found["tokens"], found["targets"], found["loss_weights"], strict=True
+        ):
+            at = starts[tuple(row)] + 1
+            np.testing.assert_array_equal(targets, ids[at : at + 32])
+            np.testing.assert_array_equal(own, weights[at : at + 32])
+
+
+def copied(folder, tmp_path):
+    for path in (folder / "train").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def lose(path):
+    path.unlink()
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("harm", "what"), [(lose, "missing"), (shorten, "trunc"), (flip, "alter")])
+def test_weights_that_are_not_what_was_written_are_refused_by_name(folder, tmp_path, harm, what):
+    here = copied(folder, tmp_path)
+    harm(here / "shard_00001.weights.npy")
+    with pytest.raises(ValueError, match=rf"shard_00001.weights.npy is {what}.*--chat --out"):
+        Dataset(here, 32)
+
+
+@pytest.mark.parametrize("fault", ["one without", "other length"])
+def test_an_index_with_weights_of_some_tokens_is_refused(folder, tmp_path, fault):
+    here = copied(folder, tmp_path)
+    index = json.loads((here / INDEX).read_text())
+    if fault == "one without":
+        del index["shards"][1]["weights"]
+    else:
+        index["shards"][1]["weights"]["tokens"] -= 1
+    (here / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="loss weights are not of all tokens"):
+        Dataset(here, 32)
+
+
+def test_other_weights_are_other_data(folder):
+    manifest = read_manifest(folder / "train")
+    bare = [dataclasses.replace(shard, weights=None) for shard in manifest.shards]
+    assert dataclasses.replace(manifest, shards=bare).identity != manifest.identity
+
+
+def test_evaluation_windows_without_an_answer_are_refused(tmp_path):
+    long = {"prompt": "a b c d " * 400, "answer": "e"}
+    source = write(tmp_path / "chat.jsonl", [long])
+    run(source, tmp_path, "--val-share", 1)
+    flags = ["--data.val", str(tmp_path / "val"), "--train.sequence_length", "32"]
+    with pytest.raises(ValueError, match=r"hold prompts alone, .*more of its \d+ windows"):
+        validate.dataset.open_validation(utils.parse([*flags, "--eval.sequences", "16"]))
+
+
+# What is learned
+
+
+@pytest.fixture(scope="module")
+def flags(folder):
+    return ["--data.train", str(folder / "train"), "--data.val", str(folder / "val")]
+
+
+def mean_over_answers(tree, batch, config, folder):
+    """Of the reference's losses of single tokens, by the weights as the files have them."""
+    ids, weights = joined(folder), joined(folder, ".weights")
+    every = range(0, len(ids) - 32, 32)
+    starts = {tuple(ids[i : i + 32]): i + 1 for i in every}
+    counted = np.stack([weights[starts[tuple(row)] :][:32] for row in batch["tokens"]]) == 1
+    assert 0.2 < counted.mean() < 0.8
+    alone = jax.jit(
+        lambda tree, tokens: reference.logits(tree, tokens, config.model),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    logits = np.asarray(alone(tree, batch["tokens"]), np.float64)
+    top = logits.max(-1)
+    log_z = np.log(np.exp(logits - top[..., None]).sum(-1)) + top
+    losses = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    return losses[counted].mean()
+
+
+def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
+    whole, folder, flags, capsys
+):
+    capsys.readouterr()
+    validate.main(["--run", str(whole), "--json", *flags[2:]])
+    found = json.loads(capsys.readouterr().out)
+    config = utils.load(whole / "config.toml")
+    shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config)).weights
+    tree = canonical(config, checkpoint.weights_of(whole, 6, shapes)[1])
+    batch = Dataset(folder / "val", 32, shuffle=False).eval_rows(np.arange(16), 16)
+    expected = mean_over_answers(tree, batch, config, folder / "val")
+    assert found["loss/val"] == pytest.approx(expected, rel=2e-5)
+    ids, weights = joined(folder / "val"), joined(folder / "val", ".weights")
+    text = TOKENIZER.decode(ids[weights == 1].tolist()).replace(END_OF_TEXT, "")
+    bits = found["loss/val"] / math.log(2) * weights.sum() / len(text.encode())
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_a_run_trains_on_the_mean_over_answers(flags, folder, runs):
+    extra = "--train.steps 1 --checkpoint.every_steps 0 --sample.prompts"
+    run_folder = start(flags, runs, "answers", *extra.split())
+    [first, evaluation] = metrics.read(run_folder / "metrics.jsonl")
+    config = utils.load(run_folder / "config.toml")
+    state = main.begin(config, model.declare(config), train.make_mesh(config), None)
+    batch = Dataset(folder / "train", 32, sequences=8).rows(0, np.arange(8))
+    tree = canonical(config, state.weights)
+    expected = mean_over_answers(tree, batch, config, folder / "train")
+    assert first["loss/cross_entropy"] == pytest.approx(expected, rel=2e-5)
+    assert first["tokens"] == 8 * 32 and math.isfinite(evaluation["loss/val"])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "id": 1}, r"has the fields text, id; expected \{\"messages\""),
+        ({}, "has the fields none"),
+        (["a"], "it has list"),
+        ({"messages": "a"}, "is no conversation: it has the fields messages"),
+        ({"prompt": "a"}, "it has the fields prompt"),
+        ({"prompt": 1, "answer": "a"}, r"it has role \(str\), content \(int\)"),
+        ({"messages": ["a"]}, "without a role and a content that are text; it has str"),
+        ({"messages": [{"role": "user"}]}, r"it has role \(str\)"),
+        ({"messages": [says("assistant", None)]}, r"content \(NoneType\)"),
+        ({"messages": [says("human", "a")]}, "role 'human': expected one of system, user, assist"),
+        ({"messages": [says("user", "a"), says("assistant", " \n")]}, "an empty answer"),
+        ({"prompt": "a", "completion": ""}, "an empty answer"),
+        ({"messages": [says("user", "a")]}, r"no message of the role assistant \(roles: user\)"),
+        ({"messages": []}, r"\(roles: none\)"),
+        ({"prompt": "a<|end|>", "answer": "b"}, r"has <\|end\|> in a message of the role user"),
+        ({"prompt": "a", "answer": "<|user|>"}, r"<\|user\|> in a message of the role assistant"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_refused_by_file_and_line(tmp_path, row, message):
+    source = write(tmp_path / "chat.jsonl", [{"prompt": "a", "answer": "b"}, row])
+    with pytest.raises(ValueError) as refused:
+        run(source, tmp_path / "out")
+    assert str(refused.value).startswith(f"{source}:2 ")
+    assert re.search(message, str(refused.value)), refused.value
+    assert "\n" not in str(refused.value)
+    assert not list((tmp_path / "out").rglob(INDEX))
+
+
+def test_a_source_of_other_files_than_json_lines_is_refused(tmp_path):
+    write(tmp_path / "chat.jsonl", rows())
+    (tmp_path / "notes.txt").write_text("a")
+    for source in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ValueError, match=r"notes.txt. Use --source chat.jsonl, or --glob"):
+            run(source, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"--source python-stdlib has .*py"):
+        run("python-stdlib", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path, tmp_path / "out", "--glob", "*.jsonl")
+
+
+def test_rows_of_a_hugging_face_dataset_may_be_conversations(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write(folder / "train.jsonl", [{"messages": [says("user", "a"), says("assistant", "b")]}] * 3)
+    run(f"hf:{folder}", tmp_path / "out", "--val-share", 0)
+    ids, weights = (joined(tmp_path / "out" / "train", kind) for kind in ("", ".weights"))
+    assert TOKENIZER.decode(ids[weights == 1].tolist()) == ("b<|end|>" + END_OF_TEXT) * 3
