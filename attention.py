@@ -54,8 +54,9 @@ def attend(
     v_bSnW: jax.Array,
     segments_bS: jax.Array | None,
     implementation: str,
+    scale: float,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(A)) v over earlier positions of the same segment -> [b, T, n, W].
+    """softmax(scale q k^T) v over earlier positions of the same segment -> [b, T, n, W].
 
     Named "attention" for train.remat, with what a kernel's backward pass needs beside it.
 
@@ -63,7 +64,7 @@ def attend(
                  document. With T < S (XLA only) the queries are the last T positions.
     """
     function = {"xla": _xla, "splash": kernels.splash}[implementation]
-    return function(q_bTnA, k_bSnA, v_bSnW, segments_bS)
+    return function(q_bTnA, k_bSnA, v_bSnW, segments_bS, scale)
 
 
 def _mask(T: int, S: int, segments_bS: jax.Array | None) -> jax.Array:
@@ -77,7 +78,9 @@ def _mask(T: int, S: int, segments_bS: jax.Array | None) -> jax.Array:
     return causal & same
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+def _xla(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(
         "bTnA,bSnA->bnTS", q, k, precision=precision, preferred_element_type=jnp.float32
@@ -85,6 +88,6 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -
     # Added rather than selected: the backward pass of an addition needs no copy of the mask.
     bias = jnp.where(_mask(q.shape[1], k.shape[1], segments), 0.0, MASKED)
     # float32: the sum of up to S exponentials.
-    probs_bnTS = jax.nn.softmax(scores_bnTS * q.shape[-1] ** -0.5 + bias).astype(v.dtype)
+    probs_bnTS = jax.nn.softmax(scores_bnTS * scale + bias).astype(v.dtype)
     out_bTnW = jnp.einsum("bnTS,bSnW->bTnW", probs_bnTS, v, precision=precision)
     return checkpoint_name(out_bTnW, "attention")

@@ -38,6 +38,7 @@ from model import (
     rms_norm,
     rotate,
     route,
+    score_scale,
     slice_logits,
     swiglu,
 )
@@ -129,15 +130,14 @@ def attention(
     Sends  psum(tensor) of [b, T, D].
     """
     position_bT = positions(past, x_bTD.shape[1])
-    turn = partial(rotate, theta=m.rope_theta, position_bT=position_bT) if rope else lambda x: x
+    turn = partial(rotate, m=m, position_bT=position_bT) if rope else lambda x: x
     query_bTQ, latent_bTC, key_bTR = latents(w, x_bTD, m)
     new_bTA = jnp.concatenate([latent_bTC, turn(key_bTR[:, :, None])[:, :, 0]], axis=-1)
     q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, w.query.up)
     q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
     to_key_CnH, to_value_CnW = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=-1)
     q_bTnC = matmul("bTnH,CnH->bTnC", q_bTnH, to_key_CnH)
-    # Scores are divided by the width of what a key would be.
-    q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1) * q_bTnX.shape[-1] ** -0.5
+    q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1) * score_scale(m)
     y_bTnC = attend(q_bTnA, new_bTA, past, layer, m.kv_lora_rank)
     y_bTnW = matmul("bTnC,CnW->bTnW", y_bTnC, to_value_CnW)
     part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)

@@ -54,13 +54,15 @@ class Kernel(NamedTuple):
     backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
 
 
-def splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+def splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
     """The kernel for TPUs that ships with jax; queries and keys may be wider than values."""
     T = k.shape[1]
     assert q.shape[1] == T and T % LANES == 0, "see attention.chosen"
     # The kernel leaves the scale to its caller. In bfloat16 it is rounded with the queries, by as
     # much as they are already.
-    arrays = q * q.shape[-1] ** -0.5, k, v, () if segments is None else (segments,)
+    arrays = q * scale, k, v, () if segments is None else (segments,)
     # What is the same on some ranks, as segments are over tensor, meets there what is not.
     return _call(splash_kernel(q.shape[2], T), *vary(arrays, varying(arrays)))
 

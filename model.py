@@ -10,6 +10,7 @@ Letters. UPPER case is a whole dimension, lower case this rank's slice of it:
     N heads            H head width without position              R rotary width, A = H + R
     W value width      Q query latent        C key-value latent
     F hidden width     E experts             K experts per token  G hidden width of an expert
+    Z groups of experts
 Words: `slots` is room at an expert, `part_x` a value that ranks still have to add up.
 """
 
@@ -340,19 +341,62 @@ def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
 
 
 # guide: rope
-def rotate(x_bTnR: jax.Array, theta: float, position_bT: jax.Array | None = None) -> jax.Array:
-    """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * theta^(-2i/R);
+def frequencies(m: utils.Model) -> jax.Array:
+    """[R/2] angles from one position to the next: theta^(-2i/R) for pair i.
+
+    With YaRN (arXiv:2309.00071, section 3.2), over rope_factor where a pair turns less often than
+    rope_beta_slow in the original context, as they are where it turns more often than
+    rope_beta_fast, and in between a mixture, linear in i.
+    """
+    R, theta = m.qk_rope_head_dim, m.rope_theta
+    half = R // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if m.rope_factor == 1:
+        return frequency
+
+    def pair(turns: float) -> float:
+        """i of the pair that turns so often in the original context."""
+        return R * math.log(m.rope_original_length / (turns * math.tau)) / (2 * math.log(theta))
+
+    # Rounded and bounded as DeepSeek's code does: a checkpoint was trained with just these.
+    first, last = math.floor(pair(m.rope_beta_fast)), math.ceil(pair(m.rope_beta_slow))
+    first, last = max(first, 0), min(last, R - 1)
+    slowed = (jnp.arange(half, dtype=jnp.float32) - first) / (last - first or 0.001)
+    slowed = jnp.clip(slowed, 0.0, 1.0)
+    return frequency * (1 - slowed) + frequency / m.rope_factor * slowed
+
+
+def temperature(m: utils.Model, mscale: float) -> float:
+    """1 + mscale / 10 * log(rope_factor): YaRN's sqrt(1/t) (arXiv:2309.00071, section 3.4)."""
+    return 1 + 0.1 * mscale * math.log(m.rope_factor)
+
+
+def rotary_factor(m: utils.Model) -> float:
+    """What queries and keys with position grow by."""
+    if m.rope_mscale and m.rope_mscale_all_dim:
+        return temperature(m, m.rope_mscale) / temperature(m, m.rope_mscale_all_dim)
+    return temperature(m, 1.0)
+
+
+def score_scale(m: utils.Model) -> float:
+    """What scores are multiplied by: 1 / sqrt(H + R), and YaRN's 1/t."""
+    width = m.qk_nope_head_dim + m.qk_rope_head_dim
+    return width**-0.5 * temperature(m, m.rope_mscale_all_dim) ** 2
+
+
+def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None = None) -> jax.Array:
+    """Rotary embedding (arXiv:2104.09864): pair (i, i + R/2) turned by position * frequency;
     float32 for large positions.
 
     position_bT  0, 1, ... if not given.
     """
-    half = x_bTnR.shape[-1] // 2
     if position_bT is None:
         position_bT = jnp.arange(x_bTnR.shape[1])[None]
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = frequencies(m)
     turns = position_bT.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     angle = turns[:, :, None, :]
-    a, b = jnp.split(x_bTnR.astype(jnp.float32), 2, axis=-1)
+    x32, factor = x_bTnR.astype(jnp.float32), rotary_factor(m)
+    a, b = jnp.split(x32 if factor == 1 else x32 * factor, 2, axis=-1)
     turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
     return jnp.concatenate(turned, axis=-1).astype(x_bTnR.dtype)
 
@@ -369,11 +413,12 @@ def latents(
     latent_btC, key_btR = jnp.split(
         matmul("btD,DC->btC", h_btD, w.kv_down), [m.kv_lora_rank], axis=-1
     )
-    latent_btC = rms_norm(latent_btC, w.kv_norm, m.norm_epsilon)
+    epsilon = m.latent_norm_epsilon or m.norm_epsilon
+    latent_btC = rms_norm(latent_btC, w.kv_norm, epsilon)
     if not m.q_lora_rank:
         return h_btD, latent_btC, key_btR
     query_btQ = matmul("btD,DQ->btQ", h_btD, w.query.down)
-    return rms_norm(query_btQ, w.query.norm, m.norm_epsilon), latent_btC, key_btR
+    return rms_norm(query_btQ, w.query.norm, epsilon), latent_btC, key_btR
 
 
 @jax.named_scope("attention")
@@ -400,11 +445,12 @@ def attention(
     q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
     key_bT1R = key_bTR[:, :, None, :]
     if rope:
-        q_bTnR, key_bT1R = rotate(q_bTnR, m.rope_theta), rotate(key_bT1R, m.rope_theta)
+        q_bTnR, key_bT1R = rotate(q_bTnR, m), rotate(key_bT1R, m)
     key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
     q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
     k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
-    y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention)  # kept as "attention"
+    # Kept as "attention".
+    y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention, score_scale(m))
 
     # n contracted: each tensor rank has its heads' part.
     part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)
@@ -459,12 +505,27 @@ def route(w: Moe, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Arra
     logits_btE = matmul("btD,DE->btE", h_btD.astype(jnp.float32), w.router)
     scores_btE = jax.nn.sigmoid(logits_btE) if m.scores == "sigmoid" else jax.nn.softmax(logits_btE)
     bias_E = jnp.expand_dims(w.bias, (0, 1))
-    _, choice_btK = lax.top_k(lax.stop_gradient(scores_btE + bias_E), m.experts_per_token)
+    ranking_btE = lax.stop_gradient(scores_btE + bias_E)
+    if m.groups_per_token < m.expert_groups:
+        ranking_btE = best_groups(ranking_btE, m)
+    _, choice_btK = lax.top_k(ranking_btE, m.experts_per_token)
     weight_btK = jnp.take_along_axis(scores_btE, choice_btK, axis=-1)
     if m.normalize_weights:
         weight_btK /= weight_btK.sum(-1, keepdims=True) + 1e-20
     share_btE = scores_btE / scores_btE.sum(-1, keepdims=True)
     return share_btE, choice_btK, weight_btK * m.routed_scaling_factor
+
+
+def best_groups(ranking_btE: jax.Array, m: utils.Model) -> jax.Array:
+    """The ranking in each token's best groups, and -inf in the others: a group is ranked by the sum
+    of its two best experts (arXiv:2412.19437, section 2.1.2).
+    """
+    ranking_btZe = ranking_btE.reshape(*ranking_btE.shape[:2], m.expert_groups, -1)
+    two_btZ2, _ = lax.top_k(ranking_btZe, 2)
+    _, best_btk = lax.top_k(two_btZ2.sum(-1), m.groups_per_token)
+    groups = jnp.arange(m.expert_groups, dtype=best_btk.dtype)[None, None, :, None]
+    seen_btZ = (best_btk[:, :, None, :] == groups).any(-1)
+    return jnp.where(seen_btZ[..., None], ranking_btZe, -jnp.inf).reshape(ranking_btE.shape)
 
 
 @jax.named_scope("balance")

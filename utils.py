@@ -76,11 +76,25 @@ class Model:
     qk_rope_head_dim: int = 32
     v_head_dim: int = 64  # W: width of a value head
     rope_theta: float = 10000.0  # longest wavelength of the rotary embedding, in tokens / 2 pi
+    # YaRN (arXiv:2309.00071): the context is extended by this factor; 1 is plain rope
+    rope_factor: float = 1.0
+    rope_original_length: int = 4096  # context that YaRN extends, in tokens
+    # a pair of columns that turns more often than this in the original context stays as it is
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0  # one that turns less often is slowed by the whole factor
+    # rotated queries and keys are multiplied by 1 + mscale / 10 * log(factor), over the same with
+    # mscale_all_dim; by 1 + log(factor) / 10 where one of the two is 0
+    rope_mscale: float = 1.0
+    # scores are multiplied by (1 + mscale_all_dim / 10 * log(factor))^2
+    rope_mscale_all_dim: float = 1.0
     rope_in_moe_layers: bool = True  # without it, attention in layers with experts sees no position
     hidden: int = 688  # F of the dense layers' SwiGLU
     expert_hidden: int = 688  # F of each expert's SwiGLU
     experts: int = 8  # E: routed experts in each MoE layer
     experts_per_token: int = 2  # K
+    # equal groups that the experts are in (arXiv:2412.19437, section 2.1.2)
+    expert_groups: int = 1
+    groups_per_token: int = 1  # best groups, of which a token's K experts are chosen
     # experts that every token passes through; one SwiGLU of their summed width
     shared_experts: int = 1
     scores: Literal["sigmoid", "softmax"] = "sigmoid"  # how router logits become scores
@@ -99,6 +113,8 @@ class Model:
     dropout: float = 0.0  # share of each layer's output that is zeroed in training
     tied: bool = True  # the output matrix is the embedding
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
+    # the same in the RMSNorms of latents, of queries and of keys and values; 0 takes norm_epsilon
+    latent_norm_epsilon: float = 0.0
     # of matmuls and activations; weights are float32 at rest
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # kernel; auto is splash on a TPU in bfloat16, for sequences of a multiple of 128, else XLA
@@ -373,6 +389,8 @@ HUGGING_FACE = {
     "n_routed_experts": "model.experts",
     "num_experts_per_tok": "model.experts_per_token",
     "n_shared_experts": "model.shared_experts",
+    "n_group": "model.expert_groups",
+    "topk_group": "model.groups_per_token",
     "scoring_func": "model.scores",
     "norm_topk_prob": "model.normalize_weights",
     "topk_method": "model.router_bias_speed",
@@ -380,14 +398,17 @@ HUGGING_FACE = {
     "rms_norm_eps": "model.norm_epsilon",
     "tie_word_embeddings": "model.tied",
     "vocab_size": "model.vocabulary",
+    "rope_scaling": "model.rope_factor and model.rope_original_length and model.rope_beta_fast and "
+    "model.rope_beta_slow and model.rope_mscale and model.rope_mscale_all_dim",
+    "original_max_position_embeddings": "model.rope_original_length",
     "max_position_embeddings": "train.sequence_length",
     "torch_dtype": "model.compute_dtype",
     "dtype": "model.compute_dtype",
 }
 NOT_HERE = frozenset(
-    ["n_group", "topk_group", "num_nextn_predict_layers", "num_key_value_heads", "rope_scaling",
-     "attention_bias", "attention_dropout", "hidden_act", "initializer_range", "seq_aux",
-     "head_dim", "rope_interleave", "model_type", "architectures", "use_cache"]
+    ["num_nextn_predict_layers", "num_key_value_heads", "attention_bias", "attention_dropout",
+     "hidden_act", "initializer_range", "seq_aux", "head_dim", "rope_interleave", "model_type",
+     "architectures", "use_cache"]
 )  # fmt: skip
 
 
@@ -439,11 +460,9 @@ def check(config: Config) -> None:
             f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotation takes pairs. Use "
             f"{m.qk_rope_head_dim + 1}."
         )
-    if m.moe_layers and m.experts_per_token > m.experts:
-        raise ValueError(
-            f"--model.experts_per_token {m.experts_per_token} is more than --model.experts "
-            f"{m.experts}. Use {m.experts} or less."
-        )
+    check_rope(m)
+    if m.moe_layers:
+        check_experts(m)
     multiples = [
         (
             "train.sequences",
@@ -480,6 +499,56 @@ MAY_BE_ZERO = frozenset(
         "init_step",
     ]
 )
+
+
+def check_rope(m: Model) -> None:
+    """Raises ValueError for frequencies that YaRN cannot make."""
+    if m.rope_factor < 1:
+        raise ValueError(
+            f"--model.rope_factor {m.rope_factor} is below 1, and YaRN makes contexts longer. Use "
+            "1.0, which is plain rope, or more."
+        )
+    if m.rope_factor == 1:
+        return
+    if not 0 < m.rope_beta_slow <= m.rope_beta_fast:
+        raise ValueError(
+            f"--model.rope_beta_slow {m.rope_beta_slow} with --model.rope_beta_fast "
+            f"{m.rope_beta_fast}: both count turns in the original context, the first above 0 and "
+            "not above the second. Use --model.rope_beta_slow 1.0 --model.rope_beta_fast 32.0."
+        )
+    if m.rope_theta <= 1:
+        raise ValueError(
+            f"--model.rope_theta {m.rope_theta} is not above 1, and YaRN needs pairs that turn "
+            "slower and slower. Use --model.rope_theta 10000.0."
+        )
+
+
+def check_experts(m: Model) -> None:
+    """Raises ValueError for choices of experts that no token can make."""
+    if m.experts_per_token > m.experts:
+        raise ValueError(
+            f"--model.experts_per_token {m.experts_per_token} is more than --model.experts "
+            f"{m.experts}. Use {m.experts} or less."
+        )
+    if m.expert_groups > 1 and (m.experts % m.expert_groups or m.experts < 2 * m.expert_groups):
+        cuts = [n for n in range(1, m.expert_groups) if m.experts % n == 0 and m.experts >= 2 * n]
+        raise ValueError(
+            f"--model.expert_groups {m.expert_groups} with --model.experts {m.experts}: groups are "
+            "equal, and have 2 experts or more, as the sum of the two best is a group's score. Use "
+            f"--model.expert_groups {max(cuts, default=1)}."
+        )
+    if m.groups_per_token > m.expert_groups:
+        raise ValueError(
+            f"--model.groups_per_token {m.groups_per_token} is more than --model.expert_groups "
+            f"{m.expert_groups}. Use {m.expert_groups} or less."
+        )
+    each = m.experts // m.expert_groups
+    if m.experts_per_token > m.groups_per_token * each:
+        raise ValueError(
+            f"--model.experts_per_token {m.experts_per_token} is more than the experts in "
+            f"--model.groups_per_token {m.groups_per_token}, {each} in each group. Use "
+            f"--model.groups_per_token {-(-m.experts_per_token // each)}."
+        )
 
 
 def check_attention(config: Config) -> None:

@@ -26,16 +26,32 @@ SIZES = {
     "qk_rope_head_dim": 14,
     "v_head_dim": 9,
     "rope_theta": 100.0,
+    "rope_factor": 1.0,
     "hidden": 44,
     "expert_hidden": 28,
     "experts": 8,
     "experts_per_token": 2,
+    "expert_groups": 1,
+    "groups_per_token": 1,
     "routed_scaling_factor": 1.7,
     "capacity_factor": 4.0,
     "eval_capacity_factor": 4.0,
-    "norm_epsilon": 1e-6,  # transformers gives the latents' norms this one whatever its config says
+    "norm_epsilon": 1e-6,
+    "latent_norm_epsilon": 1e-6,  # transformers' own, whatever its config says
     "compute_dtype": "float32",
 }
+
+
+# Of 7 rotary pairs (6, 2) two (two, one) stay as they are; three (two, one) are slowed in part.
+YARN = {
+    "rope_factor": 8.0,
+    "rope_original_length": 64,
+    "rope_beta_fast": 4.0,
+    "rope_beta_slow": 0.5,
+    "rope_mscale": 0.7,
+    "rope_mscale_all_dim": 1.3,
+}
+GROUPS = {"experts": 12, "experts_per_token": 3, "expert_groups": 3, "groups_per_token": 2}
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,10 @@ CASES = {
     "prefix_query_latent_two_shared": case(0, prefix=3, query=22, shared=2),
     "interleaved_tied": case(0, prefix=3, query=22, shared=1, interleaved=True, tied=True),
     "weights_not_normalized": case(2, prefix=0, query=0, shared=1, normalize_weights=False),
+    "yarn_groups": case(1, prefix=3, query=22, shared=1, norm_epsilon=0.02, **YARN, **GROUPS),
+    "yarn_no_mscale": case(
+        0, prefix=0, query=0, shared=1, interleaved=True, **YARN | {"rope_mscale_all_dim": 0.0}
+    ),
 }
 
 

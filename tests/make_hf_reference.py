@@ -32,15 +32,15 @@ def config(case):
         qk_nope_head_dim=m.qk_nope_head_dim,
         qk_rope_head_dim=m.qk_rope_head_dim,
         v_head_dim=m.v_head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta},
+        rope_parameters=rope_parameters(m),
         rope_interleave=case.interleaved,
         intermediate_size=m.hidden,
         moe_intermediate_size=m.expert_hidden,
         n_routed_experts=m.experts,
         n_shared_experts=m.shared_experts,
         num_experts_per_tok=m.experts_per_token,
-        n_group=1,
-        topk_group=1,
+        n_group=m.expert_groups,
+        topk_group=m.groups_per_token,
         norm_topk_prob=m.normalize_weights,
         routed_scaling_factor=m.routed_scaling_factor,
         rms_norm_eps=m.norm_epsilon,
@@ -49,6 +49,21 @@ def config(case):
         attn_implementation="eager",
         experts_implementation="eager",
     )
+
+
+def rope_parameters(m):
+    if m.rope_factor == 1:
+        return {"rope_type": "default", "rope_theta": m.rope_theta}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": m.rope_theta,
+        "factor": m.rope_factor,
+        "original_max_position_embeddings": m.rope_original_length,
+        "beta_fast": m.rope_beta_fast,
+        "beta_slow": m.rope_beta_slow,
+        "mscale": m.rope_mscale,
+        "mscale_all_dim": m.rope_mscale_all_dim,
+    }
 
 
 def rotary_columns(case):
@@ -122,9 +137,22 @@ def state_dict(weights, case):
 
 
 def margin(gate, logits):
-    """The least distance, over tokens, between the last score chosen and the first one not."""
-    ranked = (logits.sigmoid() + gate.e_score_correction_bias).sort(dim=-1, descending=True).values
-    return float((ranked[:, gate.top_k - 1] - ranked[:, gate.top_k]).min())
+    """The least distance, over tokens, between the last choice and what is next, of groups and of
+    experts.
+    """
+    ranking = logits.sigmoid() + gate.e_score_correction_bias
+    groups = ranking.unflatten(-1, (gate.num_group, -1))
+    scores = groups.topk(2).values.sum(-1)
+    lost, last = next_and_last(scores, gate.topk_group)
+    seen = groups.where((scores >= last[:, None])[..., None], -torch.inf)
+    next_expert, last_expert = next_and_last(seen.flatten(1), gate.top_k)
+    return float(torch.cat([last - lost, last_expert - next_expert]).min())
+
+
+def next_and_last(scores, k):
+    """The score after the k highest, -inf if there is none, and the last of these."""
+    ranked = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).sort(descending=True).values
+    return ranked[:, k], ranked[:, k - 1]
 
 
 @torch.no_grad()

@@ -26,13 +26,38 @@ def rms_norm(x, scale, epsilon):
     return x / jnp.sqrt(mean_square + epsilon) * jnp.broadcast_to(scale, x.shape)
 
 
-def rotate(x_BTNR, theta):
-    """Turn each pair (x_i, x_{i + R/2}) by position * theta^(-2i/R)."""
-    _, T, _, R = x_BTNR.shape
-    frequency = theta ** (-jnp.arange(0, R, 2, dtype=x_BTNR.dtype) / R)
+def frequencies(model):
+    """theta^(-2i/R) of each pair i; YaRN slows those that turn seldom in the original context
+    (arXiv:2309.00071, section 3.2).
+    """
+    R = model.qk_rope_head_dim
+    frequency = model.rope_theta ** (-2 * np.arange(R) / R)  # of twice as many pairs as there are
+    turns = model.rope_original_length * frequency / (2 * np.pi)
+    first = max([i for i in range(R) if turns[i] >= model.rope_beta_fast], default=0)
+    last = min([i for i in range(R) if turns[i] <= model.rope_beta_slow], default=R - 1)
+    slowed = np.interp(np.arange(R), [first, max(last, first + 0.001)], [0.0, 1.0])
+    return (frequency * (1 - slowed + slowed / model.rope_factor))[: R // 2]
+
+
+def mscale(model, factor):
+    """0.1 factor log(rope_factor) + 1 (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * factor * np.log(model.rope_factor) + 1
+
+
+def rotary_factor(model):
+    """What YaRN multiplies rotated queries and keys by."""
+    both = model.rope_mscale, model.rope_mscale_all_dim
+    return mscale(model, both[0]) / mscale(model, both[1]) if all(both) else mscale(model, 1)
+
+
+def rotate(x_BTNR, model):
+    """Turn each pair (x_i, x_{i + R/2}) by position * frequency."""
+    T = x_BTNR.shape[1]
+    frequency = jnp.asarray(frequencies(model), x_BTNR.dtype)
     angle = jnp.outer(jnp.arange(T, dtype=x_BTNR.dtype), frequency)[None, :, None, :]
     first, second = jnp.split(x_BTNR, 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    factor = float(rotary_factor(model))
+    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -44,21 +69,28 @@ def queries(w, h_BTD, epsilon):
     return einsum("BTQ,QNA->BTNA", latent_BTQ, w["up"])
 
 
+def latent_epsilon(model):
+    """Of the norms of latents."""
+    return model.latent_norm_epsilon or model.norm_epsilon
+
+
 def attention(w, x_BTD, model, segments_BT, rotary):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1), without the residual."""
     H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
+    epsilon = latent_epsilon(model)
     h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
-    q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, model.norm_epsilon), [H], axis=-1)
+    q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, epsilon), [H], axis=-1)
     kv_down = einsum("BTD,DZ->BTZ", h_BTD, w["kv_down"])
     latent_BTC, k_rope = jnp.split(kv_down, [model.kv_lora_rank], axis=-1)
-    latent_BTC = rms_norm(latent_BTC, w["kv_norm"], model.norm_epsilon)
+    latent_BTC = rms_norm(latent_BTC, w["kv_norm"], epsilon)
     k_nope, v_BTNW = jnp.split(einsum("BTC,CNZ->BTNZ", latent_BTC, w["kv_up"]), [H], axis=-1)
     k_rope = k_rope[:, :, None, :]  # one key for all heads
     if rotary:
-        q_rope, k_rope = rotate(q_rope, model.rope_theta), rotate(k_rope, model.rope_theta)
+        q_rope, k_rope = rotate(q_rope, model), rotate(k_rope, model)
     scores = einsum("BTNH,BSNH->BNTS", q_nope, k_nope)
     scores += einsum("BTNR,BSR->BNTS", q_rope, k_rope[:, :, 0])
-    scores = jnp.where(visible(segments_BT), scores * (H + R) ** -0.5, -jnp.inf)
+    scores *= (H + R) ** -0.5 * float(mscale(model, model.rope_mscale_all_dim)) ** 2
+    scores = jnp.where(visible(segments_BT), scores, -jnp.inf)
     mixed_BTNW = einsum("BNTS,BSNW->BTNW", jax.nn.softmax(scores, axis=-1), v_BTNW)
     return einsum("BTNW,NWD->BTD", mixed_BTNW, w["out"])
 
@@ -89,7 +121,7 @@ def moe(w, x_BTD, model):
     h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
     score_BTE = scores(w, h_BTD, model)
     ranking = jax.lax.stop_gradient(score_BTE + jnp.broadcast_to(w["bias"], score_BTE.shape))
-    _, choice_BTK = jax.lax.top_k(ranking, model.experts_per_token)
+    _, choice_BTK = jax.lax.top_k(of_best_groups(ranking, model), model.experts_per_token)
     chosen_BTKE = jax.nn.one_hot(choice_BTK, model.experts, dtype=x_BTD.dtype)
     weight_BTK = einsum("BTKE,BTE->BTK", chosen_BTKE, score_BTE)
     if model.normalize_weights:
@@ -102,6 +134,16 @@ def moe(w, x_BTD, model):
         y_BTD += swiglu(w["shared"], h_BTD)
     counts_BE = jnp.sum(chosen_BTKE, axis=(1, 2))
     return y_BTD, counts_BE, balance(score_BTE, counts_BE, model)
+
+
+def of_best_groups(ranking_BTE, model):
+    """-inf but in the groups that fewer than groups_per_token have a higher sum of two than."""
+    B, T, E = ranking_BTE.shape
+    groups = ranking_BTE.reshape(B, T, model.expert_groups, E // model.expert_groups)
+    two = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
+    better = (two[:, :, None, :] > two[:, :, :, None]).sum(-1)
+    seen = better[..., None] < model.groups_per_token
+    return jnp.where(seen, groups, -jnp.inf).reshape(B, T, E)
 
 
 def scores(w, h_BTD, model):
@@ -187,28 +229,41 @@ def numpy_rms_norm(x, scale, epsilon):
     return scale * x / np.sqrt(np.mean(x**2) + epsilon)
 
 
-def numpy_rotate(x, position, theta):
+def numpy_frequency(i, model):
+    """Of pair i, as transformers' _compute_yarn_parameters has it."""
+    R, theta, factor = model.qk_rope_head_dim, model.rope_theta, model.rope_factor
+    low, high = (
+        R * np.log(model.rope_original_length / (turns * 2 * np.pi)) / (2 * np.log(theta))
+        for turns in (model.rope_beta_fast, model.rope_beta_slow)
+    )
+    low, high = max(np.floor(low), 0), min(np.ceil(high), R - 1)
+    kept = 1 - np.clip((i - low) / (high - low if high != low else 0.001), 0, 1)
+    frequency = 1 / theta ** (2 * i / R)
+    return frequency / factor * (1 - kept) + frequency * kept
+
+
+def numpy_rotate(x, position, model):
     """The rotary embedding of one vector, whose halves are real and imaginary parts."""
     half = len(x) // 2
-    angle = np.array([position / theta ** (2 * i / len(x)) for i in range(half)])
-    z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+    angle = np.array([position * numpy_frequency(i, model) for i in range(half)])
+    z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle) * rotary_factor(model)
     return np.concatenate([z.real, z.imag])
 
 
 def numpy_qkv(w, x, position, model, rotary):
     """Queries [N][A], keys [N][A] and values [N][W] of one token."""
     H, C, epsilon = model.qk_nope_head_dim, model.kv_lora_rank, model.norm_epsilon
-    turn = numpy_rotate if rotary else lambda x, position, theta: x
+    turn = numpy_rotate if rotary else lambda x, position, model: x
     h = numpy_rms_norm(x, w["norm"], epsilon)
     k_latent, k_rope = np.split(h @ w["kv_down"], [C])
-    k_latent = numpy_rms_norm(k_latent, w["kv_norm"], epsilon)
-    k_rope = turn(k_rope, position, model.rope_theta)
+    k_latent = numpy_rms_norm(k_latent, w["kv_norm"], latent_epsilon(model))
+    k_rope = turn(k_rope, position, model)
     if "down" in w["query"]:
-        h = numpy_rms_norm(h @ w["query"]["down"], w["query"]["norm"], epsilon)
+        h = numpy_rms_norm(h @ w["query"]["down"], w["query"]["norm"], latent_epsilon(model))
     q, k, v = [], [], []
     for n in range(model.heads):
         nope, rope = np.split(h @ w["query"]["up"][:, n], [H])
-        q.append(np.concatenate([nope, turn(rope, position, model.rope_theta)]))
+        q.append(np.concatenate([nope, turn(rope, position, model)]))
         nope, value = np.split(k_latent @ w["kv_up"][:, n], [H])
         k.append(np.concatenate([nope, k_rope]))
         v.append(value)
@@ -224,6 +279,7 @@ def numpy_attention(w, x_TD, model, segments_T, rotary):
         seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
         for n in range(model.heads):
             score = np.array([q[t][n] @ k[s][n] for s in seen]) / np.sqrt(len(q[t][n]))
+            score *= mscale(model, model.rope_mscale_all_dim) ** 2
             share = np.exp(score) / np.sum(np.exp(score))
             y_TD[t] += sum(a * v[s][n] for a, s in zip(share, seen, strict=True)) @ w["out"][n]
     return y_TD
@@ -231,6 +287,14 @@ def numpy_attention(w, x_TD, model, segments_T, rotary):
 
 def numpy_swiglu(gate, up, down, h):
     return (h @ gate / (1 + np.exp(-(h @ gate))) * (h @ up)) @ down
+
+
+def numpy_choices(ranking, model):
+    """The K best experts of the best groups, best first."""
+    groups = np.split(np.arange(model.experts), model.expert_groups)
+    groups.sort(key=lambda group: -sum(sorted(ranking[group])[-2:]))
+    seen = np.concatenate(groups[: model.groups_per_token])
+    return sorted(seen, key=lambda e: (-ranking[e], e))[: model.experts_per_token]
 
 
 def numpy_moe(w, x_TD, model):
@@ -245,7 +309,7 @@ def numpy_moe(w, x_TD, model):
         logit = h @ w["router"]
         sigmoid = model.scores == "sigmoid"
         s = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit) / np.sum(np.exp(logit))
-        choices_TK[t] = np.argsort(-(s + w["bias"]), kind="stable")[:K]
+        choices_TK[t] = numpy_choices(s + w["bias"], model)
         total = np.sum(s[choices_TK[t]]) + 1e-20 if model.normalize_weights else 1.0
         for e in choices_TK[t]:
             expert = numpy_swiglu(*(w["experts"][name][e] for name in ("gate", "up", "down")), h)

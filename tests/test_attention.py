@@ -15,6 +15,7 @@ import reference
 from common import config_of, mesh_of, relative_error
 
 B, T, N, A, W = 4, 640, 4, 24, 16  # five blocks of 128 positions
+SCALE = 0.3  # of scores: not 1 / sqrt(A)
 DRAWN = P("fsdp", None, "tensor")
 
 
@@ -29,8 +30,8 @@ def documents():
 
 
 def written_out(q, k, v, segments):
-    """softmax(q k^T / sqrt(A)) v with the whole rectangle."""
-    scores = jnp.einsum("BTNA,BSNA->BNTS", q, k, precision="highest") * A**-0.5
+    """softmax(SCALE q k^T) v with the whole rectangle."""
+    scores = jnp.einsum("BTNA,BSNA->BNTS", q, k, precision="highest") * SCALE
     probs = jax.nn.softmax(jnp.where(reference.visible(segments), scores, -jnp.inf), axis=-1)
     return jnp.einsum("BNTS,BSNW->BTNW", probs, v, precision="highest")
 
@@ -74,7 +75,7 @@ def test_splash_and_its_gradient_are_attention_written_out_on_every_mesh(shape, 
     expected, gradients = jax.value_and_grad(plain, argnums=(0, 1, 2))(*inputs, *ids)
 
     def splash(q, k, v, *ids):
-        return attention.attend(q, k, v, ids[0] if ids else None, "splash")
+        return attention.attend(q, k, v, ids[0] if ids else None, "splash", SCALE)
 
     def local(*args):
         return lax.psum(twice(splash, remat)(*args), ("fsdp", "tensor"))
@@ -95,7 +96,7 @@ def test_splash_and_its_gradient_are_attention_written_out_on_every_mesh(shape, 
 def test_in_bfloat16_splash_is_as_close_to_float32_as_xla_is():
     def gradients(kernel, dtype):
         def loss(q, k, v):
-            out = attention.attend(q, k, v, documents(), kernel)
+            out = attention.attend(q, k, v, documents(), kernel, SCALE)
             return (out.astype(jnp.float32) * factors).sum()
 
         *inputs, factors = arrays()
@@ -119,7 +120,7 @@ def test_a_kept_result_of_splash_is_not_computed_again():
     inputs = [jnp.zeros((1, 128, 2, w)) for w in (A, A, W, W)]
 
     def kernels(remat):
-        step = jax.grad(twice(lambda *a: attention.attend(*a, None, "splash"), remat))
+        step = jax.grad(twice(lambda *a: attention.attend(*a, None, "splash", SCALE), remat))
         return str(jax.make_jaxpr(step)(*inputs)).count("foreign_kernel[")
 
     # One in the scan and one after it, forward; as many backward; and where nothing is kept the

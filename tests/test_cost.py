@@ -82,7 +82,9 @@ def test_a_v4_computes_while_it_gathers_and_exchanges(kind):
 # --- the program of this machine's compiler -------------------------------------------------------
 
 CPU_CASES = {
-    "2x2x2": config_of((2, 2, 2), shared_experts=2),
+    "2x2x2, groups, YaRN": config_of(
+        (2, 2, 2), shared_experts=2, expert_groups=4, groups_per_token=2, rope_factor=8.0
+    ),
     "2x1x4 gathered experts, per layer": config_of(
         (2, 1, 4), gather="layer", experts_layout="gathered", train={"remat": "full"}
     ),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import decode
+import hf_case
 import model
 import passes
 import weights
@@ -13,9 +14,22 @@ from common import batch_of, config_of, mesh_of, on_mesh
 
 MODELS = {
     "moe": {},
-    "query latent, prefix, untied": {"q_lora_rank": 24, "prefix_layers": 2, "tied": False},
+    "YaRN, query latent, prefix, untied": {
+        "q_lora_rank": 24,
+        "prefix_layers": 2,
+        "tied": False,
+        "latent_norm_epsilon": 0.1,
+        "expert_groups": 2,
+        **hf_case.YARN,
+    },
     "no position in expert layers": {"rope_in_moe_layers": False, "dense_layers": 2},
-    "softmax, cut experts": {"scores": "softmax", "experts": 6, "experts_per_token": 3},
+    "softmax, cut experts, groups": {
+        "scores": "softmax",
+        "experts": 6,
+        "experts_per_token": 3,
+        "expert_groups": 3,
+        "groups_per_token": 2,
+    },
     "dense": {"moe_layers": 0},
 }
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2)]
@@ -75,7 +89,7 @@ def pair(name, fields, shape):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("query latent, prefix, untied", shape) for shape in MESHES]
+    [("YaRN, query latent, prefix, untied", shape) for shape in MESHES]
     + [(name, MESHES[-1]) for name in MODELS if "prefix" not in name],
 )
 def test_cached_decoding_gives_the_logits_of_the_whole_forward(name, shape, monkeypatch):

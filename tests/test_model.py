@@ -42,7 +42,15 @@ from common import (
 BOUND = 2e-5  # relative, float32
 BOTH = [(1, 1, 1), (2, 2, 2)]
 
-BASE = {"q_lora_rank": 24, "prefix_layers": 1, "shared_experts": 2, "z_loss": 1e-3}
+BASE = {
+    "q_lora_rank": 24,
+    "prefix_layers": 1,
+    "shared_experts": 2,
+    "z_loss": 1e-3,
+    "expert_groups": 2,
+    "latent_norm_epsilon": 0.1,
+    **hf_case.YARN,
+}
 # Between them the cases have every option of the model and of how a step is run.
 CASES = {
     "1x1x1": config_of(segments=True, **BASE),
@@ -54,6 +62,8 @@ CASES = {
         experts_layout="gathered",
         scores="softmax",
         shared_experts=1,
+        expert_groups=4,
+        groups_per_token=2,
     ),
     "1x4x1": config_of(
         (1, 4, 1),
@@ -117,6 +127,7 @@ CASES = {
         blocks=1,
         moe_layers=0,
         prefix_layers=1,
+        **hf_case.YARN,
     ),
 }
 SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual"]
@@ -469,6 +480,57 @@ def test_attention_scores_of_every_head_depend_on_distance_only(rope, shape, mon
         assert (spread <= 2e-5).all(), f"distance {distance}: {spread.max()}"
     varied = np.ptp(score_BTNS[:, 0], axis=-1)
     assert (varied > 0.1).all() if rope else (varied <= 2e-5).all()
+
+
+# --- YaRN and groups of experts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theta", "factor", "beta_fast", "kept", "slowed"),
+    [(10000.0, 40.0, 32.0, 10, 23), (50000.0, 32.0, 1.0, 19, 20)],
+    ids=["DeepSeek-V3", "Kimi K2"],
+)
+def test_yarn_slows_the_pairs_that_it_slows_in_published_models(
+    theta, factor, beta_fast, kept, slowed
+):
+    """Both were trained with 4,096 tokens and 32 pairs: `kept` is the last that stays as it is."""
+    fields = {"rope_theta": theta, "rope_beta_fast": beta_fast, "qk_rope_head_dim": 64}
+    plain, yarn = utils.Model(**fields), utils.Model(**fields, rope_factor=factor)
+    ratio = np.asarray(model.frequencies(yarn) / model.frequencies(plain))
+    np.testing.assert_allclose(ratio[: kept + 1], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[slowed:], 1 / factor, rtol=1e-6)
+    share = np.arange(slowed - kept + 1) / (slowed - kept)
+    np.testing.assert_allclose(ratio[kept : slowed + 1], 1 - share + share / factor, rtol=1e-5)
+    found = [model.frequencies(yarn), reference.frequencies(yarn)]
+    found.append([reference.numpy_frequency(i, yarn) for i in range(32)])
+    for other in found[1:]:
+        np.testing.assert_allclose(found[0], other, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("mscale", "all_dim", "rotary", "scores"),
+    [
+        (1.0, 1.0, 1.0, 1.3688879),
+        (0.5, 1.0, 1.1844440 / 1.3688879, 1.3688879),
+        (0.0, 1.0, 1.3688879, 1.3688879),
+        (1.0, 0.0, 1.3688879, 1.0),
+    ],
+)
+def test_yarn_sharpens_attention_by_the_logarithm_of_its_factor(mscale, all_dim, rotary, scores):
+    """For a factor of 40: 1 + log(40) / 10 is 1.3688879."""
+    m = utils.Model(rope_factor=40.0, rope_mscale=mscale, rope_mscale_all_dim=all_dim)
+    width = m.qk_nope_head_dim + m.qk_rope_head_dim
+    np.testing.assert_allclose(model.rotary_factor(m), rotary, rtol=1e-6)
+    np.testing.assert_allclose(model.score_scale(m) * width**0.5, scores**2, rtol=1e-6)
+
+
+def test_experts_are_chosen_from_the_groups_whose_two_best_sum_highest():
+    ranking = np.float32([[[0.9, 0.0, 0.1, 0.5, 0.6, 0.2, 0.4, 0.3, 0.55]]])  # 0.9+0.1, 1.1, 0.95
+    for groups, seen in [(1, [1]), (2, [0, 1]), (3, [0, 1, 2])]:
+        m = utils.Model(experts=9, expert_groups=3, groups_per_token=groups)
+        found = np.asarray(model.best_groups(jnp.asarray(ranking), m)).reshape(3, 3)
+        expected = np.where(np.isin(np.arange(3), seen)[:, None], ranking.reshape(3, 3), -np.inf)
+        np.testing.assert_array_equal(found, expected)
 
 
 # --- capacity ----------------------------------------------------------------------------------

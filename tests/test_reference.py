@@ -40,9 +40,15 @@ SMALL = utils.Model(
 )
 
 
+GROUPS = {"expert_groups": 3, "groups_per_token": 2}
+
 ONE_LAYER = dataclasses.replace(SMALL, blocks=1, dense_layers=0, prefix_layers=0, tied=False)
 
-logits_of = jax.jit(reference.logits, static_argnums=2)
+logits_of = jax.jit(
+    reference.logits,
+    static_argnums=2,
+    compiler_options={"xla_backend_optimization_level": 0},  # compiles faster, runs once
+)
 loss_of = jax.jit(reference.loss, static_argnums=2)
 
 
@@ -119,26 +125,37 @@ def attention_pair(model, rotary):
 
 
 @pytest.mark.parametrize("rotary", [True, False])
-@pytest.mark.parametrize("query_latent", [0, 11])
-def test_attention_is_that_of_the_loops_over_tokens_and_heads(query_latent, rotary):
-    model = small(q_lora_rank=query_latent)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"q_lora_rank": 0},
+        hf_case.YARN,
+        hf_case.YARN | {"rope_mscale": 0.0},
+        hf_case.YARN | {"rope_mscale_all_dim": 0.0, "latent_norm_epsilon": 0.1},
+    ],
+    ids=["query latent", "none", "YaRN", "no mscale", "no mscale_all_dim, epsilon"],
+)
+def test_attention_is_that_of_the_loops_over_tokens_and_heads(fields, rotary):
+    model = small(**fields)
     in_jax, in_numpy = attention_pair(model, rotary)
     w, x_TD = layer(model, "attention"), normal(T, model.width)
     np.testing.assert_allclose(in_jax(w, x_TD), in_numpy(w, x_TD), rtol=1e-12, atol=1e-13)
 
 
 def test_gradients_of_attention_are_the_differences_of_the_loops():
-    in_jax, in_numpy = attention_pair(SMALL, rotary=True)
-    w, x_TD, probe_TD = layer(SMALL, "attention"), normal(T, 12), normal(T, 12, seed=5)
+    model = small(**hf_case.YARN, latent_norm_epsilon=0.1)
+    in_jax, in_numpy = attention_pair(model, rotary=True)
+    w, x_TD, probe_TD = layer(model, "attention"), normal(T, 12), normal(T, 12, seed=5)
     gradient = jax.grad(lambda both: (in_jax(*both) * probe_TD).sum())((w, x_TD))
     assert_gradient(gradient, lambda both: np.sum(in_numpy(*both) * probe_TD), (w, x_TD))
 
 
 @pytest.mark.parametrize("shared", [0, 1, 2])
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_moe_is_that_of_the_loop_over_tokens(scores, normalize, shared):
-    model = small(scores=scores, normalize_weights=normalize, shared_experts=shared)
+@pytest.mark.parametrize(("normalize", "groups"), [(True, {}), (False, {}), (True, GROUPS)])
+def test_moe_is_that_of_the_loop_over_tokens(scores, normalize, groups, shared):
+    model = small(scores=scores, normalize_weights=normalize, shared_experts=shared, **groups)
     w, x_TD = layer(model, "moe"), normal(T, model.width)
     y_BTD, counts_BE, balance = jax.jit(reference.moe, static_argnums=2)(w, x_TD[None], model)
     expected_TD, choices_TK, expected_balance = reference.numpy_moe(w, x_TD, model)
@@ -148,18 +165,27 @@ def test_moe_is_that_of_the_loop_over_tokens(scores, normalize, shared):
 
 
 def test_gradients_of_moe_are_the_differences_of_the_loop():
-    w, x_TD, probe_TD = layer(SMALL, "moe"), normal(T, 12), normal(T, 12, seed=5)
+    model = small(**GROUPS)
+    w, x_TD, probe_TD = layer(model, "moe"), normal(T, 12), normal(T, 12, seed=5)
 
     def in_jax(both):
-        y_BTD, _, balance = reference.moe(both[0], both[1][None], SMALL)
+        y_BTD, _, balance = reference.moe(both[0], both[1][None], model)
         return (y_BTD[0] * probe_TD).sum() + balance
 
     def in_numpy(both):
-        y_TD, choices_TK, balance = reference.numpy_moe(*both, SMALL)
+        y_TD, choices_TK, balance = reference.numpy_moe(*both, model)
         assert set(choices_TK.ravel()) == set(range(6)), "an expert without tokens has no gradient"
         return np.sum(y_TD * probe_TD) + balance
 
     assert_gradient(jax.jit(jax.grad(in_jax))((w, x_TD)), in_numpy, (w, x_TD))
+
+
+@pytest.mark.parametrize("groups_per_token", [1, 2])
+def test_groups_move_choices_unless_all_are_seen(groups_per_token):
+    models = [small(), small(expert_groups=2, groups_per_token=groups_per_token)]
+    w, x_TD = layer(SMALL, "moe"), normal(40, 12)
+    one, other = (reference.numpy_moe(w, x_TD, model)[1] for model in models)
+    assert (one == other).all() == (groups_per_token == 2)
 
 
 def numpy_logits(weights, batch, b):
@@ -273,20 +299,29 @@ def test_logits_are_those_of_hugging_face_transformers(name):
 @pytest.mark.parametrize(
     "change",
     [
-        {"moe": {"bias": np.zeros((4, 8), np.float32)}},
+        {"moe": {"bias": np.zeros((4, 12), np.float32)}},
         {"moe": {"shared": None}},
         {"scores": "softmax"},
         {"normalize_weights": False},
         {"routed_scaling_factor": 1.0},
-        {"experts_per_token": 3},
+        {"experts_per_token": 2},
         {"rope_theta": 200.0},
         {"rope_in_moe_layers": False},
         {"norm_epsilon": 1e-2},
+        {"latent_norm_epsilon": 1e-2},
+        {"groups_per_token": 3},
+        {"expert_groups": 4},
+        {"rope_factor": 9.0},
+        {"rope_original_length": 32},
+        {"rope_beta_fast": 2.0},
+        {"rope_beta_slow": 1.0},
+        {"rope_mscale": 0.8},
+        {"rope_mscale_all_dim": 1.2},
     ],
     ids=lambda change: next(iter(change.get("moe", change))),
 )
 def test_comparison_with_transformers_would_show_a_change_of(change):
-    ours, theirs = hf_logits("prefix_query_latent", **change)
+    ours, theirs = hf_logits("yarn_groups", **change)
     assert np.abs(ours[..., : theirs.shape[-1]] - theirs).max() > 0.01
 
 

@@ -45,6 +45,15 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--mesh.virtual", "0"], "--mesh.virtual 0 is below 1"),
         (["--optimizer.lr", "-1"], "--optimizer.lr -1.0 is below 0"),
         (["--model.experts_per_token", "9"], "is more than --model.experts 8. Use 8 or less"),
+        (["--model.expert_groups", "3"], "3 with --model.experts 8: .*Use --model.expert_groups 2"),
+        (["--model.expert_groups", "8"], "have 2 experts or more.*Use --model.expert_groups 4"),
+        (["--model.groups_per_token", "2"], "is more than --model.expert_groups 1. Use 1 or less"),
+        (["--model.expert_groups", "4", "--model.experts_per_token", "3"],
+         "3 is more than .*2 in each group. Use --model.groups_per_token 2"),
+        (["--model.rope_factor", "0.5"], "--model.rope_factor 0.5 is below 1.*Use 1.0"),
+        (["--model.rope_factor", "2", "--model.rope_beta_slow", "0"], "above 0.*beta_slow 1.0"),
+        (["--model.rope_factor", "2", "--model.rope_beta_fast", "0.5"], "not above the second"),
+        (["--model.rope_factor", "2", "--model.rope_theta", "1"], "Use --model.rope_theta 10000"),
         (["--model.moe_layers", "2"], "Use --model.moe_layers 1"),
         (["--model.qk_rope_head_dim", "7"], "Use 8"),
         (["--model.capacity_factor", "0"], "--model.capacity_factor 0.0 .*above 0"),
@@ -123,6 +132,9 @@ PUBLISHED = {
     "n_routed_experts": "model.experts",
     "num_experts_per_tok": "model.experts_per_token",
     "norm_topk_prob": "model.normalize_weights",
+    "n_group": "model.expert_groups",
+    "topk_group": "model.groups_per_token",
+    "original_max_position_embeddings": "model.rope_original_length",
     "scoring_func": "model.scores",
     "rms_norm_eps": "model.norm_epsilon",
     "tie_word_embeddings": "model.tied",
@@ -148,6 +160,14 @@ def test_a_name_of_hugging_faces_is_answered_with_ours(tmp_path, name):
         assert f"is {ours} here" in refusal(["--config", file_with(tmp_path, text)])
 
 
+def test_a_name_for_several_settings_is_answered_with_all(tmp_path):
+    flags = re.findall(r"--model\.rope_\w+", refusal(["--model.rope_scaling", "1"]))
+    file = refusal(["--config", file_with(tmp_path, "[rope_scaling]\nfactor = 40")])
+    assert re.findall(r"model\.rope_\w+", file) == [flag[2:] for flag in flags[1:]]
+    yarn = [f"--{name}" for name in utils._names() if name.startswith("model.rope_")]
+    assert set(flags[1:]) == {*yarn} - {"--model.rope_theta", "--model.rope_in_moe_layers"}
+
+
 def test_every_setting_named_for_hugging_faces_exists_and_no_name_is_both():
     ours = {name for names in utils.HUGGING_FACE.values() for name in names.split(" and ")}
     assert ours <= set(utils._names())
@@ -156,7 +176,9 @@ def test_every_setting_named_for_hugging_faces_exists_and_no_name_is_both():
     assert not theirs & {name.split(".")[1] for name in utils._names()}
 
 
-@pytest.mark.parametrize("name", ["n_group", "topk_group", "initializer_range", "rope_scaling"])
+@pytest.mark.parametrize(
+    "name", ["num_nextn_predict_layers", "attention_bias", "initializer_range"]
+)
 def test_what_the_model_does_not_have_is_said_and_not_guessed(tmp_path, name):
     message = f"the model has no setting for Hugging Face's {name}. Leave it out."
     assert message in refusal([f"--model.{name}", "1"])
