@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tiktoken
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.progress import track
 
 import passes
 import train
+from data.tokenizer import Tokenizer
 from metrics import is_primary
 from model import Transformer
 from utils import LANES, Config
@@ -130,7 +130,7 @@ def answered(
     mesh: Mesh,
     w: Transformer,
     asked: list[Question],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Accuracy and its standard error, without and with length normalised."""
     contexts = [tokenizer.encode_ordinary(q.prompt) or [tokenizer.eot_token] for q in asked]
