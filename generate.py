@@ -191,10 +191,16 @@ class Writer:
 # --- while a run trains ---------------------------------------------------------------------------
 
 
+def writing_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
+    """Those of the same devices to write on: ranks of pipeline join those of fsdp."""
+    fsdp, pipeline, tensor = config.mesh.shape
+    here = decode.config_of(config, fsdp * pipeline, tensor)
+    devices = mesh.devices.reshape(here.mesh.shape)
+    return here, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
+
+
 class Sampler:
-    """Continues the prompts of a run's config, on the mesh that it trains on: ranks of pipeline
-    join those of fsdp.
-    """
+    """Continues the prompts of a run's config, on the devices that it trains on."""
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset):
         """Raises  ValueError where the model cannot be laid out so, or has no memory for it."""
@@ -203,9 +209,7 @@ class Sampler:
         self.tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_sha256)
         ids = [self.tokenizer.encode_ordinary(p)[-max(1, T - self.tokens) :] for p in self.prompts]
         self.texts = [text or [m.end_of_text] for text in ids]
-        fsdp, pipeline, tensor = config.mesh.shape
-        here = decode.config_of(config, fsdp * pipeline, tensor)
-        place = Mesh(mesh.devices.reshape(here.mesh.shape), MESH_AXES, axis_types=mesh.axis_types)
+        here, place = writing_mesh(config, mesh)
         room = max(map(len, self.texts)) + self.tokens
         drawing = Drawing(s.temperature)
         self.writer = Writer(here, place, len(self.prompts), room, m.end_of_text, drawing)
