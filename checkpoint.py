@@ -25,10 +25,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
-from tiktoken import Encoding
 
 import utils
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from dataset import Manifest, read_manifest
 from metrics import say
 from model import Transformer
@@ -452,7 +451,7 @@ def weights_of(
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
 
-def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Encoding, int]:
+def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int]:
     """The tokenizer of a run, and its end of text, from what a checkpoint says of its tokens, or
     the shards that the run was trained on: older checkpoints do not name it.
     """

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiktoken
 import tyro
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -36,7 +35,7 @@ import decode
 import model
 import train
 import utils
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, token_bytes
 from dataset import Dataset
 from metrics import is_primary
 from model import Transformer
@@ -192,10 +191,16 @@ class Writer:
 # --- while a run trains ---------------------------------------------------------------------------
 
 
+def writing_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
+    """Those of the same devices to write on: ranks of pipeline join those of fsdp."""
+    fsdp, pipeline, tensor = config.mesh.shape
+    here = decode.config_of(config, fsdp * pipeline, tensor)
+    devices = mesh.devices.reshape(here.mesh.shape)
+    return here, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
+
+
 class Sampler:
-    """Continues the prompts of a run's config, on the mesh that it trains on: ranks of pipeline
-    join those of fsdp.
-    """
+    """Continues the prompts of a run's config, on the devices that it trains on."""
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset):
         """Raises  ValueError where the model cannot be laid out so, or has no memory for it."""
@@ -204,9 +209,7 @@ class Sampler:
         self.tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_sha256)
         ids = [self.tokenizer.encode_ordinary(p)[-max(1, T - self.tokens) :] for p in self.prompts]
         self.texts = [text or [m.end_of_text] for text in ids]
-        fsdp, pipeline, tensor = config.mesh.shape
-        here = decode.config_of(config, fsdp * pipeline, tensor)
-        place = Mesh(mesh.devices.reshape(here.mesh.shape), MESH_AXES, axis_types=mesh.axis_types)
+        here, place = writing_mesh(config, mesh)
         room = max(map(len, self.texts)) + self.tokens
         drawing = Drawing(s.temperature)
         self.writer = Writer(here, place, len(self.prompts), room, m.end_of_text, drawing)
@@ -227,9 +230,9 @@ class Sampler:
         ]
 
 
-def text_of(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> str:
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Without what is no token: the end of a text, and pads of the vocabulary."""
-    return tokenizer.decode([i for i in ids if 0 <= i < tokenizer.n_vocab])
+    return b"".join(token_bytes(tokenizer, i) for i in ids).decode("utf-8", "replace")
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -346,7 +349,7 @@ class Printer:
     compiled as well.
     """
 
-    def __init__(self, tokenizer: tiktoken.Encoding):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.started = tokenizer, time.perf_counter()
         self.first_s, self.at_first, self.tokens = 0.0, 0, 0
 
@@ -357,8 +360,7 @@ class Printer:
 
     def show(self, ids: Sequence[int]) -> None:
         """A character may be cut between tokens: it is printed when it is whole."""
-        pieces = [i for i in ids if 0 <= i < self.tokenizer.n_vocab]
-        text = b"".join(self.tokenizer.decode_single_token_bytes(i) for i in pieces)
+        text = b"".join(token_bytes(self.tokenizer, i) for i in ids)
         self.write(self.decoder.decode(text))
 
     def begin(self, text: str) -> None:
@@ -383,7 +385,7 @@ class Printer:
 def continue_all(
     writer: Writer,
     w: Transformer,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompts: list[str],
     texts: list[list[int]],
     flags: Flags,
@@ -420,7 +422,7 @@ def say_aside(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def converse(writer: Writer, w: Transformer, tokenizer: tiktoken.Encoding, flags: Flags) -> None:
+def converse(writer: Writer, w: Transformer, tokenizer: Tokenizer, flags: Flags) -> None:
     """Reads lines and goes on after each, with all that came before in view; ends at the end of
     input, or when the model's context is full.
     """

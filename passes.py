@@ -36,6 +36,7 @@ from model import (
     dense_layers,
     embed,
     gather_sequence,
+    local_rows,
     log_loss,
     moe_layer,
     rms_norm,
@@ -340,17 +341,34 @@ def after_layers(
 def token_losses(
     config: Config, declared: Transformer, mesh: Mesh
 ) -> Callable[[Transformer, Batch], jax.Array]:
-    """(weights, batch [M, B, T]) -> [M, B, T] cross-entropy of each target; nothing is dropped."""
+    """(weights, batch [M, B, T]) -> [M, B, T, 2] float32: cross-entropy of each target, and 1 where
+    no token is likelier; nothing is dropped.
+    """
+
+    def of_chunk(ends: Ends, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
+        args = ends.output, h_nD, targets_n, config.model.vocabulary
+        return jnp.stack([log_loss(*args)[0], is_likeliest(*args).astype(jnp.float32)], -1)
 
     def make(ends: Ends, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size
         c = chunks(n, config.train.loss_chunk_tokens)
-        of_chunk = lambda a: log_loss(ends.output, *a, config.model.vocabulary)[0]  # noqa: E731
         parts = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
-        return lax.map(of_chunk, parts).reshape(data.targets.shape)
+        found = lax.map(lambda part: of_chunk(ends, *part), parts)
+        return found.reshape(*data.targets.shape, 2)
 
     local = after_layers(config, declared, mesh, make, BATCH_AXES)
     return over_mesh(declared, mesh, local, out=BATCH_SPEC)
+
+
+def is_likeliest(
+    table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array, vocabulary: int
+) -> jax.Array:
+    """Whether no logit is above the target's, of each token [n].  Sends two pmax of [n]."""
+    logits_nv = slice_logits(table_vD, h_nD, vocabulary)
+    row_n, held_n = local_rows(targets_n, table_vD.shape[0])
+    picked_n = jnp.take_along_axis(logits_nv, row_n[:, None], axis=-1)[:, 0]
+    picked_n = lax.pmax(jnp.where(held_n, picked_n, -jnp.inf), VOCABULARY_AXES)
+    return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
 
 
 def logits(

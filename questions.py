@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tiktoken
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.progress import track
 
 import passes
 import train
+from data.tokenizer import Tokenizer
 from metrics import is_primary
 from model import Transformer
 from utils import LANES, Config
@@ -89,9 +89,12 @@ class Scorer:
             compiler_options=train.compiler_options(mesh),
         )
 
-    def __call__(self, w: Transformer, pairs: list[tuple[list[int], list[int]]]) -> np.ndarray:
-        """log p(text | context) of each (context, text), at least a token each; what exceeds the
-        model's context is cut off at the start.
+    def __call__(
+        self, w: Transformer, pairs: list[tuple[list[int], list[int]]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """log p(text | context) of each (context, text), at least a token each, and whether each of
+        the text's tokens is the likeliest. What exceeds the model's context is cut off at the
+        start.
         """
         ids = np.zeros((len(pairs), self.T + 1), np.int32)
         counts = np.zeros((len(pairs), self.T), np.float32)
@@ -102,7 +105,7 @@ class Scorer:
         t = self.config.train
         starts = range(0, len(pairs), t.sequences)
         quiet = not is_primary() or len(starts) < 2
-        found = []
+        found, likeliest = [], []
         console = Console(stderr=True)  # the result may be read by another program
         for start in track(starts, "questions", console=console, transient=True, disable=quiet):
 
@@ -118,10 +121,11 @@ class Scorer:
                 }
 
             batch = train.put_batch(self.mesh, t.microbatches, rows, (t.sequences, self.T))
-            losses = np.asarray(self.run(w, batch)).reshape(t.sequences, self.T)
+            made = np.asarray(self.run(w, batch)).reshape(t.sequences, self.T, 2)
             some = counts[start : start + t.sequences]
-            found.append(-(losses[: len(some)] * some).sum(1))
-        return np.concatenate(found)
+            found.append(-(made[: len(some), :, 0] * some).sum(1))
+            likeliest.append((made[: len(some), :, 1] >= some).all(1))
+        return np.concatenate(found), np.concatenate(likeliest)
 
 
 def answered(
@@ -130,7 +134,7 @@ def answered(
     mesh: Mesh,
     w: Transformer,
     asked: list[Question],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Accuracy and its standard error, without and with length normalised."""
     contexts = [tokenizer.encode_ordinary(q.prompt) or [tokenizer.eot_token] for q in asked]
@@ -140,7 +144,7 @@ def answered(
         for choice in q.choices
     ]
     longest = max(len(context) + len(text) for context, text in pairs)
-    scores = iter(Scorer(config, declared, mesh, longest)(w, pairs).tolist())
+    scores = iter(Scorer(config, declared, mesh, longest)(w, pairs)[0].tolist())
     each = [list(itertools.islice(scores, len(q.choices))) for q in asked]
     sizes = [[len(choice.encode()) for choice in q.choices] for q in asked]
     right = [int(np.argmax(s)) == q.answer for q, s in zip(asked, each, strict=True)]

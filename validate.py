@@ -5,7 +5,8 @@
 
 Prints cross-entropy per token, perplexity, bits per byte of text and the balance of the experts.
 Takes main.py's flags as well, over the run's own config: `--mesh.fsdp 8 --mesh.pipeline 1`.
-With --questions FILE it answers multiple-choice questions instead (questions.py).
+With --questions FILE it answers multiple-choice questions instead (questions.py), and with
+--lm_eval TASK,TASK it runs tasks of lm-evaluation-harness (harness.py).
 Where experts have no room for all, which of their choices are dropped depends on the mesh.
 """
 
@@ -15,6 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -82,6 +84,9 @@ class Flags:
     run: Path  # folder of the run, as runs/tiny
     step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
     questions: Path | None = None  # JSON lines of prompt, choices and answer, asked instead
+    lm_eval: str | None = None  # tasks of lm-evaluation-harness, with commas between, run instead
+    include_path: Path | None = None  # folder with task files of one's own, for --lm_eval
+    limit: int | None = None  # most examples of each task of --lm_eval
     json: tyro.conf.FlagCreatePairsOff[bool] = False  # print JSON instead of lines
 
 
@@ -91,15 +96,22 @@ def main(arguments: list[str] | None = None) -> None:
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
     config = checkpoint.config_of(flags.run, rest, Flags)
+    check(flags)
     asked = questions.read(flags.questions) if flags.questions else []
+    harness = import_harness() if flags.lm_eval else None
     declared = model.declare(config)
     passes.schedule_of(config)
-    data = None if asked else dataset.open_validation(config)
+    data = None if asked or harness else dataset.open_validation(config)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     step, w, told = checkpoint.weights_of(flags.run, flags.step, shapes)
-    if asked:
+    if harness:
+        known = checkpoint.tokenizer_of(told["tokens"], config)
+        asked = harness.Asked(flags.lm_eval, flags.include_path, flags.limit)
+        found = harness.evaluated(harness.Model(config, declared, mesh, w, *known), asked)
+        text, found = harness.lines(found, step), {"results": found["results"]}
+    elif asked:
         tokenizer = checkpoint.tokenizer_of(told["tokens"], config)[0]
         found = questions.answered(config, declared, mesh, w, asked, tokenizer)
         text = questions.lines({"step": step} | found, flags.questions)
@@ -107,6 +119,28 @@ def main(arguments: list[str] | None = None) -> None:
         found = extended(Validation(config, declared, mesh, data)(w), data)
         text = lines({"step": step} | found, config)
     say(json.dumps(metrics.plain({"step": step} | found)) if flags.json else "\n".join(text))
+
+
+def check(flags: Flags) -> None:
+    """Raises ValueError for flags that do not go together, or a limit that leaves nothing."""
+    if flags.questions and flags.lm_eval:
+        raise ValueError("--questions and --lm_eval are two validations. Give one of them.")
+    if not flags.lm_eval and (flags.include_path or flags.limit is not None):
+        raise ValueError("--include_path and --limit are for --lm_eval. Add --lm_eval TASK.")
+    if flags.limit is not None and flags.limit < 1:
+        raise ValueError(f"--limit {flags.limit} leaves no example. Use 1 or more.")
+
+
+def import_harness() -> ModuleType:
+    """harness.py, whose packages are not among those of requirements.txt."""
+    try:
+        import harness
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--lm_eval needs the package {error.name}, which is not installed. Install it with "
+            "./run.sh python -m pip install -r requirements-hf.txt."
+        ) from None
+    return harness
 
 
 def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -39,7 +38,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import chat
-from data.tokenizer import load_tokenizer, table_sha256
+from data.tokenizer import Tokenizer, load_tokenizer, table_sha256
 from dataset import DOCUMENT_RULE, INDEX, Manifest, Shard, file_crc32c, prefetch, read_manifest
 
 STDLIB = "python-stdlib"
@@ -58,7 +57,7 @@ class Prepare:
 
     source: str  # python-stdlib, a file or folder of text or .jsonl, or hf:NAME
     out: str  # folder to write train/ and val/ into
-    tokenizer: str = "sample"  # sample, or a name of tiktoken's (gpt2, cl100k_base, ...)
+    tokenizer: str = "sample"  # sample, a name of tiktoken's, or path of a tokenizer.json
     val_share: float = 0.05  # share of documents for validation, evenly spaced in their order
     shard_tokens: int = 100_000_000  # tokens in each shard but the last
     max_tokens: int = 0  # stop after the document that reaches this many; 0 takes all
@@ -84,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     check(config)
     tokenizer = load_tokenizer(config.tokenizer)
     settings = describe(config)
-    if already_prepared(config, settings, table_sha256(tokenizer)):
+    if already_prepared(config, settings, tokenizer):
         print(
             f"{config.out} is already prepared with these settings; --overwrite prepares it again"
         )
@@ -281,7 +280,7 @@ def folders(config: Prepare) -> list[Path]:
 # Tokens
 
 
-def tokenize(config: Prepare, tokenizer: tiktoken.Encoding) -> dict[str, "ShardWriter"]:
+def tokenize(config: Prepare, tokenizer: Tokenizer) -> dict[str, "ShardWriter"]:
     """Every document, ended by end-of-text, written to the shards of its split."""
     dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
     writers = {}
@@ -351,14 +350,14 @@ def encode(tokenizer: str, batch: list[Document]) -> list[Encoded]:
 cached_tokenizer = functools.cache(load_tokenizer)
 
 
-def encode_document(tokenizer: tiktoken.Encoding, text: str) -> tuple[np.ndarray, int]:
+def encode_document(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, int]:
     """(ids of the text and then end-of-text, bytes of the text)."""
     ids = np.append(encode_text(tokenizer, text), np.uint32(tokenizer.eot_token))
     return ids, byte_count(text)
 
 
 def encode_pieces(
-    tokenizer: tiktoken.Encoding, pieces: tuple[chat.Piece, ...]
+    tokenizer: Tokenizer, pieces: tuple[chat.Piece, ...]
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """(ids of the pieces and then end-of-text, their loss weights, bytes of what has weight 1).
 
@@ -372,7 +371,7 @@ def encode_pieces(
     return np.concatenate(ids), weights, text_bytes
 
 
-def encode_text(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """What looks like a special token in the text is text: no document can end another one."""
     starts = range(0, len(text), PIECE_CHARACTERS)
     pieces = [tokenizer.encode_ordinary(text[start : start + PIECE_CHARACTERS]) for start in starts]
@@ -463,7 +462,7 @@ def clear(folder: Path) -> None:
 
 
 def manifest(
-    config: Prepare, tokenizer: tiktoken.Encoding, settings: dict[str, Any], writer: ShardWriter
+    config: Prepare, tokenizer: Tokenizer, settings: dict[str, Any], writer: ShardWriter
 ) -> Manifest:
     return Manifest(
         split=writer.folder.name,
@@ -495,19 +494,20 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer_sha256: str) -> bool:
+def already_prepared(config: Prepare, settings: dict[str, Any], tokenizer: Tokenizer) -> bool:
     """True when OUT is finished and nothing that decides its content has changed.
 
     Raises  ValueError when a part of it is finished but was made otherwise: a run may depend on it.
     """
     if config.overwrite:
         return False
-    asked = settings | {"tokenizer_sha256": tokenizer_sha256}
+    ends = {"tokenizer_sha256": table_sha256(tokenizer), "end_of_text": tokenizer.eot_token}
+    asked = settings | ends
     finished = [folder for folder in folders(config) if (folder / INDEX).is_file()]
     whole = finished == folders(config)
     for folder in finished:
         found = read_manifest(folder)
-        made = found.settings | {"tokenizer_sha256": found.tokenizer_sha256}
+        made = found.settings | {name: getattr(found, name) for name in ends}
         differ = sorted(k for k in made.keys() | asked.keys() if made.get(k) != asked.get(k))
         if differ:
             raise ValueError(

@@ -1,4 +1,6 @@
-"""Tokenizers by name: `sample`, whose ranks lie beside this file, and all that tiktoken knows."""
+"""Tokenizers by name: `sample`, whose ranks lie beside this file, and all that tiktoken knows; by
+path: those of Hugging Face.
+"""
 
 import base64
 import hashlib
@@ -6,6 +8,10 @@ import json
 from pathlib import Path
 
 import tiktoken
+
+from data.hf_tokenizer import TABLE, HuggingFace
+
+Tokenizer = tiktoken.Encoding | HuggingFace
 
 SAMPLE = "sample"
 SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
@@ -17,21 +23,34 @@ END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PATTERN = r" ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]|\r?\n| {4}|\s"
 
 
-def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
+def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
     """The tokenizer called `name`; its table is checked against `sha256` if that is given.
 
+    name    sample, a name of tiktoken's, or the path of a tokenizer.json or of its folder.
     Raises  ValueError when there is none, it cannot be fetched, or it is not the one that was
     expected.
     """
-    tokenizer = load_sample(SAMPLE_RANKS) if name == SAMPLE else load_tiktoken(name)
+    if name == SAMPLE:
+        tokenizer = load_sample(SAMPLE_RANKS)
+    elif is_path(name):
+        tokenizer = HuggingFace(Path(name))
+    else:
+        tokenizer = load_tiktoken(name)
     found = table_sha256(tokenizer)
     if sha256 is not None and found != sha256:
         raise ValueError(
             f"tokenizer {name} here has the table sha256 {found}, and the data was made with "
-            f"{sha256}. Use the code that the data was made with, or prepare the data again with "
-            f"data/prepare.py --tokenizer {name} --overwrite."
+            f"{sha256}. Use the code, or the file, that the data was made with, or prepare the "
+            f"data again with data/prepare.py --tokenizer {name} --overwrite."
         )
     return tokenizer
+
+
+def is_path(name: str) -> bool:
+    """Also of what is not there any more. A folder called as an encoding is needs ./ before it."""
+    if name in tiktoken.list_encoding_names():
+        return False
+    return name.endswith(".json") or "/" in name or Path(name).is_dir()
 
 
 def load_sample(ranks: Path) -> tiktoken.Encoding:
@@ -59,8 +78,8 @@ def load_tiktoken(name: str) -> tiktoken.Encoding:
     names = tiktoken.list_encoding_names()
     if name not in names:
         raise ValueError(
-            f"--tokenizer {name} is unknown: expected {SAMPLE} or a name of tiktoken's, one of "
-            f"{', '.join(names)}. Use --tokenizer {SAMPLE}."
+            f"--tokenizer {name} is unknown: expected {SAMPLE}, the path of a {TABLE} or of its "
+            f"folder, or a name of tiktoken's, one of {', '.join(names)}. Use --tokenizer {SAMPLE}."
         )
     try:
         return tiktoken.get_encoding(name)
@@ -72,13 +91,24 @@ def load_tiktoken(name: str) -> tiktoken.Encoding:
         ) from error
 
 
-def table_sha256(tokenizer: tiktoken.Encoding) -> str:
-    """sha256 of all that decides the ids of a text: pattern, tokens by rank, end-of-text.
+def table_sha256(tokenizer: Tokenizer) -> str:
+    """sha256 of all that decides the ids of a text: pattern, tokens by rank, end-of-text; or of the
+    content of tokenizer.json.
 
     Two tokenizers of one name that differ are told apart by it.
     """
+    if isinstance(tokenizer, HuggingFace):
+        return tokenizer.sha256
     # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
     pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
     table = sorted((rank, token.hex()) for token, rank in ranks.items())
     content = json.dumps([pattern, table, tokenizer.eot_token])
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """Nothing for what is no token: a hole among the ids, a pad of the vocabulary."""
+    try:
+        return tokenizer.decode_single_token_bytes(token) if token >= 0 else b""
+    except KeyError:
+        return b""

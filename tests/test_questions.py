@@ -76,6 +76,24 @@ def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expecte
     assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
 
 
+@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+def test_a_text_of_likeliest_tokens_is_known_as_such(mesh, whole):
+    flags = [*mesh.split(), "--train.microbatches=2"]
+    config = checkpoint.config_of(whole, flags, validate.Flags)
+    declared, place = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, place).weights
+    w = checkpoint.weights_of(whole, None, shapes)[1]
+    tree, context, text = jax.device_get(canonical(config, w)), [7, 300], []
+    run = jax.jit(lambda row: reference.logits(tree, row, config.model))
+    for _ in range(3):
+        row = np.array([[*context, *text, 0, 0, 0][:5]], np.int32)
+        text.append(int(run(row)[0, 1 + len(text)].argmax()))
+    others = [[*text[:i], text[i] ^ 1, *text[i + 1 :]] for i in range(3)]
+    scorer = questions.Scorer(config, declared, place, 5)
+    found = scorer(w, [(context, one) for one in (text, *others)])[1]
+    assert found.tolist() == [True, False, False, False]
+
+
 def test_many_questions_are_asked_in_several_passes(whole, tmp_path, expected, capsys):
     file = tmp_path / "asked.jsonl"
     file.write_text("\n".join(json.dumps(q) for q in ASKED * 3))  # 21 choices, 8 in a pass

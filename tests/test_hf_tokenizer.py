@@ -1,0 +1,248 @@
+"""Tokenizers as Hugging Face's files: written from tiktoken's, and read, by value."""
+
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from tokenizers import Tokenizer, decoders, models
+
+import checkpoint
+import generate
+import utils
+from conftest import ROOT
+from data import prepare
+from data.hf_tokenizer import HuggingFace, halves, write_hugging_face
+from data.tokenizer import load_tokenizer, table_sha256, token_bytes
+from dataset import read_manifest
+
+SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
+
+
+def made_up():
+    """An encoding with which each step to Hugging Face's files would show if it were wrong."""
+    table = {bytes([byte]): byte for byte in range(256)}
+    # abc is joined of ab, whose rank is higher; nothing leads to xyz; ids 256 to 279 are holes.
+    table |= {
+        b"bc": 290,
+        b"ab": 300,
+        b"abc": 280,
+        b"xyz": 281,
+        b"aa": 282,
+        b"aaaa": 284,
+        b"ca": 283,
+    }
+    # Leaves out spaces within a line and signs.
+    pattern = r"(?i:[a-z])+|\p{N}{1,3}+|\s+$|\|"
+    special = {"<|endoftext|>": 270, "<|also|>": 270, "<|more|>": 310}
+    return tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=table, special_tokens=special)
+
+
+def random_texts(alphabet, count, length):
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, length, count)
+    return ["".join(np.asarray(alphabet)[random.integers(0, len(alphabet), n)]) for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    files = [*ROOT.glob("*.py"), *Path(sysconfig.get_path("stdlib"), "json").glob("*.py")]
+    found = [file.read_text() for file in sorted(files)]
+    points = [*range(1, 0x300), *range(0x4E00, 0x4E80), *range(0x1F600, 0x1F640), 0x3000, 0x2028]
+    found += random_texts([chr(point) for point in points], 300, 60)
+    spaces = [" ", "  ", "\n", "\r\n", "\t", "\r", "\xa0", "\x85", "\v", "a", "1", "'s", "'S", "."]
+    found += random_texts(spaces, 300, 30)
+    found += [
+        np.random.default_rng(seed).bytes(99).decode("utf-8", "replace") for seed in range(50)
+    ]
+    found += [sign * n for sign in " \na1=漢" for n in (1, 2, 3, 5000)]
+    return [*found, "", SPECIAL, "👨‍👩‍👧‍👦 e\u0301 ﬁ ß İ"]
+
+
+def pairs():
+    return {"sample": load_tokenizer("sample"), "made up": made_up()}
+
+
+@pytest.fixture(scope="module", params=pairs())
+def pair(request, tmp_path_factory):
+    """(a tokenizer, the folder of its files)."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = pairs()[request.param]
+    write_hugging_face(tokenizer, folder, 128)
+    return tokenizer, folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of the sample tokenizer's files, to be changed."""
+    write_hugging_face(load_tokenizer("sample"), tmp_path / "tokenizer", 128)
+    return tmp_path / "tokenizer"
+
+
+def test_what_is_written_gives_the_same_ids_for_any_text(pair, texts):
+    tokenizer, folder = pair
+    found = HuggingFace(folder)
+    more = random_texts([*"aaabbccxyz1 \n!|", "<|endoftext|>"], 2000, 30)
+    for text in [*texts, *more]:
+        assert found.encode_ordinary(text) == tokenizer.encode_ordinary(text), repr(text[:50])
+
+
+def test_ids_holes_and_special_tokens_are_what_they_were(pair):
+    tokenizer, folder = pair
+    found = HuggingFace(folder)
+    assert (found.n_vocab, found.eot_token) == (tokenizer.n_vocab, tokenizer.eot_token)
+    for i in set(range(tokenizer.n_vocab)) - {found.eot_token}:
+        assert token_bytes(found, i) == token_bytes(tokenizer, i), i
+    assert found.decode([found.eot_token]) == "<|endoftext|>"
+
+
+def test_a_text_is_decoded_as_before_and_half_a_character_is_replaced(pair, texts):
+    tokenizer, folder = pair
+    found = HuggingFace(folder)
+    for text in texts:
+        ids = tokenizer.encode_ordinary(text)
+        assert found.decode(ids) == tokenizer.decode(ids)
+    cut = list("漢字".encode()[:-1])
+    assert found.decode(cut) == tokenizer.decode(cut) == "漢\ufffd"
+
+
+def test_half_a_surrogate_pair_is_replaced_as_tiktoken_does(folder):
+    text = "a\ud800b"
+    expected = load_tokenizer("sample").encode_ordinary(text)
+    assert HuggingFace(folder).encode_ordinary(text) == expected
+
+
+def test_a_token_is_halved_as_its_bytes_are_joined_in_a_text():
+    ranks = made_up()._mergeable_ranks
+    assert halves(ranks, b"abc") == [b"a", b"bc"]  # before ab
+    assert halves(ranks, b"aaaa") == [b"aa", b"aa"]
+    assert halves(ranks, b"xyz") == [b"x", b"y", b"z"]
+
+
+@pytest.mark.huggingface
+def test_transformers_opens_it_and_gives_the_same_ids(pair, texts):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, folder = pair
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        assert found(text)["input_ids"] == tokenizer.encode_ordinary(text), repr(text[:50])
+    assert (found.eos_token, found.eos_token_id) == ("<|endoftext|>", tokenizer.eot_token)
+    assert (found.bos_token, found.unk_token, found.model_max_length) == (None, None, 128)
+    ids = tokenizer.encode_ordinary("x , y.")
+    assert found.decode(ids) == tokenizer.decode(ids)
+    split = transformers.AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
+    asked = tokenizer.encode(SPECIAL, allowed_special=tokenizer.special_tokens_set)
+    assert split(SPECIAL)["input_ids"] == asked
+
+
+# --- read -----------------------------------------------------------------------------------------
+
+
+def test_data_is_prepared_with_a_file_to_the_same_tokens(folder, tmp_path):
+    source = ["--source", str(ROOT), "--glob", "c*.py", "--workers", "1", "--val-share", "0"]
+    names = {"sample": "sample", "folder": str(folder), "file": str(folder / "tokenizer.json")}
+    for out, name in names.items():
+        prepare.main([*source, "--out", str(tmp_path / out), "--tokenizer", name])
+    shards = [(tmp_path / out / "train" / "shard_00000.npy").read_bytes() for out in names]
+    assert shards[0] == shards[1] == shards[2]
+    manifest = read_manifest(tmp_path / "folder" / "train")
+    content = (folder / "tokenizer.json").read_bytes()
+    assert manifest.tokenizer == str(folder) and manifest.end_of_text == 4095
+    assert manifest.tokenizer_sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_data_made_with_another_end_of_text_is_not_taken_for_prepared(folder, tmp_path):
+    flags = ["--source", str(ROOT), "--glob", "c*.py", "--workers", "1", "--val-share", "0"]
+    flags += ["--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
+    prepare.main(flags)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    with pytest.raises(ValueError, match="was made with another end_of_text"):
+        prepare.main(flags)
+
+
+def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder):
+    sha256 = table_sha256(load_tokenizer(str(folder)))
+    told = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
+    tokenizer, end_of_text = checkpoint.tokenizer_of(told, utils.Config())
+    assert end_of_text == 4095
+    ids = tokenizer.encode_ordinary("def f(x):")
+    assert generate.text_of(tokenizer, [*ids, 4095, generate.ENDED]) == "def f(x):<|endoftext|>"
+    table = folder / "tokenizer.json"
+    table.write_text(table.read_text() + "\n")
+    with pytest.raises(ValueError, match=f"and the data was made with {sha256}. Use the code, or"):
+        checkpoint.tokenizer_of(told, utils.Config())
+    table.unlink()
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
+        checkpoint.tokenizer_of(told, utils.Config())
+    table.parent.joinpath("tokenizer_config.json").unlink()
+    folder.rmdir()
+    with pytest.raises(ValueError, match="need the same file in the same place"):
+        checkpoint.tokenizer_of(told, utils.Config())
+
+
+def test_what_is_no_token_has_no_text(folder):
+    assert generate.text_of(made_up(), [97, 256, 271, generate.ENDED, 5000, 98]) == "ab"
+    assert generate.text_of(HuggingFace(folder), [97, 4096, generate.ENDED, 98]) == "ab"
+
+
+def test_a_file_that_was_read_is_copied_with_its_settings(folder, tmp_path):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": "{{ x }}", "eos_token": {"content": "<|endoftext|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_hugging_face(HuggingFace(folder), tmp_path / "copy", 64)
+    assert HuggingFace(tmp_path / "copy").sha256 == HuggingFace(folder).sha256
+    copied = json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())
+    assert copied == settings | {"model_max_length": 64}
+
+
+def test_a_file_that_cuts_and_pads_texts_is_read_without_that(folder):
+    table = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    table.enable_truncation(2)
+    table.enable_padding(length=9)
+    table.save(str(folder / "tokenizer.json"))
+    found = HuggingFace(folder)
+    assert [len(found.encode_ordinary(text)) for text in ("a", "a1b2c3")] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "b"}, "config.json": {"eos_token_id": 3}}, 98),
+        ({"tokenizer_config.json": {"eos_token": {"content": "b"}}}, 98),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 3}}, 3),
+        ({"generation_config.json": {"eos_token_id": [5, 6]}, "config.json": {}}, 5),
+    ],
+)
+def test_the_end_of_text_is_what_the_files_beside_it_say(folder, files, expected):
+    (folder / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    assert HuggingFace(folder).eot_token == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", "{}", r'names none, .* Write .*"eos_token": "<\|endoftext\|>"'),
+        ("tokenizer_config.json", '{"eos_token": "<eos>"}', "names '<eos>', which is no token"),
+        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON .*Mend it"),
+        ("tokenizer.json", "{}", r"is no tokenizer.json of Hugging Face"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_with_what_is_missing(
+    folder, file, content, message
+):
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_of_words_is_refused(tmp_path):
+    words = Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="is not byte-level"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
