@@ -1,0 +1,374 @@
+"""Folders of Hugging Face written and read, without its code: every bit comes back, on any mesh,
+in bounded memory; what is wrong is named. test_transformers.py asks its code.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import convert
+import convert_memory
+import hugging_face
+import tensor_files
+import utils
+from conftest import ROOT
+from data.tokenizer import load_tokenizer
+from hf_run import PUBLISHED, SIZES, make_run, stored
+
+MODELS = {
+    "v3": {"prefix_layers": 1, "q_lora_rank": 10, "shared_experts": 2, "tied": False},
+    "v3, dense then one with experts": {"dense_layers": 3, "blocks": 1},
+    "v3, dense": {"dense_layers": 1, "moe_layers": 0},
+    "v2": {"prefix_layers": 1, "scores": "softmax", "normalize_weights": False},
+    "own": {
+        "prefix_layers": 1,
+        "dense_layers": 2,
+        "rope_in_moe_layers": False,
+        "shared_experts": 0,
+    },
+}
+
+
+def export(run, out, *flags):
+    convert.main(["export", "--run", str(run), "--out", str(out), *flags])
+    return tensor_files.read_folder(out)
+
+
+def import_(folder, out, *flags):
+    convert.main(["import", "--folder", str(folder), "--out", str(out), *flags])
+
+
+def settings(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory):
+    """A run with random weights, and the folder that it was exported to, by name of the model."""
+    made, folder = {}, tmp_path_factory.mktemp("runs")
+
+    def of(name):
+        if name not in made:
+            run, out = folder / name, folder / f"{name} exported"
+            make_run(run, **MODELS[name])
+            export(run, out, "--part_gib", "0.0001", *["--remote_code"] * (name == "own"))
+            made[name] = run, out
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def copied(runs_of, tmp_path):
+    """A copy of the folder of v3, to be damaged."""
+    return shutil.copytree(runs_of("v3")[1], tmp_path / "damaged")
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_run_that_is_imported_has_every_bit(name, runs_of, tmp_path):
+    run, out = runs_of(name)
+    import_(out, tmp_path / "back")
+    own = ["--remote_code"] * (name == "own")
+    before, after = tensor_files.read_folder(out), export(tmp_path / "back", tmp_path / "out", *own)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
+    assert settings(out) == settings(tmp_path / "out")
+    old, new = (utils.load(folder / "config.toml").model for folder in (run, tmp_path / "back"))
+    layers = {"prefix_layers": 3, "dense_layers": 0} if name.endswith("experts") else {}
+    room = {}
+    if old.moe_layers:
+        room = dict.fromkeys(("capacity_factor", "eval_capacity_factor"), 8 / 2)
+    said = {"latent_norm_epsilon": 1e-6 * (name != "own"), "compute_dtype": "bfloat16"}
+    said |= {"router_bias_speed": 0.0}
+    assert dataclasses.replace(old, **layers | room | said) == new
+    if layers:
+        return
+    before, after = stored(run), stored(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for leaf, array in before.items():
+        # Pads are cut on the way, and zeros again.
+        rows = SIZES["vocabulary"] if leaf.endswith(("embedding", "output")) else len(array)
+        assert array.shape == after[leaf].shape and not after[leaf][rows:].any()
+        assert np.array_equal(array[:rows], after[leaf][:rows])
+
+
+def test_a_run_of_any_mesh_is_exported(whole, tmp_path):
+    tensors = export(whole, tmp_path / "out", "--remote_code", "--step", "3")
+    before = convert.Checkpoints(whole / "checkpoints")
+    gate = before.arrays(3)["weights.blocks.moe.moe.experts.gate"]
+    assert gate.chunk_layout.read_chunk.shape[0] < gate.shape[0], "is not cut over pipeline"
+    gate = gate.read().result()
+    before.close()
+    for block, expert in ((0, 0), (1, 7), (3, 5)):  # layers 2 * block + 1
+        name = f"model.layers.{2 * block + 1}.mlp.experts.{expert}.gate_proj.weight"
+        assert np.array_equal(tensors[name].read(), gate[block, expert].T)
+    import_(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "checkpoints" / "0").is_dir()
+
+
+def test_bfloat16_is_rounded_and_the_bias_is_not(runs_of, tmp_path):
+    run, out = runs_of("v3")
+    whole, half = tensor_files.read_folder(out), export(run, tmp_path / "half", "--dtype=bfloat16")
+    for name, tensor in half.items():
+        exact = name.endswith("e_score_correction_bias")
+        expected = whole[name].read()
+        if not exact:
+            expected = expected.astype(jnp.bfloat16)
+        assert tensor.read().dtype == expected.dtype and np.array_equal(tensor.read(), expected)
+    assert settings(tmp_path / "half")["torch_dtype"] == "bfloat16"
+
+
+def test_pads_and_a_model_without_shared_experts_are_mapped(tmp_path):
+    make_run(tmp_path / "run", shared_experts=0)
+    tensors = export(tmp_path / "run", tmp_path / "out")
+    assert tensors["model.embed_tokens.weight"].shape == (SIZES["vocabulary"], SIZES["width"])
+    shared = [tensor for name, tensor in tensors.items() if "shared" in name]
+    assert len(shared) == 3 * SIZES["blocks"] and not any(t.read().any() for t in shared)
+    assert settings(tmp_path / "out")["n_shared_experts"] == 1
+    assert "lm_head.weight" not in tensors and settings(tmp_path / "out")["tie_word_embeddings"]
+
+
+def test_parts_have_a_bounded_size_and_layers_in_order(runs_of):
+    tensors = tensor_files.read_folder(runs_of("v3")[1])
+    parts = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(tensor.file.name, []).append((name, tensor.bytes))
+    assert len(parts) > 5
+    for part in parts.values():
+        assert len(part) == 1 or sum(size for _, size in part) <= 0.0001 * 2**30
+    layers = [int(name.split(".")[2]) for name in tensors if ".layers." in name]
+    assert layers == sorted(layers)
+    index = json.loads((runs_of("v3")[1] / tensor_files.INDEX).read_text())
+    assert index["weight_map"] == {name: t.file.name for name, t in tensors.items()}
+    assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
+
+
+def test_the_folder_tells_what_it_is(whole, tmp_path, capsys):
+    export(whole, tmp_path / "out", "--remote_code")
+    assert "trust_remote_code=True" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    [last] = [line for line in card.splitlines() if line.startswith("| 6 |")]
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    loss = [r["loss/val"] for r in records if r.get("loss/val") is not None][-1]
+    assert last == f"| 6 | {loss:.4f} |"
+    assert "kv_lora_rank = 16" in card and "trust_remote_code=True" in card
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == load_tokenizer("sample").eot_token
+    copied = tmp_path / "out" / "modeling_latent_moe.py"
+    assert copied.read_text() == (ROOT / "modeling_latent_moe.py").read_text()
+
+
+def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsys):
+    import generate
+
+    import_(runs_of("v3")[1], tmp_path / "back")
+    told = capsys.readouterr().out
+    assert f"generate.py --run {tmp_path / 'back'}" in told
+    shutil.rmtree(tmp_path / "back" / "no", ignore_errors=True)
+    flags = ["--prompt", "def ", "--tokens", "3", "--temperature", "0"]
+    generate.main(["--run", str(tmp_path / "back"), "--model.compute_dtype", "float32", *flags])
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_export_takes_little_memory():
+    config = ROOT / "configs" / "dense_124m.toml"
+    found = convert_memory.measured(convert_memory.Flags(config=config))
+    assert found["parameters"] > 100e6 and found["MiB written"] > 400
+    assert found["MiB"] * 2**20 <= 600e6
+
+
+# --- published models -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_understood(name):
+    table = PUBLISHED[name]
+    found = hugging_face.from_json(table, Path("config.json"))
+    m = found.model
+    assert m.layers == table["num_hidden_layers"] and m.dense_layers == 0 and m.moe_layers == 1
+    assert m.prefix_layers == table["first_k_dense_replace"] and not m.tied
+    assert m.capacity_factor * m.experts_per_token == m.experts  # room for all
+    assert m.q_lora_rank == (table["q_lora_rank"] or 0)
+    assert (m.expert_groups, m.groups_per_token) == (table["n_group"], table["topk_group"])
+    assert m.latent_norm_epsilon == 1e-6 and m.norm_epsilon == table["rms_norm_eps"]
+    yarn = table["rope_scaling"]
+    assert m.rope_factor == (yarn["factor"] if yarn else 1)
+    assert not yarn or m.rope_mscale_all_dim == yarn["mscale_all_dim"]
+    assert (m.scores, m.normalize_weights) == (table["scoring_func"], table["norm_topk_prob"])
+    assert found.interleaved and found.skipped == table.get("num_nextn_predict_layers", 0)
+
+
+def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_path, capsys):
+    _, exported = runs_of("v3")
+    folder, plain = tmp_path / "float8", tensor_files.read_folder(exported)
+    folder.mkdir()
+    table = settings(exported) | {"num_nextn_predict_layers": 1}
+    table["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+    (folder / "config.json").write_text(json.dumps(table))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    small = np.dtype(jnp.float8_e4m3fn)
+    rows, columns = plain[name].shape
+    assert rows % 16 == 0 and columns % 8, "the last block is not whole"
+    scales = (-(-rows // 16), -(-columns // 8))
+    ahead = f"model.layers.{table['num_hidden_layers']}.eh_proj.weight"
+    others = {n: (t.dtype, t.shape) for n, t in plain.items() if n != name}
+    shapes = others | {
+        name: (small, plain[name].shape),
+        f"{name}_scale_inv": (np.dtype(np.float32), scales),
+        ahead: (np.dtype(np.float32), (2, 2)),
+    }
+    tensors = tensor_files.make_folder(folder, [(n, *s) for n, s in shapes.items()], 2**30)
+    for other in others:
+        tensors[other].write(plain[other].read())
+    scale = np.arange(1, 1 + np.prod(scales), dtype=np.float32).reshape(scales)
+    numbers = (3 * plain[name].read()).astype(small)
+    tensors[name].write(numbers)
+    tensors[f"{name}_scale_inv"].write(scale)
+    import_(folder, tmp_path / "run")
+    assert "left out: 1 layers" in capsys.readouterr().out
+    found = stored(tmp_path / "run")["weights.blocks.moe.attention.out"][0]
+    expected = np.empty((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            expected[i, j] = float(numbers[i, j]) * scale[i // 16, j // 8]
+    assert np.array_equal(found.reshape(columns, rows).T, expected)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dense_layers": 1}, "a dense layer between layers with experts"),
+        ({"rope_in_moe_layers": False}, "model.rope_in_moe_layers"),
+        ({"scores": "softmax"}, "model.normalize_weights"),
+        ({"norm_epsilon": 1e-5}, "model.latent_norm_epsilon"),
+        ({"experts": 1, "experts_per_token": 1}, "model.experts 1"),
+        (
+            {"scores": "softmax", "normalize_weights": False, "expert_groups": 2},
+            "model.expert_groups 2",
+        ),
+        (
+            {"scores": "softmax", "normalize_weights": False, "width": 49},
+            "model.width 49",
+        ),
+    ],
+)
+def test_what_transformers_cannot_say_is_named(fields, named, tmp_path):
+    make_run(tmp_path / "run", **fields)
+    with pytest.raises(ValueError, match=f"{named}.*--remote_code"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "run", tmp_path / "out", "--remote_code")
+
+
+def test_a_bias_of_softmax_scores_is_refused(tmp_path):
+    make_run(tmp_path / "run")  # with a bias
+    file = tmp_path / "run" / "config.toml"
+    text = file.read_text().replace('scores = "sigmoid"', 'scores = "softmax"')
+    file.write_text(text.replace("normalize_weights = true", "normalize_weights = false"))
+    with pytest.raises(ValueError, match=r"moe.bias that is not zero .*Use --remote_code"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_over(runs_of, tmp_path):
+    run, out = runs_of("v3")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for command in (export, import_):
+        source = run if command is export else out
+        with pytest.raises(ValueError, match=r"--out .*full is not empty"):
+            command(source, tmp_path / "full")
+
+
+def change(folder, **values):
+    (folder / "config.json").write_text(json.dumps(settings(folder) | values))
+
+
+def refused(folder, text, tmp_path):
+    with pytest.raises(ValueError, match=text):
+        import_(folder, tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*")), "something was left"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model_type": "llama", "architectures": ["Llama"]}, r"'llama' \(Llama\).*deepseek_v3"),
+        ({"model_type": None}, "is of model_type None"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True|scoring_func"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary positions .*linear"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"kv_lora_rank": 30}, r"is \(.*\), and by the config \(.*\)"),
+    ],
+)  # fmt: skip
+def test_another_architecture_is_named(values, text, copied, tmp_path):
+    change(copied, **values)
+    refused(copied, text, tmp_path)
+
+
+def test_missing_and_extra_tensors_are_named(copied, tmp_path):
+    layers = settings(copied)["num_hidden_layers"]
+    change(copied, num_hidden_layers=layers + 1)
+    names = r"lacks 38 of .*: model.layers.3.*, \.\.\.\. Fetch"
+    refused(copied, names, tmp_path)
+    change(copied, num_hidden_layers=layers, n_routed_experts=7)
+    extra = r"has 6 tensors .*: model.layers.1.mlp.experts.7.*"
+    refused(copied, extra, tmp_path)
+
+
+def test_damaged_files_are_named(copied, tmp_path):
+    first, second, *_ = sorted(copied.glob("*.safetensors"))
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1])
+    refused(copied, f"{first.name} is cut short: it has {len(whole) - 1} bytes", tmp_path)
+    first.write_bytes(whole[:20])
+    refused(copied, f"{first.name} is no safetensors file", tmp_path)
+    first.write_bytes(whole.replace(b'"F32"', b'"I32"'))
+    refused(copied, f"{first.name} holds numbers of type I32", tmp_path)
+    first.write_bytes(whole)
+    second.unlink()
+    refused(copied, f"lacks 1 of .* files .* first {second.name}", tmp_path)
+    (copied / tensor_files.INDEX).unlink()
+    refused(copied, "has neither model.safetensors nor", tmp_path)
+    (copied / "config.json").unlink()
+    refused(copied, "has no config.json", tmp_path)
+
+
+def test_a_run_without_checkpoint_is_named(runs_of, tmp_path):
+    run, _ = runs_of("v3")
+    (tmp_path / "run").mkdir()
+    shutil.copy(run / "config.toml", tmp_path / "run")
+    with pytest.raises(ValueError, match="no such folder"):
+        export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"--run .*none does not exist"):
+        export(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(ValueError, match="there is no checkpoint of step 9"):
+        export(run, tmp_path / "out", "--step", "9")
+
+
+def test_a_folder_without_tokenizer_makes_no_text(copied, tmp_path):
+    import generate
+
+    (copied / "tokenizer.json").unlink()
+    import_(copied, tmp_path / "run")
+    with pytest.raises(ValueError, match="run has no tokenizer: the folder it was imported from"):
+        generate.main(["--run", str(tmp_path / "run"), "--prompt", "def"])
+    export(tmp_path / "run", tmp_path / "again")
+    assert settings(tmp_path / "again")["eos_token_id"] == load_tokenizer("sample").eot_token
