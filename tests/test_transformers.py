@@ -1,0 +1,216 @@
+"""Folders that convert.py writes, opened by transformers, and its own folders, read: other people's
+code computes the same numbers. Needs requirements-hf.txt.
+"""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.huggingface,
+    # torch and transformers warn of what they themselves will change.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import convert  # noqa: E402
+import dataset  # noqa: E402
+import tensor_files  # noqa: E402
+import utils  # noqa: E402
+from conftest import ROOT  # noqa: E402
+from data.tokenizer import load_tokenizer  # noqa: E402
+from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run, stored  # noqa: E402
+
+T = 512
+CASES = {
+    "plain, top-1": {"experts_per_token": 1},
+    "query latent, 2 shared, prefix": {"q_lora_rank": 10, "shared_experts": 2, "prefix_layers": 1},
+    "3 shared, top-6, untied": {"shared_experts": 3, "experts_per_token": 6, "tied": False},
+    "groups, top-3, YaRN, query latent": {
+        "experts_per_token": 3,
+        "expert_groups": 4,
+        "groups_per_token": 2,
+        "rope_factor": 8.0,
+        "rope_original_length": 64,
+        "q_lora_rank": 7,
+    },
+    "no shared, dense first": {"shared_experts": 0, "dense_layers": 2, "blocks": 1},
+    "softmax": {"scores": "softmax", "normalize_weights": False, "prefix_layers": 1},
+    "dense": {"dense_layers": 1, "moe_layers": 0, "q_lora_rank": 5},
+}
+CONFIGS = sorted(ROOT.glob("configs/*.toml"))
+
+
+def tokens(vocabulary, texts=2):
+    return np.random.default_rng(1).integers(0, vocabulary, (texts, T)).astype(np.int32)
+
+
+def opened(folder, own=False):
+    """The model, of whose weights none may be left out or added."""
+    found, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=own, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    return found.eval()
+
+
+def their_logits(found, ids):
+    with torch.no_grad():
+        return found(torch.from_numpy(ids).long()).logits.numpy()
+
+
+def export(run, out, own=False):
+    convert.main(["export", "--run", str(run), "--out", str(out), *["--remote_code"] * own])
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_an_exported_folder_are_ours(name, tmp_path):
+    make_run(tmp_path / "run", **CASES[name])
+    ids = tokens(SIZES["vocabulary"])
+    found = opened(export(tmp_path / "run", tmp_path / "out"))
+    wanted = "DeepseekV2ForCausalLM" if name == "softmax" else "DeepseekV3ForCausalLM"
+    assert type(found).__name__ == wanted
+    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+
+
+def scaled_down(m):
+    """The model of a config in small: the same layers, blocks, switches and odd ratios."""
+    small = {
+        name: value
+        for name, value in SIZES.items()
+        if name not in ("blocks", "dense_layers", "experts_per_token", "routed_scaling_factor")
+    }
+    small |= {"blocks": 2, "qk_rope_head_dim": 2 * math.ceil(m.qk_rope_head_dim / 16)}
+    small |= {"q_lora_rank": m.q_lora_rank // 8}
+    small |= {"experts": max(m.experts // 2, m.experts_per_token)}
+    return dataclasses.asdict(dataclasses.replace(m, **small))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_logits_by_the_modelling_file_are_ours_for_every_config(file, tmp_path):
+    fields = scaled_down(utils.load(file).model)
+    make_run(tmp_path / "run", **fields)
+    ids = tokens(SIZES["vocabulary"])
+    found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
+    assert type(found).__name__ == "LatentMoeForCausalLM"
+    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+
+
+def test_the_modelling_file_knows_all_that_a_model_can_be(tmp_path):
+    fields = {
+        "prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False, "q_lora_rank": 9,
+        "scores": "softmax", "norm_epsilon": 1e-3, "expert_groups": 2, "rope_factor": 8.0,
+        "rope_original_length": 64, "rope_mscale": 0.7, "rope_mscale_all_dim": 0.0, "tied": False,
+    }  # fmt: skip
+    make_run(tmp_path / "run", **fields)
+    ids = tokens(SIZES["vocabulary"])
+    found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
+    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+
+
+def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys):
+    import generate
+    import validate
+
+    out = export(whole, tmp_path / "out", own=True)
+    found = opened(out, own=True)
+    capsys.readouterr()
+    validate.main(["--run", str(whole), "--json", "--model.eval_capacity_factor", "8"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["moe/dropped"] == 0
+    data = dataset.open_validation(utils.load(whole / "config.toml"))
+    rows = data.eval_rows(np.arange(16), sequences=16)
+    with torch.no_grad():
+        theirs = found(torch.from_numpy(rows["tokens"]).long()).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(
+            theirs, torch.from_numpy(rows["targets"]).long().flatten()
+        )
+    assert f"{loss:.4f}" == f"{told['loss/val']:.4f}"
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = (ROOT / "model.py").read_text() + "<|endoftext|> \u00e9\u4e2d\U0001f600\n\n   x"
+    ours = load_tokenizer("sample")
+    assert tokenizer(text)["input_ids"] == ours.encode_ordinary(text)
+    assert tokenizer.eos_token_id == ours.eot_token == found.generation_config.eos_token_id
+    # Texts of different lengths at once, with pads before the short one, in the cache of latents.
+    prompts = ["def", "import jax\nimport"]
+    given = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    made = found.generate(**given, max_new_tokens=12, do_sample=False)[:, -12:].tolist()
+    for prompt, theirs in zip(prompts, made, strict=True):
+        flags = ["--run", str(whole), "--prompt", prompt, "--temperature", "0", "--tokens", "12"]
+        generate.main(flags)
+        written = capsys.readouterr().out.removeprefix(prompt).removesuffix("\n")
+        ends = [ours.eot_token, tokenizer.pad_token_id]
+        assert ours.decode([i for i in theirs if i not in ends]) == written
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder of a published config, scaled down, as published, and the model in torch."""
+    made = {}
+
+    def of(name):
+        if name in made:
+            return made[name]
+        folder = tmp_path_factory.mktemp("published") / name
+        folder.mkdir()
+        table = PUBLISHED[name] | SMALL
+        table["first_k_dense_replace"] = min(2, table["first_k_dense_replace"])
+        if table["q_lora_rank"]:
+            table["q_lora_rank"] = 20
+        if table["rope_scaling"]:
+            length = {"original_max_position_embeddings": 128}
+            table["rope_scaling"] = table["rope_scaling"] | length
+        known = {"num_nextn_predict_layers": 0}
+        if table["model_type"] == "kimi_k2":  # which transformers has under V3's name
+            known["model_type"] = "deepseek_v3"
+        (folder / "config.json").write_text(json.dumps(table | known))
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        found = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for where, w in (*found.named_parameters(), *found.named_buffers()):
+                if "norm" in where:
+                    w.add_(0.1 * torch.randn_like(w))
+                elif "e_score" in where:
+                    w.add_(0.1 * torch.rand_like(w))
+                elif "inv_freq" not in where:
+                    w.normal_(0, w.shape[-1] ** -0.5)
+        found.save_pretrained(folder, max_shard_size="200KB")
+        (folder / "config.json").write_text(json.dumps(table))  # as it is published
+        made[name] = folder, found
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_imported_and_exported_with_the_same_bits(name, published, tmp_path):
+    folder, found = published(name)
+    convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
+    ids = tokens(SMALL["vocab_size"])
+    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+    export(tmp_path / "run", tmp_path / "back")
+    before, after = (tensor_files.read_folder(f) for f in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys() and len({t.file for t in before.values()}) > 1
+    assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
+    again = opened(tmp_path / "back")
+    assert type(again) is type(found)
+    np.testing.assert_array_equal(their_logits(found, ids), their_logits(again, ids))
+
+
+def test_rotary_pairs_that_are_not_interleaved_are_read_as_they_are(published, tmp_path):
+    folder, found = published("moonlight-16b-a3b")
+    folder = folder.rename(folder.with_name("halves"))
+    table = json.loads((folder / "config.json").read_text()) | {"rope_interleave": False}
+    (folder / "config.json").write_text(json.dumps(table))
+    found.config.rope_interleave = False
+    convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
+    ids = tokens(SMALL["vocab_size"])
+    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+    assert stored(tmp_path / "run")
