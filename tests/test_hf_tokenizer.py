@@ -25,16 +25,9 @@ SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
 def made_up():
     """An encoding with which each step to Hugging Face's files would show if it were wrong."""
     table = {bytes([byte]): byte for byte in range(256)}
-    # abc is joined of ab, whose rank is higher; nothing leads to xyz; ids 256 to 279 are holes.
-    table |= {
-        b"bc": 290,
-        b"ab": 300,
-        b"abc": 280,
-        b"xyz": 281,
-        b"aa": 282,
-        b"aaaa": 284,
-        b"ca": 283,
-    }
+    # abc is joined of bc, whose rank is higher; nothing leads to xyz; there are holes.
+    table |= {b"bc": 290, b"ab": 300, b"abc": 280, b"xyz": 281, b"aa": 282, b"aaaa": 284}
+    table |= {b"ca": 283, b"11": 285, b"1111": 286}  # of digits no four are together
     # Leaves out spaces within a line and signs.
     pattern = r"(?i:[a-z])+|\p{N}{1,3}+|\s+$|\|"
     special = {"<|endoftext|>": 270, "<|also|>": 270, "<|more|>": 310}
