@@ -198,7 +198,7 @@ A transformer with multi-head latent attention{experts}: {whole:,} parameters, o
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 {how}
-tokenizer = AutoTokenizer.from_pretrained({folder!r})
+tokenizer = AutoTokenizer.from_pretrained({where})
 ids = tokenizer("def ", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))
 ```
@@ -233,15 +233,18 @@ def card(flags: Export, config: Config, step: int, kind: str) -> str:
         tokens=t.sequences * t.sequence_length,
         dtype=flags.dtype,
         how=_how_to_open(flags, kind),
-        folder=str(flags.out),
+        where=_where(flags, kind),
         results="\n".join([*head, *rows, ""]) if rows else "Not validated.\n",
         toml=utils.to_toml(config),
     )
 
 
 def _how_to_open(flags: Export, kind: str) -> str:
-    trust = ", trust_remote_code=True" if kind == OWN else ""
-    return f"model = AutoModelForCausalLM.from_pretrained({str(flags.out)!r}{trust})"
+    return f"model = AutoModelForCausalLM.from_pretrained({_where(flags, kind)})"
+
+
+def _where(flags: Export, kind: str) -> str:
+    return repr(str(flags.out)) + (", trust_remote_code=True" if kind == OWN else "")
 
 
 # --- import ---------------------------------------------------------------------------------------

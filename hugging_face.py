@@ -234,28 +234,37 @@ YARN = {
 
 def obstacles(m: utils.Model) -> list[str]:
     """What of a model the classes of transformers cannot say."""
-    mixed = m.moe_layers and m.dense_layers and m.blocks > 1
-    latent = m.latent_norm_epsilon or m.norm_epsilon
-    greedy = m.scores == "softmax"
-    wrong = {
-        f"a dense layer between layers with experts (model.dense_layers {m.dense_layers}, "
-        f"model.blocks {m.blocks})": mixed,
-        "layers without position (model.rope_in_moe_layers false)": m.moe_layers
-        and not m.rope_in_moe_layers,
-        f"latents whose norms add {latent} (model.latent_norm_epsilon, else model.norm_epsilon), "
-        f"and not {LATENT_EPSILON}": latent != LATENT_EPSILON,
-        "softmax scores whose weights are normalized (model.normalize_weights)": m.moe_layers
-        and greedy
-        and m.normalize_weights,
-        f"softmax scores with groups of experts (model.expert_groups {m.expert_groups})": (
-            m.moe_layers and greedy and m.expert_groups > 1
+    moe, latent = m.moe_layers, m.latent_norm_epsilon or m.norm_epsilon
+    softmax = moe and m.scores == "softmax"
+    wrong = (
+        (
+            moe and m.dense_layers and m.blocks > 1,
+            f"a dense layer between layers with experts (model.dense_layers {m.dense_layers}, "
+            f"model.blocks {m.blocks})",
         ),
-        "a single expert (model.experts 1)": m.moe_layers and m.experts < 2,
-        f"softmax scores, and model.width {m.width} no multiple of model.heads {m.heads}": (
-            m.moe_layers and greedy and m.width % m.heads
+        (moe and not m.rope_in_moe_layers, "no position in some layers (model.rope_in_moe_layers)"),
+        (
+            latent != LATENT_EPSILON,
+            f"{latent} in the norms of latents (model.latent_norm_epsilon, or else "
+            f"model.norm_epsilon), not {LATENT_EPSILON}",
         ),
-    }
-    return [what for what, is_so in wrong.items() if is_so]
+        (moe and m.experts < 2, "a single expert (model.experts 1)"),
+        (softmax and m.normalize_weights, "softmax scores normalized (model.normalize_weights)"),
+        (
+            softmax and m.expert_groups > 1,
+            f"softmax scores in groups of experts (model.expert_groups {m.expert_groups})",
+        ),
+        (
+            softmax and m.width % m.heads,
+            f"softmax scores, and model.width {m.width} no multiple of model.heads {m.heads}",
+        ),
+        (
+            # V2 takes rotary pairs for complex numbers, which begin at even places.
+            softmax and (m.qk_nope_head_dim % 2 or m.kv_lora_rank % 2),
+            "softmax scores, and model.qk_nope_head_dim or model.kv_lora_rank odd",
+        ),
+    )
+    return [text for is_so, text in wrong if is_so]
 
 
 def kind_of(m: utils.Model) -> str:

@@ -63,6 +63,7 @@ def write_hugging_face(
     else:
         table_of(tokenizer).save(str(folder / TABLE))
         settings["split_special_tokens"] = True
+        settings["pad_token"] = settings["eos_token"]  # there is no other, and batches need one
     settings["model_max_length"] = model_max_length
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 

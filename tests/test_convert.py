@@ -24,7 +24,12 @@ MODELS = {
     "v3": {"prefix_layers": 1, "q_lora_rank": 10, "shared_experts": 2, "tied": False},
     "v3, dense then one with experts": {"dense_layers": 3, "blocks": 1},
     "v3, dense": {"dense_layers": 1, "moe_layers": 0},
-    "v2": {"prefix_layers": 1, "scores": "softmax", "normalize_weights": False},
+    "v2": {
+        "prefix_layers": 1,
+        "scores": "softmax",
+        "normalize_weights": False,
+        "qk_nope_head_dim": 10,
+    },
     "own": {
         "prefix_layers": 1,
         "dense_layers": 2,
@@ -257,10 +262,8 @@ def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_pa
             {"scores": "softmax", "normalize_weights": False, "expert_groups": 2},
             "model.expert_groups 2",
         ),
-        (
-            {"scores": "softmax", "normalize_weights": False, "width": 49},
-            "model.width 49",
-        ),
+        ({"scores": "softmax", "normalize_weights": False, "width": 49}, "model.width 49"),
+        ({"scores": "softmax", "normalize_weights": False}, "model.qk_nope_head_dim"),
     ],
 )
 def test_what_transformers_cannot_say_is_named(fields, named, tmp_path):
@@ -272,7 +275,7 @@ def test_what_transformers_cannot_say_is_named(fields, named, tmp_path):
 
 
 def test_a_bias_of_softmax_scores_is_refused(tmp_path):
-    make_run(tmp_path / "run")  # with a bias
+    make_run(tmp_path / "run", qk_nope_head_dim=10)  # with a bias
     file = tmp_path / "run" / "config.toml"
     text = file.read_text().replace('scores = "sigmoid"', 'scores = "softmax"')
     file.write_text(text.replace("normalize_weights = true", "normalize_weights = false"))

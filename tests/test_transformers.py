@@ -39,7 +39,7 @@ CASES = {
         "q_lora_rank": 7,
     },
     "no shared, dense first": {"shared_experts": 0, "dense_layers": 2, "blocks": 1},
-    "softmax": {"scores": "softmax", "normalize_weights": False, "prefix_layers": 1},
+    "softmax": {"scores": "softmax", "normalize_weights": False, "qk_nope_head_dim": 10},
     "dense": {"dense_layers": 1, "moe_layers": 0, "q_lora_rank": 5},
 }
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -132,7 +132,7 @@ def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys)
         )
     assert f"{loss:.4f}" == f"{told['loss/val']:.4f}"
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     text = (ROOT / "model.py").read_text() + "<|endoftext|> \u00e9\u4e2d\U0001f600\n\n   x"
     ours = load_tokenizer("sample")
     assert tokenizer(text)["input_ids"] == ours.encode_ordinary(text)
