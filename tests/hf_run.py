@@ -6,6 +6,7 @@ import math
 from contextlib import closing
 from pathlib import Path
 
+import jax
 import numpy as np
 
 import checkpoint
@@ -106,5 +107,6 @@ def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (1, B, T))
-    found = passes.logits(config, declared, mesh)(w, batch, places)
-    return np.asarray(found)[0, :, :, : config.model.vocabulary]
+    fast = {"xla_backend_optimization_level": 0}  # to compile
+    run = jax.jit(passes.logits(config, declared, mesh), compiler_options=fast)
+    return np.asarray(run(w, batch, places))[0, :, :, : config.model.vocabulary]

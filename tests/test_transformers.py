@@ -5,6 +5,7 @@ code computes the same numbers. Needs requirements-hf.txt.
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ import tensor_files  # noqa: E402
 import utils  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
-from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run, stored  # noqa: E402
+from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run  # noqa: E402
 
 T = 512
 CASES = {
@@ -206,11 +207,11 @@ def test_a_published_model_is_imported_and_exported_with_the_same_bits(name, pub
 
 def test_rotary_pairs_that_are_not_interleaved_are_read_as_they_are(published, tmp_path):
     folder, found = published("moonlight-16b-a3b")
-    folder = folder.rename(folder.with_name("halves"))
+    folder = shutil.copytree(folder, tmp_path / "halves")
     table = json.loads((folder / "config.json").read_text()) | {"rope_interleave": False}
     (folder / "config.json").write_text(json.dumps(table))
-    found.config.rope_interleave = False
     convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
     ids = tokens(SMALL["vocab_size"])
-    np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
-    assert stored(tmp_path / "run")
+    expected = their_logits(opened(folder), ids)
+    np.testing.assert_allclose(expected, logits(tmp_path / "run", ids), atol=1e-4)
+    assert np.abs(expected - their_logits(found, ids)).max() > 0.1
