@@ -34,6 +34,7 @@ from model import Transformer
 from utils import Config
 
 CHECKSUMS = "checksums.json"
+FILE_BYTES = 256 << 20
 CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
 
@@ -137,7 +138,8 @@ def _in_chunks(arrays: dict[str, np.ndarray], stacked: Mapping[str, int]) -> ocp
     def one(name: str) -> ocp.SaveArgs:
         return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(stacked[name])))
 
-    return ocp.args.PyTreeSave(arrays, save_args={name: one(name) for name in arrays})
+    how = {name: one(name) for name in arrays}
+    return ocp.args.PyTreeSave(arrays, save_args=how, ocdbt_target_data_file_size=FILE_BYTES)
 
 
 class Checkpoints:
