@@ -506,9 +506,10 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
 # --- what must be the same when a run begins with another's weights -------------------------------
 
 
-def same_model(run: Path, theirs: utils.Model, ours: utils.Model) -> None:
+def same_model(run: Path, theirs: utils.Model, ours: utils.Model, flag: str = "--init") -> None:
     """Refuses weights that another model was trained to.
 
+    flag    that named the run, or the folder.
     Raises  ValueError that names the first fields that differ, with both values.
     """
     old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
@@ -520,7 +521,7 @@ def same_model(run: Path, theirs: utils.Model, ours: utils.Model) -> None:
     if differ:
         more = f" and {len(differ) - MOST_NAMED} more" * (len(differ) > MOST_NAMED)
         raise ValueError(
-            f"--init {run} is a run of another model: {', '.join(differ[:MOST_NAMED])}{more}. "
+            f"{flag} {run} is of another model: {', '.join(differ[:MOST_NAMED])}{more}. "
             "Leave out --config and these flags, which takes its [model], or give its values."
         )
 
