@@ -39,6 +39,9 @@ MODELS = {
     },
 }
 
+V2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
+YARN = PUBLISHED["deepseek-v3"]["rope_scaling"]
+
 
 def export(run, out, *flags):
     convert.main(["export", "--run", str(run), "--out", str(out), *flags])
@@ -292,6 +295,20 @@ def test_a_bias_of_softmax_scores_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_of_another_model_than_its_config_is_named(tmp_path):
+    make_run(tmp_path / "run")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace("expert_hidden = 20", "expert_hidden = 22"))
+    with pytest.raises(ValueError, match=r"of another model than its config.*48, 20\) there and"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_are_no_groups_where_softmax_scores_choose_among_all():
+    m = understood(**V2, n_group=8, topk_method="greedy", topk_group=None)
+    assert (m.expert_groups, m.groups_per_token) == (1, 1)
+
+
 def test_nothing_is_written_over(runs_of, tmp_path):
     run, out = runs_of("v3")
     (tmp_path / "full").mkdir()
@@ -351,11 +368,16 @@ def refused(folder, text, tmp_path):
         ({"model_type": None}, "is of model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
         ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True|scoring_func"),
+        ({"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
+        (V2 | {"n_group": 4, "topk_method": "group_limited_greedy"}, "topk_method 'group_limited"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary positions .*linear"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary positions .*1.5"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rotary positions .*False"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"kv_lora_rank": 30}, r"is \(.*\), and by the config \(.*\)"),
@@ -383,19 +405,18 @@ def understood(**values):
 
 
 def test_rotary_positions_are_read_where_transformers_reads_them():
-    yarn = PUBLISHED["deepseek-v3"]["rope_scaling"]
-    written = {**yarn, "rope_type": "yarn", "rope_theta": 7.0}
+    written = {**YARN, "rope_type": "yarn", "rope_theta": 7.0}
     assert understood(rope_scaling=..., rope_parameters=written).rope_factor == 40
     assert understood(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
     assert understood(rope_parameters={"rope_type": "default"}).rope_factor == 40
-    few = {name: yarn[name] for name in ("type", "factor", "original_max_position_embeddings")}
-    for less in (few, dict.fromkeys(yarn) | few):
+    few = {name: YARN[name] for name in ("type", "factor", "original_max_position_embeddings")}
+    for less in (few, dict.fromkeys(YARN) | few):
         m = understood(rope_scaling=less)
         assert (m.rope_beta_fast, m.rope_beta_slow) == (32, 1)
         assert m.rope_mscale == m.rope_mscale_all_dim == 0
     for name in few.keys() - {"type"}:
         with pytest.raises(ValueError, match=f"lacks {name}"):
-            understood(rope_scaling=yarn | {name: None})
+            understood(rope_scaling=YARN | {name: None})
 
 
 @pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "topk_group"])
