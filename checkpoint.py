@@ -366,6 +366,12 @@ class Checkpoints:
         stored = self._manager.item_metadata(step).state.tree
         have = {name: (x.shape, np.dtype(x.dtype).name) for name, x in stored.items()}
         want = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
+        if self._writes and all(name.startswith("weights.") for name in have):
+            raise ValueError(
+                f"{self.folder / str(step)} holds weights alone, as they were imported, and no "
+                f"training to continue. Begin a run with them: --init {self.folder.parent} "
+                f"--run.name {self.folder.parent.name}-2."
+            )
         for name in sorted(have.keys() | want.keys() if self._writes else want.keys()):
             if have.get(name) != want.get(name):
                 raise ValueError(
@@ -508,9 +514,10 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
 # --- what must be the same when a run begins with another's weights -------------------------------
 
 
-def same_model(run: Path, theirs: utils.Model, ours: utils.Model) -> None:
+def same_model(run: Path, theirs: utils.Model, ours: utils.Model, flag: str = "--init") -> None:
     """Refuses weights that another model was trained to.
 
+    flag    that named the run, or the folder.
     Raises  ValueError that names the first fields that differ, with both values.
     """
     old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
@@ -522,7 +529,7 @@ def same_model(run: Path, theirs: utils.Model, ours: utils.Model) -> None:
     if differ:
         more = f" and {len(differ) - MOST_NAMED} more" * (len(differ) > MOST_NAMED)
         raise ValueError(
-            f"--init {run} is a run of another model: {', '.join(differ[:MOST_NAMED])}{more}. "
+            f"{flag} {run} is of another model: {', '.join(differ[:MOST_NAMED])}{more}. "
             "Leave out --config and these flags, which takes its [model], or give its values."
         )
 

@@ -14,6 +14,7 @@ model was trained on.
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -53,6 +54,7 @@ MODELLING = Path(__file__).with_name("modeling_latent_moe.py")
 Done = Callable[[int], None]  # tells of bytes
 FIRST = 10  # names that an error lists
 LINE_EVERY_S = 10.0
+SCALES = "_scale_inv"  # end of the name of the scales of float8 numbers
 LONGEST = 4096  # tokens of a text, of an imported run, unless more are asked for
 
 
@@ -114,30 +116,30 @@ def export_run(flags: Export) -> None:
             f"--run {flags.run} has {'; '.join(obstacles)}: {hugging_face.CLASSES[kind]} has no "
             "word for that. Use --remote_code, which brings a modelling file."
         )
-    must_be_empty(flags.out)
-    with closing(Checkpoints(flags.run / "checkpoints")) as saved:
+    if not 0 < flags.part_gib < math.inf:
+        raise ValueError(f"--part_gib {flags.part_gib} is no size of a file. Use 4.")
+    with closing(Checkpoints(flags.run / "checkpoints")) as saved, _filled(flags.out):
         step = saved.good_step(flags.step)
         told, arrays = saved.config(step), _weights(saved.arrays(step))
         tokenizer, end_of_text = _tokens(told["tokens"], config)
         leaves = hugging_face.leaves(config, kind)
         _must_agree(flags.run, leaves, arrays)
-        flags.out.mkdir(parents=True, exist_ok=True)
         dtype = np.dtype(getattr(jnp, flags.dtype))
         shapes = hugging_face.shapes(leaves, config.model, kind, dtype)
         tensors = tensor_files.make_folder(flags.out, shapes, int(flags.part_gib * GIB))
         with _progress(sum(leaf.size * 4 for leaf in leaves)) as done:
             for leaf in leaves:
                 _write(leaf, arrays[leaf.name], tensors, done)
-    if kind == OWN:
-        shutil.copy(MODELLING, flags.out)
-    if tokenizer:
-        hf_tokenizer.write_hugging_face(tokenizer, flags.out, config.train.sequence_length)
-    (flags.out / "README.md").write_text(card(flags, config, step, kind))
-    generation = {"eos_token_id": end_of_text, "pad_token_id": end_of_text, "do_sample": True}
-    _write_json(flags.out / "generation_config.json", generation)
-    # Last: without it a folder opens nowhere.
-    table = hugging_face.to_json(config, kind, flags.dtype, end_of_text)
-    _write_json(flags.out / "config.json", table)
+        if kind == OWN:
+            shutil.copy(MODELLING, flags.out)
+        if tokenizer:
+            hf_tokenizer.write_hugging_face(tokenizer, flags.out, config.train.sequence_length)
+        (flags.out / "README.md").write_text(card(flags, config, step, kind))
+        generation = {"eos_token_id": end_of_text, "pad_token_id": end_of_text, "do_sample": True}
+        _write_json(flags.out / "generation_config.json", generation)
+        # Last: without it a folder opens nowhere.
+        table = hugging_face.to_json(config, kind, flags.dtype, end_of_text)
+        _write_json(flags.out / "config.json", table)
     say(f"step {step} of {flags.run} as {hugging_face.CLASSES[kind]}: {flags.out}")
     say(_how_to_open(flags, kind))
 
@@ -192,7 +194,7 @@ pipeline_tag: text-generation
 # {name}
 
 A transformer with multi-head latent attention{experts}: {whole:,} parameters, of which a token uses
-{active:,}. Trained for {step:,} steps of {tokens:,} tokens. Weights are {dtype}.
+{active:,}. {trained} Weights are {dtype}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -224,13 +226,14 @@ def card(flags: Export, config: Config, step: int, kind: str) -> str:
     losses = [r for r in records if r.get("loss/val") is not None and r["step"] <= step]
     rows = [f"| {r['step']:,} | {r['loss/val']:.4f} |" for r in losses]
     head = ["| step | validation loss, nats per token |", "|---|---|"]
+    trained = f"Trained for {step:,} steps of {t.sequences * t.sequence_length:,} tokens"
+    trained += f", from the weights of {config.run.init}." if config.run.init else "."
     return CARD.format(
         name=flags.run.name,
         experts=f" and {m.experts} experts" if m.moe_layers else "",
         whole=whole,
         active=active,
-        step=step,
-        tokens=t.sequences * t.sequence_length,
+        trained=trained if step else "Not trained here: these are the weights that were imported.",
         dtype=flags.dtype,
         how=_how_to_open(flags, kind),
         where=_where(flags, kind),
@@ -257,21 +260,20 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
     where = flags.folder / "config.json"
     if not where.is_file():
         raise ValueError(f"--folder {flags.folder} has no config.json. Give a model's folder.")
-    table = json.loads(where.read_text())
+    table = hf_tokenizer.settings_of(where)
     found = hugging_face.from_json(table, where)
-    must_be_empty(flags.out)
-    config = _config(found, flags.out, rest)
+    config = _config(found, flags, rest)
     tensors = tensor_files.read_folder(flags.folder)
     leaves = hugging_face.leaves(config, found.kind, found.interleaved)
     _must_have(flags.folder, found, leaves, tensors)
-    flags.out.mkdir(parents=True, exist_ok=True)
-    tokens = _tokenizer(flags, table.get("eos_token_id"))
     stacked = {f"weights.{leaf.name}": leaf.stacked for leaf in leaves}
     with (
+        _filled(flags.out),
         tempfile.TemporaryDirectory(dir=flags.out, prefix="assembling-") as scratch,
         closing(Checkpoints(flags.out / "checkpoints", keep=1, stacked=stacked)) as made,
         _progress(sum(leaf.size * 4 for leaf in leaves)) as done,
     ):
+        tokens = _tokenizer(flags, table.get("eos_token_id"))
         arrays = {}
         for leaf in leaves:
             file = Path(scratch, leaf.name)
@@ -283,22 +285,24 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
             arrays[f"weights.{leaf.name}"] = np.memmap(file, np.float32, "r", shape=leaf.shape)
         made.save(0, arrays, dataclasses.asdict(config) | {"tokens": tokens})
         made.wait()
-    # Last: without it the folder is no run.
-    (flags.out / "config.toml").write_text(utils.to_toml(config))
+        # Last: without it the folder is no run.
+        (flags.out / "config.toml").write_text(utils.to_toml(config))
     for line in _told(flags, found, tokens):
         say(line)
 
 
-def _config(found: Found, out: Path, rest: Sequence[str]) -> Config:
-    """What main.py's flags say, but for the model; a mesh of one device unless they give one."""
+def _config(found: Found, flags: Import, rest: Sequence[str]) -> Config:
+    """What main.py's flags say, over the model that was found and a mesh of one device.
+
+    Raises  ValueError where they say another model.
+    """
     T = str(min(found.length, LONGEST))
     small = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
     small += ["--train.sequences", "1", "--train.microbatches", "1", "--train.sequence_length", T]
-    small += ["--run.name", out.name, "--run.dir", str(out.parent)]
+    small += ["--run.name", flags.out.name, "--run.dir", str(flags.out.parent)]
     own = tuple(field.name for field in dataclasses.fields(Import))
-    config = utils.parse([*small, *rest], own, checked=False)
-    config = dataclasses.replace(config, model=found.model)
-    utils.check(config)
+    config = utils.parse([*small, *rest], own, model=found.model)
+    checkpoint.same_model(flags.folder, found.model, config.model, "--folder")
     return config
 
 
@@ -308,32 +312,46 @@ def _must_have(
     """Raises ValueError unless the tensors are those of the model, in its shapes."""
     wanted = {name: leaf for leaf in leaves for name in leaf.names.values()}
     missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise ValueError(
-            f"{folder} lacks {len(missing)} of {len(wanted)} tensors that its config tells of: "
-            f"{_listed(missing)}. Fetch the folder again."
-        )
     extra = [name for name in tensors if name not in wanted and not _unused(name, found)]
+    lacks = f"lacks {len(missing)} of {len(wanted)} tensors that its config tells of: "
+    has = f"has {len(extra)} tensors that its config does not tell of: {_listed(extra)}. They are "
+    has += "of another model than this config, or another layout of it."
+    if missing:
+        mend = f"It {has}" if extra else "Fetch the folder again."
+        raise ValueError(f"{folder} {lacks}{_listed(missing)}. {mend}")
     if extra:
-        raise ValueError(
-            f"{folder} has {len(extra)} tensors that its config does not tell of: "
-            f"{_listed(extra)}. They are of another model than this config."
-        )
+        raise ValueError(f"{folder} {has}")
     for name, leaf in wanted.items():
         if tensors[name].shape != leaf.shape_there:
             raise ValueError(
                 f"{folder}: {name} is {tensors[name].shape}, and by the config "
                 f"{leaf.shape_there}. They are of two models."
             )
+        scales = tensors.get(f"{name}{SCALES}")
+        have, needed = scales and scales.shape, _scales(tensors[name], found.block)
+        if have != needed:
+            raise ValueError(
+                f"{folder}: {name}{SCALES} is {have or 'absent'}, and {tensors[name].dtype} in "
+                f"blocks of {found.block} needs {needed or 'none'}: quantization_config says "
+                "other numbers than these. Fetch the folder again."
+            )
+
+
+def _scales(tensor: Tensor, block: tuple[int, int] | None) -> tuple[int, ...] | None:
+    """The shape of the scales of a tensor's blocks; None of a tensor that has none."""
+    if tensor.dtype.itemsize > 1:
+        return None
+    return tuple(-(-n // size) for n, size in zip(tensor.shape, block or (), strict=False))
 
 
 def _unused(name: str, found: Found) -> bool:
     """Whether nothing is lost without this tensor of a folder."""
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+    ahead = range(found.model.layers, found.model.layers + found.skipped)
     return (
-        name.endswith(("_scale_inv", "rotary_emb.inv_freq"))  # the first is read with its weight
+        name.endswith((SCALES, "rotary_emb.inv_freq"))  # the first is read with its weight
         or (found.model.tied and name == "lm_head.weight")
-        or (layer.isdigit() and found.model.layers <= int(layer))
+        or (layer.isdigit() and int(layer) in ahead)
     )
 
 
@@ -344,7 +362,7 @@ def _listed(names: Sequence[str]) -> str:
 def _read(tensors: Mapping[str, Tensor], name: str, block: tuple[int, int] | None) -> np.ndarray:
     """A tensor in float32; float8 numbers are times the scale of their block."""
     w = tensors[name].read().astype(np.float32)
-    scale = tensors.get(f"{name}_scale_inv")
+    scale = tensors.get(f"{name}{SCALES}")
     if scale is None:
         return w
     rows, columns = (np.arange(n) // size for n, size in zip(w.shape, block, strict=True))
@@ -354,7 +372,7 @@ def _read(tensors: Mapping[str, Tensor], name: str, block: tuple[int, int] | Non
 def _tokenizer(flags: Import, end_of_text: Any) -> dict[str, Any]:
     """What a checkpoint says of its tokens; the files of the tokenizer are copied to the run."""
     if not (flags.folder / hf_tokenizer.TABLE).is_file():
-        return {"tokenizer": "", "end_of_text": np.ravel(end_of_text).tolist()[0]}
+        return {"tokenizer": "", "end_of_text": [*np.ravel(end_of_text).tolist(), None][0]}
     folder = flags.out / "tokenizer"
     folder.mkdir()
     for name in (hf_tokenizer.TABLE, hf_tokenizer.SETTINGS, *hf_tokenizer.MODEL_SETTINGS):
@@ -383,11 +401,28 @@ def _told(flags: Import, found: Found, tokens: dict[str, Any]) -> list[str]:
 # --- both -----------------------------------------------------------------------------------------
 
 
-def must_be_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+@contextmanager
+def _filled(folder: Path) -> Iterator[None]:
+    """A new folder, or an empty one, as it was before if what fills it is stopped.
+
+    Raises  ValueError where there is something, or nothing can be written.
+    """
+    is_new = not folder.exists()
+    if not is_new and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"--out {folder} is not empty, and nothing is written over. Give a new folder."
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if is_new and folder.is_dir():
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise ValueError(f"--out {folder} was not written: {error}.") from error
+        raise
 
 
 @contextmanager

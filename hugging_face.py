@@ -203,15 +203,15 @@ MOE_FIELDS = {
     "expert_hidden": "moe_intermediate_size",
     "experts": "n_routed_experts",
     "experts_per_token": "num_experts_per_tok",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "expert_groups": "n_group",
+    "groups_per_token": "topk_group",
 }
 # The same where a file may leave it out, which means our default.
 MAY_LACK = {
     "q_lora_rank": "q_lora_rank",
     "norm_epsilon": "rms_norm_eps",
     "shared_experts": "n_shared_experts",
-    "routed_scaling_factor": "routed_scaling_factor",
-    "expert_groups": "n_group",
-    "groups_per_token": "topk_group",
 }
 # Words of our own, in configs that come with a modelling file.
 OWN_FIELDS = (
@@ -347,24 +347,25 @@ def from_json(table: Mapping[str, Any], where: Path) -> Found:
     layers = _field(table, "num_hidden_layers", where)
     prefix = table.get("first_k_dense_replace") or 0
     has_experts = prefix < layers and bool(table.get("n_routed_experts"))
+    _refuse(table, kind, has_experts, where)
+    if kind == V2:  # which then chooses among all
+        table = {**table, "n_group": 1, "topk_group": 1}
     needed = FIELDS | (MOE_FIELDS if has_experts else {})
     values = {ours: _field(table, theirs, where) for ours, theirs in needed.items()}
-    lacking = {**MAY_LACK, "expert_hidden": "moe_intermediate_size"}
-    values |= {ours: table[theirs] for ours, theirs in lacking.items() if table.get(theirs)}
+    may_lack = MAY_LACK | MOE_FIELDS
+    values |= {ours: table[theirs] for ours, theirs in may_lack.items() if table.get(theirs)}
     if table.get("n_shared_experts", 1) in (0, None):
         values["shared_experts"] = 0
     if has_experts:
         room = values["experts"] / values["experts_per_token"]
         values |= {"capacity_factor": room, "eval_capacity_factor": room}
-    scores = table.get("scoring_func") or ("softmax" if kind == V2 else "sigmoid")
-    normalized = table.get("norm_topk_prob", kind != V2)
     values |= {
         "prefix_layers": prefix if has_experts else 0,
         "blocks": layers - prefix if has_experts else layers,
         "dense_layers": 0 if has_experts else 1,
         "moe_layers": 1 if has_experts else 0,
-        "scores": scores,
-        "normalize_weights": bool(normalized),
+        "scores": _scores(table, kind),
+        "normalize_weights": _normalizes(table, kind),
         "latent_norm_epsilon": LATENT_EPSILON,
         "router_bias_speed": 0.0,
         "tied": bool(table.get("tie_word_embeddings", False)),
@@ -372,9 +373,6 @@ def from_json(table: Mapping[str, Any], where: Path) -> Found:
     values |= _rope(table, where)
     if kind == OWN:
         values |= {name: _field(table, name, where) for name in OWN_FIELDS}
-    if kind == V2:  # which then chooses among all
-        values |= {"expert_groups": 1, "groups_per_token": 1}
-    _refuse(table, kind, scores, bool(normalized), where)
     for name, value in values.items():
         if isinstance(value, int) and type(getattr(utils.Model, name)) is float:
             values[name] = float(value)
@@ -391,12 +389,20 @@ def from_json(table: Mapping[str, Any], where: Path) -> Found:
 
 def _field(table: Mapping[str, Any], name: str, where: Path) -> Any:
     if table.get(name) is None:
-        raise ValueError(f"{where} lacks {name}, without which its weights cannot be read.")
+        raise ValueError(f"{where} lacks {name}, on which depends what its weights compute.")
     return table[name]
 
 
+def _scores(table: Mapping[str, Any], kind: str) -> str:
+    return table.get("scoring_func") or ("softmax" if kind == V2 else "sigmoid")
+
+
+def _normalizes(table: Mapping[str, Any], kind: str) -> bool:
+    return bool(table.get("norm_topk_prob", kind != V2))
+
+
 def _rope(table: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    named = ("rope_parameters", "rope_scaling", "yarn")
+    named = ("rope_scaling", "rope_parameters", "yarn")  # the first wins in transformers
     scaling = next((table[name] for name in named if table.get(name)), {})
     theta = scaling.get("rope_theta") or table.get("rope_theta") or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -409,14 +415,14 @@ def _rope(table: Mapping[str, Any], where: Path) -> dict[str, Any]:
             "default and yarn, without attention_factor and with truncate."
         )
     lacks = {"mscale": 0.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    return values | {ours: (lacks | scaling)[theirs] for ours, theirs in YARN.items()}
+    known = lacks | {name: value for name, value in scaling.items() if value is not None}
+    return values | {ours: _field(known, theirs, where) for ours, theirs in YARN.items()}
 
 
-def _refuse(
-    table: Mapping[str, Any], kind: str, scores: str, normalized: bool, where: Path
-) -> None:
+def _refuse(table: Mapping[str, Any], kind: str, has_experts: bool, where: Path) -> None:
     """Raises ValueError for settings that the model here has not."""
     groups = (table.get("n_group") or 1) > 1
+    scores = {V2: "softmax", V3: "sigmoid", OWN: _scores(table, kind)}[kind]
     quantized = table.get("quantization_config") or {}
     wrong = {
         "hidden_act": table.get("hidden_act", "silu") != "silu",
@@ -424,11 +430,14 @@ def _refuse(
         "mlp_bias": table.get("mlp_bias"),
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
         "num_key_value_heads": table.get("num_key_value_heads")
-        not in (None, table["num_attention_heads"]),
+        not in (None, table.get("num_attention_heads")),
         # What the class computes, whatever the config says.
-        "scoring_func": kind != OWN and scores != {V2: "softmax", V3: "sigmoid"}[kind],
-        "norm_topk_prob": kind == V2 and normalized,
-        "topk_method": kind == V2 and groups and table.get("topk_method") != "greedy",
+        "scoring_func": has_experts and _scores(table, kind) != scores,
+        "norm_topk_prob": has_experts and kind == V2 and _normalizes(table, kind),
+        "topk_method": has_experts
+        and kind == V2
+        and groups
+        and table.get("topk_method") != "greedy",
         "quantization_config": quantized and quantized.get("quant_method") != "fp8",
     }
     for name, is_so in wrong.items():

@@ -236,6 +236,7 @@ class LatentMoeModel(LatentMoePreTrainedModel):
 
 
 class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
+    accepts_loss_kwargs = False  # the loss is a mean over its own batch, for Trainer to average
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LatentMoeConfig):

@@ -55,7 +55,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     Raises  ValueError when files are missing or cut short, or hold other types than TYPES.
     """
     if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        files = _parts(folder / INDEX)
     elif (folder / WHOLE).is_file():
         files = [WHOLE]
     else:
@@ -70,6 +70,13 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
             f"{missing[0]}. Fetch the folder again."
         )
     return {name: tensor for file in files for name, tensor in _read_header(folder / file)}
+
+
+def _parts(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError):
+        raise ValueError(f"{index} does not say which files there are. Fetch it again.") from None
 
 
 def _read_header(path: Path) -> list[tuple[str, Tensor]]:

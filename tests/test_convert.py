@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +38,9 @@ MODELS = {
         "shared_experts": 0,
     },
 }
+
+V2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
+YARN = PUBLISHED["deepseek-v3"]["rope_scaling"]
 
 
 def export(run, out, *flags):
@@ -171,6 +175,15 @@ def test_the_folder_tells_what_it_is(whole, tmp_path, capsys):
     assert copied.read_text() == (ROOT / "modeling_latent_moe.py").read_text()
 
 
+def test_an_imported_run_is_begun_with_and_not_continued(runs_of, data, tmp_path):
+    import main
+
+    import_(runs_of("v3")[1], tmp_path / "back", *data)
+    config = utils.load(tmp_path / "back" / "config.toml")
+    with pytest.raises(ValueError, match=r"weights alone, .*--init .*back --run.name back-2"):
+        main.run(config)
+
+
 def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsys):
     import generate
 
@@ -237,6 +250,13 @@ def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_pa
     numbers = (3 * plain[name].read()).astype(small)
     tensors[name].write(numbers)
     tensors[f"{name}_scale_inv"].write(scale)
+    for says, text in (
+        (None, r"o_proj.weight_scale_inv is \(.*blocks of None"),
+        ({"quant_method": "fp8"}, r"o_proj.weight_scale_inv is \(.*\(128, 128\) needs \(1, 1\)"),
+    ):
+        change(folder, quantization_config=says)
+        refused(folder, text, tmp_path)
+    change(folder, **table)
     import_(folder, tmp_path / "run")
     assert "left out: 1 layers" in capsys.readouterr().out
     found = stored(tmp_path / "run")["weights.blocks.moe.attention.out"][0]
@@ -284,6 +304,20 @@ def test_a_bias_of_softmax_scores_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_of_another_model_than_its_config_is_named(tmp_path):
+    make_run(tmp_path / "run")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace("expert_hidden = 20", "expert_hidden = 22"))
+    with pytest.raises(ValueError, match=r"of another model than its config.*48, 20\) there and"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_are_no_groups_where_softmax_scores_choose_among_all():
+    m = understood(**V2, n_group=8, topk_method="greedy", topk_group=None)
+    assert (m.expert_groups, m.groups_per_token) == (1, 1)
+
+
 def test_nothing_is_written_over(runs_of, tmp_path):
     run, out = runs_of("v3")
     (tmp_path / "full").mkdir()
@@ -292,6 +326,38 @@ def test_nothing_is_written_over(runs_of, tmp_path):
         source = run if command is export else out
         with pytest.raises(ValueError, match=r"--out .*full is not empty"):
             command(source, tmp_path / "full")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_what_is_stopped_leaves_nothing_and_begins_anew(stop, runs_of, tmp_path, monkeypatch):
+    run, out = runs_of("v3")
+    is_full = isinstance(stop, OSError)
+    expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
+    (tmp_path / "export").mkdir()
+    for command, source in ((export, run), (import_, out)):
+        to = tmp_path / command.__name__
+        is_new = not to.exists()
+        with monkeypatch.context() as patch:
+            name = "_write_json" if command is export else "_read"
+            patch.setattr(convert, name, mock.Mock(side_effect=stop))
+            with pytest.raises(expected, match=text):
+                command(source, to)
+        assert not list(to.glob("*")) and to.exists() != is_new
+        command(source, to)
+
+
+def test_an_out_that_cannot_be_made_is_named(runs_of, tmp_path):
+    run, out = runs_of("v3")
+    (tmp_path / "file").touch()
+    for command, source in ((export, run), (import_, out)):
+        with pytest.raises(ValueError, match=r"--out .*file.new was not written"):
+            command(source, tmp_path / "file" / "new")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_parts_of_no_size_are_refused(size, runs_of, tmp_path):
+    with pytest.raises(ValueError, match=f"--part_gib {float(size)} is no size"):
+        export(runs_of("v3")[0], tmp_path / "out", f"--part_gib={size}")
 
 
 def change(folder, **values):
@@ -311,11 +377,16 @@ def refused(folder, text, tmp_path):
         ({"model_type": None}, "is of model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
         ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True|scoring_func"),
+        ({"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
+        (V2 | {"n_group": 4, "topk_method": "group_limited_greedy"}, "topk_method 'group_limited"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary positions .*linear"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary positions .*1.5"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rotary positions .*False"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"kv_lora_rank": 30}, r"is \(.*\), and by the config \(.*\)"),
@@ -326,6 +397,49 @@ def test_another_architecture_is_named(values, text, copied, tmp_path):
     refused(copied, text, tmp_path)
 
 
+def test_flags_change_what_weights_do_not_depend_on(copied, tmp_path):
+    import_(copied, tmp_path / "run", "--model.capacity_factor", "1.5", "--optimizer.lr", "0.1")
+    config = utils.load(tmp_path / "run" / "config.toml")
+    assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 8 / 2)
+    assert config.optimizer.lr == 0.1
+    with pytest.raises(ValueError, match=r"--folder .*damaged is of another model: model.rope_the"):
+        import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
+
+
+def understood(**values):
+    """The model of DeepSeek-V3's config.json with other values; ... is left out."""
+    table = PUBLISHED["deepseek-v3"] | values
+    table = {name: value for name, value in table.items() if value is not ...}
+    return hugging_face.from_json(table, Path("config.json")).model
+
+
+def test_rotary_positions_are_read_where_transformers_reads_them():
+    written = {**YARN, "rope_type": "yarn", "rope_theta": 7.0}
+    assert understood(rope_scaling=..., rope_parameters=written).rope_factor == 40
+    assert understood(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
+    assert understood(rope_parameters={"rope_type": "default"}).rope_factor == 40
+    few = {name: YARN[name] for name in ("type", "factor", "original_max_position_embeddings")}
+    for less in (few, dict.fromkeys(YARN) | few):
+        m = understood(rope_scaling=less)
+        assert (m.rope_beta_fast, m.rope_beta_slow) == (32, 1)
+        assert m.rope_mscale == m.rope_mscale_all_dim == 0
+    for name in few.keys() - {"type"}:
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            understood(rope_scaling=YARN | {name: None})
+
+
+@pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "topk_group"])
+def test_what_classes_have_other_defaults_for_must_be_said(name):
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        understood(**{name: ...})
+
+
+def test_a_model_without_experts_has_no_scores(tmp_path):
+    make_run(tmp_path / "run", dense_layers=1, moe_layers=0, scores="softmax")
+    export(tmp_path / "run", tmp_path / "out")
+    import_(tmp_path / "out", tmp_path / "back")
+
+
 def test_missing_and_extra_tensors_are_named(copied, tmp_path):
     layers = settings(copied)["num_hidden_layers"]
     change(copied, num_hidden_layers=layers + 1)
@@ -334,6 +448,17 @@ def test_missing_and_extra_tensors_are_named(copied, tmp_path):
     change(copied, num_hidden_layers=layers, n_routed_experts=7)
     extra = r"has 6 tensors .*: model.layers.1.mlp.experts.7.*"
     refused(copied, extra, tmp_path)
+    change(copied, num_hidden_layers=layers - 1, n_routed_experts=8)
+    refused(copied, r"has 38 tensors .*: model.layers.2.*, \.\.\.\. They", tmp_path)
+    change(copied, num_hidden_layers=layers)
+    for part in copied.glob("*.safetensors"):
+        part.write_bytes(
+            part.read_bytes().replace(b"2.mlp.experts.0.up_proj", b"2.mlp.experts.fused_all")
+        )
+    other = (
+        r"lacks 1 of .*: model.layers.2.mlp.experts.0.up_proj.weight. It has 1 .*experts.fused_all"
+    )
+    refused(copied, other, tmp_path)
 
 
 def test_damaged_files_are_named(copied, tmp_path):
@@ -348,8 +473,12 @@ def test_damaged_files_are_named(copied, tmp_path):
     first.write_bytes(whole)
     second.unlink()
     refused(copied, f"lacks 1 of .* files .* first {second.name}", tmp_path)
+    (copied / tensor_files.INDEX).write_text("version https://git-lfs")
+    refused(copied, f"{tensor_files.INDEX} does not say which files there are", tmp_path)
     (copied / tensor_files.INDEX).unlink()
     refused(copied, "has neither model.safetensors nor", tmp_path)
+    (copied / "config.json").write_text("{")
+    refused(copied, "config.json is not JSON", tmp_path)
     (copied / "config.json").unlink()
     refused(copied, "has no config.json", tmp_path)
 
@@ -369,6 +498,8 @@ def test_a_run_without_checkpoint_is_named(runs_of, tmp_path):
 def test_a_folder_without_tokenizer_makes_no_text(copied, tmp_path):
     import generate
 
+    (copied / "tokenizer.json").write_text("{}")
+    refused(copied, "is no tokenizer.json", tmp_path)
     (copied / "tokenizer.json").unlink()
     import_(copied, tmp_path / "run")
     with pytest.raises(ValueError, match="run has no tokenizer: the folder it was imported from"):

@@ -215,3 +215,61 @@ def test_rotary_pairs_that_are_not_interleaved_are_read_as_they_are(published, t
     expected = their_logits(opened(folder), ids)
     np.testing.assert_allclose(expected, logits(tmp_path / "run", ids), atol=1e-4)
     assert np.abs(expected - their_logits(found, ids)).max() > 0.1
+
+
+def test_a_folder_saved_by_transformers_is_read_and_trains(tmp_path):
+    make_run(tmp_path / "run", q_lora_rank=9, dense_layers=1, rope_factor=8.0)
+    found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
+    ids = tokens(SIZES["vocabulary"])
+    found.save_pretrained(tmp_path / "saved")
+    again = opened(tmp_path / "saved", own=True)
+    np.testing.assert_array_equal(their_logits(again, ids), their_logits(found, ids))
+    convert.main(["import", "--folder", str(tmp_path / "saved"), "--out", str(tmp_path / "back")])
+    assert all(
+        np.array_equal(array[:4097], stored(tmp_path / "back")[name][:4097])
+        for name, array in stored(tmp_path / "run").items()
+    )
+    # Trainer would otherwise take the loss for a sum over all that it accumulates.
+    assert not found.accepts_loss_kwargs
+    given = torch.from_numpy(ids).long()
+    labels = given.masked_fill(given % 3 == 0, -100)
+    out = found(given, labels=labels)
+    of_each = out.logits.log_softmax(-1)[:, :-1].gather(-1, given[:, 1:, None])[..., 0]
+    torch.testing.assert_close(out.loss, -of_each[given[:, 1:] % 3 != 0].mean())
+    out.loss.backward()
+    without = [name for name, w in found.named_parameters() if w.grad is None]
+    assert all(name.endswith("e_score_correction_bias") for name in without)
+
+
+def test_text_is_the_same_without_the_cache(tmp_path):
+    for name, fields in {"v3": {}, "own": {"dense_layers": 1, "rope_in_moe_layers": False}}.items():
+        make_run(tmp_path / name, **fields)
+        own = name == "own"
+        found = opened(export(tmp_path / name, tmp_path / f"{name} out", own), own)
+        given = torch.from_numpy(tokens(SIZES["vocabulary"]))[:, :9].long()
+        mask = torch.ones_like(given)
+        ways = [
+            found.generate(
+                given, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=cached
+            )
+            for cached in (True, False)
+        ]
+        assert torch.equal(*ways)
+
+
+def test_bfloat16_and_float16_folders_are_opened_and_read(tmp_path):
+    make_run(tmp_path / "run", dense_layers=1)
+    flags = ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "bfloat16")]
+    convert.main(["export", *flags, "--dtype", "bfloat16", "--remote_code"])
+    ids = torch.from_numpy(tokens(SIZES["vocabulary"])).long()[:, :32]
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "bfloat16", trust_remote_code=True
+    ).eval()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert found.dtype == torch.bfloat16 and found.state_dict()[bias].dtype == torch.float32
+    assert found(ids).logits.isfinite().all()
+    found.half().save_pretrained(tmp_path / "float16")
+    convert.main(["import", "--folder", str(tmp_path / "float16"), "--out", str(tmp_path / "back")])
+    first = stored(tmp_path / "back")["weights.first.embedding"][: SIZES["vocabulary"]]
+    expected = found.get_input_embeddings().weight.detach().float().numpy()
+    assert np.array_equal(first, expected)
