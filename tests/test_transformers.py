@@ -24,7 +24,7 @@ import tensor_files  # noqa: E402
 import utils  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
-from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run  # noqa: E402
+from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run, stored  # noqa: E402
 
 T = 512
 CASES = {
