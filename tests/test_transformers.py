@@ -123,8 +123,8 @@ def test_the_modelling_file_knows_all_that_a_model_can_be(tmp_path):
         {"rope_mscale_all_dim": 0.0},
         {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.3},
         {"rope_original_length": 64},  # the first pair is below 0
-        {"rope_original_length": 10**6},  # the last is above all
-        {"rope_original_length": 10**6, "rope_beta_fast": 1.2},  # and the first is the same
+        {"rope_original_length": 64, "rope_beta_slow": 1e-6},  # and the last above all
+        {"rope_original_length": 6},  # the first is the last
     ],
 )
 def test_the_modelling_file_turns_as_the_model_does(fields):
