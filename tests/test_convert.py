@@ -461,6 +461,22 @@ def test_missing_and_extra_tensors_are_named(copied, tmp_path):
     refused(copied, other, tmp_path)
 
 
+def test_what_nothing_is_lost_without_is_left_out(runs_of, tmp_path):
+    folder = shutil.copytree(runs_of("v2")[1], tmp_path / "more")  # tied
+    names = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    (tmp_path / "part").mkdir()
+    tensor_files.make_folder(
+        tmp_path / "part", [(name, np.dtype(np.float32), (2,)) for name in names], 2**30
+    )
+    shutil.copy(tmp_path / "part" / tensor_files.WHOLE, folder / "more.safetensors")
+    index = json.loads((folder / tensor_files.INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    (folder / tensor_files.INDEX).write_text(json.dumps(index))
+    import_(folder, tmp_path / "run")
+    change(folder, tie_word_embeddings=False)
+    refused(folder, r"lm_head.weight is \(2,\), and by the config \(4097, 48\)", tmp_path / "no")
+
+
 def test_damaged_files_are_named(copied, tmp_path):
     first, second, *_ = sorted(copied.glob("*.safetensors"))
     whole = first.read_bytes()

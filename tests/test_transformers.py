@@ -20,6 +20,9 @@ transformers = pytest.importorskip("transformers")
 
 import convert  # noqa: E402
 import dataset  # noqa: E402
+import hugging_face  # noqa: E402
+import model  # noqa: E402
+import modeling_latent_moe as modelling  # noqa: E402
 import tensor_files  # noqa: E402
 import utils  # noqa: E402
 from conftest import ROOT  # noqa: E402
@@ -105,13 +108,34 @@ def test_logits_by_the_modelling_file_are_ours_for_every_config(file, tmp_path):
 def test_the_modelling_file_knows_all_that_a_model_can_be(tmp_path):
     fields = {
         "prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False, "q_lora_rank": 9,
-        "scores": "softmax", "norm_epsilon": 1e-3, "expert_groups": 2, "rope_factor": 8.0,
+        "scores": "softmax", "normalize_weights": False, "norm_epsilon": 1e-3,
+        "expert_groups": 2, "rope_factor": 8.0,
         "rope_original_length": 64, "rope_mscale": 0.7, "rope_mscale_all_dim": 0.0, "tied": False,
     }  # fmt: skip
     make_run(tmp_path / "run", **fields)
     ids = tokens(SIZES["vocabulary"])
     found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
     np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_mscale_all_dim": 0.0},
+        {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.3},
+        {"rope_original_length": 64},  # the first pair is below 0
+        {"rope_original_length": 64, "rope_beta_slow": 1e-6},  # and the last above all
+        {"rope_original_length": 6},  # the first is the last
+    ],
+)
+def test_the_modelling_file_turns_as_the_model_does(fields):
+    m = utils.Model(qk_rope_head_dim=6, rope_theta=1e3, rope_factor=8.0, **fields)
+    table = hugging_face.to_json(utils.Config(model=m), hugging_face.OWN, "float32", 0)
+    turns, factor, scores = modelling.frequencies(modelling.LatentMoeConfig(**table))
+    np.testing.assert_allclose(turns, model.frequencies(m), rtol=1e-6)
+    assert factor == pytest.approx(model.rotary_factor(m))
+    width = m.qk_nope_head_dim + m.qk_rope_head_dim
+    assert scores == pytest.approx(model.score_scale(m) * width**0.5)
 
 
 def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys):
