@@ -9,6 +9,7 @@ import google_crc32c
 import jax
 import numpy as np
 import pytest
+import tiktoken
 
 import checkpoint
 import main
@@ -119,7 +120,7 @@ def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
     assert ids.tolist() == [*asked, *TOKENIZER.encode_ordinary(rest), 4095]
     assert weights.tolist() == [0] * len(asked) + [1] * (len(ids) - len(asked))
     assert text_bytes == 4
-    byte_pairs = prepare.tiktoken.Encoding(
+    byte_pairs = tiktoken.Encoding(
         "x",
         pat_str=r"(?s).+",  # one that would merge across
         mergeable_ranks={bytes([b]): b for b in range(256)} | {b"ab": 256},
