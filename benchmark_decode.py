@@ -3,14 +3,22 @@
     ./run.sh python benchmark.py decode
 
 A 12-layer model, dense and with experts, writes one text and eight at once. Time per token should
-hardly grow with the position, and not with the room of the cache.
+hardly grow with the position, and not with the room of the cache. With the packages of
+requirements-hf.txt, transformers writes the same texts with the same weights.
 """
 
+import dataclasses
+import importlib.util
 import itertools
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import checkpoint
+import convert
 import decode
 import generate
 import model
@@ -26,6 +36,9 @@ import utils
 import weights
 from benchmark import ONE_DEVICE, STEPS
 from utils import Config
+
+TOKENS = 32  # that are written behind a prompt
+TURNS = 4  # timed ones of each, after one that is not
 
 
 def decoding_config(experts: int, **sizes: int) -> Config:
@@ -64,6 +77,12 @@ class Decoding:
             drawn = jax.block_until_ready(self.writer.next(self.weights, drawn, at_B))
             yield time.perf_counter() - start
 
+    def write(self, texts: list[list[int]], tokens: int) -> list[float]:
+        """Seconds of each token but the first of each text, as generate.py writes it."""
+        self.writer.start(range(self.sequences), 0)
+        times = [time.perf_counter() for _ in self.writer.write(self.weights, texts, tokens)]
+        return gaps(times)
+
     def bytes_read(self, position: int) -> int:
         """Of the weights that a token needs if no two texts choose the same expert, and of the
         cache.
@@ -75,6 +94,81 @@ class Decoding:
         )
         values = m.layers * self.sequences * position * decode.values_per_token(m)
         return round(4 * (reads + values))
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+class Theirs:
+    """The same model in transformers, through a checkpoint and convert.py."""
+
+    def __init__(self, config: Config):
+        import torch  # late: optional, of requirements-hf.txt
+        import transformers
+
+        self.torch = torch
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA computes with
+        with tempfile.TemporaryDirectory() as folder:
+            out = exported(config, Path(folder))
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        self.what = (
+            f"transformers {transformers.__version__}, torch {torch.__version__}, "
+            f"{type(self.model).__name__}, {torch.get_num_threads()} threads"
+        )
+
+    def write(self, texts: list[list[int]], tokens: int) -> list[float]:
+        """Seconds of each token but the first of each text, the likeliest ones."""
+        ids, clock = self.torch.tensor(texts), Clock()
+        with self.torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                use_cache=True,
+                streamer=clock,
+            )
+        return gaps(clock.times[1:])  # it is given the prompt as well
+
+
+class Clock:
+    """A streamer of transformers that notes when it is given something."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def gaps(times: Iterable[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def exported(config: Config, folder: Path) -> Path:
+    """A folder of transformers with the first weights of this config, made in `folder`."""
+    run, out = folder / "run", folder / "exported"
+    run.mkdir()
+    (run / "config.toml").write_text(utils.to_toml(config))
+    state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
+    told = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
+    with closing(checkpoint.Checkpoints(run / "checkpoints", keep=1)) as saved:
+        saved.save(0, checkpoint.reshaped(state, checkpoint.stored_shapes(state)), told)
+    convert.export_run(convert.Export(run=run, out=out))
+    return out
+
+
+def in_turns(writers: list[Any], texts: list[list[int]]) -> list[float]:
+    """Median seconds of a token of each, in turns; the first turn is not timed."""
+    turns = [[writer.write(texts, TOKENS) for writer in writers] for _ in range(TURNS + 1)]
+    return np.median(turns[1:], axis=(0, 2)).tolist()
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 def compare(
@@ -89,7 +183,12 @@ def compare(
     """
     bandwidth, (little, much) = read_bytes_per_s(), rooms
     table = Table("model", "texts", "tokens/s", "ms", f"at {far}", f"room {much}", "roofline ms")
+    has_theirs = all(map(importlib.util.find_spec, ("torch", "transformers")))
+    if has_theirs:
+        for column in ("text tokens/s", "transformers", "over it"):
+            table.add_column(column)
     for name, config in configs.items():
+        theirs = Theirs(config) if has_theirs else None
         for texts in batches:
             small, large = (Decoding(config, texts, room) for room in rooms)
             turns = zip(small.steps(near), large.steps(near), large.steps(far), strict=True)
@@ -97,7 +196,7 @@ def compare(
             base_s, roomy_s, far_s = (
                 statistics.median(column) for column in zip(*taken, strict=True)
             )
-            table.add_row(
+            row = [
                 name,
                 str(texts),
                 f"{texts / base_s:.1f}",
@@ -105,13 +204,30 @@ def compare(
                 f"{far_s / roomy_s:.2f} x",
                 f"{roomy_s / base_s:.2f} x",
                 f"{1e3 * small.bytes_read(near) / bandwidth:.1f}",
-            )
+            ]
+            if theirs:
+                shape = texts, near
+                prompts = np.random.default_rng(0).integers(config.model.vocabulary, size=shape)
+                ours_s, theirs_s = in_turns([small, theirs], prompts.tolist())
+                row += [f"{texts / ours_s:.1f}", f"{texts / theirs_s:.1f}"]
+                row += [f"{theirs_s / ours_s:.2f} x"]
+            table.add_row(*row)
     Console(width=120).print(table)
     print(
         f"Time of a token behind {near} others with room for {little}; behind {far} over behind "
         f"{near}; room for {much} over room for {little}. Roofline: the weights that a token "
         f"needs, and its cache, through memory once, which reads {bandwidth / 1e9:.1f} GB/s here."
     )
+    if has_theirs:
+        print(
+            f"Text: {TOKENS} likeliest tokens behind {near}, by both in turns, in as many threads; "
+            f"the first is not counted. {theirs.what}."
+        )
+    else:
+        print(
+            "transformers is not installed, so there is no comparison with it: "
+            "./run.sh python -m pip install -r requirements-hf.txt"
+        )
 
 
 def read_bytes_per_s(size: int = 2**27) -> float:

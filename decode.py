@@ -44,7 +44,7 @@ from model import (
 )
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
-from weights import vary, varying
+from weights import Weight, vary, varying
 
 BLOCK = 256  # positions of the cache that attention takes at once
 MASKED = -1e30  # a score that is not seen; finite, so that a block with nothing to see stays finite
@@ -65,7 +65,7 @@ def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Trans
     """Shape, type and layout of each weight to decode with: whole along fsdp, but for experts
     spread over fsdp x tensor; blocks are [blocks, ...].
     """
-    dtype = jnp.dtype(config.model.compute_dtype)
+    dtype, declared = jnp.dtype(config.model.compute_dtype), heads_first(declared, _declared_so)
 
     def one(w: Any, stack: int = 0) -> jax.ShapeDtypeStruct:
         shape = (math.prod(w.shape[:stack]), *w.shape[stack:]) if stack else w.shape
@@ -80,12 +80,34 @@ def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Trans
     return Transformer(first=first, blocks=blocks, last=last)
 
 
+def heads_first(w: Any, moved: Callable[[Any, tuple[int, ...]], Any]) -> Any:
+    """The tree with each kv_up [..., C, N, H + W] as [..., N, H + W, C], in which order it is
+    multiplied: else the loop over layers would turn it around for every token.
+
+    moved  makes it, from the old one and where each of its dimensions was.
+    """
+
+    def one(a: Any) -> Any:
+        if not isinstance(a, Attention):
+            return a
+        *stack, C, N, X = range(len(a.kv_up.shape))
+        return a.replace(kv_up=moved(a.kv_up, (*stack, N, X, C)))
+
+    return jax.tree.map(one, w, is_leaf=lambda a: isinstance(a, Attention))
+
+
+def _declared_so(w: Weight, order: tuple[int, ...]) -> Weight:
+    cuts, sizes = (tuple(of[dim] for dim in order) for of in (w.cuts, w.sizes))
+    return dataclasses.replace(w, cuts=cuts, sizes=sizes)
+
+
 def ready(config: Config, declared: Transformer, mesh: Mesh) -> Callable[[Any], Transformer]:
     """Weights of any mesh of the same devices in the same order -> those to decode with."""
     leaves, structure = jax.tree.flatten(abstract_weights(config, declared, mesh))
 
     def change(w: Any) -> Transformer:
-        given = jax.tree.leaves(w)  # spread and gathered experts are of two classes
+        given = jax.tree.leaves(heads_first(w, jnp.transpose))
+        # Leaves, as spread and gathered experts are of two classes.
         pairs = zip(given, leaves, strict=True)
         return structure.unflatten([a.reshape(to.shape).astype(to.dtype) for a, to in pairs])
 
@@ -135,12 +157,14 @@ def attention(
     new_bTA = jnp.concatenate([latent_bTC, turn(key_bTR[:, :, None])[:, :, 0]], axis=-1)
     q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, w.query.up)
     q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
-    to_key_CnH, to_value_CnW = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=-1)
-    q_bTnC = matmul("bTnH,CnH->bTnC", q_bTnH, to_key_CnH)
+    to_key_nHC, to_value_nWC = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=1)
+    q_bTnC = matmul("bTnH,nHC->bTnC", q_bTnH, to_key_nHC)
     q_bTnA = jnp.concatenate([q_bTnC, turn(q_bTnR)], axis=-1) * score_scale(m)
     y_bTnC = attend(q_bTnA, new_bTA, past, layer, m.kv_lora_rank)
-    y_bTnW = matmul("bTnC,CnW->bTnW", y_bTnC, to_value_CnW)
-    part_bTD = matmul("bTnW,nWD->bTD", y_bTnW, w.out)
+    y_bTnW = matmul("bTnC,nWC->bTnW", y_bTnC, to_value_nWC)
+    # As one dimension: of two, XLA turns the weights around for every token.
+    y_bTX, out_XD = lax.collapse(y_bTnW, 2), lax.collapse(w.out, 0, 2)
+    part_bTD = matmul("bTX,XD->bTD", y_bTX, out_XD)
     return x_bTD + lax.psum(part_bTD, "tensor"), new_bTA
 
 
@@ -249,19 +273,20 @@ def of_experts(
     """
     n, K = choice_nK.shape
     own = w.gate.shape[1]
-    tile = 1 << max(0, (2 * n * K // experts).bit_length() - 1)  # about twice an even share
+    # About twice an even share; all of a few tokens, that an expert's weights are read once.
+    tile = max(min(n, 8), 1 << max(0, (2 * n * K // experts).bit_length() - 1))
     choice_r = choice_nK.reshape(-1)
     choice_r = jnp.where((choice_r >= 0) & (choice_r < own), choice_r, own)
     order_r = jnp.argsort(choice_r, stable=True).astype(jnp.int32)
     numbers = jnp.arange(own + 1, dtype=choice_r.dtype)
-    start_e = jnp.searchsorted(choice_r[order_r], numbers).astype(jnp.int32)
+    start_e = (choice_r[None, :] < numbers[:, None]).sum(1, dtype=jnp.int32)
     tiles_e = -(-jnp.diff(start_e) // tile)
     stop_e = jnp.cumsum(tiles_e)  # tiles up to and with an expert
     order_r = jnp.concatenate([order_r, jnp.zeros_like(order_r, shape=tile)])
     weight_r = weight_nK.reshape(-1)
 
     def body(i: jax.Array, y_nD: jax.Array) -> jax.Array:
-        e = jnp.searchsorted(stop_e, i, side="right").astype(jnp.int32)
+        e = (stop_e <= i).sum(dtype=jnp.int32)
         row = start_e[e] + (i - stop_e[e] + tiles_e[e]) * tile
         rows = lax.dynamic_slice(order_r, (row,), (tile,))
         here = row + jnp.arange(tile, dtype=jnp.int32) < start_e[e + 1]

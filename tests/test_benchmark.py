@@ -1,5 +1,6 @@
 import argparse
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import benchmark
@@ -401,11 +403,14 @@ def test_our_rate_is_told_beside_the_machines(monkeypatch):
 # --- benchmark.py decode --------------------------------------------------------------------------
 
 
-def test_writing_is_timed_near_and_far_with_little_room_and_much(capsys):
-    sizes = {"blocks": 2, "width": 32, "vocabulary": 256, "hidden": 64, "expert_hidden": 16}
+SIZES = {"blocks": 2, "width": 32, "vocabulary": 256, "hidden": 64, "expert_hidden": 16}
+
+
+def test_writing_is_timed_near_and_far_with_little_room_and_much(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as without transformers
     configs = {
-        "dense": benchmark_decode.decoding_config(0, **sizes),
-        "moe": benchmark_decode.decoding_config(64, **sizes),
+        "dense": benchmark_decode.decoding_config(0, **SIZES),
+        "moe": benchmark_decode.decoding_config(64, **SIZES),
     }
     benchmark_decode.compare(configs, batches=(2,), rooms=(256, 512), near=3, far=300)
     told = capsys.readouterr().out
@@ -415,6 +420,26 @@ def test_writing_is_timed_near_and_far_with_little_room_and_much(capsys):
     for texts, tokens_per_s, ms, *rest in numbers:
         assert texts == 2 and tokens_per_s * ms / 1e3 == pytest.approx(2, rel=0.1)
         assert len(rest) == 3 and min(rest[:2]) > 0
+    assert "transformers is not installed" in told and "-r requirements-hf.txt" in told
+
+
+@pytest.mark.huggingface
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_writes_the_same_texts_from_the_exported_folder():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    prompts = [[5, 9, 200, 31], [7, 1, 4, 90]]
+    for experts in (0, 64):
+        config = benchmark_decode.decoding_config(experts, **SIZES)
+        theirs, ours = benchmark_decode.Theirs(config), benchmark_decode.Decoding(config, 2, 256)
+        ids = theirs.torch.tensor(prompts)
+        written = theirs.model.generate(ids, max_new_tokens=6, do_sample=False)[:, 4:]
+        ours.writer.start(range(2), 0)
+        own = np.array([*ours.writer.write(ours.weights, prompts, 6)]).T
+        assert own.tolist() == written.tolist()
+        assert "DeepseekV3ForCausalLM" in theirs.what
+        for writer in (ours, theirs):
+            assert len(writer.write(prompts, 6)) == 5 and min(writer.write(prompts, 3)) > 0
 
 
 def test_a_token_needs_the_weights_of_its_own_experts():
