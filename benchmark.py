@@ -2,7 +2,7 @@
 
     ./run.sh python benchmark.py reference            a small mixture of experts on 8 CPU devices
     ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
-    ./run.sh python benchmark.py decode               tokens of text per second, on one device
+    ./run.sh python benchmark.py decode               tokens of text per second, beside transformers
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
