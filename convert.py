@@ -35,10 +35,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-import checkpoint
 import hugging_face
 import metrics
 import model
+import resume
 import tensor_files
 import utils
 import weights
@@ -108,7 +108,7 @@ def export_run(flags: Export) -> None:
     """Raises ValueError for what transformers cannot say, and where nothing can be read or
     written.
     """
-    config = checkpoint.config_of(flags.run, [], Export)
+    config = resume.config_of(flags.run, [], Export)
     kind = OWN if flags.remote_code else hugging_face.kind_of(config.model)
     obstacles = [] if flags.remote_code else hugging_face.obstacles(config.model)
     if obstacles:
@@ -148,7 +148,7 @@ def _tokens(tokens: dict[str, Any], config: Config) -> tuple[Any, int | None]:
     """The tokenizer, where there is one, and the id that ends a text."""
     if tokens.get("tokenizer") == "":
         return None, tokens["end_of_text"]
-    return checkpoint.tokenizer_of(tokens, config)
+    return resume.tokenizer_of(tokens, config)
 
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _config(found: Found, flags: Import, rest: Sequence[str]) -> Config:
     small += ["--run.name", flags.out.name, "--run.dir", str(flags.out.parent)]
     own = tuple(field.name for field in dataclasses.fields(Import))
     config = utils.parse([*small, *rest], own, model=found.model)
-    checkpoint.same_model(flags.folder, found.model, config.model, "--folder")
+    resume.same_model(flags.folder, found.model, config.model, "--folder")
     return config
 
 

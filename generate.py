@@ -30,9 +30,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import checkpoint
 import decode
 import model
+import resume
 import train
 import utils
 from data.tokenizer import Tokenizer, load_tokenizer, token_bytes
@@ -262,15 +262,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     check(flags)
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
-    config = checkpoint.config_of(flags.run, [*one, *rest], Flags)
+    config = resume.config_of(flags.run, [*one, *rest], Flags)
     check_mesh(config)
     config = decode.config_of(config, config.mesh.fsdp, config.mesh.tensor)
     declared, prompts = model.declare(config), prompts_of(flags)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, told = checkpoint.weights_of(flags.run, flags.step, shapes)
-    tokenizer, end_of_text = checkpoint.tokenizer_of(told["tokens"], config)
+    _, w, told = resume.weights_of(flags.run, flags.step, shapes)
+    tokenizer, end_of_text = resume.tokenizer_of(told["tokens"], config)
     texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     check_texts(texts, prompts, config.train.sequence_length)
     room = config.train.sequence_length

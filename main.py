@@ -29,6 +29,7 @@ import metrics
 import model
 import passes
 import plot
+import resume
 import train
 import utils
 import weights
@@ -85,8 +86,8 @@ def continued(config: Config) -> Config:
             )
         if config.run.init:
             source = Path(config.run.init)
-            theirs = utils.load(checkpoint.config_file(source, "--init")).model
-            checkpoint.same_model(source, theirs, config.model)
+            theirs = utils.load(resume.config_file(source, "--init")).model
+            resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
     if resume == "never":
         raise ValueError(
@@ -102,7 +103,7 @@ def continued(config: Config) -> Config:
     began = {"init": before.run.init, "init_step": before.run.init_step}
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, **began))
     config = with_schedule(config, before.optimizer.schedule_steps)
-    checkpoint.what_must_match(dataclasses.asdict(before), dataclasses.asdict(config))
+    resume.what_must_match(dataclasses.asdict(before), dataclasses.asdict(config))
     return config
 
 
@@ -128,7 +129,7 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     step = saved.latest()
     if step is None:
         return None
-    checkpoint.what_must_match(saved.config(step), settings)
+    resume.what_must_match(saved.config(step), settings)
     return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
 
 
@@ -138,8 +139,8 @@ def weights_from(
     """(the config that names the step, the weights of that checkpoint) of the run of --init."""
     source, shapes = Path(config.run.init), train.abstract_state(config, declared, mesh).weights
     step = config.run.init_step or None
-    step, w, told = checkpoint.weights_of(source, step, shapes, "--init")
-    checkpoint.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
+    step, w, told = resume.weights_of(source, step, shapes, "--init")
+    resume.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, init_step=step)), w
 
 

@@ -158,6 +158,9 @@ class Train:
     loss_chunk_tokens: int = 2048  # tokens whose logits exist at a time
     # steps without a finite loss and gradient norm after which the run stops
     max_skipped_in_row: int = 10
+    # a step is not applied either when its gradient norm is more than this many times the median of
+    # those before; 0 turns it off
+    skip_spikes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +189,9 @@ class Sample:
 class Checkpoint:
     every_steps: int = 100  # also after the last step; 0: never
     keep: int = 2  # newest ones kept
+    keep_every_steps: int = 0  # also kept: every step that is a multiple of this; 0: none
+    # steps without a checkpoint that is whole after which the run stops; 0: 10 times every_steps
+    max_age_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +203,11 @@ class Run:
     # folder of another run, whose weights a new run begins with: --init runs/tiny in short
     init: str = ""
     init_step: int = 0  # of its checkpoint; 0 is the newest good one, which is then recorded here
+    time_limit: str = ""  # saves and ends before this time is over, as 11h30m
+    start_minutes: float = 5.0  # in which all processes have to have come
+    peer_seconds: float = 30.0  # without a sign of a process, after which it is lost
+    stall_minutes: float = 30.0  # in which a step, a save or whatever it waits for has to end
+    check_replicas_every: int = 0  # steps between comparisons of replicated values; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,6 +508,9 @@ MAY_BE_ZERO = frozenset(
         "first_step",
         "steps",
         "init_step",
+        "keep_every_steps",
+        "max_age_steps",
+        "check_replicas_every",
     ]
 )
 

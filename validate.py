@@ -24,12 +24,12 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import checkpoint
 import dataset
 import metrics
 import model
 import passes
 import questions
+import resume
 import train
 import utils
 from dataset import Dataset
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
-    config = checkpoint.config_of(flags.run, rest, Flags)
+    config = resume.config_of(flags.run, rest, Flags)
     check(flags)
     asked = questions.read(flags.questions) if flags.questions else []
     harness = import_harness() if flags.lm_eval else None
@@ -105,14 +105,14 @@ def main(arguments: list[str] | None = None) -> None:
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    step, w, told = checkpoint.weights_of(flags.run, flags.step, shapes)
+    step, w, told = resume.weights_of(flags.run, flags.step, shapes)
     if harness:
-        known = checkpoint.tokenizer_of(told["tokens"], config)
+        known = resume.tokenizer_of(told["tokens"], config)
         asked = harness.Asked(flags.lm_eval, flags.include_path, flags.limit)
         found = harness.evaluated(harness.Model(config, declared, mesh, w, *known), asked)
         text, found = harness.lines(found, step), {"results": found["results"]}
     elif asked:
-        tokenizer = checkpoint.tokenizer_of(told["tokens"], config)[0]
+        tokenizer = resume.tokenizer_of(told["tokens"], config)[0]
         found = questions.answered(config, declared, mesh, w, asked, tokenizer)
         text = questions.lines({"step": step} | found, flags.questions)
     else:

@@ -13,6 +13,7 @@ import checkpoint
 import hugging_face
 import model
 import passes
+import resume
 import train
 import utils
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
@@ -103,7 +104,7 @@ def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     )
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, _ = checkpoint.weights_of(folder, None, shapes)
+    _, w, _ = resume.weights_of(folder, None, shapes)
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (1, B, T))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import model
+import resume
 import train
 import utils
 from common import config_of
@@ -85,7 +86,7 @@ def test_a_state_comes_back_bit_for_bit_on_every_mesh(tmp_path, shape):
 def test_the_config_comes_back_with_its_step(tmp_path):
     checkpoints = saved(tmp_path, 1)
     assert checkpoints.config(1)["model"] == CONFIG["model"]
-    checkpoint.what_must_match(checkpoints.config(1), CONFIG)
+    resume.what_must_match(checkpoints.config(1), CONFIG)
     checkpoints.close()
 
 
@@ -372,7 +373,7 @@ def test_settings_that_only_say_how_or_where_may_change():
     now |= changed_section("model", eval_capacity_factor=4.0, experts_layout="gathered")
     now |= changed_section("data", val="elsewhere") | changed_section("run", name="x", dir="y")
     now |= changed_section("eval", every_steps=1) | changed_section("checkpoint", keep=9)
-    checkpoint.what_must_match(CONFIG, now)
+    resume.what_must_match(CONFIG, now)
 
 
 @pytest.mark.parametrize(
@@ -393,20 +394,20 @@ def test_settings_that_only_say_how_or_where_may_change():
 def test_settings_that_make_another_run_are_refused_by_name(section, field, value):
     old = CONFIG[section][field]
     with pytest.raises(ValueError) as refusal:
-        checkpoint.what_must_match(CONFIG, changed(section, **{field: value}))
+        resume.what_must_match(CONFIG, changed(section, **{field: value}))
     assert f"with these: {section}.{field} {old!r} -> {value!r}. Give" in str(refusal.value)
 
 
 def test_every_field_that_differs_is_named():
     now = changed("model", width=512, heads=8) | {"data": CONFIG["data"] | {"seed": 3}}
     with pytest.raises(ValueError, match=r"data.seed 0 -> 3, model.heads .* model.width .* Give"):
-        checkpoint.what_must_match(CONFIG, now)
+        resume.what_must_match(CONFIG, now)
 
 
 def test_another_rounding_or_a_field_new_to_the_code_is_only_warned_of(capsys):
     old = changed("model", compute_dtype="float32")
     del old["model"]["dropout"]
-    checkpoint.what_must_match(old, CONFIG)
+    resume.what_must_match(old, CONFIG)
     warned = capsys.readouterr().out
     assert "warning: the run continues with another model.compute_dtype 'float32'" in warned
     assert "model.dropout 'absent' -> 0.0" in warned

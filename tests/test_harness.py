@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import checkpoint
 import model
 import questions
+import resume
 import train
 import validate
 
@@ -59,11 +59,11 @@ def harness():
 @pytest.fixture(scope="module")
 def known(whole):
     """(config, declared, mesh, weights, tokenizer, end of text) of the tiny run."""
-    config = checkpoint.config_of(whole, [], validate.Flags)
+    config = resume.config_of(whole, [], validate.Flags)
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, told = checkpoint.weights_of(whole, None, shapes)
-    return config, declared, mesh, w, *checkpoint.tokenizer_of(told["tokens"], config)
+    _, w, told = resume.weights_of(whole, None, shapes)
+    return config, declared, mesh, w, *resume.tokenizer_of(told["tokens"], config)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 import tiktoken
 from tokenizers import Tokenizer, decoders, models
 
-import checkpoint
 import generate
+import resume
 import utils
 from conftest import ROOT
 from data import prepare
@@ -159,21 +159,21 @@ def test_data_made_with_another_end_of_text_is_not_taken_for_prepared(folder, tm
 def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder):
     sha256 = table_sha256(load_tokenizer(str(folder)))
     told = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
-    tokenizer, end_of_text = checkpoint.tokenizer_of(told, utils.Config())
+    tokenizer, end_of_text = resume.tokenizer_of(told, utils.Config())
     assert end_of_text == 4095
     ids = tokenizer.encode_ordinary("def f(x):")
     assert generate.text_of(tokenizer, [*ids, 4095, generate.ENDED]) == "def f(x):<|endoftext|>"
     table = folder / "tokenizer.json"
     table.write_text(table.read_text() + "\n")
     with pytest.raises(ValueError, match=f"and the data was made with {sha256}. Use the code, or"):
-        checkpoint.tokenizer_of(told, utils.Config())
+        resume.tokenizer_of(told, utils.Config())
     table.unlink()
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
-        checkpoint.tokenizer_of(told, utils.Config())
+        resume.tokenizer_of(told, utils.Config())
     table.parent.joinpath("tokenizer_config.json").unlink()
     folder.rmdir()
     with pytest.raises(ValueError, match="need the same file in the same place"):
-        checkpoint.tokenizer_of(told, utils.Config())
+        resume.tokenizer_of(told, utils.Config())
 
 
 def test_what_is_no_token_has_no_text(folder):

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import dataset
 import main
 import metrics
 import model
+import resume
 import train
 import utils
 from common import canonical
@@ -117,7 +117,7 @@ def test_another_mesh_begins_with_the_same_weights_and_an_optimizer_of_its_own(
     assert found["loss/val"] == pytest.approx(evaluations(whole)[-1]["loss/val"], abs=1e-5)
     there = utils.load(source / "config.toml")
     shapes = train.abstract_state(there, model.declare(there), train.make_mesh(there)).weights
-    expected = canonical(there, checkpoint.weights_of(source, 6, shapes)[1])
+    expected = canonical(there, resume.weights_of(source, 6, shapes)[1])
     jax.tree.map(np.testing.assert_array_equal, canonical(config, state.weights), expected)
     others = dataclasses.replace(state, weights=None)
     assert not any(np.any(np.asarray(a)) for a in jax.tree.leaves(others))
@@ -187,11 +187,11 @@ def test_what_weights_do_not_depend_on_may_differ():
         "attention": "xla",
     }
     other = dataclasses.replace(utils.Model(), **free)
-    checkpoint.same_model(Path("a"), utils.Model(), other)
+    resume.same_model(Path("a"), utils.Model(), other)
     changed = {f.name for f in dataclasses.fields(utils.Model)} - free.keys()
     for name in changed:
         with pytest.raises(ValueError, match=f"another model: model.{name} .* there and None here"):
-            checkpoint.same_model(Path("a"), other, dataclasses.replace(other, **{name: None}))
+            resume.same_model(Path("a"), other, dataclasses.replace(other, **{name: None}))
 
 
 # What is refused
@@ -203,7 +203,7 @@ def test_another_model_is_refused_by_its_first_ten_fields(source, data, runs):
     names = [field.name for field in dataclasses.fields(utils.Model)][:12]
     other = dataclasses.replace(utils.Model(), **dict.fromkeys(names))
     with pytest.raises(ValueError) as refused:
-        checkpoint.same_model(source, utils.Model(), other)
+        resume.same_model(source, utils.Model(), other)
     assert str(refused.value).count("there and None here") == 10
     assert " and 2 more. " in str(refused.value)
     assert not (runs / "new").exists()
@@ -243,4 +243,4 @@ def test_data_of_another_tokenizer_is_refused_and_an_unnamed_one_is_not(source, 
         start(flags, tmp_path, "new", "--init", str(source))
     assert not (tmp_path / "new").exists()
     manifest = dataset.read_manifest(tmp_path / "train")
-    checkpoint.same_tokenizer(source, {"train": "ab"}, tmp_path, manifest)
+    resume.same_tokenizer(source, {"train": "ab"}, tmp_path, manifest)

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import dataset
 import metrics
 import model
 import reference
+import resume
 import train
 import utils
 import validate
@@ -86,7 +86,7 @@ def weights(whole):
     config = utils.load(whole / "config.toml")
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    return config, canonical(config, checkpoint.weights_of(whole, 6, shapes)[1])
+    return config, canonical(config, resume.weights_of(whole, 6, shapes)[1])
 
 
 def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told, data, weights):
