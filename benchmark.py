@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import chips
+import faults
 import flops
 import model
 import passes
@@ -278,4 +279,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    utils.command_line(run)
+    faults.command_line(run)

@@ -35,6 +35,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+import faults
 import hugging_face
 import metrics
 import model
@@ -451,4 +452,4 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

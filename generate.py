@@ -31,10 +31,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import decode
+import faults
 import model
 import resume
 import train
-import utils
 from data.tokenizer import Tokenizer, load_tokenizer, token_bytes
 from dataset import Dataset
 from metrics import is_primary
@@ -444,4 +444,4 @@ def converse(writer: Writer, w: Transformer, tokenizer: Tokenizer, flags: Flags)
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

@@ -11,19 +11,24 @@ optimizer, schedule and steps are new, and the loss before the first step is rec
 
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import attention
 import checkpoint
 import chips
+import faults
 import flops
 import metrics
 import model
@@ -38,9 +43,14 @@ from dataset import Dataset, open_datasets, prefetch
 from generate import Sampler
 from metrics import Metrics, is_primary, say
 from model import Batch, Transformer
+from peers import Peers, place
 from train import State
 from utils import Config
 from validate import Validation
+from watch import Watch
+
+# Where what is due after a step is recorded, and by which key of its records that is seen.
+RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
 
 
 def run_folder(config: Config) -> Path:
@@ -72,14 +82,14 @@ def continued(config: Config) -> Config:
     Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
     another one.
     """
-    folder, resume = run_folder(config), config.run.resume
+    folder, asked = run_folder(config), config.run.resume
     if config.run.init and Path(config.run.init).resolve() == folder.resolve():
         raise ValueError(
             f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as --run.name {config.run.name}-2."
         )
     if not saved_steps(config):
-        if resume == "must":
+        if asked == "must":
             raise ValueError(
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
@@ -89,7 +99,7 @@ def continued(config: Config) -> Config:
             theirs = utils.load(resume.config_file(source, "--init")).model
             resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
-    if resume == "never":
+    if asked == "never":
         raise ValueError(
             f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
             "Use another --run.name, or --run.resume auto to continue it."
@@ -165,13 +175,15 @@ class Loop:
         mesh: Mesh,
         data: tuple[Dataset, Dataset],
         saved: Checkpoints | None,
+        watch: Watch,
     ):
-        self.config, self.mesh, self.saved = config, mesh, saved
+        self.config, self.mesh, self.saved, self.watch = config, mesh, saved, watch
         self.train_data, val = data
         self.folder = run_folder(config)
         self.validation = Validation(config, declared, mesh, val)
         self.sample = sampler(config, mesh, self.train_data)
         self.shapes = train.abstract_state(config, declared, mesh)
+        watch.doing("compile")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
         self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
@@ -184,7 +196,7 @@ class Loop:
 
     def run(self, state: State) -> State:
         """All steps from `state` on."""
-        first = int(state.step)
+        self.first = first = int(state.step)
         samples = self.folder / "samples.jsonl"
         if is_primary() and samples.exists():
             metrics.cut(samples, first)
@@ -196,14 +208,19 @@ class Loop:
                 source.close()
 
     def _steps(self, state: State, first: int, source: Iterator[Batch], recorder: Metrics) -> State:
-        if first == 0 and self.config.run.init:
-            recorder.evaluation({"step": 0} | self.validation(state.weights))
+        watch, last = self.watch, self.config.train.steps
+        watch.ready()
+        self._evaluate_and_sample(state, first, recorder, *self._missing(first))
         done_at = time.perf_counter()
-        for number in range(first, self.config.train.steps):
+        for number in range(first, last):
+            if watch.reached():
+                self._save_and_stop(state, number, recorder)
             self._profile(number)
+            watch.doing(f"batch of step {number + 1}")
             asked = time.perf_counter()
             batch = next(source)
             waited = time.perf_counter() - asked
+            watch.doing(f"step {number + 1}")
             state, report = self.step(state, batch)
             report = jax.device_get(report)
             now = time.perf_counter()
@@ -211,9 +228,11 @@ class Loop:
             recorder.train(self._record(number + 1, report, now - done_at, waited))
             self._stop_if_lost(number + 1, report)
             done_at = now
+            if watch.reached() and number + 1 < last:  # the last one ends the run anyway
+                self._save_and_stop(state, number + 1, recorder)
             if self._between_steps(state, number + 1, recorder):
                 done_at = time.perf_counter()  # the next step's time is its own
-        self._profile(self.config.train.steps)
+        self._profile(last)
         return state
 
     def _record(
@@ -248,26 +267,60 @@ class Loop:
                 f"{self.folder / 'checkpoints'}."
             )
 
-    def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
-        """What is due after `step` steps; whether anything was."""
-        last = step == self.config.train.steps
+    def _due(self, step: int) -> tuple[bool, bool, bool]:
+        """Whether to evaluate, to sample and to save after `step` steps."""
 
         def due(every: int) -> bool:
-            return last or (every > 0 and step % every == 0)
+            return step == self.config.train.steps or (every > 0 and step % every == 0)
 
         evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
-        save = self.saved is not None and due(self.config.checkpoint.every_steps)
+        return evaluate, sample, due(self.config.checkpoint.every_steps)
+
+    def _missing(self, step: int) -> tuple[bool, bool]:
+        """Whether to evaluate and to sample before anything else: where a new run begins with other
+        weights, or the run was stopped after its step and before what was due then.
+        """
+        if step == 0:
+            return bool(self.config.run.init), False
+        due = np.array(self._due(step)[:2])
+        if is_primary():
+            done = [metrics.has(self.folder / name, step, key) for name, key in RECORDED]
+            due &= ~np.array(done)
+        return tuple(multihost_utils.broadcast_one_to_all(due).tolist())
+
+    def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
+        """What is due after `step` steps; whether anything was."""
+        evaluate, sample, save = self._due(step)
+        self._evaluate_and_sample(state, step, recorder, evaluate, sample)
+        if save:  # last: what was recorded up to a checkpoint is not recorded again
+            self._save(state, step, recorder)
+        return evaluate or sample or save
+
+    def _evaluate_and_sample(
+        self, state: State, step: int, recorder: Metrics, evaluate: bool, sample: bool
+    ) -> None:
         if evaluate:
+            self.watch.doing(f"evaluation after step {step}")
             recorder.evaluation({"step": step} | self.validation(state.weights))
         if sample and self.sample is not None:
+            self.watch.doing(f"samples after step {step}")
             self._write_samples(self.sample(state.weights, step))
-        if save:  # last: what was recorded up to a checkpoint is not recorded again
-            self.saved.save(
-                step,
-                checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
-                checkpoint_config(self.config, self.train_data),
-            )
-        return evaluate or sample or save
+
+    def _save(self, state: State, step: int, recorder: Metrics) -> None:
+        if self.saved is None:
+            return
+        self.watch.doing(f"save of step {step}")
+        recorder.sync()
+        self.saved.save(
+            step,
+            checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
+            checkpoint_config(self.config, self.train_data),
+        )
+
+    def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:
+        if step > self.first:
+            self._save(state, step, recorder)
+        raise self.watch.stopped()
 
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
@@ -275,6 +328,8 @@ class Loop:
         if is_primary():
             with (self.folder / "samples.jsonl").open("a") as file:
                 file.writelines(json.dumps(sample) + "\n" for sample in samples)
+                file.flush()
+                os.fsync(file.fileno())
 
     def _profile(self, number: int) -> None:
         """Starts or ends the trace of `profile.steps` steps."""
@@ -323,16 +378,34 @@ def result(config: Config) -> str:
     return f"{text}\nfiles: {', '.join(str(folder / n) for n in names if (folder / n).exists())}"
 
 
+@contextmanager
+def watched(config: Config) -> Iterator[Watch]:
+    """Joins the processes of the job, and watches over this one."""
+    r, where = config.run, place()
+    others = Peers(where, r.peer_seconds, 60 * r.start_minutes) if where else None
+    limit_s = utils.seconds(r.time_limit) if r.time_limit else None
+    with Watch(60 * r.stall_minutes, limit_s, others) as watch:
+        train.start_processes(r.peer_seconds)
+        yield watch
+
+
 def run(config: Config) -> None:
     """A run, new or continued, to its end."""
     config = continued(config)
     declared = model.declare(config)
     passes.schedule_of(config)
     data = open_datasets(config)
-    train.start_processes()
+    with watched(config) as watch:
+        _run(config, declared, data, watch)
+
+
+def _run(
+    config: Config, declared: Transformer, data: tuple[Dataset, Dataset], watch: Watch
+) -> None:
     mesh = train.make_mesh(config)
     planned = plan(config, mesh)
     folder, saved, w = run_folder(config), None, None
+    watch.doing("restore")
     if config.run.init and not saved_steps(config):
         config, w = weights_from(config, declared, mesh, data[0])
     if config.checkpoint.every_steps:
@@ -346,12 +419,14 @@ def run(config: Config) -> None:
         if not finished:
             state = begin(config, declared, mesh, state, w)
             say(planned)
-            loop = Loop(config, declared, mesh, data, saved)
+            loop = Loop(config, declared, mesh, data, saved, watch)
             loop.run(state)
             say(f"{planned}\n{loop.measured()}")
     finally:
+        watch.doing("save at the end")
         if saved:
             saved.close()
+    watch.doing("pictures")
     if is_primary():
         if (folder / "metrics.jsonl").exists():
             plot.plot_run(folder, again=not finished)
@@ -401,4 +476,4 @@ def begin(
 
 
 if __name__ == "__main__":
-    utils.command_line(lambda: run(parse()))
+    faults.command_line(lambda: run(parse()))

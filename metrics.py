@@ -61,6 +61,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def has(path: Path, step: int, key: str) -> bool:
+    """Whether a record of `step` steps with this key is there."""
+    return path.exists() and any(r["step"] == step and key in r for r in read(path))
+
+
 def cut(path: Path, step: int) -> None:
     """Takes out what was recorded after `step` steps, which will be run and recorded again.
 
@@ -143,6 +148,11 @@ class Metrics:
     def evaluation(self, record: dict[str, Any]) -> None:
         """Records an evaluation: every name of EVALUATION and no other."""
         say(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
+
+    def sync(self) -> None:
+        """Returns when what was recorded is on disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """The record as JSON has it; written, where this process writes."""

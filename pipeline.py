@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import utils
+import faults
 from schedule import Schedule
 from utils import BATCH_AXES
 from weights import vary
@@ -515,4 +515,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

@@ -24,6 +24,7 @@ from rich.progress import track
 
 import attention
 import chips
+import faults
 import utils
 from chips import Chip
 from planning import compiler, cost, report, search
@@ -177,4 +178,4 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
 
 if __name__ == "__main__":
     gc.disable()  # traces are many objects that are all kept: looking for garbage takes a fifth
-    utils.command_line(main)
+    faults.command_line(main)

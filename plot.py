@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter
 
+import faults
 import metrics
 import utils
 from schedule import Schedule
@@ -285,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import chips
 import passes
+import peers
 import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
@@ -29,23 +30,22 @@ from utils import MESH_AXES, Config
 # --- processes and mesh ---------------------------------------------------------------------------
 
 
-def start_processes() -> None:
+def start_processes(peer_s: float = 30.0) -> None:
     """Joins the other processes of the job, if there are any, before a device is touched.
 
     With JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set, those; on a TPU pod,
     what its workers know.
+
+    peer_s  after which a run's own watch (watch.py) has told which process is lost: jax itself
+            waits longer.
     """
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        address = os.environ["JAX_COORDINATOR_ADDRESS"]
-        count, number = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-        if count is None or number is None:
-            raise ValueError(
-                "JAX_COORDINATOR_ADDRESS is set without JAX_NUM_PROCESSES and JAX_PROCESS_ID. Set "
-                "all three, or none."
-            )
-        jax.distributed.initialize(address, int(count), int(number))
+    # Its handler of SIGTERM would take the place of the watch's.
+    jax.config.update("jax_enable_preemption_service", False)
+    patience = {"heartbeat_timeout_seconds": max(100, int(4 * peer_s))}
+    if place := peers.place():
+        jax.distributed.initialize(*place, **patience)
     elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**patience)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -8,10 +8,9 @@ import dataclasses
 import difflib
 import json
 import math
-import os
+import re
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_origin
@@ -439,6 +438,17 @@ def _mend(word: str, known: list[str]) -> str:
     return f". Known are {', '.join(sorted(known)[:8])}, ...; see --help."
 
 
+def seconds(text: str) -> int:
+    """Of 11h30m, 90m or 45s. Raises ValueError for other texts."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if not text or not found:
+        raise ValueError(
+            f"--run.time_limit {text!r} is no time. Write hours, minutes and seconds, as 11h30m."
+        )
+    h, m, s = (int(part or 0) for part in found.groups())
+    return 3600 * h + 60 * m + s
+
+
 def check(config: Config) -> None:
     """What can be seen to be wrong before any device is touched, but for the layouts of weights
     (see weights.check_cuts).
@@ -453,6 +463,8 @@ def check(config: Config) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
             raise ValueError(f"--{name} {value} is below {low}. Use {low} or more.")
     _remat(train.remat)
+    if config.run.time_limit:
+        seconds(config.run.time_limit)
     check_attention(config)
     for factor in ("capacity_factor", "eval_capacity_factor"):
         if getattr(m, factor) == 0:
@@ -600,17 +612,3 @@ def _toml(value: object) -> str:
         return str(value).lower()
     # TOML's basic strings and arrays are JSON's.
     return json.dumps(value)
-
-
-# --- the process ----------------------------------------------------------------------------------
-
-
-def command_line(function: Callable[[], None]) -> None:
-    """Runs function(); what a user caused is one line and exit code 2."""
-    try:
-        function()
-    except ValueError as error:
-        if os.environ.get("TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None

@@ -25,13 +25,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dataset
+import faults
 import metrics
 import model
 import passes
 import questions
 import resume
 import train
-import utils
 from dataset import Dataset
 from metrics import say
 from model import Batch, Transformer
@@ -169,4 +169,4 @@ def lines(found: dict[str, Any], config: Config) -> list[str]:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

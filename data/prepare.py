@@ -564,6 +564,6 @@ class Report:
 
 
 if __name__ == "__main__":
-    from utils import command_line
+    from faults import command_line
 
     command_line(main)

@@ -111,6 +111,6 @@ def join(word: list[bytes], token: bytes) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    from utils import command_line
+    from faults import command_line
 
     command_line(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import chips
+import faults
 import utils
 from chips import Chip
 
@@ -264,4 +265,4 @@ def program_text(compiled: Any, dump: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    utils.command_line(lambda: build(Path(sys.argv[1])))
+    faults.command_line(lambda: build(Path(sys.argv[1])))

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import chips  # noqa: E402
+import faults  # noqa: E402
 import utils  # noqa: E402
 from planning import compiler, cost  # noqa: E402
 
@@ -199,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

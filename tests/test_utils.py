@@ -211,16 +211,17 @@ def test_a_config_built_in_python_is_checked_like_a_file(section, fields, messag
     utils.check(utils.Config(optimizer=utils.Optimizer(lr=1)))
 
 
-def test_what_a_user_caused_is_one_line_and_exit_code_2(capsys, monkeypatch):
-    monkeypatch.delenv("TRACEBACK", raising=False)
+@pytest.mark.parametrize(
+    ("text", "s"), [("11h30m", 41400), ("90m", 5400), ("45s", 45), ("1h1s", 3601)]
+)
+def test_a_time_is_written_in_hours_minutes_and_seconds(text, s):
+    assert utils.seconds(text) == s
 
-    def fails():
-        raise ValueError("use another")
 
-    with pytest.raises(SystemExit) as stopped:
-        utils.command_line(fails)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: use another\n"
+@pytest.mark.parametrize("text", ["", "11", "h", "30m11h", "1.5h", "-1h", "1d"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match=r"--run.time_limit .* is no time. Write .* as 11h30m"):
+        utils.seconds(text)
 
 
 def test_every_field_has_its_help():

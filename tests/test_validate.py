@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dataset
+import faults
 import metrics
 import model
 import reference
@@ -137,7 +138,7 @@ def test_what_cannot_be_validated_is_refused_in_one_line_with_the_mend(
     monkeypatch.setattr(sys, "argv", ["validate.py", *run, *extra])
     monkeypatch.setattr(validate, "Validation", None)  # before anything is compiled
     with pytest.raises(SystemExit) as refused:
-        utils.command_line(validate.main)
+        faults.command_line(validate.main)
     assert refused.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line

@@ -1,0 +1,38 @@
+"""Exit codes, for who starts runs again."""
+
+import pytest
+
+import faults
+from faults import Exit, Fault, Stopped
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("use another"), 2, "error: use another"),
+        (Fault("process 1 is lost"), 75, "error: process 1 is lost"),
+        (Stopped("SIGTERM: stopped", 143), 143, "SIGTERM: stopped"),
+    ],
+)
+def test_what_is_no_bug_is_one_line_and_its_code(error, code, text, capsys, monkeypatch):
+    monkeypatch.delenv("TRACEBACK", raising=False)
+
+    def fails():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        faults.command_line(fails)
+    assert ended.value.code == code == faults.code_of(error)
+    assert capsys.readouterr().err == f"{text}\n"
+    monkeypatch.setenv("TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        faults.command_line(fails)
+
+
+def test_a_bug_keeps_its_traceback():
+    def fails():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        faults.command_line(fails)
+    assert faults.code_of(KeyError("x")) == Exit.BUG == 1
