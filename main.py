@@ -422,8 +422,8 @@ def _run(
             loop = Loop(config, declared, mesh, data, saved, watch)
             loop.run(state)
             say(f"{planned}\n{loop.measured()}")
+            watch.doing("save at the end")
     finally:
-        watch.doing("save at the end")
         if saved:
             saved.close()
     watch.doing("pictures")

@@ -158,7 +158,7 @@ class Peers:
     def lost(self) -> list[str]:
         """Each process that is lost, in words."""
         found = sorted(self.records.items())
-        return [f"{r.name} is lost: {r.lost} while at {r.doing}" for _, r in found if r.lost]
+        return [f"{r.name} is lost: {r.lost}, last at {r.doing}" for _, r in found if r.lost]
 
     def failed(self) -> list[Record]:
         """The other processes that ended with an error."""

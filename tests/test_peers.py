@@ -60,8 +60,14 @@ def comes_true(asked, within_s=30.0):
         time.sleep(0.01)
 
 
-def test_all_know_all_and_what_each_is_doing(job):
-    a, b, c = job(3)
+@pytest.fixture
+def without_beats(monkeypatch):
+    """Only what is told at once comes."""
+    monkeypatch.setattr(peers, "LONGEST_BEAT_S", 1e4)
+
+
+def test_all_know_all_and_what_each_is_doing_when_it_matters(job, without_beats):
+    a, b, c = job(3, silence_s=1e5)
     for one in (a, b, c):
         assert sorted(one.records) == [0, 1, 2]
         assert {r.name for r in one.records.values()} == {f"process {n} ({HOST})" for n in range(3)}
@@ -142,16 +148,16 @@ def test_strangers_that_connect_are_left_out(address, monkeypatch):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_process_whose_connection_ends_is_lost_at_once(job, victim):
-    all_three = job(3)
-    all_three[victim].tell(doing="step 5")
+def test_a_process_whose_connection_ends_is_lost_at_once(job, victim, without_beats):
+    all_three = job(3, silence_s=1e5)
+    all_three[victim].tell(doing="step 5", point=1)
     others = [one for one in all_three if one.number != victim]
     comes_true(lambda: all(one.records[victim].doing == "step 5" for one in others))
     for line in all_three[victim]._lines.values():
         line.close()
     for one in others:
         comes_true(one.lost)
-        expected = f"process {victim} ({HOST}) is lost: its connection closed while at step 5"
+        expected = f"process {victim} ({HOST}) is lost: its connection closed, last at step 5"
         assert one.lost()[0] == expected
 
 
@@ -193,8 +199,8 @@ def test_a_process_that_ended_is_not_lost(job):
     assert not a.lost() and not a.failed()
 
 
-def test_a_process_that_failed_says_why(job):
-    a, b, c = job(3)
+def test_a_process_that_failed_says_why(job, without_beats):
+    a, b, c = job(3, silence_s=1e5)
     b.tell(ended=2, text="error: no such thing")
     for one in (a, c):
         comes_true(one.failed)

@@ -204,7 +204,7 @@ def test_a_lost_process_ends_the_others_by_name(watches, ends, capfd):
     comes_true(lambda: len(ends) == 2)
     assert ends == [Exit.AGAIN] * 2
     said = capfd.readouterr().err
-    lost = f"process 1 ({socket.gethostname()}) is lost: its connection closed while at start"
+    lost = f"process 1 ({socket.gethostname()}) is lost: its connection closed, last at start"
     assert f"process 0 ({socket.gethostname()}): {lost}. This process was at step 9" in said
 
 
