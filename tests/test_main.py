@@ -20,6 +20,7 @@ import passes
 import train
 import utils
 from conftest import ROOT
+from faults import Stopped
 from planning import cost
 from tiny_run import FLAGS, Killed, arrays, losses, start
 
@@ -71,6 +72,32 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
     assert samples[0] == samples[1]
     for resumed, expected in zip(arrays(stopped_and_resumed, 6), arrays(whole, 6), strict=True):
         np.testing.assert_array_equal(resumed, expected)
+
+
+def test_a_run_that_is_stopped_saves_at_once_and_does_what_was_due_when_it_goes_on(
+    whole, data, runs, monkeypatch
+):
+    """After step 3 an evaluation is due, after step 4 samples; neither is waited for."""
+    for last in (3, 4):
+        with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
+            ask = lambda loop, step, _, last=last: step == last and loop.watch.ask("SIGTERM", 143)  # noqa: E731
+            patch.setattr(main.Loop, "_stop_if_lost", ask)
+            start(data, runs, "stopped")
+        assert stopped.value.code == 143
+        assert (runs / "stopped" / "checkpoints" / str(last)).is_dir()
+        records = metrics.read(runs / "stopped" / "metrics.jsonl")
+        assert records[-1]["step"] == last and "loss/train" in records[-1]
+    resumed = start(data, runs, "stopped")
+    assert told(resumed) == told(whole)
+    for found, expected in zip(arrays(resumed, 6), arrays(whole, 6), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def told(folder):
+    """Records and samples, without what was measured."""
+    records = metrics.read(folder / "metrics.jsonl")
+    kept = [{k: v for k, v in r.items() if k not in metrics.MEASURED} for r in records]
+    return kept, (folder / "samples.jsonl").read_bytes()
 
 
 def test_a_run_continues_on_another_mesh_with_the_same_data(data, runs, whole):
