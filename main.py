@@ -4,9 +4,9 @@
     ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
 
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
-DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step works is not
-known here: see train.py. `--init` begins a new run with the newest weights of another, on any mesh:
-optimizer, schedule and steps are new, and the loss before the first step is recorded.
+DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step
+works is not known here: see train.py. `--init` begins a new run with the newest weights of another,
+on any mesh: optimizer, schedule and steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ import model
 import passes
 import plot
 import resume
+import starts
 import train
 import utils
 import weights
@@ -72,24 +73,25 @@ def continued(config: Config) -> Config:
     Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
     another one.
     """
-    folder, resume = run_folder(config), config.run.resume
+    folder, asked = run_folder(config), config.run.resume
     if config.run.init and Path(config.run.init).resolve() == folder.resolve():
         raise ValueError(
             f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as --run.name {config.run.name}-2."
         )
     if not saved_steps(config):
-        if resume == "must":
+        if asked == "must":
             raise ValueError(
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
             )
+        resume.must_not_be_lost(folder, config.checkpoint.every_steps)
         if config.run.init:
             source = Path(config.run.init)
             theirs = utils.load(resume.config_file(source, "--init")).model
             resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
-    if resume == "never":
+    if asked == "never":
         raise ValueError(
             f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
             "Use another --run.name, or --run.resume auto to continue it."
@@ -126,11 +128,10 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     """The state of the newest good checkpoint, in these shapes and layouts; None where there is
     none.
     """
-    step = saved.latest()
-    if step is None:
-        return None
-    resume.what_must_match(saved.config(step), settings)
-    return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
+    found = saved.newest(
+        checkpoint.stored_shapes(shapes), lambda told: resume.what_must_match(told, settings)
+    )
+    return found and checkpoint.reshaped(found[1], shapes)
 
 
 def weights_from(
@@ -210,6 +211,9 @@ class Loop:
             self.taken_s.append(now - done_at)
             recorder.train(self._record(number + 1, report, now - done_at, waited))
             self._stop_if_lost(number + 1, report)
+            if self.saved:
+                c = self.config.checkpoint
+                self.saved.stop_if_old(number + 1, c.max_age_steps or 10 * c.every_steps)
             done_at = now
             if self._between_steps(state, number + 1, recorder):
                 done_at = time.perf_counter()  # the next step's time is its own
@@ -236,6 +240,7 @@ class Loop:
             "data_wait_s": waited_s,
             "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
             "skipped": int(report["skipped"]),
+            "checkpoint/age_steps": self.saved and self.saved.age_steps(step),
         }
 
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
@@ -336,7 +341,8 @@ def run(config: Config) -> None:
     if config.run.init and not saved_steps(config):
         config, w = weights_from(config, declared, mesh, data[0])
     if config.checkpoint.every_steps:
-        saved = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        c = config.checkpoint
+        saved = Checkpoints(folder / "checkpoints", c.keep, keep_every_steps=c.keep_every_steps)
     try:
         state = None
         if saved:
@@ -345,9 +351,14 @@ def run(config: Config) -> None:
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
             state = begin(config, declared, mesh, state, w)
+            start = starts.record(folder, int(state.step))
             say(planned)
             loop = Loop(config, declared, mesh, data, saved)
-            loop.run(state)
+            if saved:
+                saved.made_by = start
+            state = loop.run(state)
+            if saved:
+                saved.must_have(int(state.step))
             say(f"{planned}\n{loop.measured()}")
     finally:
         if saved:
@@ -390,8 +401,13 @@ def begin(
     )
     say(flops.MFU_RULE)
     if is_primary():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(utils.to_toml(config))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(utils.to_toml(config))
+        except OSError as error:
+            raise ValueError(
+                f"{folder} cannot be written: {error}. Give a --run.dir that can be written."
+            ) from error
     if state is None:
         source = f", weights from {config.run.init} at step {config.run.init_step}" if w else ""
         say(f"{folder}: a new run{source}")
