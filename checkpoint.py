@@ -2,15 +2,23 @@
 
 A checkpoint is a folder `<step>` that appears by one rename when all of it is written: every array
 whole (cut into chunks as its shards were, so any mesh can read it), the run's config, and the size
-and CRC-32 of each file, which `latest` checks before anything is read. Blocks are stored in the
+and CRC-32 of each file, which `latest` checks before anything is read. Beside the config stand a
+digest of each array, taken on the devices before it was written and compared where it is restored
+(digests.py), the start that wrote it (starts.py), and a format number. Blocks are stored in the
 order in which they run, [blocks, ...], whatever mesh they were trained on: `stored_shapes`.
+
+A save that fails is told, leaves the others as they are, and is not tried again: the next one is.
 """
 
+import contextlib
+import itertools
 import json
 import math
+import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +32,30 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
 
+import digests
 from metrics import say
 from model import Transformer
 
+# What a checkpoint holds and where; one with a higher number is not read. No later format may
+# change what is told of files in CHECKSUMS, nor where its own number stands.
+FORMAT = 1
+OWN = ("format", "made_by", "digests")  # keys that stand beside the config's sections
 CHECKSUMS = "checksums.json"
 FILE_BYTES = 256 << 20
 CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
+MOST_NAMED = 10  # arrays in one message
+PROBE_BYTES = 1 << 12
+LATE_S = 60  # in which a thread ends that writes when another has failed
+GOOD_S = 60  # in which all processes, having written, say that they could
+TOLD_BYTES = 512  # of an error, from one process to the others
+# The two points at which Orbax's threads of all processes meet while they save.
+MEETINGS = ("async_write_complete", "async_commit_complete")
+_meetings = itertools.count()  # a name for each save, the same on every process
+
+
+class Damaged(ValueError):
+    """A checkpoint's values are not those that were saved."""
 
 
 def _checksum(file: epath.Path) -> list[int]:
@@ -64,17 +89,15 @@ def _checksums(folder: epath.Path) -> dict[str, list[int]]:
 def _damage(folder: epath.Path) -> str | None:
     """What is wrong with the files of a finished checkpoint, in words; None if nothing is."""
     try:
-        expected = json.loads((folder / CHECKSUMS).read_text())
+        expected = dict(json.loads((folder / CHECKSUMS).read_text()))
         found = _checksums(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return f"{CHECKSUMS} or a file named there cannot be read ({error})"
-    for name, (size, crc) in expected.items():
+    for name, as_written in expected.items():
         if name not in found:
             return f"{name} is missing"
-        if found[name] != [size, crc]:
-            have_size, have_crc = found[name]
-            wanted = f"expected {size} bytes with CRC-32 {crc:08x}"
-            return f"{name}: {wanted}, found {have_size} with {have_crc:08x}"
+        if found[name] != as_written:
+            return f"{name}: expected [bytes, CRC-32] {as_written}, found {found[name]}"
     return None
 
 
@@ -106,13 +129,42 @@ def _in_chunks(arrays: dict[str, np.ndarray], stacked: Mapping[str, int]) -> ocp
     return ocp.args.PyTreeSave(arrays, save_args=how, ocdbt_target_data_file_size=FILE_BYTES)
 
 
+def _told_by_all(text: str) -> str:
+    """What any process has to tell, in one line, the same on all; empty where none has."""
+    if jax.process_count() == 1:
+        return text
+    own = np.zeros(TOLD_BYTES, np.uint8)
+    encoded = text.encode()[:TOLD_BYTES]
+    own[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    rows = enumerate(np.asarray(multihost_utils.process_allgather(own)))
+    texts = [(rank, row.tobytes().rstrip(b"\0").decode(errors="replace")) for rank, row in rows]
+    return "; ".join(f"process {rank}: {text}" for rank, text in texts if text)
+
+
+def _join_orbax() -> None:
+    """Waits for what still writes when a save has failed elsewhere."""
+    for thread in threading.enumerate():
+        of_orbax = type(thread).__module__.startswith("orbax.") or thread.name == "async_save"
+        if of_orbax and thread is not threading.current_thread():
+            threading.Thread.join(thread, LATE_S)
+
+
+def _line(error: BaseException | None) -> str:
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process makes one and calls the same methods in order."""
 
     def __init__(
-        self, folder: str | Path, keep: int | None = None, stacked: Mapping[str, int] | None = None
+        self,
+        folder: str | Path,
+        keep: int | None = None,
+        stacked: Mapping[str, int] | None = None,
+        keep_every_steps: int = 0,
     ):
-        """Opens `folder` to write, keeping the newest `keep`; without `keep`, to read only.
+        """Opens `folder` to write, keeping the newest `keep` and each step that is a multiple of
+        `keep_every_steps`; without `keep`, to read only.
 
         stacked  what is saved are numpy arrays that lie in files: they are written from there, in
                  chunks that have one of so many dimensions of each name's array, and not copied.
@@ -126,30 +178,44 @@ class Checkpoints:
                 f"Use 1 or more, or --checkpoint.every_steps 0 to save none."
             )
         self.folder = epath.Path(folder).absolute()
-        self._writes = keep is not None
+        self.made_by: dict[str, Any] | None = None  # the start that is told in what is saved
+        self._writes, self._keep = keep is not None, (keep, keep_every_steps)
         self._stacked = stacked
-        self._saving = -1
+        self._saving: int | None = None  # saved and not yet waited for
+        self._meeting, self._met = 0, set()
+        self._whole = self._seen = 0  # newest step on disk: as all agree; as process 0 just saw
+        self._spoiled: set[int] = set()  # steps that were found damaged and are not asked again
+        self._opened: ocp.CheckpointManager | None = None
         if not self._writes and not self.folder.is_dir():
             raise ValueError(
                 f"there are no checkpoints in {self.folder}: no such folder. Give the folder of a "
                 f"run that was trained with --checkpoint.every_steps above 0."
             )
-        self._name_unfinished()
+        problem = self._not_writable(tell=True) if self._writes else ""
         try:
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                options=self._options(keep),
-                item_names=("state", "config"),
-                item_handlers={
-                    "state": self._handler(),
-                    "config": ocp.JsonCheckpointHandler(),
-                },
-            )
+            if not problem:
+                self._opened = self._open()
         except OSError as error:
+            problem = str(error)
+        if problem:
             raise ValueError(
-                f"checkpoints cannot be written to {self.folder}: {error}. Give a --run.dir that "
+                f"checkpoints cannot be written to {self.folder}: {problem}. Give a --run.dir that "
                 f"can be written."
-            ) from error
+            )
+
+    def _open(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
+            self.folder,
+            options=self._options(),
+            item_names=("state", "config"),
+            item_handlers={"state": self._handler(), "config": ocp.JsonCheckpointHandler()},
+        )
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:  # the last one went with a save that failed
+            self._opened = self._open()
+        return self._opened
 
     def _handler(self) -> ocp.CheckpointHandler:
         if self._stacked is not None:
@@ -157,20 +223,80 @@ class Checkpoints:
         # Only the second restores a part, and only the first is asked to save.
         return ocp.StandardCheckpointHandler() if self._writes else ocp.PyTreeCheckpointHandler()
 
-    def _options(self, keep: int | None) -> ocp.CheckpointManagerOptions:
-        if keep is None:
+    def _options(self) -> ocp.CheckpointManagerOptions:
+        if not self._writes:
             return ocp.CheckpointManagerOptions(create=False)
+        newest, every = self._keep
+        policies = [checkpoint_managers.LatestN(newest)]
+        if every:
+            policies.append(checkpoint_managers.EveryNSteps(every))
         return ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.LatestN(keep),
-            cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_checksums, barrier_sync_fn=self._meet
+            ),
         )
 
-    def _name_unfinished(self) -> None:
-        if self._writes and self.folder.is_dir():
-            for entry in sorted(self.folder.iterdir()):
-                if UNFINISHED in entry.name:
+    def _not_writable(self, tell: bool = False) -> str:
+        """Why some process cannot write here now, as all tell it; empty where all can.
+
+        Asked before Orbax is: there, who fails alone leaves the others waiting for it.
+        """
+        problem = ""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished(tell)
+            probe = self.folder / f"probe-{jax.process_index()}"
+            try:
+                probe.write_bytes(bytes(PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            problem = _line(error)
+        return _told_by_all(problem)
+
+    def _remove_unfinished(self, tell: bool = False) -> None:
+        for entry in sorted(self.folder.iterdir()) if jax.process_index() == 0 else []:
+            if UNFINISHED in entry.name:
+                if tell:
                     say(f"warning: {entry} was not finished when its run stopped; removed")
+                entry.rmtree()
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """Where Orbax's threads of all processes wait for each other, with the same key.
+
+        A thread that fails would leave out MEETINGS, and those who are there wait in vain. So it
+        comes late, and who was in time raises. At the end of each save process 0 looks whether it
+        came to a checkpoint.
+        """
+        wait = partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=timeout_ms)
+        if threading.current_thread() is threading.main_thread():
+            wait(key=key)
+            return
+        name = next((name for name in MEETINGS if name in key), None)
+        if name is None and "set_value_start" in key:
+            _join_orbax()
+            for missed in [name for name in MEETINGS if name not in self._met]:
+                wait(key=f"{missed} {self._meeting}")
+        elif name:
+            self._met.add(name)
+            wait(key=f"{name} {self._meeting}")
+            if name == MEETINGS[0]:  # all have come; now all who could write
+                wait(key=f"good {self._meeting}", timeout_ms=GOOD_S * 1000)
+            return
+        wait(key=key)
+        if jax.process_index() == 0 and "set_value_end" in key:
+            self._look()
+
+    def _look(self) -> None:
+        """Runs in Orbax's thread on process 0, when a save has ended, well or not."""
+        try:
+            if (self.folder / str(self._saving)).is_dir():
+                self._seen = self._saving
+            else:
+                self._remove_unfinished()
+        except OSError:  # told by who waits for the save
+            return
 
     def _write_checksums(self) -> None:
         """Runs in Orbax's thread on process 0, when all files are there and before the rename."""
@@ -184,31 +310,130 @@ class Checkpoints:
         state   tree of jax arrays in canonical shapes, which may be donated right after; with
                 `stacked` of numpy arrays, which have to stay until `wait` returns.
         config  tree of what JSON can hold.
-        A step that is saved already stays as it is.
+        A step that is saved already stays as it is. What goes wrong with the files is told, now or
+        when the next save is due, and is no error: see `stop_if_old`, `must_have`.
 
         Raises  ValueError when there is a later step.
         """
         assert self._writes
         self.wait()
-        if step in self._manager.all_steps():
+        if problem := self._not_writable():
+            self._tell_failed(step, problem)
             return
-        self._saving = step
-        named = _named(state)
-        args = ocp.args.StandardSave(named)
-        if self._stacked is not None:
-            args = _in_chunks(named, self._stacked)
-        items = ocp.args.Composite(state=args, config=ocp.args.JsonSave(config))
-        if not self._manager.save(step, args=items):
+        try:
+            if step in self._manager.all_steps():
+                self._whole = max(self._whole, step)
+                return
+            self._saving, self._meeting, self._met = step, next(_meetings), set()
+            saved = self._manager.save(step, args=self._items(_named(state), config))
+        except OSError as error:
+            if jax.process_count() > 1:  # the others are somewhere in the save
+                raise
+            self._end(error)
+            return
+        if not saved:
+            self._saving = None
             raise ValueError(
                 f"step {step} cannot be saved in {self.folder}, which has step "
                 f"{self._manager.latest_step()} already: the newest is where a run continues. "
                 f"Continue that run, or start another with --run.name."
             )
 
+    def _items(self, named: dict[str, Any], config: dict[str, Any]) -> ocp.args.Composite:
+        if self._stacked is None:
+            args, found = ocp.args.StandardSave(named), digests.of_arrays(named)
+        else:
+            args = _in_chunks(named, self._stacked)
+            found = {name: digests.of_numpy(x) for name, x in named.items()}
+        own = {"format": FORMAT, "made_by": self.made_by, "digests": found}
+        return ocp.args.Composite(state=args, config=ocp.args.JsonSave(config | own))
+
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises what went wrong with it."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        """Returns when the last save is on disk, or told to have failed."""
+        if self._saving is None:
+            return
+        error = None
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as caught:  # whatever ended Orbax's threads
+            error = caught
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """All processes agree on what became of the last save: process 0 gave it its name, or not.
+
+        A manager that failed has forgotten steps and remembers errors: another takes its place.
+        """
+        step, self._saving = self._saving, None
+        problem = _told_by_all(_line(error))
+        if not problem:
+            self._whole = step
+            return
+        self._close_manager()
+        whole = False
+        if jax.process_index() == 0:
+            try:
+                whole = (self.folder / str(step)).is_dir()
+                self._remove_unfinished()
+            except OSError as found:
+                problem += f"; {_line(found)}"
+        whole = bool(multihost_utils.broadcast_one_to_all(np.asarray(whole)))
+        if whole:
+            self._whole = step
+            say(f"warning: checkpoint of step {step} is written, and then: {problem}")
+        else:
+            self._tell_failed(step, problem)
+
+    def _tell_failed(self, step: int, problem: str) -> None:
+        say(
+            f"warning: checkpoint of step {step} could not be written: {problem}. The newest is "
+            f"{self._newest()}; the next save is tried when it is due."
+        )
+
+    def _newest(self) -> str:
+        return f"of step {self._whole}" if self._whole else "none"
+
+    def _close_manager(self) -> None:
+        """Ends its threads. Each error that it remembers is raised once, and was told."""
+        manager, self._opened = self._opened, None
+        for _ in range(4):
+            try:
+                if manager is not None:
+                    manager.close()
+                return
+            except Exception:  # whatever ended Orbax's threads
+                continue
+
+    def age_steps(self, step: int) -> int:
+        """Steps since the newest checkpoint that is whole on disk, or since the run began. Only
+        process 0 knows at once; does not wait.
+        """
+        return step - max(self._whole, self._seen)
+
+    def stop_if_old(self, step: int, most: int) -> None:
+        """Raises ValueError when the newest checkpoint is more than `most` steps old. Waits for a
+        save only when it otherwise would be.
+        """
+        if step - self._whole > most:
+            self.wait()
+        if step - self._whole > most:
+            raise ValueError(
+                f"stopped after step {step}: no checkpoint could be written for more than {most} "
+                f"steps (--checkpoint.max_age_steps), and the newest in {self.folder} is "
+                f"{self._newest()}. Make room or give back the right to write there, and start "
+                "the run again: it goes on from that one."
+            )
+
+    def must_have(self, step: int) -> None:
+        """Waits for the last save. Raises ValueError when it did not come to a checkpoint."""
+        self.wait()
+        if self._whole != step:
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written to {self.folder}, and the "
+                f"newest there is {self._newest()}. Make room or give back the right to write "
+                "there, and start again."
+            )
 
     def latest(self) -> int | None:
         """The newest step whose files are as they were written; None without any checkpoint.
@@ -220,7 +445,8 @@ class Checkpoints:
         """
         self.wait()
         steps = sorted(self._manager.all_steps(), reverse=True)
-        newest = next((step for step in steps if self._is_good(step)), None)
+        asked = (step for step in steps if step not in self._spoiled)
+        newest = next((step for step in asked if self._is_good(step)), None)
         if steps and newest is None:
             mend = "start another run with --run.name" if self._writes else "give another run"
             raise ValueError(
@@ -228,8 +454,32 @@ class Checkpoints:
                 f"be continued. Bring back a good copy, or {mend}."
             )
         if self._writes:
-            self._put_aside([step for step in steps if step > newest])
+            # Those of other values wait until this one's are known to be good.
+            self._put_aside([s for s in steps if s > newest and s not in self._spoiled])
         return newest
+
+    def newest(
+        self, abstract: Any, must_match: Callable[[dict[str, Any]], None] = lambda config: None
+    ) -> tuple[int, Any] | None:
+        """(step, state) of the newest checkpoint whose files and values are as they were saved;
+        None without any checkpoint. What is damaged is told and put aside as by `latest`.
+
+        must_match  raises for a config with which this run does not go on.
+        """
+        while (step := self.latest()) is not None:
+            must_match(self.config(step))
+            try:
+                state = self.restore(step, abstract)
+            except Damaged as error:
+                say(f"warning: {error}")
+                self._spoiled.add(step)
+                continue
+            if self._writes:
+                self._put_aside(sorted(self._spoiled))
+                self._spoiled.clear()
+            self._whole = step
+            return step, state
+        return None
 
     def _is_good(self, step: int) -> bool:
         """One process reads, and all follow it: they must not restore different steps."""
@@ -240,7 +490,10 @@ class Checkpoints:
             good = damage is None
             if not good:
                 say(f"warning: checkpoint {folder} is damaged and skipped: {damage}")
-        return bool(multihost_utils.broadcast_one_to_all(np.asarray(good)))
+        good = bool(multihost_utils.broadcast_one_to_all(np.asarray(good)))
+        if not good and not self._writes:
+            self._spoiled.add(step)  # a run that writes puts it aside
+        return good
 
     def _put_aside(self, steps: list[int]) -> None:
         """Only ever beside a good one: a folder without checkpoints would be a new run."""
@@ -254,24 +507,59 @@ class Checkpoints:
 
     def config(self, step: int) -> dict[str, Any]:
         """The config that was saved with a step."""
+        return {name: value for name, value in self._told(step).items() if name not in OWN}
+
+    def start_of(self, step: int) -> dict[str, Any] | None:
+        """The start that saved a step; None where an older version of the code did."""
+        return self._told(step).get("made_by")
+
+    def _told(self, step: int) -> dict[str, Any]:
+        """All that stands beside the arrays of a step.
+
+        Raises  ValueError for a step of a later format.
+        """
         self._must_exist(step)
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=items).config
+        told = self._manager.restore(step, args=items).config
+        found = told.get("format", 0)
+        if found > FORMAT:
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} was written by a newer version of "
+                f"this code (format {found}, and this one knows {FORMAT}). Use that version."
+            )
+        return told
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
 
         abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh; of one that was opened
                   to read only, it may be a part of what was saved.
-        Raises    ValueError that names an array which is missing, or has another shape or type.
+        Raises    ValueError that names arrays which are missing, or have another shape or type;
+                  Damaged, those whose values are not the ones that were saved.
         """
-        self._must_exist(step)
+        told = self._told(step)
         wanted = _named(abstract)
         self._must_hold(step, wanted)
         args = ocp.args.StandardRestore(wanted) if self._writes else _part(wanted)
         items = ocp.args.Composite(state=args)
         found = self._manager.restore(step, args=items).state
+        self._must_be_as_saved(step, found, told.get("digests", {}))
         return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
+
+    def _must_be_as_saved(
+        self, step: int, found: dict[str, Any], saved: dict[str, list[int]]
+    ) -> None:
+        """`saved` is empty where an older version of the code saved."""
+        names = [name for name in found if name in saved]
+        have = digests.of_arrays({name: found[name] for name in names}) if names else {}
+        differ = [name for name in names if list(have[name]) != saved[name]]
+        if differ:
+            others = [s for s in sorted(self._manager.all_steps()) if s != step]
+            raise Damaged(
+                f"the checkpoint of step {step} in {self.folder} is damaged: the values of "
+                f"{_listed(differ)} are not those that were saved. Give another of steps "
+                f"{others}, or bring back a good copy."
+            )
 
     def _must_exist(self, step: int) -> None:
         steps = sorted(self._manager.all_steps())
@@ -298,9 +586,19 @@ class Checkpoints:
             )
         return newest
 
+    def good(self, step: int | None, abstract: Any, flag: str = "--run") -> tuple[int, Any]:
+        """(step, state) of this step, or of the newest good one if None; as `good_step`, and its
+        values are compared too.
+        """
+        found = None if step is not None else self.newest(abstract)
+        if found is None:
+            step = self.good_step(step, flag)
+            found = step, self.restore(step, abstract)
+        return found
+
     def arrays(self, step: int) -> dict[str, ts.TensorStore]:
         """The arrays of a step by name, on disk, for who reads parts of them without a device."""
-        self._must_exist(step)
+        self._told(step)
         folder = f"file://{self.folder / str(step) / 'state'}/"
         if "://" in str(self.folder):
             folder = folder.removeprefix("file://")
@@ -336,18 +634,30 @@ class Checkpoints:
                 f"training to continue. Begin a run with them: --init {self.folder.parent} "
                 f"--run.name {self.folder.parent.name}-2."
             )
-        for name in sorted(have.keys() | want.keys() if self._writes else want.keys()):
-            if have.get(name) != want.get(name):
-                raise ValueError(
-                    f"checkpoint {self.folder / str(step)} is of another model: {name} is "
-                    f"{have.get(name, 'absent')} there and {want.get(name, 'absent')} in this run. "
-                    f"Give the config it was saved with ({self.folder.parent / 'config.toml'})."
-                )
+        names = sorted(have.keys() | want.keys() if self._writes else want.keys())
+        differ = [
+            f"{name} is {have.get(name, 'absent')} there and {want.get(name, 'absent')} in this run"
+            for name in names
+            if have.get(name) != want.get(name)
+        ]
+        if differ:
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} is of another model: {_listed(differ)}. "
+                f"Give the config it was saved with ({self.folder.parent / 'config.toml'})."
+            )
 
     def close(self) -> None:
         """Waits for the last save: a process that ends before it leaves half a checkpoint."""
         self.wait()
-        self._manager.close()
+        self._close_manager()
+        if self._writes and jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # a late write may have left something again
+                self._remove_unfinished()
+
+
+def _listed(texts: list[str]) -> str:
+    more = f" and {len(texts) - MOST_NAMED} more" * (len(texts) > MOST_NAMED)
+    return ", ".join(texts[:MOST_NAMED]) + more
 
 
 # --- the layout of what is saved ------------------------------------------------------------------

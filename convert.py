@@ -40,6 +40,7 @@ import hugging_face
 import metrics
 import model
 import resume
+import starts
 import tensor_files
 import utils
 import weights
@@ -284,8 +285,9 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
                 done(array[index].nbytes)
             array.flush()
             arrays[f"weights.{leaf.name}"] = np.memmap(file, np.float32, "r", shape=leaf.shape)
+        made.made_by = starts.of_now(0)
         made.save(0, arrays, dataclasses.asdict(config) | {"tokens": tokens})
-        made.wait()
+        made.must_have(0)
         # Last: without it the folder is no run.
         (flags.out / "config.toml").write_text(utils.to_toml(config))
     for line in _told(flags, found, tokens):

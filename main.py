@@ -4,9 +4,9 @@
     ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
 
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
-DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step works is not
-known here: see train.py. `--init` begins a new run with the newest weights of another, on any mesh:
-optimizer, schedule and steps are new, and the loss before the first step is recorded.
+DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step
+works is not known here: see train.py. `--init` begins a new run with the newest weights of another,
+on any mesh: optimizer, schedule and steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ import model
 import passes
 import plot
 import resume
+import starts
 import train
 import utils
 import weights
@@ -94,6 +95,7 @@ def continued(config: Config) -> Config:
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
             )
+        resume.must_not_be_lost(folder, config.checkpoint.every_steps)
         if config.run.init:
             source = Path(config.run.init)
             theirs = utils.load(resume.config_file(source, "--init")).model
@@ -136,11 +138,10 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     """The state of the newest good checkpoint, in these shapes and layouts; None where there is
     none.
     """
-    step = saved.latest()
-    if step is None:
-        return None
-    resume.what_must_match(saved.config(step), settings)
-    return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
+    found = saved.newest(
+        checkpoint.stored_shapes(shapes), lambda told: resume.what_must_match(told, settings)
+    )
+    return found and checkpoint.reshaped(found[1], shapes)
 
 
 def weights_from(
@@ -227,6 +228,9 @@ class Loop:
             self.taken_s.append(now - done_at)
             recorder.train(self._record(number + 1, report, now - done_at, waited))
             self._stop_if_lost(number + 1, report)
+            if self.saved:
+                c = self.config.checkpoint
+                self.saved.stop_if_old(number + 1, c.max_age_steps or 10 * c.every_steps)
             done_at = now
             if watch.reached() and number + 1 < last:  # the last one ends the run anyway
                 self._save_and_stop(state, number + 1, recorder)
@@ -255,6 +259,7 @@ class Loop:
             "data_wait_s": waited_s,
             "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
             "skipped": int(report["skipped"]),
+            "checkpoint/age_steps": self.saved and self.saved.age_steps(step),
         }
 
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
@@ -409,7 +414,8 @@ def _run(
     if config.run.init and not saved_steps(config):
         config, w = weights_from(config, declared, mesh, data[0])
     if config.checkpoint.every_steps:
-        saved = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        c = config.checkpoint
+        saved = Checkpoints(folder / "checkpoints", c.keep, keep_every_steps=c.keep_every_steps)
     try:
         state = None
         if saved:
@@ -418,11 +424,16 @@ def _run(
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
             state = begin(config, declared, mesh, state, w)
+            start = starts.record(folder, int(state.step))
             say(planned)
             loop = Loop(config, declared, mesh, data, saved, watch)
-            loop.run(state)
-            say(f"{planned}\n{loop.measured()}")
+            if saved:
+                saved.made_by = start
+            state = loop.run(state)
             watch.doing("save at the end")
+            if saved:
+                saved.must_have(int(state.step))
+            say(f"{planned}\n{loop.measured()}")
     finally:
         if saved:
             saved.close()
@@ -465,8 +476,13 @@ def begin(
     )
     say(flops.MFU_RULE)
     if is_primary():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(utils.to_toml(config))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(utils.to_toml(config))
+        except OSError as error:
+            raise ValueError(
+                f"{folder} cannot be written: {error}. Give a --run.dir that can be written."
+            ) from error
     if state is None:
         source = f", weights from {config.run.init} at step {config.run.init_step}" if w else ""
         say(f"{folder}: a new run{source}")

@@ -2,7 +2,10 @@
 
 `metrics.jsonl` holds one object per line, of two kinds, both with `step` (steps done):
 - of a step: TRAIN. Losses as they are added to the total (`loss/balance` and `loss/z` with their
-  factors), `mfu` null where the chip is unknown, `skipped` steps not applied since the run began;
+  factors), `mfu` null where the chip is unknown, `skipped` steps not applied since the run began,
+  `checkpoint/age_steps` since the newest checkpoint that is whole on disk, or since the run began,
+  null where none are saved. MEASURED depends on the machine: in two runs that are the same to the
+  bit, all else is;
 - of an evaluation: EVALUATION. `loss/val_balance` is without its factor and the mean over MoE
   layers, so that 1 is a perfectly even load; `moe/tokens_per_expert` holds a list per MoE layer.
 """
@@ -26,7 +29,9 @@ import utils
 TRAIN = (
     *("step", "tokens", "loss/train", "loss/cross_entropy", "loss/balance", "loss/z"),
     *("grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_s", "mfu", "skipped"),
+    "checkpoint/age_steps",
 )
+MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu", "checkpoint/age_steps")
 EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
 PLAIN_EVERY_S = 10.0  # between lines on a console that is not a terminal
 

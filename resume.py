@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import metrics
 import utils
 from checkpoint import Checkpoints, reshaped, stored_shapes
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -87,8 +88,7 @@ def weights_of(
     Raises  ValueError where there is none, or it is damaged.
     """
     with closing(Checkpoints(run / "checkpoints")) as saved:
-        step = saved.good_step(step, flag)
-        stored = saved.restore(step, {"weights": stored_shapes(shapes)})
+        step, stored = saved.good(step, {"weights": stored_shapes(shapes)}, flag)
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
 
@@ -141,6 +141,31 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError(
             f"this run was started with other settings and cannot be continued with these: "
             f"{', '.join(refused)}. Give the old values, or start another run with --run.name."
+        )
+
+
+def must_not_be_lost(folder: Path, every_steps: int) -> None:
+    """Refuses to begin anew, and to cut the records, where a run's checkpoints were left behind.
+
+    every_steps  between checkpoints, where the folder has no config.toml.
+    Raises       ValueError when the records in a folder without checkpoints tell of one.
+    """
+    records = folder / "metrics.jsonl"
+    told = metrics.read(records) if records.is_file() else []
+    steps = [r["step"] for r in told if "loss/train" in r]
+    before = folder / "config.toml"
+    if before.is_file():
+        c = utils.load(before)
+        every_steps = c.checkpoint.every_steps and min(c.checkpoint.every_steps, c.train.steps)
+    if not steps or not every_steps:
+        return
+    gone = not (folder / "checkpoints").is_dir() and steps[-1] >= every_steps
+    ages = [(r["step"], r.get("checkpoint/age_steps")) for r in told if "loss/train" in r]
+    if gone or any(age is not None and age < step for step, age in ages):
+        raise ValueError(
+            f"{folder} tells of {steps[-1]} steps and has no checkpoint: its folder checkpoints/ "
+            "was not copied, or was removed, and a new run would begin at step 0 and cut "
+            "metrics.jsonl. Copy that folder too, or begin another run with another --run.name."
         )
 
 

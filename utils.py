@@ -466,6 +466,7 @@ def check(config: Config) -> None:
     if config.run.time_limit:
         seconds(config.run.time_limit)
     check_attention(config)
+    check_checkpoints(config.checkpoint)
     for factor in ("capacity_factor", "eval_capacity_factor"):
         if getattr(m, factor) == 0:
             raise ValueError(
@@ -574,6 +575,16 @@ def check_experts(m: Model) -> None:
             f"--model.experts_per_token {m.experts_per_token} is more than the experts in "
             f"--model.groups_per_token {m.groups_per_token}, {each} in each group. Use "
             f"--model.groups_per_token {-(-m.experts_per_token // each)}."
+        )
+
+
+def check_checkpoints(c: Checkpoint) -> None:
+    """Raises ValueError for a run that would stop before its second checkpoint is due."""
+    if 0 < c.max_age_steps < c.every_steps:
+        raise ValueError(
+            f"--checkpoint.max_age_steps {c.max_age_steps} is below --checkpoint.every_steps "
+            f"{c.every_steps}, and so old is the newest when the next is due. Use "
+            f"--checkpoint.max_age_steps {2 * c.every_steps}, or 0."
         )
 
 

@@ -1,9 +1,18 @@
-"""Save, verify, restore on 8 devices; onto other meshes; from two processes."""
+"""Save, verify, restore on 8 devices; onto other meshes; from two processes; with what can fail."""
 
 import contextlib
 import dataclasses
+import errno
+import itertools
+import json
+import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +24,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import common
+import digests
 import model
 import resume
 import train
@@ -63,8 +74,8 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def saved(folder, *steps, keep=3):
-    checkpoints = checkpoint.Checkpoints(folder, keep)
+def saved(folder, *steps, keep=3, keep_every_steps=0):
+    checkpoints = checkpoint.Checkpoints(folder, keep, keep_every_steps=keep_every_steps)
     for step in steps:
         checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
     checkpoints.wait()
@@ -112,6 +123,25 @@ def test_the_newest_ones_are_kept_and_a_saved_step_stays_as_it_is(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_steps_that_are_a_multiple_are_kept_beside_the_newest(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4, 5, 6, 7, keep=2, keep_every_steps=3).close()
+    assert sorted(int(entry.name) for entry in tmp_path.iterdir()) == [3, 6, 7]
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    clock, jump = time.time, itertools.cycle([-1e6, 1e6, 3e5])
+    checkpoints = checkpoint.Checkpoints(tmp_path, 2)
+    for step in (1, 2, 3, 4):
+        offset = next(jump)
+        monkeypatch.setattr(time, "time", lambda offset=offset: clock() + offset)
+        checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
+        checkpoints.wait()
+    checkpoints.close()
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path, 2)) as again:
+        assert again.latest() == 4
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "4"]
+
+
 def test_a_step_before_the_newest_is_refused_and_not_left_out_in_silence(tmp_path):
     checkpoints = saved(tmp_path, 5)
     with pytest.raises(ValueError, match=r"step 3 cannot be saved in .* has step 5 already"):
@@ -147,6 +177,357 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_is_taken(tmp_path, caps
     assert file.name in line
     expected = state_on(mesh_of(2, 2, 2), seed=1)
     assert_same(checkpoints.restore(1, abstract(expected)), expected)
+    checkpoints.close()
+
+
+def cut_short(file):
+    content = file.read_bytes()
+    file.unlink()  # another name of it stays as it is
+    file.write_bytes(content[: len(content) // 2])
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 1] = bytes(
+        byte ^ 4 for byte in content[len(content) // 2 :][:1]
+    )
+    file.unlink()
+    file.write_bytes(content)
+
+
+def test_no_harm_to_any_file_of_a_checkpoint_leads_to_a_wrong_state_or_no_state(tmp_path, capsys):
+    """Also to those that have no checksum, which are Orbax's own and not needed."""
+    saved(tmp_path / "good", 1, 2).close()
+    newest = tmp_path / "good" / "2"
+    files = sorted(file.relative_to(newest) for file in newest.rglob("*") if file.is_file())
+    assert len(files) > 15
+    shapes, mesh = abstract(state_on(mesh_of(2, 2, 2))), mesh_of(2, 2, 2)
+    expected = {step: state_on(mesh, seed=step) for step in (1, 2)}
+    for name, harm in itertools.product(files, (cut_short, flipped, Path.unlink)):
+        folder = tmp_path / "harmed"
+        shutil.copytree(tmp_path / "good", folder, copy_function=os.link)
+        harm(folder / "2" / name)
+        capsys.readouterr()
+        with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+            step, state = checkpoints.newest(shapes)
+        assert_same(state, expected[step])
+        told = f"{folder / '2'} is damaged and skipped" in capsys.readouterr().out
+        has_checksum = name.parts[0] in ("state", "config") or name.name == checkpoint.CHECKSUMS
+        assert (step == 1) == told == (has_checksum and (newest / name).stat().st_size > 0), name
+        shutil.rmtree(folder)
+
+
+def told_of(folder, step):
+    return json.loads((folder / str(step) / "config" / "metadata").read_text())
+
+
+def save_wrong(monkeypatch, checkpoints, step, *names):
+    """A save of which these arrays are on disk with other values than they had on the devices."""
+    honest = digests.of_arrays
+
+    def other(arrays):
+        return {n: (a ^ (n in names), b) for n, (a, b) in honest(arrays).items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "of_arrays", other)
+        checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
+    checkpoints.wait()
+
+
+def test_values_that_are_not_those_that_were_saved_are_damage_though_all_files_are_good(
+    tmp_path, monkeypatch, capsys
+):
+    checkpoints = saved(tmp_path, 1)
+    save_wrong(monkeypatch, checkpoints, 2, "weights.norm", "step")
+    expected = state_on(mesh_of(8, 1, 1), seed=1)
+    part = {"weights": abstract(expected)["weights"]}
+    values = (
+        r"step 2 in .* is damaged: the values of {} are not those that were saved. Give .*\[1\]"
+    )
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as reader:
+        assert reader.latest() == 2
+        reader.must_be_good(2)
+        with pytest.raises(ValueError, match=values.format("weights.norm")):
+            reader.good(2, part)
+        step, state = reader.good(None, part)
+        assert step == 1
+        assert_same(state, {"weights": expected["weights"]})
+    capsys.readouterr()
+    step, state = checkpoints.newest(abstract(expected))
+    assert step == 1
+    assert_same(state, expected)
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.search("warning: .*" + values.format("(step, weights.norm|weights.norm, step)"), line)
+    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
+    assert checkpoints.newest(abstract(expected))[0] == 2
+    checkpoints.close()
+    assert (tmp_path / "damaged-2").is_dir()
+
+
+def test_where_no_checkpoint_has_the_values_that_were_saved_all_stay_and_none_is_taken(
+    tmp_path, monkeypatch
+):
+    checkpoints = checkpoint.Checkpoints(tmp_path, 3)
+    for step in (1, 2):
+        save_wrong(monkeypatch, checkpoints, step, "weights.matrix")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"every checkpoint .* is damaged \(steps \[2, 1\]\)"):
+            checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))
+    checkpoints.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
+def rewrite(folder, step, change):
+    """Changes what is told beside the arrays, with checksums that are right."""
+    told = change(told_of(folder, step))
+    (folder / str(step) / "config" / "metadata").write_text(json.dumps(told))
+    checksums = checkpoint._checksums(folder / str(step))
+    (folder / str(step) / checkpoint.CHECKSUMS).write_text(json.dumps(checksums))
+
+
+def test_a_checkpoint_of_before_there_were_digests_is_restored(tmp_path, capsys):
+    saved(tmp_path, 1).close()
+    rewrite(tmp_path, 1, lambda told: {k: v for k, v in told.items() if k not in checkpoint.OWN})
+    expected = state_on(mesh_of(1, 4, 2), seed=1)
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path, 3)) as checkpoints:
+        assert_same(checkpoints.newest(abstract(expected))[1], expected)
+        assert checkpoints.config(1) == json.loads(json.dumps(CONFIG))
+        assert checkpoints.start_of(1) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays(tmp_path):
+    saved(tmp_path, 1, 2).close()
+    rewrite(tmp_path, 2, lambda told: told | {"format": checkpoint.FORMAT + 1})
+    wanted = abstract(state_on(mesh_of(2, 2, 2)))
+    for keep in (3, None):
+        with contextlib.closing(checkpoint.Checkpoints(tmp_path, keep)) as checkpoints:
+            for ask in (checkpoints.config, checkpoints.arrays):
+                with pytest.raises(
+                    ValueError, match=r"newer version of this code \(format 2, .* 1"
+                ):
+                    ask(2)
+            with pytest.raises(
+                ValueError, match=r"step 2 .* newer version of this code .* Use that"
+            ):
+                checkpoints.newest(wanted)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_checkpoint_tells_what_wrote_it_and_the_config_does_not(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1)
+    checkpoints.made_by = {"host": "here"}
+    checkpoints.save(1, state_on(mesh_of(2, 2, 2)), CONFIG)
+    checkpoints.wait()
+    assert checkpoints.start_of(1) == {"host": "here"}
+    assert checkpoints.config(1) == json.loads(json.dumps(CONFIG))
+    resume.what_must_match(checkpoints.config(1), CONFIG)
+    checkpoints.close()
+
+
+def test_a_training_state_goes_from_mesh_to_mesh_with_the_same_bits_and_digests(tmp_path):
+    random, before, told = np.random.default_rng(0), None, None
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path, 9)) as checkpoints:
+        meshes = [((2, 2, 2), 1), ((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1)]
+        for step, (shape, virtual) in enumerate(meshes):
+            config = config_of(shape, virtual=virtual, blocks=8)
+            shapes = train.abstract_state(config, model.declare(config), common.mesh_of(config))
+            stored = checkpoint.stored_shapes(shapes)
+            if step == 0:
+                state = jax.tree.map(
+                    lambda s: jax.device_put(
+                        random.standard_normal(s.shape).astype(s.dtype), s.sharding
+                    ),
+                    shapes,
+                )
+            else:
+                state = checkpoint.reshaped(checkpoints.restore(step - 1, stored), shapes)
+            state = checkpoint.reshaped(state, stored)
+            checkpoints.save(step, state, CONFIG)
+            checkpoints.wait()
+            values = [np.asarray(a) for a in jax.tree.leaves(state)]
+            if before is not None:
+                for a, b in zip(values, before, strict=True):
+                    np.testing.assert_array_equal(a, b)
+                assert told_of(tmp_path, step)["digests"] == told
+            before, told = values, told_of(tmp_path, step)["digests"]
+    assert len(told) == len(before) and "optimizer.1.mu.blocks.moe.moe.router" in told
+
+
+# --- saves that fail ------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """Writes fail while it is so, in whatever thread, but the first few bytes of a file."""
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint.PROBE_BYTES
+        checkpoint.PROBE_BYTES = 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.before[0][1]))
+
+    def __exit__(self, *error):
+        limits, checkpoint.PROBE_BYTES = self.before
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def no_checksums():
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_checksums", full)
+        yield
+
+
+@contextlib.contextmanager
+def no_right_to_write():
+    def refused(path, content):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(checkpoint.epath.Path("x")), "write_bytes", refused)
+        yield
+
+
+@contextlib.contextmanager
+def not_json():
+    """An error in one of Orbax's threads, of a kind that no disk has."""
+    CONFIG["strange"] = {"value": {1, 2}}
+    yield
+    del CONFIG["strange"]
+
+
+@contextlib.contextmanager
+def name_taken():
+    """The last step of a save fails, after all is written."""
+
+    def lost(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(checkpoint.epath.Path("x")), "rename", lost)
+        yield
+
+
+FAULTS = {
+    "disk full": (FullDisk, "File too large"),
+    "disk full at the end": (no_checksums, "OSError: .* No space left on device"),
+    "no right to write": (no_right_to_write, "PermissionError: .* Permission denied"),
+    "an error in a thread": (not_json, "TypeError: .*not JSON serializable"),
+    "no name": (name_taken, "OSError: .* Input/output error"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_that_fails_is_told_and_the_next_one_works(tmp_path, capfd, fault):
+    broken, reason = FAULTS[fault]
+    checkpoints = saved(tmp_path, 1, keep=2)
+    state = state_on(mesh_of(2, 2, 2), seed=2)
+    for step in (2, 4):
+        with broken():
+            checkpoints.save(step, state, CONFIG)
+            checkpoints.wait()
+        line = next(x for x in capfd.readouterr().out.splitlines() if x.startswith("warning"))
+        told = rf"warning: checkpoint of step {step} could not be written: .*{reason}"
+        assert re.match(told, line), line
+        assert f"The newest is of step {step - 1}" in line
+        assert checkpoints.age_steps(step + 3) == 4
+        found = [entry.name for entry in tmp_path.iterdir()]
+        assert str(step - 1) in found and str(step) not in found
+        with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as reader:
+            reader.must_be_good(step - 1)
+        checkpoints.save(step + 1, state, CONFIG)
+        checkpoints.must_have(step + 1)
+        assert checkpoints.age_steps(step + 1) == 0
+        assert all(entry.name.isdigit() for entry in tmp_path.iterdir())
+    assert checkpoints.latest() == 5
+    assert_same(checkpoints.restore(5, abstract(state)), state)
+    checkpoints.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "5"]
+
+
+def test_a_step_whose_save_failed_can_be_saved_at_once(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    with FullDisk():
+        checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
+        with pytest.raises(ValueError, match=r"step 2 could not .* the newest there is of step 1"):
+            checkpoints.must_have(2)
+    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
+    checkpoints.must_have(2)
+    checkpoints.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MiB, where the system lets us have one; else files that cannot grow."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(["mount", *options], capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    yield disk, mounted
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoints_whole_and_has_room_again(small_disk, capfd):
+    disk, mounted = small_disk
+    checkpoints = saved(disk / "run" / "checkpoints", 1)
+    filler = disk / "filler"
+    if mounted:
+        with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+        os.truncate(filler, filler.stat().st_size - (6 << 12))  # room for the first files
+    state = state_on(mesh_of(2, 2, 2), seed=2)
+    for step in (2, 3):
+        with contextlib.nullcontext() if mounted else FullDisk():
+            checkpoints.save(step, state, CONFIG)
+            checkpoints.wait()
+        reason = "No space left on device" if mounted else "File too large"
+        assert reason in capfd.readouterr().out
+        assert checkpoints.age_steps(step) == step - 1
+    with pytest.raises(ValueError, match=r"stopped after step 9: .* for more than 7 steps"):
+        checkpoints.stop_if_old(9, 7)
+    with contextlib.closing(checkpoint.Checkpoints(disk / "run" / "checkpoints")) as reader:
+        assert reader.latest() == 1
+    filler.unlink(missing_ok=True)
+    checkpoints.save(4, state, CONFIG)
+    checkpoints.stop_if_old(9, 7)  # waits, before it would stop
+    checkpoints.must_have(4)
+    checkpoints.close()
+
+
+def test_nothing_waits_for_a_save_before_the_next_one_is_due(tmp_path, monkeypatch):
+    written, slow = checkpoint._checksums, threading.Event()
+    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: slow.wait() and written(folder))
+    checkpoints = checkpoint.Checkpoints(tmp_path, 2)
+    checkpoints.save(1, state_on(mesh_of(2, 2, 2)), CONFIG)
+    for step in (2, 3):
+        assert checkpoints.age_steps(step) == step
+        checkpoints.stop_if_old(step, 3)
+    slow.set()
+    checkpoints.wait()
+    assert checkpoints.age_steps(4) == 3
+    checkpoints.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    with no_right_to_write(), pytest.raises(ValueError, match=r"cannot be written to .*Permission"):
+        checkpoint.Checkpoints(tmp_path, 1)
+
+
+def test_another_models_checkpoint_is_refused_by_the_first_arrays_that_differ(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    good = abstract(state_on(mesh_of(2, 2, 2)))
+    more = {f"more{i:02}": good["step"] for i in range(12)}
+    with pytest.raises(
+        ValueError, match=r"model: more00 is absent .*, more09 is .* and 2 more\. G"
+    ):
+        checkpoints.restore(1, good | more)
     checkpoints.close()
 
 
@@ -275,7 +656,30 @@ def test_to_keep_nothing_is_refused(tmp_path):
         checkpoint.Checkpoints(tmp_path, 0)
 
 
-TWO_PROCESSES = """
+FAULTS_OF_ONE = """
+import contextlib
+from test_checkpoint import FullDisk, no_checksums, no_right_to_write
+
+def once(fault, step, rank):
+    with fault if jax.process_index() == rank else contextlib.nullcontext():
+        checkpoints.save(step, state, CONFIG)
+        checkpoints.wait()
+    assert checkpoints.age_steps(step) > 0
+    assert not [f for f in folder.iterdir() if not f.name.replace("damaged-", "").isdigit()]
+
+checkpoint.GOOD_S = 3
+once(no_checksums(), 4, rank=0)
+once(no_right_to_write(), 5, rank=1)
+once(FullDisk(), 6, rank=1)
+checkpoints.save(7, state, CONFIG)
+checkpoints.must_have(7)
+once(FullDisk(), 8, rank=0)
+checkpoints.save(8, state, CONFIG)
+checkpoints.must_have(8)
+"""
+
+TWO_PROCESSES = (
+    """
 import sys
 from pathlib import Path
 import jax
@@ -293,8 +697,13 @@ if jax.process_index() == 0:
 assert checkpoints.latest() == 1
 state = checkpoints.restore(1, abstract(state_on(mesh_of(1, 2, 4))))
 checkpoints.save(3, state, CONFIG)
+checkpoints.must_have(3)
+"""
+    + FAULTS_OF_ONE
+    + """
 checkpoints.close()
 """
+)
 
 
 def free_port():
@@ -305,7 +714,7 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
+def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tmp_path):
     root = Path(checkpoint.__file__).parent
     command = [
         sys.executable,
@@ -328,10 +737,15 @@ def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
     assert outputs[0].count("is damaged and skipped") == 1
     assert "damaged" not in outputs[1]
     reader = checkpoint.Checkpoints(tmp_path)
-    assert reader.latest() == 3
+    assert reader.latest() == 8
     expected = state_on(mesh_of(8, 1, 1), seed=1)
-    assert_same(reader.restore(3, abstract(expected)), expected)
+    assert_same(reader.restore(8, abstract(expected)), expected)
     reader.close()
+    told = re.findall(r"checkpoint of step (\d) could not be written: (.*?) The newest", outputs[0])
+    assert [step for step, _ in told] == ["4", "5", "6", "8"], outputs[0]
+    whys = ("No space left on device", "Permission denied", "File too large", "File too large")
+    assert all(why in found for why, (_, found) in zip(whys, told, strict=True)), told
+    assert all(f"process {rank}:" in why for rank, (_, why) in zip("0110", told, strict=True))
 
 
 def test_blocks_are_stored_in_the_order_in_which_they_run_on_every_mesh():
