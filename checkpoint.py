@@ -258,6 +258,11 @@ class Checkpoints:
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
         return self._manager.restore(step, args=items).config
 
+    def names(self, step: int) -> frozenset[str]:
+        """Of the arrays that are stored of a step."""
+        self._must_exist(step)
+        return frozenset(self._manager.item_metadata(step).state.tree)
+
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
 

@@ -4,13 +4,16 @@
     ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
 
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
-DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step works is not
-known here: see train.py. `--init` begins a new run with the newest weights of another, on any mesh:
-optimizer, schedule and steps are new, and the loss before the first step is recorded.
+DIR/NAME: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, plots/, and skipped.jsonl, which
+tells of each step that was not applied why, and which windows of the data it was on (data/show.py
+prints them). How a step works is not known here: see train.py. `--init` begins a new run with the
+newest weights of another, on any mesh: optimizer, schedule and steps are new, and the loss before
+the first step is recorded.
 """
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 import attention
@@ -35,9 +39,11 @@ import utils
 import weights
 from checkpoint import Checkpoints
 from dataset import Dataset, open_datasets, prefetch
+from faults import Fault
 from generate import Sampler
 from metrics import Metrics, is_primary, say
 from model import Batch, Transformer
+from replicas import Replicas
 from train import State
 from utils import Config
 from validate import Validation
@@ -72,14 +78,14 @@ def continued(config: Config) -> Config:
     Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
     another one.
     """
-    folder, resume = run_folder(config), config.run.resume
+    folder, asked = run_folder(config), config.run.resume
     if config.run.init and Path(config.run.init).resolve() == folder.resolve():
         raise ValueError(
             f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as --run.name {config.run.name}-2."
         )
     if not saved_steps(config):
-        if resume == "must":
+        if asked == "must":
             raise ValueError(
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
@@ -89,7 +95,7 @@ def continued(config: Config) -> Config:
             theirs = utils.load(resume.config_file(source, "--init")).model
             resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
-    if resume == "never":
+    if asked == "never":
         raise ValueError(
             f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
             "Use another --run.name, or --run.resume auto to continue it."
@@ -125,12 +131,21 @@ def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
 def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
     """The state of the newest good checkpoint, in these shapes and layouts; None where there is
     none.
+
+    With --train.skip_spikes it begins without norms where none are stored; without it, stored ones
+    are left behind.
     """
     step = saved.latest()
     if step is None:
         return None
     resume.what_must_match(saved.config(step), settings)
-    return checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(shapes)), shapes)
+    replicated = shapes.step.sharding
+    stored = train.abstract_norms(replicated) if "norms" in saved.names(step) else None
+    there = shapes.replace(norms=stored)
+    state = checkpoint.reshaped(saved.restore(step, checkpoint.stored_shapes(there)), there)
+    if (stored is None) == (shapes.norms is None):
+        return state
+    return state.replace(norms=train.no_norms(replicated) if shapes.norms else None)
 
 
 def weights_from(
@@ -172,6 +187,9 @@ class Loop:
         self.validation = Validation(config, declared, mesh, val)
         self.sample = sampler(config, mesh, self.train_data)
         self.shapes = train.abstract_state(config, declared, mesh)
+        self.replicas = None
+        if config.run.check_replicas_every:
+            self.replicas = Replicas(self.shapes, mesh)
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
         self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
@@ -185,9 +203,9 @@ class Loop:
     def run(self, state: State) -> State:
         """All steps from `state` on."""
         first = int(state.step)
-        samples = self.folder / "samples.jsonl"
-        if is_primary() and samples.exists():
-            metrics.cut(samples, first)
+        for file in (self.folder / name for name in ("samples.jsonl", "skipped.jsonl")):
+            if is_primary() and file.exists():
+                metrics.cut(file, first)
         with Metrics(self.config, self.folder, first, dataclasses.asdict(self.config)) as recorder:
             source = batches(self.config, self.mesh, self.train_data, first)
             try:
@@ -209,6 +227,8 @@ class Loop:
             now = time.perf_counter()
             self.taken_s.append(now - done_at)
             recorder.train(self._record(number + 1, report, now - done_at, waited))
+            if report["skipped_in_row"]:
+                self._tell_left_out(number + 1, report)
             self._stop_if_lost(number + 1, report)
             done_at = now
             if self._between_steps(state, number + 1, recorder):
@@ -238,14 +258,47 @@ class Loop:
             "skipped": int(report["skipped"]),
         }
 
+    def _tell_left_out(self, step: int, report: dict[str, Any]) -> None:
+        """A line on the console, and one in skipped.jsonl with the windows of the step's batch."""
+        rows = np.arange(self.config.train.sequences)
+        loss, norm = float(report["stats"].loss), float(report["grad_norm"])
+        median = float(report.get("median", math.inf))  # infinite where there is none
+        why = "spike" if report.get("spike") else "not finite"
+        file, beside = self.folder / "skipped.jsonl", f" after a median of {median:.4g}"
+        say(
+            f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}"
+            f"{beside if why == 'spike' else ''}; the windows of its batch are in {file}"
+        )
+        record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
+        record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
+        if is_primary():
+            with file.open("a") as out:
+                out.write(json.dumps(metrics.plain(record)) + "\n")
+
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
-        most = self.config.train.max_skipped_in_row
-        if report["skipped_in_row"] >= most:
-            raise ValueError(
-                f"stopped after step {step}: {most} steps in a row had a loss or gradient norm "
-                "that was not finite and were not applied (--train.max_skipped_in_row). Lower "
-                "--optimizer.lr, or look at the data; the last checkpoint is in "
-                f"{self.folder / 'checkpoints'}."
+        t = self.config.train
+        if report["skipped_in_row"] < t.max_skipped_in_row:
+            return
+        why, mend = "had a loss or gradient norm that was not finite", "Lower --optimizer.lr"
+        if t.skip_spikes:
+            why += f", or a norm above {t.skip_spikes} (--train.skip_spikes) times the median,"
+            mend += f", give a larger --train.skip_spikes, as {2 * t.skip_spikes}"
+        raise ValueError(
+            f"stopped after step {step}: {t.max_skipped_in_row} steps in a row {why} and were not "
+            f"applied (--train.max_skipped_in_row). {mend}, or look at the data, as with python "
+            f"data/show.py --run {self.folder} --step {step}; the last checkpoint is in "
+            f"{self.folder / 'checkpoints'}."
+        )
+
+    def _must_agree(self, state: State, step: int) -> None:
+        """Raises Fault, in every process, where devices differ in what they should hold alike."""
+        told = self.replicas(state)
+        if told:
+            raise Fault(
+                f"stopped after step {step}: {told}, and should not: a device failed in memory or "
+                "arithmetic (--run.check_replicas_every). This state is not saved; the last "
+                f"checkpoint in {self.folder / 'checkpoints'} stays. Start the run again, and "
+                "without that device's host if it is named again."
             )
 
     def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
@@ -257,6 +310,9 @@ class Loop:
 
         evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
         save = self.saved is not None and due(self.config.checkpoint.every_steps)
+        compare = self.replicas and (save or due(self.config.run.check_replicas_every))
+        if compare:  # first: what is saved has been compared
+            self._must_agree(state, step)
         if evaluate:
             recorder.evaluation({"step": step} | self.validation(state.weights))
         if sample and self.sample is not None:
@@ -267,7 +323,7 @@ class Loop:
                 checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
                 checkpoint_config(self.config, self.train_data),
             )
-        return evaluate or sample or save
+        return evaluate or sample or save or bool(compare)
 
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
