@@ -459,17 +459,20 @@ class Checkpoints:
         return newest
 
     def newest(
-        self, abstract: Any, must_match: Callable[[dict[str, Any]], None] = lambda config: None
+        self,
+        abstract: Callable[[int], Any],
+        must_match: Callable[[dict[str, Any]], None] = lambda config: None,
     ) -> tuple[int, Any] | None:
         """(step, state) of the newest checkpoint whose files and values are as they were saved;
         None without any checkpoint. What is damaged is told and put aside as by `latest`.
 
+        abstract    of a step, as `restore` takes it.
         must_match  raises for a config with which this run does not go on.
         """
         while (step := self.latest()) is not None:
             must_match(self.config(step))
             try:
-                state = self.restore(step, abstract)
+                state = self.restore(step, abstract(step))
             except Damaged as error:
                 say(f"warning: {error}")
                 self._spoiled.add(step)
@@ -528,6 +531,11 @@ class Checkpoints:
                 f"this code (format {found}, and this one knows {FORMAT}). Use that version."
             )
         return told
+
+    def names(self, step: int) -> frozenset[str]:
+        """Of the arrays that are stored of a step."""
+        self._must_exist(step)
+        return frozenset(self._manager.item_metadata(step).state.tree)
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
@@ -590,7 +598,7 @@ class Checkpoints:
         """(step, state) of this step, or of the newest good one if None; as `good_step`, and its
         values are compared too.
         """
-        found = None if step is not None else self.newest(abstract)
+        found = None if step is not None else self.newest(lambda _: abstract)
         if found is None:
             step = self.good_step(step, flag)
             found = step, self.restore(step, abstract)

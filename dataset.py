@@ -192,6 +192,10 @@ class Dataset:
 
         tokens, targets, segments int32; loss_weights float32.
         """
+        return self.batch(self.windows_of(step, rows))
+
+    def windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the windows that these rows of the step's batch are."""
         positions = step * self.sequences + np.asarray(rows, dtype=np.int64)
         windows = positions % self.windows
         if self.shuffle:
@@ -199,7 +203,7 @@ class Dataset:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
                 windows[here] = permute(windows[here], self.windows, self.seed, int(epoch))
-        return self.batch(windows)
+        return windows
 
     # guide: end
 
@@ -231,20 +235,31 @@ class Dataset:
 
     def window(self, number: int, shards: list[np.ndarray]) -> np.ndarray:
         """[T+1] elements from number * T on, over as many shards as they lie in."""
+        return np.concatenate([shards[i][part] for i, part in self.places(number)])
+
+    def places(self, number: int) -> list[tuple[int, slice]]:
+        """Where a window lies: numbers of shards, and which elements of each."""
         begin = number * self.sequence_length
         end = begin + self.sequence_length + 1
         first = int(np.searchsorted(self.starts, begin, side="right")) - 1
         last = int(np.searchsorted(self.starts, end, side="left"))
-        parts = []
-        for i in range(first, last):
-            start = int(self.starts[i])
-            parts.append(shards[i][max(begin - start, 0) : end - start])
-        return np.concatenate(parts)
+        return [
+            (i, slice(max(begin - start, 0), end - start))
+            for i, start in zip(range(first, last), self.starts[first:last].tolist(), strict=True)
+        ]
 
 
 def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
     """(training data, validation data), checked against the model, the run and each other."""
-    train = Dataset(
+    train = open_training(config)
+    val = open_validation(config)
+    check_same_tokenizer(train, val)
+    return train, val
+
+
+def open_training(config: "Config") -> Dataset:
+    """The training data, checked against the model and the run."""
+    return Dataset(
         config.data.train,
         config.train.sequence_length,
         sequences=config.train.sequences,
@@ -252,9 +267,6 @@ def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
         segments=config.data.segments,
         vocabulary=config.model.vocabulary,
     )
-    val = open_validation(config)
-    check_same_tokenizer(train, val)
-    return train, val
 
 
 def open_validation(config: "Config") -> Dataset:

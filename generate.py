@@ -35,7 +35,7 @@ import faults
 import model
 import resume
 import train
-from data.tokenizer import Tokenizer, load_tokenizer, token_bytes
+from data.tokenizer import Tokenizer, load_tokenizer, text_of, token_bytes
 from dataset import Dataset
 from metrics import is_primary
 from model import Transformer
@@ -228,11 +228,6 @@ class Sampler:
             {"step": step, "prompt": prompt, "text": text_of(self.tokenizer, ids)}
             for prompt, ids in rows
         ]
-
-
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Without what is no token: the end of a text, and pads of the vocabulary."""
-    return b"".join(token_bytes(tokenizer, i) for i in ids).decode("utf-8", "replace")
 
 
 # --- the command ----------------------------------------------------------------------------------

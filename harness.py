@@ -19,8 +19,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
-from data.tokenizer import Tokenizer
-from generate import ENDED, Drawing, Writer, text_of, writing_mesh
+from data.tokenizer import Tokenizer, text_of
+from generate import ENDED, Drawing, Writer, writing_mesh
 from model import Transformer
 from questions import Scorer
 from utils import Config

@@ -4,13 +4,16 @@
     ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
 
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
-DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/. How a step
-works is not known here: see train.py. `--init` begins a new run with the newest weights of another,
-on any mesh: optimizer, schedule and steps are new, and the loss before the first step is recorded.
+DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/, and
+skipped.jsonl, which tells of each step that was not applied why, and which windows of the data it
+was on (data/show.py prints them). How a step works is not known here: see train.py. `--init` begins
+a new run with the newest weights of another, on any mesh: optimizer, schedule and steps are new,
+and the loss before the first step is recorded.
 """
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 import time
@@ -41,10 +44,12 @@ import utils
 import weights
 from checkpoint import Checkpoints
 from dataset import Dataset, open_datasets, prefetch
+from faults import Fault
 from generate import Sampler
 from metrics import Metrics, is_primary, say
 from model import Batch, Transformer
 from peers import Peers, place
+from replicas import Replicas
 from train import State
 from utils import Config
 from validate import Validation
@@ -137,11 +142,27 @@ def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
 def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
     """The state of the newest good checkpoint, in these shapes and layouts; None where there is
     none.
+
+    With --train.skip_spikes it begins without norms where none are stored; without it, stored ones
+    are left behind.
     """
+
+    def there(step: int) -> State:
+        norms = train.abstract_norms(replicated) if "norms" in saved.names(step) else None
+        return shapes.replace(norms=norms)
+
+    replicated = shapes.step.sharding
     found = saved.newest(
-        checkpoint.stored_shapes(shapes), lambda told: resume.what_must_match(told, settings)
+        lambda step: checkpoint.stored_shapes(there(step)),
+        lambda told: resume.what_must_match(told, settings),
     )
-    return found and checkpoint.reshaped(found[1], shapes)
+    if found is None:
+        return None
+    step, arrays = found
+    state = checkpoint.reshaped(arrays, there(step))
+    if (state.norms is None) == (shapes.norms is None):
+        return state
+    return state.replace(norms=train.no_norms(replicated) if shapes.norms else None)
 
 
 def weights_from(
@@ -184,6 +205,9 @@ class Loop:
         self.validation = Validation(config, declared, mesh, val)
         self.sample = sampler(config, mesh, self.train_data)
         self.shapes = train.abstract_state(config, declared, mesh)
+        self.replicas = None
+        if config.run.check_replicas_every:
+            self.replicas = Replicas(self.shapes, mesh)
         watch.doing("compile")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
@@ -198,9 +222,9 @@ class Loop:
     def run(self, state: State) -> State:
         """All steps from `state` on."""
         self.first = first = int(state.step)
-        samples = self.folder / "samples.jsonl"
-        if is_primary() and samples.exists():
-            metrics.cut(samples, first)
+        for file in (self.folder / name for name in ("samples.jsonl", "skipped.jsonl")):
+            if is_primary() and file.exists():
+                metrics.cut(file, first)
         with Metrics(self.config, self.folder, first, dataclasses.asdict(self.config)) as recorder:
             source = batches(self.config, self.mesh, self.train_data, first)
             try:
@@ -227,6 +251,8 @@ class Loop:
             now = time.perf_counter()
             self.taken_s.append(now - done_at)
             recorder.train(self._record(number + 1, report, now - done_at, waited))
+            if report["skipped_in_row"]:
+                self._tell_left_out(number + 1, report)
             self._stop_if_lost(number + 1, report)
             if self.saved:
                 c = self.config.checkpoint
@@ -262,14 +288,47 @@ class Loop:
             "checkpoint/age_steps": self.saved and self.saved.age_steps(step),
         }
 
+    def _tell_left_out(self, step: int, report: dict[str, Any]) -> None:
+        """A line on the console, and one in skipped.jsonl with the windows of the step's batch."""
+        rows = np.arange(self.config.train.sequences)
+        loss, norm = float(report["stats"].loss), float(report["grad_norm"])
+        median = float(report.get("median", math.inf))  # infinite where there is none
+        why = "spike" if report.get("spike") else "not finite"
+        file, beside = self.folder / "skipped.jsonl", f" after a median of {median:.4g}"
+        say(
+            f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}"
+            f"{beside if why == 'spike' else ''}; the windows of its batch are in {file}"
+        )
+        record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
+        record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
+        if is_primary():
+            with file.open("a") as out:
+                out.write(json.dumps(metrics.plain(record)) + "\n")
+
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
-        most = self.config.train.max_skipped_in_row
-        if report["skipped_in_row"] >= most:
-            raise ValueError(
-                f"stopped after step {step}: {most} steps in a row had a loss or gradient norm "
-                "that was not finite and were not applied (--train.max_skipped_in_row). Lower "
-                "--optimizer.lr, or look at the data; the last checkpoint is in "
-                f"{self.folder / 'checkpoints'}."
+        t = self.config.train
+        if report["skipped_in_row"] < t.max_skipped_in_row:
+            return
+        why, mend = "had a loss or gradient norm that was not finite", "Lower --optimizer.lr"
+        if t.skip_spikes:
+            why += f", or a norm above {t.skip_spikes} (--train.skip_spikes) times the median,"
+            mend += f", give a larger --train.skip_spikes, as {2 * t.skip_spikes}"
+        raise ValueError(
+            f"stopped after step {step}: {t.max_skipped_in_row} steps in a row {why} and were not "
+            f"applied (--train.max_skipped_in_row). {mend}, or look at the data, as with python "
+            f"data/show.py --run {self.folder} --step {step}; the last checkpoint is in "
+            f"{self.folder / 'checkpoints'}."
+        )
+
+    def _must_agree(self, state: State, step: int) -> None:
+        """Raises Fault, in every process, where devices differ in what they should hold alike."""
+        told = self.replicas(state)
+        if told:
+            raise Fault(
+                f"stopped after step {step}: {told}, and should not: a device failed in memory or "
+                "arithmetic (--run.check_replicas_every). This state is not saved; the last "
+                f"checkpoint in {self.folder / 'checkpoints'} stays. Start the run again, and "
+                "without that device's host if it is named again."
             )
 
     def _due(self, step: int) -> tuple[bool, bool, bool]:
@@ -296,10 +355,14 @@ class Loop:
     def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
         """What is due after `step` steps; whether anything was."""
         evaluate, sample, save = self._due(step)
+        every = self.config.run.check_replicas_every
+        compare = self.replicas is not None and (save or step % every == 0)
+        if compare:  # first: what is saved has been compared
+            self._must_agree(state, step)
         self._evaluate_and_sample(state, step, recorder, evaluate, sample)
         if save:  # last: what was recorded up to a checkpoint is not recorded again
             self._save(state, step, recorder)
-        return evaluate or sample or save
+        return evaluate or sample or save or compare
 
     def _evaluate_and_sample(
         self, state: State, step: int, recorder: Metrics, evaluate: bool, sample: bool
@@ -324,6 +387,8 @@ class Loop:
 
     def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:
         if step > self.first:
+            if self.replicas:
+                self._must_agree(state, step)
             self._save(state, step, recorder)
         raise self.watch.stopped()
 

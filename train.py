@@ -27,6 +27,9 @@ import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
 
+NORMS = 128  # steps whose gradient norms a spike is judged by
+LEAST_NORMS = 16  # with fewer, no step is judged
+
 # --- processes and mesh ---------------------------------------------------------------------------
 
 
@@ -83,8 +86,11 @@ class State:
     weights: Transformer
     optimizer: Any
     step: jax.Array  # steps done, applied or not
-    skipped: jax.Array  # steps not applied: their loss or gradient norm was not finite
+    skipped: jax.Array  # steps not applied: not finite, or a spike (see judge)
     skipped_in_row: jax.Array
+    # [NORMS] gradient norms of the last steps applied, oldest first, infinite before the first;
+    # None without --train.skip_spikes
+    norms: jax.Array | None = None
 
 
 def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
@@ -133,16 +139,22 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     """
     rule, spec = optimizer(config, declared), weights.specs(declared)
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    norms = abstract_norms(NamedSharding(mesh, P())) if config.train.skip_spikes else None
     shapes = jax.eval_shape(lambda w: State(w, rule.init(w), *[jnp.int32(0)] * 3), w)
     slots = optax.tree.map_params(
         rule, lambda _, s: s, shapes.optimizer, spec, transform_non_params=lambda _: P()
     )
     return jax.tree.map(
         lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
-        State(spec, slots, P(), P(), P()),
-        shapes,
+        State(spec, slots, P(), P(), P(), P() if norms else None),
+        shapes.replace(norms=norms),
         is_leaf=lambda s: isinstance(s, P),
     )
+
+
+def abstract_norms(sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """`State.norms` of a run with --train.skip_spikes."""
+    return jax.ShapeDtypeStruct((NORMS,), jnp.float32, sharding=sharding)
 
 
 def shardings_of(shapes: Any) -> Any:
@@ -162,7 +174,13 @@ def initial_state(
         w = weights.initialize(declared, mesh, config.train.seed)
     slots = jax.jit(optimizer(config, declared).init, out_shardings=shardings.optimizer)(w)
     zero, count, row = (jax.device_put(np.int32(0), shardings.step) for _ in range(3))
-    return State(w, slots, zero, count, row)
+    norms = no_norms(shardings.norms) if shardings.norms else None
+    return State(w, slots, zero, count, row, norms)
+
+
+def no_norms(sharding: NamedSharding) -> jax.Array:
+    """`State.norms` before any step was applied."""
+    return jax.device_put(np.full(NORMS, np.inf, np.float32), sharding)
 
 
 # --- one step -------------------------------------------------------------------------------------
@@ -175,7 +193,8 @@ def jitted_step(
     """(state, batch [M, B, T]) -> the next state, and a report on the step; jitted, the state's
     memory is reused.
 
-    A step whose loss or gradient norm is not finite changes nothing but the counters.
+    A step whose loss or gradient norm is not finite, or that is a spike, changes nothing but the
+    counters.
     """
     loss_and_gradients = passes.loss_and_gradients(config, declared, mesh)
     rule, rate = optimizer(config, declared), learning_rate(config)
@@ -188,16 +207,17 @@ def jitted_step(
         new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)
         new = balance_router(config, new, stats.tokens_per_expert)
         finite = jnp.isfinite(stats.loss) & jnp.isfinite(norm)
+        applied, norms, judged = judge(config.train.skip_spikes, state.norms, norm, finite)
         new, slots = jax.tree.map(
-            lambda after, before: jnp.where(finite, after, before),
+            lambda after, before: jnp.where(applied, after, before),
             (new, slots),
             (state.weights, state.optimizer),
         )
-        skipped = 1 - finite.astype(jnp.int32)
+        skipped = 1 - applied.astype(jnp.int32)
         in_row = (state.skipped_in_row + 1) * skipped
-        state = State(new, slots, state.step + 1, state.skipped + skipped, in_row)
+        state = State(new, slots, state.step + 1, state.skipped + skipped, in_row, norms)
         counters = {"skipped": state.skipped, "skipped_in_row": in_row}
-        return state, {"stats": stats, "grad_norm": norm, "lr": lr} | counters
+        return state, {"stats": stats, "grad_norm": norm, "lr": lr} | counters | judged
 
     shardings = shardings_of(abstract_state(config, declared, mesh))
     return jax.jit(
@@ -209,6 +229,32 @@ def jitted_step(
 
 
 # guide: end
+
+
+def judge(
+    factor: float, norms: jax.Array | None, norm: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+    """(whether a step is applied, the norms that the next is judged by, what is told of this).
+
+    A spike is a gradient norm above `factor` times the median of `norms`. Spikes in a row count as
+    steps that are not finite do: the median moves with steps that are applied, so that a norm which
+    has risen for good would be left out for ever.
+    """
+    if norms is None:
+        return finite, None, {}
+    median = median_norm(norms)
+    spike = finite & (norm > factor * median)
+    applied = finite & ~spike
+    later = jnp.concatenate([norms[1:], norm[None]])
+    return applied, jnp.where(applied, later, norms), {"spike": spike, "median": median}
+
+
+def median_norm(norms: jax.Array) -> jax.Array:
+    """The median of those that are there; infinite, above which no norm is, while they are few."""
+    count = jnp.isfinite(norms).sum()
+    ordered = jnp.sort(norms)  # those that are not there come last
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return jnp.where(count >= LEAST_NORMS, median, jnp.inf)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:

@@ -155,10 +155,11 @@ class Train:
     # what backward recomputes: none, full, or a comma-separated list of names to keep
     remat: str = "none"
     loss_chunk_tokens: int = 2048  # tokens whose logits exist at a time
-    # steps without a finite loss and gradient norm after which the run stops
+    # steps in a row that were not applied, after which the run stops: a step is not applied when
+    # its loss or gradient norm is not finite
     max_skipped_in_row: int = 10
-    # a step is not applied either when its gradient norm is more than this many times the median of
-    # those before; 0 turns it off
+    # nor is it when its gradient norm is more than this many times the median of those of the last
+    # 128 steps applied, once there are 16; 0 turns it off
     skip_spikes: float = 0.0
 
 
@@ -206,7 +207,9 @@ class Run:
     start_minutes: float = 5.0  # in which all processes have to have come
     peer_seconds: float = 30.0  # without a sign of a process, after which it is lost
     stall_minutes: float = 30.0  # in which a step, a save or whatever it waits for has to end
-    check_replicas_every: int = 0  # steps between comparisons of replicated values; 0: none
+    # steps between comparisons of what several devices hold alike, which are also made before each
+    # save; a run whose devices differ stops with exit code 75; 0: none
+    check_replicas_every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,6 +465,12 @@ def check(config: Config) -> None:
         low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
         if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
             raise ValueError(f"--{name} {value} is below {low}. Use {low} or more.")
+    if 0 < train.skip_spikes < 1:
+        raise ValueError(
+            f"--train.skip_spikes {train.skip_spikes} would leave out steps whose gradient norm is "
+            "below the median of those before: it must be 1 or more. Use 5.0, or 0.0, which turns "
+            "it off."
+        )
     _remat(train.remat)
     if config.run.time_limit:
         seconds(config.run.time_limit)

@@ -5,6 +5,7 @@ path: those of Hugging Face.
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tiktoken
@@ -112,3 +113,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
         return tokenizer.decode_single_token_bytes(token) if token >= 0 else b""
     except KeyError:
         return b""
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Without what is no token: the end of a text, and pads of the vocabulary."""
+    return b"".join(token_bytes(tokenizer, i) for i in ids).decode("utf-8", "replace")

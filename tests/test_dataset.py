@@ -165,6 +165,17 @@ def test_a_step_may_begin_in_one_epoch_and_end_in_the_next(folder):
     assert (second != third).any()
 
 
+def test_the_windows_of_a_step_are_told_by_number_and_a_window_by_its_places(folder):
+    data, rows = Dataset(folder, 5, sequences=3, seed=2), np.array([2, 0])
+    for step in (0, 6, 40):
+        firsts = data.rows(step, rows)["tokens"][:, 0]
+        np.testing.assert_array_equal(firsts, 5 * data.windows_of(step, rows))
+    for number in range(20):  # tokens are their own positions, in shards of 7
+        parts = [range(103)[7 * i : 7 * i + 7][part] for i, part in data.places(number)]
+        assert [*itertools.chain(*parts)] == [*range(5 * number, 5 * number + 6)]
+        assert all(parts)
+
+
 def test_another_seed_gives_another_order(folder):
     one, other = (Dataset(folder, 5, sequences=20, seed=seed) for seed in (0, 1))
     rows = np.arange(20)

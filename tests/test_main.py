@@ -1,25 +1,32 @@
 """Whole runs: what they leave, how they continue, and what stops them before they start."""
 
+import dataclasses
 import gzip
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+import checkpoint
+import faulty_run
 import main
 import metrics
 import model
 import passes
 import train
 import utils
+from common import config_of, mesh_of
 from conftest import ROOT
+from dataset import Dataset, open_training
 from faults import Stopped
 from planning import cost
 from tiny_run import FLAGS, Killed, arrays, losses, start
@@ -255,7 +262,8 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert rate[19] == pytest.approx(0.1) and sorted(rate[3:], reverse=True) == rate[3:]
 
 
-def test_two_processes_train_as_one_does(data, runs, whole):
+def in_two_processes(*command):
+    """(exit codes, what each process said) of a command that two start."""
     with open(os.devnull) as nothing:
         port = str(20000 + os.getpid() % 20000)
         environment = os.environ | {
@@ -264,29 +272,166 @@ def test_two_processes_train_as_one_does(data, runs, whole):
             "JAX_NUM_PROCESSES": "2",
             "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         }
-        command = [
-            sys.executable,
-            "main.py",
-            *FLAGS,
-            *data,
-            "--run.dir",
-            str(runs),
-            "--run.name",
-            "two",
-            "--sample.every_steps",  # texts of two processes are slow, and the last ones are enough
-            "0",
-        ]
         both = [
             subprocess.Popen(
-                command, cwd=ROOT, env=environment | {"JAX_PROCESS_ID": str(i)}, stdin=nothing,
+                [sys.executable, *command], cwd=ROOT,
+                env=environment | {"JAX_PROCESS_ID": str(i)}, stdin=nothing,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for i in range(2)
         ]  # fmt: skip
         said = [p.communicate(timeout=600)[0] for p in both]
-    assert [p.returncode for p in both] == [0, 0], said
+    return [p.returncode for p in both], said
+
+
+def test_two_processes_train_as_one_does(data, runs, whole):
+    # Texts of two processes are slow, and the last ones are enough.
+    flags = "--run.name", "two", "--run.dir", str(runs), "--sample.every_steps", "0"
+    codes, said = in_two_processes("main.py", *FLAGS, *data, *flags)
+    assert codes == [0, 0], said
     np.testing.assert_allclose(losses(runs / "two"), losses(whole), rtol=1e-6)
     assert "validation loss" in said[0] and "validation loss" not in said[1]
+
+
+# --- numerical faults ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_nan(data, runs, whole):
+    """A run with two steps that are not finite, and one like it that was killed between its
+    checkpoint and the second of them, and continued.
+    """
+
+    def kill(loop, step, report):
+        if step == 5:
+            raise Killed
+
+    flags = "--sample.prompts", "--eval.every_steps", "0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, "rows", faulty_run.rows_with_nan)
+        folder = start(data, runs, "nan", *flags)
+        with pytest.MonkeyPatch.context() as killing, pytest.raises(Killed):
+            killing.setattr(main.Loop, "_stop_if_lost", kill)
+            start(data, runs, "nan-resumed", *flags)
+        assert len(skipped(runs / "nan-resumed")) == 2
+        return folder, start(data, runs, "nan-resumed", *flags)
+
+
+def skipped(folder):
+    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+
+
+def test_steps_that_are_not_finite_are_left_out_counted_and_listed_with_their_windows(
+    with_nan, whole
+):
+    folder, _ = with_nan
+    records = metrics.read(folder / "metrics.jsonl")
+    assert [r["skipped"] for r in records if "skipped" in r] == [0, 1, 1, 2, 2, 2]
+    assert [step for step, loss in enumerate(losses(folder), 1) if loss is None] == [2, 4]
+    assert losses(folder)[0] == losses(whole)[0] and losses(folder)[5] != losses(whole)[5]
+    windows = open_training(utils.load(folder / "config.toml")).windows_of
+    none = {"why": "not finite", "loss": None, "grad_norm": None, "median": None}
+    expected = [
+        {"step": step} | none | {"windows": windows(step - 1, np.arange(8)).tolist()}
+        for step in (2, 4)
+    ]
+    assert skipped(folder) == expected
+    assert not (whole / "skipped.jsonl").exists()
+
+
+def test_a_run_resumed_across_a_step_left_out_ends_with_the_bits_of_one_that_was_not_stopped(
+    with_nan,
+):
+    folder, resumed = with_nan
+    assert losses(resumed) == losses(folder) and skipped(resumed) == skipped(folder)
+    for one, other in zip(arrays(resumed, 6), arrays(folder, 6), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def faulty_in_two_processes(data, runs, whole):
+    flags = "--run.name faulty --sample.prompts --eval.every_steps 0 --run.check_replicas_every 2"
+    flags = [*flags.split(), "--run.dir", str(runs)]
+    return in_two_processes("tests/faulty_run.py", *FLAGS, *data, *flags)
+
+
+def test_two_processes_leave_out_the_same_steps_as_one(faulty_in_two_processes, with_nan, runs):
+    (folder, _), (_, said) = with_nan, faulty_in_two_processes
+    assert skipped(runs / "faulty") == skipped(folder), said
+    found, expected = losses(runs / "faulty"), losses(folder)
+    assert [loss is None for loss in found] == [loss is None for loss in expected]
+    np.testing.assert_allclose(*[[x or 0 for x in each] for each in (found, expected)], rtol=1e-6)
+    for one, other in zip(arrays(runs / "faulty", 3), arrays(folder, 3), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+    assert "step 2 is not applied (not finite)" in said[0] and "is not applied" not in said[1]
+
+
+def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_saved(
+    faulty_in_two_processes, runs
+):
+    codes, said = faulty_in_two_processes
+    host = socket.gethostname()
+    for code, text in zip(codes, said, strict=True):
+        assert code not in (0, 2)
+        assert "stopped after step 6: weights.last.norm on device " in text
+        assert f"(process 1, host {host}) differs from 7 other devices" in text
+    saved = [p.name for p in (runs / "faulty" / "checkpoints").iterdir() if p.name.isdigit()]
+    assert saved == ["3"]
+
+
+@pytest.mark.parametrize(("before", "now"), [(5.0, 5.0), (5.0, 0.0), (0.0, 5.0)])
+def test_a_run_continues_with_the_spikes_switch_turned_on_or_off(before, now, tmp_path):
+    config = config_of((2, 2, 2))
+    mesh, declared = mesh_of(config), model.declare(config)
+
+    def shapes(factor):
+        t = dataclasses.replace(config.train, skip_spikes=factor)
+        return train.abstract_state(dataclasses.replace(config, train=t), declared, mesh)
+
+    drawn = jax.tree.map(
+        lambda a: jax.device_put(np.full(a.shape, 3, a.dtype), a.sharding), shapes(before)
+    )
+    saved = checkpoint.Checkpoints(tmp_path, keep=1)
+    like = checkpoint.stored_shapes(shapes(before))
+    saved.save(3, checkpoint.reshaped(drawn, like), {})
+    found = main.restore(saved, shapes(now), {})
+    saved.close()
+    assert jax.tree.map(lambda a: a.sharding, found) == train.shardings_of(shapes(now))
+    same = (found.weights, found.optimizer, found.step, found.skipped, found.skipped_in_row)
+    assert all((np.asarray(a) == 3).all() for a in jax.tree.leaves(same))
+    if now:
+        assert (np.asarray(found.norms) == (3 if before else np.inf)).all()
+
+
+@pytest.mark.parametrize(
+    ("factor", "mend"),
+    [
+        (0.0, "Lower --optimizer.lr, or look"),
+        (4.0, "above 4.0 .--train.skip_spikes. .* a larger --train.skip_spikes, as 8.0, or look"),
+    ],
+)
+def test_a_run_that_leaves_out_too_many_steps_says_what_they_were(factor, mend, tmp_path):
+    config = utils.parse(["--train.skip_spikes", str(factor), "--train.max_skipped_in_row", "3"])
+    loop = SimpleNamespace(config=config, folder=tmp_path)
+    main.Loop._stop_if_lost(loop, 8, {"skipped_in_row": 2})
+    with pytest.raises(ValueError, match=mend) as stopped:
+        main.Loop._stop_if_lost(loop, 9, {"skipped_in_row": 3})
+    assert f"data/show.py --run {tmp_path} --step 9; " in str(stopped.value)
+
+
+def test_a_spike_is_told_with_the_median_it_was_judged_by(tmp_path, capsys, data):
+    config = utils.parse([*FLAGS, *data])
+    dataset = open_training(config)
+    loop = SimpleNamespace(config=config, folder=tmp_path, train_data=dataset)
+    report = {"stats": SimpleNamespace(loss=2.5), "grad_norm": np.float32(9), "skipped_in_row": 1}
+    report |= {"spike": np.True_, "median": np.float32(0.5)}
+    main.Loop._tell_left_out(loop, 3, report)
+    [record] = skipped(tmp_path)
+    assert record.pop("windows") == dataset.windows_of(2, np.arange(8)).tolist()
+    expected = {"step": 3, "why": "spike", "loss": 2.5, "grad_norm": 9.0, "median": 0.5}
+    assert record == expected
+    told = "step 3 is not applied (spike): loss 2.5000, gradient norm 9 after a median of 0.5; "
+    assert told in capsys.readouterr().out
 
 
 def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):

@@ -5,6 +5,7 @@ A step is compiled once per mesh (`runs`), and every test asks something of thos
 Letters: E experts, V vocabulary.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -197,6 +198,84 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
     assert not np.array_equal(after["embedding"], before[0]["embedding"])
     bias = after["blocks"]["moe"]["moe"]["bias"] - before[0]["blocks"]["moe"]["moe"]["bias"]
     assert np.abs(bias).max() > 5e-4
+
+
+# --- spikes ------------------------------------------------------------------------------------
+
+
+def judged(factor, norms):
+    """What train.judge says of each of these norms in turn: (applied, spike, median)."""
+    ring, told = np.full(train.NORMS, np.inf, np.float32), []
+    judge = jax.jit(functools.partial(train.judge, factor))
+    for norm in np.asarray(norms, np.float32):
+        applied, ring, report = judge(ring, norm, np.isfinite(norm))
+        told.append((bool(applied), bool(report["spike"]), float(report["median"])))
+    return told, np.asarray(ring)
+
+
+def test_a_spike_is_a_norm_above_so_many_times_the_median_of_those_applied():
+    random = np.random.default_rng(0)
+    norms = np.exp(random.standard_normal(400)).astype(np.float32)
+    norms[[3, 50, 51, 200]] = 1000, np.nan, np.inf, 1e30
+    told, ring = judged(2.5, norms)
+    kept = []
+    for norm, (applied, spike, median) in zip(norms, told, strict=True):
+        last = kept[-128:]
+        expected = np.median(last) if len(last) >= 16 else np.inf
+        assert median == pytest.approx(expected, rel=1e-6)
+        assert spike == (np.isfinite(norm) and norm > 2.5 * expected)
+        assert applied == (np.isfinite(norm) and not spike)
+        if applied:
+            kept.append(norm)
+    np.testing.assert_array_equal(ring, kept[-128:])
+    spikes = [spike for _, spike, _ in told]
+    assert told[3][0] and sum(spikes) > 20 and spikes[200] and not spikes[51]
+
+
+def test_a_norm_that_has_risen_for_good_is_left_out_until_the_run_stops():
+    told, _ = judged(3, [1.0] * 20 + [10.0] * 200)
+    assert [applied for applied, _, _ in told] == [True] * 20 + [False] * 200
+
+
+def test_without_the_switch_the_state_and_the_report_have_nothing_of_it():
+    config, mesh, _ = step_of("1x1x1")
+    shapes = train.abstract_state(config, model.declare(config), mesh)
+    arrays = jax.tree.leaves((shapes.weights, shapes.optimizer))
+    assert shapes.norms is None and len(jax.tree.leaves(shapes)) == len(arrays) + 3
+    assert train.judge(0.0, None, np.float32(1), np.True_) == (np.True_, None, {})
+
+
+def test_a_spike_changes_nothing_but_the_counters_and_other_steps_are_as_without_the_switch():
+    config, mesh, _ = step_of("2x2x2")
+    on = dataclasses.replace(config.train, skip_spikes=3.0)
+    on = dataclasses.replace(config, train=on)
+    step = train.jitted_step(on, model.declare(config), mesh)
+    known = run("2x2x2")
+
+    def taken(state, number):
+        state, told = step(state, on_mesh(config, mesh, batch(config, number)))
+        return state, told, (flat(config, state), np.asarray(state.norms))
+
+    def with_norms(state, norms):
+        ring = np.full(train.NORMS, np.inf, np.float32)
+        ring[len(ring) - len(norms) :] = norms
+        return state.replace(norms=jax.device_put(ring, state.norms.sharding))
+
+    low = np.float32(1e-3)
+    state, *_ = taken(train.initial_state(on, model.declare(config), mesh), 0)
+    state, told, before = taken(with_norms(state, [low] * 15), 1)  # too few to judge by
+    assert (told["skipped"], told["spike"], told["median"]) == (0, False, np.inf)
+    assert told["grad_norm"] == known.norms[1]
+    np.testing.assert_array_equal(before[1][-2:], [low, told["grad_norm"]])
+    jax.tree.map(np.testing.assert_array_equal, before[0][0], known.states[1])
+    for number in (1, 2):
+        state, told, after = taken(state, 2)
+        assert (told["skipped"], told["skipped_in_row"], told["spike"]) == (number, number, True)
+        assert told["median"] == low and np.isfinite(told["stats"].loss)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    state, told, after = taken(with_norms(state, [told["grad_norm"]] * 16), 2)
+    assert (told["skipped"], told["skipped_in_row"], told["spike"]) == (2, 0, False)
+    assert state.step == 5
 
 
 def test_a_step_learns_from_targets_with_weight_alone_and_is_finite_without_any():

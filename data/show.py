@@ -1,0 +1,89 @@
+"""The text of what a run was trained on: python data/show.py --run runs/tiny --step 12
+
+Prints each window of a step's batch, with its number and where it lies. Steps are counted as in
+metrics.jsonl and skipped.jsonl, from 1. A window is the run's sequence length and one token more,
+which is a target only; its text may begin and end inside a character.
+
+    python data/show.py --run runs/tiny --windows 3 17
+
+The run's data must still lie where its config says. Its checksums are compared first, as they are
+when a run starts.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+# Run as a script, this folder is on the path and the one above it is not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import resume
+import utils
+from data.tokenizer import Tokenizer, load_tokenizer, text_of
+from dataset import Dataset, open_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Print the text of windows of a run's training data."""
+
+    run: Path  # folder of the run
+    step: int | None = None  # whose batch is printed, from 1
+    windows: tuple[int, ...] = ()  # numbers of single windows, as skipped.jsonl lists them
+
+
+def main(arguments: list[str] | None = None) -> None:
+    flags = tyro.cli(Flags, args=arguments)
+    config = utils.load(resume.config_file(flags.run, "--run"))
+    check(flags)
+    data = open_training(config)
+    check_windows(flags.windows, data)
+    numbers = list(flags.windows)
+    if flags.step is not None:
+        numbers = data.windows_of(flags.step - 1, np.arange(data.sequences)).tolist()
+    m = data.manifest
+    tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_sha256)
+    for number in numbers:
+        print(f"--- {place(data, number)}\n{text(data, tokenizer, number)}")
+
+
+def check(flags: Flags) -> None:
+    """Raises ValueError for a step before the first, or not exactly one of --step and --windows."""
+    if (flags.step is None) == (not flags.windows):
+        raise ValueError(
+            "--step names the batch of a step, and --windows single windows. Give one of them, as "
+            "--step 1."
+        )
+    if flags.step is not None and flags.step < 1:
+        raise ValueError(f"--step {flags.step} is below 1, which is the first step. Use 1 or more.")
+
+
+def check_windows(numbers: tuple[int, ...], data: Dataset) -> None:
+    """Raises ValueError for a window that there is not."""
+    outside = [number for number in numbers if not 0 <= number < data.windows]
+    if outside:
+        raise ValueError(
+            f"--windows {outside[0]} is not a window of {data.folder}, which has those from 0 to "
+            f"{data.windows - 1}. Use these."
+        )
+
+
+def place(data: Dataset, number: int) -> str:
+    """A window's number, and the shards and tokens where it lies."""
+    parts = []
+    for i, part in data.places(number):
+        shard = data.manifest.shards[i]
+        first, end, _ = part.indices(shard.tokens)
+        parts.append(f"tokens {first} to {end - 1} of {data.folder / shard.name}")
+    return f"window {number}: {', '.join(parts)}"
+
+
+def text(data: Dataset, tokenizer: Tokenizer, number: int) -> str:
+    return text_of(tokenizer, data.window(number, data.shards).tolist())
+
+
+if __name__ == "__main__":
+    utils.command_line(main)
