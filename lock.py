@@ -319,8 +319,8 @@ class FileLock(Lock):
             if not self._is_there():
                 return self.lose("the file was removed or replaced")
             now = self._read()
-            if now and now.get("token") != self._token:
-                return self.lose(f"{who(now)} has taken it")
+            if now.get("token") != self._token:
+                return self.lose(f"{who(now)} has taken it" if now else "another had it meanwhile")
             self._write()
         except OSError as error:  # flock holds all the same; the next beat tries again
             if self._beats % 100 == 1:
@@ -459,15 +459,15 @@ class BucketLock(Lock):
         while not self._stop.is_set():
             try:
                 return self._renew()
-            except exceptions.PreconditionFailed:
+            except exceptions.PreconditionFailed as error:
+                met = one_line(error)
                 if not self._found_own():
                     return
             except transient() as error:
-                if time.monotonic() > self._renewed + self.lease_s - self.beat_s:
-                    return self.lose(
-                        f"it could not be renewed for {self.lease_s - self.beat_s:g} s: "
-                        f"{one_line(error)}"
-                    )
+                met = one_line(error)
+            if time.monotonic() > self._renewed + self.lease_s - self.beat_s:
+                told_s = self.lease_s - self.beat_s
+                return self.lose(f"it could not be renewed for {told_s:g} s: {met}")
             self._stop.wait(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, self.beat_s)
 

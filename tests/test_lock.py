@@ -245,6 +245,14 @@ def test_a_run_that_another_machine_took_over_is_told(tmp_path):
     assert json.loads((tmp_path / "lock").read_text()) == record()
 
 
+def test_a_run_that_another_had_and_gave_back_meanwhile_is_told(tmp_path):
+    lost = Lost()
+    mine = take(tmp_path, lost)
+    (tmp_path / "lock").write_text("")
+    assert "another had it meanwhile" in lost.wait()
+    mine.close()
+
+
 def test_without_flock_the_counter_decides(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
@@ -375,6 +383,15 @@ def test_a_lease_that_cannot_be_renewed_is_lost_before_it_runs_out(bucket):
     assert time.monotonic() - began > 1.5  # and not at the first that failed
     mine.close()
     assert not [line for line in bucket.log if line.startswith("delete")]
+
+
+def test_a_lease_of_which_nothing_can_be_read_is_lost_too(bucket):
+    lost = Lost()
+    mine = take(f"{bucket.url}/run", lost, beat_s=0.3, lease_s=1.5)
+    bucket.fault(503, on="read")
+    bucket.fault("cut response", on="upload", times=1)  # written, and it is not known by whom
+    assert "could not be renewed for 1.2 s: 412" in lost.wait()
+    mine.close()
 
 
 def test_a_create_whose_answer_was_lost_is_ones_own(bucket, capsys):
