@@ -58,3 +58,25 @@ def whole(data, runs):
     from tiny_run import start  # late: other files need not wait for main
 
     return start(data, runs, "whole")
+
+
+# --- a bucket that can fail, for the files that ask of buckets (bucket.py) ------------------------
+
+
+@pytest.fixture(scope="session")
+def bucket_server():
+    """One for all tests: clients keep its address for as long as the process lives."""
+    from bucket import Server  # late: other files need not wait for the emulator
+
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(bucket_server, monkeypatch):
+    """A new one, empty, for this process and those that it starts."""
+    for name, value in bucket_server.environment.items():
+        monkeypatch.setenv(name, value)
+    made = bucket_server.bucket()
+    yield made
+    made.mend()
