@@ -33,6 +33,7 @@ import checkpoint
 import chips
 import faults
 import flops
+import lock
 import metrics
 import model
 import passes
@@ -465,7 +466,7 @@ def run(config: Config) -> None:
     declared = model.declare(config)
     passes.schedule_of(config)
     data = open_datasets(config)
-    with watched(config) as watch:
+    with watched(config) as watch, lock.held(run_folder(config), watch.end_again):
         _run(config, declared, data, watch)
 
 

@@ -233,6 +233,10 @@ class Watch:
             self._peers.tell(ended=int(code), text=text)
         os._exit(code)
 
+    def end_again(self, text: str) -> NoReturn:
+        """Ends the process because of something outside."""
+        self.end(Exit.AGAIN, text)
+
     def _end_as_others(self) -> None:
         """Ends the process if another is lost or failed, by name."""
         here = f"This process was at {self._doing}"
