@@ -278,8 +278,11 @@ class Loop:
         for sample in samples:
             say(f"step {sample['step']}  {sample['prompt']!r} -> {sample['text']!r}")
         if is_primary():
-            with (self.folder / "samples.jsonl").open("a") as file:
-                file.writelines(json.dumps(sample) + "\n" for sample in samples)
+            try:
+                with (self.folder / "samples.jsonl").open("a") as file:
+                    file.writelines(json.dumps(sample) + "\n" for sample in samples)
+            except OSError as error:
+                say(f"warning: these samples are not in {self.folder / 'samples.jsonl'}: {error}")
 
     def _profile(self, number: int) -> None:
         """Starts or ends the trace of `profile.steps` steps."""

@@ -44,9 +44,10 @@ def is_primary() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line, above the progress display where there is one."""
+    """Prints a line, above the progress display where there is one. A log on a full disk loses it."""
     if is_primary():
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
@@ -135,7 +136,8 @@ class Metrics:
         if config.wandb.project:
             self._wandb = start_wandb(config, folder, wandb_config or {})
             self._open.callback(self._wandb.finish)
-        self._file = self._open.enter_context(path.open("a"))
+        self._file = self._open.enter_context(path.open("ab", buffering=0))
+        self._unwritten = b""
         if console.is_terminal:
             columns = BarColumn(), TextColumn("{task.description}")
             self._progress = self._open.enter_context(Progress(*columns, console=console))
@@ -154,11 +156,21 @@ class Metrics:
         assert set(record) == set(names), set(record) ^ set(names)
         record = plain(record)
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._write(json.dumps(record) + "\n")
         if self._wandb is not None:
             self._wandb.log(for_wandb(record), step=record["step"])
         return record
+
+    def _write(self, text: str) -> None:
+        """What a full disk does not take is kept, and written with the next line."""
+        told = bool(self._unwritten)
+        self._unwritten += text.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not told:
+                say(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
 
     def _show(self, record: dict[str, Any]) -> None:
         """The bar at every step; plain lines at the first and last, and some in between."""
