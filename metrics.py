@@ -44,7 +44,7 @@ def is_primary() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line, above the progress display where there is one. A log on a full disk loses it."""
+    """Prints a line, above the progress display where there is one. A full log loses it."""
     if is_primary():
         with contextlib.suppress(OSError):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
