@@ -7,7 +7,7 @@ digest of each array, taken on the devices before it was written and compared wh
 (digests.py), the start that wrote it (starts.py), and a format number. Blocks are stored in the
 order in which they run, [blocks, ...], whatever mesh they were trained on: `stored_shapes`.
 
-A save that fails is told, leaves the others as they are, and is not tried again: the next one is.
+A save that fails is told and leaves the others as they are; the next one is tried when it is due.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ MOST_NAMED = 10  # arrays in one message
 PROBE_BYTES = 1 << 12
 LATE_S = 60  # in which a thread ends that writes when another has failed
 GOOD_S = 60  # in which all processes, having written, say that they could
-TOLD_BYTES = 512  # of an error, from one process to the others
+TOLD_BYTES = 1024  # of an error, from one process to the others
 # The two points at which Orbax's threads of all processes meet while they save.
 MEETINGS = ("async_write_complete", "async_commit_complete")
 _meetings = itertools.count()  # a name for each save, the same on every process
@@ -150,7 +150,10 @@ def _join_orbax() -> None:
 
 
 def _line(error: BaseException | None) -> str:
-    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+    if error is None:
+        return ""
+    text, _, _ = f"{type(error).__name__}: {error}".partition(" [source locations=")
+    return " ".join(text.split())
 
 
 class Checkpoints:

@@ -12,9 +12,7 @@ and the loss before the first step is recorded.
 """
 
 import dataclasses
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -302,9 +300,7 @@ class Loop:
         )
         record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
         record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
-        if is_primary():
-            with file.open("a") as out:
-                out.write(json.dumps(metrics.plain(record)) + "\n")
+        metrics.append(file, [record])
 
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
         t = self.config.train
@@ -396,11 +392,7 @@ class Loop:
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
             say(f"step {sample['step']}  {sample['prompt']!r} -> {sample['text']!r}")
-        if is_primary():
-            with (self.folder / "samples.jsonl").open("a") as file:
-                file.writelines(json.dumps(sample) + "\n" for sample in samples)
-                file.flush()
-                os.fsync(file.fileno())
+        metrics.append(self.folder / "samples.jsonl", samples)
 
     def _profile(self, number: int) -> None:
         """Starts or ends the trace of `profile.steps` steps."""

@@ -44,9 +44,10 @@ def is_primary() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line, above the progress display where there is one."""
+    """Prints a line, above the progress display where there is one. A full log loses it."""
     if is_primary():
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
@@ -69,6 +70,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 def has(path: Path, step: int, key: str) -> bool:
     """Whether a record of `step` steps with this key is there."""
     return path.exists() and any(r["step"] == step and key in r for r in read(path))
+
+
+def append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Adds lines to a file beside metrics.jsonl, on disk when this returns; only process 0 does.
+    What a full disk does not take is lost, and told.
+    """
+    if not is_primary():
+        return
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(plain(record)) + "\n" for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        say(f"warning: {path} takes no more records: {error}")
 
 
 def cut(path: Path, step: int) -> None:
@@ -140,7 +156,8 @@ class Metrics:
         if config.wandb.project:
             self._wandb = start_wandb(config, folder, wandb_config or {})
             self._open.callback(self._wandb.finish)
-        self._file = self._open.enter_context(path.open("a"))
+        self._file = self._open.enter_context(path.open("ab", buffering=0))
+        self._unwritten = b""
         if console.is_terminal:
             columns = BarColumn(), TextColumn("{task.description}")
             self._progress = self._open.enter_context(Progress(*columns, console=console))
@@ -155,20 +172,31 @@ class Metrics:
         say(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
 
     def sync(self) -> None:
-        """Returns when what was recorded is on disk."""
+        """Returns when what was recorded is on disk, if that takes it."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with contextlib.suppress(OSError):  # a save that follows is told to have failed
+                os.fsync(self._file.fileno())
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """The record as JSON has it; written, where this process writes."""
         assert set(record) == set(names), set(record) ^ set(names)
         record = plain(record)
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._write(json.dumps(record) + "\n")
         if self._wandb is not None:
             self._wandb.log(for_wandb(record), step=record["step"])
         return record
+
+    def _write(self, text: str) -> None:
+        """What a full disk does not take is kept, and written with the next line."""
+        told = bool(self._unwritten)
+        self._unwritten += text.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not told:
+                say(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
 
     def _show(self, record: dict[str, Any]) -> None:
         """The bar at every step; plain lines at the first and last, and some in between."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import itertools
 import json
 import os
@@ -419,8 +420,20 @@ FAULTS = {
 }
 
 
+# Writes that fail when Orbax no longer waits for them find its event loop closed, and only say so.
+ignored = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def late_writes():
+    """What they leave is collected here, and not in another test."""
+    yield
+    gc.collect()
+
+
+@ignored
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_save_that_fails_is_told_and_the_next_one_works(tmp_path, capfd, fault):
+def test_a_save_that_fails_is_told_and_the_next_one_works(tmp_path, capfd, late_writes, fault):
     broken, reason = FAULTS[fault]
     checkpoints = saved(tmp_path, 1, keep=2)
     state = state_on(mesh_of(2, 2, 2), seed=2)
@@ -447,7 +460,8 @@ def test_a_save_that_fails_is_told_and_the_next_one_works(tmp_path, capfd, fault
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "5"]
 
 
-def test_a_step_whose_save_failed_can_be_saved_at_once(tmp_path):
+@ignored
+def test_a_step_whose_save_failed_can_be_saved_at_once(tmp_path, late_writes):
     checkpoints = saved(tmp_path, 1)
     with FullDisk():
         checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
@@ -473,7 +487,10 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_leaves_the_checkpoints_whole_and_has_room_again(small_disk, capfd):
+@ignored
+def test_a_full_disk_leaves_the_checkpoints_whole_and_has_room_again(
+    small_disk, capfd, late_writes
+):
     disk, mounted = small_disk
     checkpoints = saved(disk / "run" / "checkpoints", 1)
     filler = disk / "filler"
@@ -665,7 +682,6 @@ def once(fault, step, rank):
         checkpoints.save(step, state, CONFIG)
         checkpoints.wait()
     assert checkpoints.age_steps(step) > 0
-    assert not [f for f in folder.iterdir() if not f.name.replace("damaged-", "").isdigit()]
 
 checkpoint.GOOD_S = 3
 once(no_checksums(), 4, rank=0)
@@ -741,6 +757,8 @@ def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tm
     expected = state_on(mesh_of(8, 1, 1), seed=1)
     assert_same(reader.restore(8, abstract(expected)), expected)
     reader.close()
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"3", "7", "8", "damaged-2"}
     told = re.findall(r"checkpoint of step (\d) could not be written: (.*?) The newest", outputs[0])
     assert [step for step, _ in told] == ["4", "5", "6", "8"], outputs[0]
     whys = ("No space left on device", "Permission denied", "File too large", "File too large")

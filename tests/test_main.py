@@ -1,5 +1,6 @@
 """Whole runs: what they leave, how they continue, and what stops them before they start."""
 
+import contextlib
 import dataclasses
 import gzip
 import itertools
@@ -53,6 +54,11 @@ def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in evaluations] == [3, 6]
     assert all(set(r) == set(metrics.TRAIN) for r in steps)
+    ages = [r["checkpoint/age_steps"] for r in steps]
+    assert ages[:3] == [1, 2, 3] and ages[5] in (3, 6)
+    [start] = [json.loads(line) for line in (whole / "starts.jsonl").read_text().splitlines()]
+    with contextlib.closing(checkpoint.Checkpoints(whole / "checkpoints")) as saved:
+        assert saved.start_of(6) == saved.start_of(3) == start and start["step"] == 0
     assert np.array(evaluations[0]["moe/tokens_per_expert"]).sum(1).tolist() == [16 * 32 * 2] * 4
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     told = [(s["step"], s["prompt"]) for s in samples]
@@ -74,7 +80,12 @@ def test_losses_add_up_to_what_is_trained_on(whole):
 def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
     whole, stopped_and_resumed
 ):
-    assert losses(stopped_and_resumed) == losses(whole)
+    both = [metrics.read(folder / "metrics.jsonl") for folder in (stopped_and_resumed, whole)]
+    for one, other in zip(*both, strict=True):
+        same = one.keys() - metrics.MEASURED
+        assert {k: one[k] for k in same} == {k: other[k] for k in other.keys() - metrics.MEASURED}
+    starts = (stopped_and_resumed / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in starts] == [0, 3]
     samples = [(folder / "samples.jsonl").read_bytes() for folder in (stopped_and_resumed, whole)]
     assert samples[0] == samples[1]
     for resumed, expected in zip(arrays(stopped_and_resumed, 6), arrays(whole, 6), strict=True):
@@ -153,6 +164,7 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
         ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64"),
         ("--run.name a --model.heads 3", "heads 3 cannot be cut over .*Use --model.heads 4"),
         ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
+        ("--run.name a --checkpoint.max_age_steps 2", "Use --checkpoint.max_age_steps 6, or 0"),
         ("--run.name a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
         ("--run.name a --mesh.fsdp 8", "is 32 devices, and there are 8"),
         ("--run.name a --data.train absent", "absent"),
@@ -195,6 +207,59 @@ def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs
     records = metrics.read(runs / "lost" / "metrics.jsonl")
     last = records[-1]
     assert last["skipped"] >= 2 and None in (last["loss/train"], last["grad_norm"])
+
+
+def test_a_run_whose_saves_fail_goes_on_until_its_newest_checkpoint_is_too_old(data, runs, capsys):
+    flags = "--train.steps 5 --checkpoint.every_steps 1 --checkpoint.max_age_steps 3"
+    flags = [*flags.split(), "--eval.every_steps", "0", "--sample.prompts"]
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_checksums", full)
+        with pytest.raises(ValueError, match=r"stopped after step 4: .* for more than 3 steps"):
+            start(data, runs, "full", *flags)
+    said = capsys.readouterr().out
+    for step in (1, 2, 3):
+        assert f"warning: checkpoint of step {step} could not be written: OSError" in said
+    records = metrics.read(runs / "full" / "metrics.jsonl")
+    assert [r["checkpoint/age_steps"] for r in records if "loss/train" in r] == [1, 2, 3, 4]
+    folder = start(data, runs, "full", *flags)  # no checkpoint was ever whole: from the start
+    assert [r["step"] for r in metrics.read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 5]
+    (folder / "checkpoints").rename(folder / "elsewhere")
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"tells of 5 steps and has no checkpoint: .* Copy that"):
+        start(data, runs, "full", *flags)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("every", "folder", "ages", "refused"),
+    [
+        (2, False, [1, 2, 1], True),
+        (2, True, [1, 2, 1], True),  # empty, and one was whole once
+        (2, True, [1, 2, 3], False),  # stopped before its first was whole
+        (2, False, [None, None, None], True),  # of before ages were told
+        (2, False, [1], False),  # stopped before its first was due
+        (0, False, [None, None, None], False),
+    ],
+)
+def test_a_run_folder_without_the_checkpoints_it_tells_of_is_refused(
+    tmp_path, every, folder, ages, refused
+):
+    config = utils.parse(["--run.dir", str(tmp_path), "--checkpoint.every_steps", str(every)])
+    run = main.run_folder(config)
+    (run / "checkpoints" if folder else run).mkdir(parents=True)
+    (run / "config.toml").write_text(utils.to_toml(config))
+    steps = enumerate(ages, 1)
+    lines = [{"step": n, "loss/train": 1.0, "checkpoint/age_steps": age} for n, age in steps]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if refused:
+        with pytest.raises(ValueError, match="Copy that folder too, or begin another run with"):
+            main.continued(config)
+    else:
+        main.continued(config)
 
 
 class TpuAt:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import sys
 
 import jax
@@ -45,6 +46,23 @@ def test_every_step_and_evaluation_is_a_line_of_json_as_soon_as_it_is_known(tmp_
         out.train(step(1))
         out.evaluation(evaluation(1))
         assert lines(tmp_path / "run") == [step(1), evaluation(1)]
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_it_does(tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.train(step(1))
+        full = (tmp_path / "metrics.jsonl").stat().st_size + 9
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full, before[1]))
+        try:
+            out.train(step(2))
+            out.evaluation(evaluation(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert metrics.read(tmp_path / "metrics.jsonl") == [step(1)]
+        out.train(step(3))
+        assert lines(tmp_path) == [step(1), step(2), evaluation(2), step(3)]
+    assert capsys.readouterr().out.count("warning: records are kept in memory") == 1
 
 
 def test_arrays_and_numbers_that_json_has_not_are_written_as_it_has(tmp_path):
