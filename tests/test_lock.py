@@ -143,13 +143,14 @@ def test_a_stopped_run_holds_its_folder_and_a_killed_one_does_not(tmp_path, caps
         mine.close()
 
 
-def test_a_child_that_leaves_the_block_gives_nothing_back(tmp_path):
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_child_that_leaves_the_block_gives_nothing_back(tmp_path, bucket, kind):
+    folder = tmp_path if kind == "folder" else f"{bucket.url}/run"
     fork = "import os\nif os.fork() == 0: raise SystemExit\nos.wait()"
-    with Holder(tmp_path, fork) as first:
-        at = beats(tmp_path)
-        until(lambda: beats(tmp_path) > at)
+    with Holder(folder, fork) as first:
         with pytest.raises(ValueError, match=f"process {first.process.pid} on host"):
-            take(tmp_path)
+            take(folder, lease_s=PATIENCE_S)
+        assert "delete run/lock 200" not in bucket.log
 
 
 def test_a_run_whose_lock_is_removed_is_told(tmp_path):
