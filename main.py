@@ -6,24 +6,17 @@
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
 DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/, and
 skipped.jsonl, which tells of each step that was not applied why, and which windows of the data it
-was on (data/show.py prints them). How a step works is not known here: see train.py. `--init` begins
+was on (data/show.py prints them). The steps are in loop.py. `--init` begins
 a new run with the newest weights of another, on any mesh: optimizer, schedule and steps are new,
 and the loss before the first step is recorded.
 """
 
 import dataclasses
-import math
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import attention
@@ -42,24 +35,14 @@ import train
 import utils
 import weights
 from checkpoint import Checkpoints
-from dataset import Dataset, open_datasets, prefetch
-from faults import Fault
-from generate import Sampler
-from metrics import Metrics, is_primary, say
-from model import Batch, Transformer
+from dataset import Dataset, open_datasets
+from loop import Loop, checkpoint_config, run_folder
+from metrics import is_primary, say
+from model import Transformer
 from peers import Peers, place
-from replicas import Replicas
 from train import State
 from utils import Config
-from validate import Validation
 from watch import Watch
-
-# Where what is due after a step is recorded, and by which key of its records that is seen.
-RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 def parse(arguments: list[str] | None = None) -> Config:
@@ -130,14 +113,6 @@ def with_schedule(config: Config, steps: int) -> Config:
     )
 
 
-def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
-    """What a checkpoint says of its run: the config, and which tokens it was trained on."""
-    m = data.manifest
-    tokens = {"train": m.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
-    tokens["tokenizer_sha256"] = m.tokenizer_sha256
-    return dataclasses.asdict(config) | {"tokens": tokens}
-
-
 def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
     """The state of the newest good checkpoint, in these shapes and layouts; None where there is
     none.
@@ -173,260 +148,6 @@ def weights_from(
     step, w, told = resume.weights_of(source, step, shapes, "--init")
     resume.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, init_step=step)), w
-
-
-def sampler(config: Config, mesh: Mesh, data: Dataset) -> Sampler | None:
-    """What samples are made with; None where there are no prompts, or it cannot be had."""
-    if not config.sample.prompts:
-        return None
-    try:
-        return Sampler(config, mesh, data)
-    except ValueError as error:
-        say(f"no samples: {error}")
-        return None
-
-
-class Loop:
-    """One run, from its state to its last step."""
-
-    def __init__(
-        self,
-        config: Config,
-        declared: Transformer,
-        mesh: Mesh,
-        data: tuple[Dataset, Dataset],
-        saved: Checkpoints | None,
-        watch: Watch,
-    ):
-        self.config, self.mesh, self.saved, self.watch = config, mesh, saved, watch
-        self.train_data, val = data
-        self.folder = run_folder(config)
-        self.validation = Validation(config, declared, mesh, val)
-        self.sample = sampler(config, mesh, self.train_data)
-        self.shapes = train.abstract_state(config, declared, mesh)
-        self.replicas = None
-        if config.run.check_replicas_every:
-            self.replicas = Replicas(self.shapes, mesh)
-        watch.doing("compile")
-        started = time.perf_counter()
-        step = train.jitted_step(config, declared, mesh)
-        self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
-        say(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
-        self.taken_s: list[float] = []  # of each step, without what is between steps
-        per_token = flops.palm_flops_per_token(config.model, declared, config.train.sequence_length)
-        chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
-        self.flops_per_token = per_token
-        self.peak = chip and chip.flops * mesh.devices.size
-
-    def run(self, state: State) -> State:
-        """All steps from `state` on."""
-        self.first = first = int(state.step)
-        for file in (self.folder / name for name in ("samples.jsonl", "skipped.jsonl")):
-            if is_primary() and file.exists():
-                metrics.cut(file, first)
-        with Metrics(self.config, self.folder, first, dataclasses.asdict(self.config)) as recorder:
-            source = batches(self.config, self.mesh, self.train_data, first)
-            try:
-                return self._steps(state, first, source, recorder)
-            finally:
-                source.close()
-
-    def _steps(self, state: State, first: int, source: Iterator[Batch], recorder: Metrics) -> State:
-        watch, last = self.watch, self.config.train.steps
-        watch.ready()
-        self._evaluate_and_sample(state, first, recorder, *self._missing(first))
-        done_at = time.perf_counter()
-        for number in range(first, last):
-            if watch.reached():
-                self._save_and_stop(state, number, recorder)
-            self._profile(number)
-            watch.doing(f"batch of step {number + 1}")
-            asked = time.perf_counter()
-            batch = next(source)
-            waited = time.perf_counter() - asked
-            watch.doing(f"step {number + 1}")
-            state, report = self.step(state, batch)
-            report = jax.device_get(report)
-            now = time.perf_counter()
-            self.taken_s.append(now - done_at)
-            recorder.train(self._record(number + 1, report, now - done_at, waited))
-            if report["skipped_in_row"]:
-                self._tell_left_out(number + 1, report)
-            self._stop_if_lost(number + 1, report)
-            if self.saved:
-                c = self.config.checkpoint
-                self.saved.stop_if_old(number + 1, c.max_age_steps or 10 * c.every_steps)
-            done_at = now
-            if watch.reached() and number + 1 < last:  # the last one ends the run anyway
-                self._save_and_stop(state, number + 1, recorder)
-            if self._between_steps(state, number + 1, recorder):
-                done_at = time.perf_counter()  # the next step's time is its own
-        self._profile(last)
-        return state
-
-    def _record(
-        self, step: int, report: dict[str, Any], step_s: float, waited_s: float
-    ) -> dict[str, Any]:
-        t, stats = self.config.train, report["stats"]
-        tokens = t.sequences * t.sequence_length
-        rate = tokens / step_s
-        return {
-            "step": step,
-            "tokens": step * tokens,
-            "loss/train": float(stats.loss),
-            "loss/cross_entropy": float(stats.cross_entropy),
-            "loss/balance": float(stats.balance),
-            "loss/z": float(stats.z),
-            "grad_norm": float(report["grad_norm"]),
-            "lr": float(report["lr"]),
-            "tokens_per_s": rate,
-            "step_s": step_s,
-            "data_wait_s": waited_s,
-            "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
-            "skipped": int(report["skipped"]),
-            "checkpoint/age_steps": self.saved and self.saved.age_steps(step),
-        }
-
-    def _tell_left_out(self, step: int, report: dict[str, Any]) -> None:
-        """A line on the console, and one in skipped.jsonl with the windows of the step's batch."""
-        rows = np.arange(self.config.train.sequences)
-        loss, norm = float(report["stats"].loss), float(report["grad_norm"])
-        median = float(report.get("median", math.inf))  # infinite where there is none
-        why = "spike" if report.get("spike") else "not finite"
-        file, beside = self.folder / "skipped.jsonl", f" after a median of {median:.4g}"
-        say(
-            f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}"
-            f"{beside if why == 'spike' else ''}; the windows of its batch are in {file}"
-        )
-        record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
-        record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
-        metrics.append(file, [record])
-
-    def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
-        t = self.config.train
-        if report["skipped_in_row"] < t.max_skipped_in_row:
-            return
-        why, mend = "had a loss or gradient norm that was not finite", "Lower --optimizer.lr"
-        if t.skip_spikes:
-            why += f", or a norm above {t.skip_spikes} (--train.skip_spikes) times the median,"
-            mend += f", give a larger --train.skip_spikes, as {2 * t.skip_spikes}"
-        raise ValueError(
-            f"stopped after step {step}: {t.max_skipped_in_row} steps in a row {why} and were not "
-            f"applied (--train.max_skipped_in_row). {mend}, or look at the data, as with python "
-            f"data/show.py --run {self.folder} --step {step}; the last checkpoint is in "
-            f"{self.folder / 'checkpoints'}."
-        )
-
-    def _must_agree(self, state: State, step: int) -> None:
-        """Raises Fault, in every process, where devices differ in what they should hold alike."""
-        told = self.replicas(state)
-        if told:
-            raise Fault(
-                f"stopped after step {step}: {told}, and should not: a device failed in memory or "
-                "arithmetic (--run.check_replicas_every). This state is not saved; the last "
-                f"checkpoint in {self.folder / 'checkpoints'} stays. Start the run again, and "
-                "without that device's host if it is named again."
-            )
-
-    def _due(self, step: int) -> tuple[bool, bool, bool]:
-        """Whether to evaluate, to sample and to save after `step` steps."""
-
-        def due(every: int) -> bool:
-            return step == self.config.train.steps or (every > 0 and step % every == 0)
-
-        evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
-        return evaluate, sample, due(self.config.checkpoint.every_steps)
-
-    def _missing(self, step: int) -> tuple[bool, bool]:
-        """Whether to evaluate and to sample before anything else: where a new run begins with other
-        weights, or the run was stopped after its step and before what was due then.
-        """
-        if step == 0:
-            return bool(self.config.run.init), False
-        due = np.array(self._due(step)[:2])
-        if is_primary():
-            done = [metrics.has(self.folder / name, step, key) for name, key in RECORDED]
-            due &= ~np.array(done)
-        return tuple(multihost_utils.broadcast_one_to_all(due).tolist())
-
-    def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
-        """What is due after `step` steps; whether anything was."""
-        evaluate, sample, save = self._due(step)
-        every = self.config.run.check_replicas_every
-        compare = self.replicas is not None and (save or step % every == 0)
-        if compare:  # first: what is saved has been compared
-            self._must_agree(state, step)
-        self._evaluate_and_sample(state, step, recorder, evaluate, sample)
-        if save:  # last: what was recorded up to a checkpoint is not recorded again
-            self._save(state, step, recorder)
-        return evaluate or sample or save or compare
-
-    def _evaluate_and_sample(
-        self, state: State, step: int, recorder: Metrics, evaluate: bool, sample: bool
-    ) -> None:
-        if evaluate:
-            self.watch.doing(f"evaluation after step {step}")
-            recorder.evaluation({"step": step} | self.validation(state.weights))
-        if sample and self.sample is not None:
-            self.watch.doing(f"samples after step {step}")
-            self._write_samples(self.sample(state.weights, step))
-
-    def _save(self, state: State, step: int, recorder: Metrics) -> None:
-        if self.saved is None:
-            return
-        self.watch.doing(f"save of step {step}")
-        recorder.sync()
-        self.saved.save(
-            step,
-            checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
-            checkpoint_config(self.config, self.train_data),
-        )
-
-    def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:
-        if step > self.first:
-            if self.replicas:
-                self._must_agree(state, step)
-            self._save(state, step, recorder)
-        raise self.watch.stopped()
-
-    def _write_samples(self, samples: list[dict[str, Any]]) -> None:
-        for sample in samples:
-            say(f"step {sample['step']}  {sample['prompt']!r} -> {sample['text']!r}")
-        metrics.append(self.folder / "samples.jsonl", samples)
-
-    def _profile(self, number: int) -> None:
-        """Starts or ends the trace of `profile.steps` steps."""
-        p, folder = self.config.profile, self.folder / "profile"
-        if p.steps and number == p.first_step:
-            jax.profiler.start_trace(folder, create_perfetto_trace=True)
-        if p.steps and number == min(p.first_step + p.steps, self.config.train.steps):
-            jax.profiler.stop_trace()
-            from planning import timeline  # late: training needs nothing else of it
-
-            for file in folder.rglob("perfetto_trace.json.gz"):
-                timeline.name_layers(file, self.step.as_text())
-            say(
-                f"trace of steps {p.first_step} to {number - 1}: {folder} (open "
-                "perfetto_trace.json.gz in Perfetto)"
-            )
-
-    def measured(self) -> str:
-        """Memory and step time as they were, beside the plan that was printed at the start."""
-        memory, source = train.peak_bytes(self.mesh, self.step)
-        later = self.taken_s[1:] or self.taken_s
-        seconds = f"; {statistics.median(later):.3g} s per step (median)" if later else ""
-        return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
-
-
-def batches(config: Config, mesh: Mesh, data: Dataset, first_step: int) -> Iterator[Batch]:
-    """The batch of each step from `first_step` on, made ahead by a thread."""
-    t = config.train
-
-    def batch(step: int) -> Batch:
-        rows = partial(data.rows, step)
-        return train.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
-
-    return prefetch(batch, range(first_step, t.steps))
 
 
 def result(config: Config) -> str:

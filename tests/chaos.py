@@ -32,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MODEL = """
 --model.width 32 --model.blocks 4 --model.dense_layers 0 --model.heads 2
 --model.kv_lora_rank 16 --model.hidden 32 --model.expert_hidden 16 --model.qk_nope_head_dim 8
---model.qk_rope_head_dim 8 --model.experts 4 --model.v_head_dim 8 --model.compute_dtype float32 --train.sequence_length 32
+--model.qk_rope_head_dim 8 --model.experts 4 --model.v_head_dim 8 --model.compute_dtype float32
+--train.sequence_length 32
 --train.microbatches 2 --optimizer.warmup_steps 2 --eval.sequences 16 --train.loss_chunk_tokens 64
 --train.steps 16 --eval.every_steps 4 --checkpoint.every_steps 3 --checkpoint.keep 2
 --sample.every_steps 5 --sample.tokens 4 --sample.prompts def --run.peer_seconds 10

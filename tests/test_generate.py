@@ -14,7 +14,7 @@ import pytest
 
 import decode
 import generate
-import main
+import loop
 import model
 import resume
 import train
@@ -111,13 +111,13 @@ def test_samples_that_cannot_be_had_are_left_out_and_that_is_said(manifest, monk
     config = utils.Config(mesh=utils.Mesh(fsdp=4, pipeline=2, tensor=1))
     data, mesh = SimpleNamespace(manifest=manifest), train.make_mesh(config)
     narrow = utils.Model(width=12)  # divides over 4 ranks of fsdp, not over 8
-    assert main.sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, data) is None
+    assert loop.sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, data) is None
     assert (
         "no samples: --model.width 12 cannot be cut over --mesh.fsdp 8" in capsys.readouterr().out
     )
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**20, "bytes_in_use": 0})
     full = SimpleNamespace(devices=mesh.devices, axis_types=mesh.axis_types, local_devices=[device])
-    assert main.sampler(config, full, data) is None
+    assert loop.sampler(config, full, data) is None
     assert "GiB, and 0.00 are free" in capsys.readouterr().out
 
 
