@@ -179,14 +179,19 @@ def run(config: Config) -> None:
     declared = model.declare(config)
     passes.schedule_of(config)
     data = open_datasets(config)
-    with watched(config) as watch, lock.held(run_folder(config), watch.end_again):
-        _run(config, declared, data, watch)
+    with watched(config) as watch:
+        mesh = train.make_mesh(config)
+        with lock.held(run_folder(config), watch.end_again):
+            _run(config, declared, mesh, data, watch)
 
 
 def _run(
-    config: Config, declared: Transformer, data: tuple[Dataset, Dataset], watch: Watch
+    config: Config,
+    declared: Transformer,
+    mesh: Mesh,
+    data: tuple[Dataset, Dataset],
+    watch: Watch,
 ) -> None:
-    mesh = train.make_mesh(config)
     planned = plan(config, mesh)
     folder, saved, w = run_folder(config), None, None
     watch.doing("restore")
@@ -257,7 +262,7 @@ def begin(
     if is_primary():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(utils.to_toml(config))
+            metrics.replace(folder / "config.toml", utils.to_toml(config))
         except OSError as error:
             raise ValueError(
                 f"{folder} cannot be written: {error}. Give a --run.dir that can be written."

@@ -88,14 +88,16 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def cut(path: Path, step: int) -> None:
-    """Takes out what was recorded after `step` steps, which will be run and recorded again.
-
-    The file is replaced at once, so that a run killed here has the old one or the new one.
-    """
+    """Takes out what was recorded after `step` steps, which will be run and recorded again."""
     kept = [record for record in read(path) if 0 < step >= record["step"]]
+    replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes the file at once: a run killed here has the old one or the new one."""
     new = path.with_suffix(".new")
     with new.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

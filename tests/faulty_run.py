@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
+import faults
 import main
-import utils
 from dataset import Dataset
 
 NAN_STEPS = (2, 4)  # steps as metrics.jsonl counts them
@@ -53,4 +53,4 @@ def flipped_then_compared(self, state, step, right=main.Loop._must_agree):
 
 if __name__ == "__main__":
     Dataset.rows, main.Loop._must_agree = rows_with_nan, flipped_then_compared
-    utils.command_line(lambda: main.run(main.parse()))
+    faults.command_line(lambda: main.run(main.parse()))
