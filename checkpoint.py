@@ -463,19 +463,20 @@ class Checkpoints:
 
     def newest(
         self,
-        abstract: Callable[[int], Any],
+        abstract: Any,
         must_match: Callable[[dict[str, Any]], None] = lambda config: None,
     ) -> tuple[int, Any] | None:
         """(step, state) of the newest checkpoint whose files and values are as they were saved;
         None without any checkpoint. What is damaged is told and put aside as by `latest`.
 
-        abstract    of a step, as `restore` takes it.
+        abstract    as `restore` takes it, or a function of the step that gives it.
         must_match  raises for a config with which this run does not go on.
         """
         while (step := self.latest()) is not None:
             must_match(self.config(step))
             try:
-                state = self.restore(step, abstract(step))
+                like = abstract(step) if callable(abstract) else abstract
+                state = self.restore(step, like)
             except Damaged as error:
                 say(f"warning: {error}")
                 self._spoiled.add(step)
@@ -601,7 +602,7 @@ class Checkpoints:
         """(step, state) of this step, or of the newest good one if None; as `good_step`, and its
         values are compared too.
         """
-        found = None if step is not None else self.newest(lambda _: abstract)
+        found = None if step is not None else self.newest(abstract)
         if found is None:
             step = self.good_step(step, flag)
             found = step, self.restore(step, abstract)

@@ -180,9 +180,12 @@ def run(config: Config) -> None:
     passes.schedule_of(config)
     data = open_datasets(config)
     with watched(config) as watch:
-        mesh = train.make_mesh(config)
+        mesh, w = train.make_mesh(config), None
+        watch.doing("restore")
+        if config.run.init and not saved_steps(config):
+            config, w = weights_from(config, declared, mesh, data[0])
         with lock.held(run_folder(config), watch.end_again):
-            _run(config, declared, mesh, data, watch)
+            _run(config, declared, mesh, data, watch, w)
 
 
 def _run(
@@ -191,12 +194,11 @@ def _run(
     mesh: Mesh,
     data: tuple[Dataset, Dataset],
     watch: Watch,
+    w: Transformer | None,
 ) -> None:
+    """w  weights that a new run begins with."""
     planned = plan(config, mesh)
-    folder, saved, w = run_folder(config), None, None
-    watch.doing("restore")
-    if config.run.init and not saved_steps(config):
-        config, w = weights_from(config, declared, mesh, data[0])
+    folder, saved = run_folder(config), None
     if config.checkpoint.every_steps:
         c = config.checkpoint
         saved = Checkpoints(folder / "checkpoints", c.keep, keep_every_steps=c.keep_every_steps)

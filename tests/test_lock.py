@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import faults
 import lock
-import utils
 from conftest import ROOT
 from faults import Fault
 
@@ -27,13 +27,13 @@ QUICK = {"beat_s": 0.1, "lease_s": 3.0}
 # Takes the lock as a run does, says so, and holds it until a line arrives or the pipe is closed.
 HOLDER = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-import lock, utils
+import faults, lock
 def run():
     with lock.held(sys.argv[1], print, float(sys.argv[2]), float(sys.argv[3])):
         exec(sys.argv[4])
         print("held", flush=True)
         sys.stdin.readline()
-utils.command_line(run)
+faults.command_line(run)
 """
 
 
@@ -444,13 +444,13 @@ def test_a_bucket_that_does_not_answer_is_a_fault_and_not_a_mistake(bucket):
 
 TWO = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import conftest, jax, lock, utils
+import conftest, jax, faults, lock
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[1]))
 def run():
     for folder in sys.argv[3:]:
         with lock.held(folder, print):
             print("holds", folder, flush=True)
-utils.command_line(run)
+faults.command_line(run)
 """
 
 
@@ -485,7 +485,7 @@ def test_the_command_line_ends_with_2_and_the_message(tmp_path, capsys):
             raise AssertionError
 
     with pytest.raises(SystemExit) as ended:
-        utils.command_line(run)
+        faults.command_line(run)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is being written")
     mine.close()
