@@ -520,7 +520,7 @@ def test_a_full_disk_leaves_the_checkpoints_whole_and_has_room_again(
 
 def test_nothing_waits_for_a_save_before_the_next_one_is_due(tmp_path, monkeypatch):
     written, slow = checkpoint._checksums, threading.Event()
-    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: slow.wait() and written(folder))
+    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: slow.wait(20) and written(folder))
     checkpoints = checkpoint.Checkpoints(tmp_path, 2)
     checkpoints.save(1, state_on(mesh_of(2, 2, 2)), CONFIG)
     for step in (2, 3):
