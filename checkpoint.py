@@ -323,11 +323,11 @@ class Checkpoints:
         if problem := self._not_writable():
             self._tell_failed(step, problem)
             return
+        self._saving, self._meeting, self._met = step, next(_meetings), set()
         try:
             if step in self._manager.all_steps():
-                self._whole = max(self._whole, step)
+                self._saving, self._whole = None, max(self._whole, step)
                 return
-            self._saving, self._meeting, self._met = step, next(_meetings), set()
             saved = self._manager.save(step, args=self._items(_named(state), config))
         except OSError as error:
             if jax.process_count() > 1:  # the others are somewhere in the save
