@@ -263,6 +263,9 @@ class Loop:
             if self.replicas:
                 self._must_agree(state, step)
             self._save(state, step, recorder)
+            if self.saved is not None:
+                self.watch.doing("save at the end")
+                self.saved.must_have(step)
         raise self.watch.stopped()
 
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
