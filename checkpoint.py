@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
 
 import digests
+from faults import Fault
 from metrics import say
 from model import Transformer
 
@@ -188,6 +190,7 @@ class Checkpoints:
         self._meeting, self._met = 0, set()
         self._whole = self._seen = 0  # newest step on disk: as all agree; as process 0 just saw
         self._spoiled: set[int] = set()  # steps that were found damaged and are not asked again
+        self.longest_s = self._begun = 0.0  # of the saves so far, as process 0 knows
         self._opened: ocp.CheckpointManager | None = None
         if not self._writes and not self.folder.is_dir():
             raise ValueError(
@@ -293,6 +296,7 @@ class Checkpoints:
 
     def _look(self) -> None:
         """Runs in Orbax's thread on process 0, when a save has ended, well or not."""
+        self.longest_s = max(self.longest_s, time.monotonic() - self._begun)
         try:
             if (self.folder / str(self._saving)).is_dir():
                 self._seen = self._saving
@@ -324,6 +328,7 @@ class Checkpoints:
             self._tell_failed(step, problem)
             return
         self._saving, self._meeting, self._met = step, next(_meetings), set()
+        self._begun = time.monotonic()
         try:
             if step in self._manager.all_steps():
                 self._saving, self._whole = None, max(self._whole, step)
@@ -331,7 +336,7 @@ class Checkpoints:
             saved = self._manager.save(step, args=self._items(_named(state), config))
         except OSError as error:
             if jax.process_count() > 1:  # the others are somewhere in the save
-                raise
+                raise Fault(f"the save of step {step} failed here alone: {_line(error)}") from error
             self._end(error)
             return
         if not saved:
@@ -393,6 +398,11 @@ class Checkpoints:
             f"warning: checkpoint of step {step} could not be written: {problem}. The newest is "
             f"{self._newest()}; the next save is tried when it is due."
         )
+
+    def newest_whole(self) -> str:
+        """In words; waits for the last save."""
+        self.wait()
+        return self._newest()
 
     def _newest(self) -> str:
         return f"of step {self._whole}" if self._whole else "none"

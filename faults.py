@@ -1,9 +1,15 @@
 """How a command ends: the exit code says whether starting it again can help."""
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from enum import IntEnum
+
+# What a device or a network does may pass; what a program asks for in vain does not.
+OUTSIDE = ("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED")
+OUTSIDE += ("UNKNOWN",)
 
 
 class Exit(IntEnum):
@@ -33,10 +39,19 @@ class Stopped(Exception):
         self.code = code
 
 
+def of_the_runtime(error: BaseException) -> bool:
+    """Whether this came from a device, a collective or what carries it, by the status that its text
+    begins with: some of gloo's errors are ValueErrors, as settings' are.
+    """
+    return re.match(f"({'|'.join(OUTSIDE)}): ", str(error)) is not None
+
+
 def code_of(error: BaseException) -> int:
     """That a command ends with which raised this."""
     if isinstance(error, Fault | Stopped):
         return error.code
+    if of_the_runtime(error):
+        return Exit.AGAIN
     return Exit.MEND if isinstance(error, ValueError) else Exit.BUG
 
 
@@ -44,9 +59,11 @@ def command_line(function: Callable[[], None]) -> None:
     """Runs function(); what is no bug is one line, and its exit code."""
     try:
         function()
-    except (ValueError, Fault, Stopped) as error:
-        if os.environ.get("TRACEBACK"):
+    except Exception as error:
+        if os.environ.get("TRACEBACK") or code_of(error) == Exit.BUG:
             raise
+        if of_the_runtime(error):
+            traceback.print_exc()
         print(line(error), file=sys.stderr)
         raise SystemExit(int(code_of(error))) from None
 

@@ -54,8 +54,8 @@ def held(
     on_lost  called once with what happened, from a thread of process 0, if the lock is no longer
              this job's: another run may write within `beat_s`, so nothing may be written from then
              on. It must end the job soon, as with os._exit.
-    Raises   ValueError when another run holds it or it cannot be had; Fault when the bucket does
-             not answer for `lease_s`.
+    Raises   ValueError when another run of this machine holds it or it cannot be had; Fault when
+             one of another machine does, or the bucket does not answer for `lease_s`.
     """
     lock, met = None, {}
     if is_primary():
@@ -208,11 +208,14 @@ class Lock:
             self.release()
         self.leave()
 
-    def refusal(self, record: dict[str, Any]) -> ValueError:
-        """`record` of who holds it."""
+    def refusal(self, record: dict[str, Any]) -> ValueError | Fault:
+        """`record` of who holds it. Of another machine it may be a job that is about to end, as it
+        lost this one's predecessor here: starting again can help.
+        """
+        kind = ValueError if record.get("machine") == machine() else Fault
         name, pid = os.path.basename(self.folder), record.get("pid", "PROCESS")
         running = f"running for {age(record.get('age_s'))}: {record.get('command', 'unknown')}"
-        return ValueError(
+        return kind(
             f"{self.folder} is being written by another run, {who(record)}, {running}. Two would "
             f"overwrite each other's files. Wait for it, or end it (kill {pid} there), or use "
             f"another --run.name, as --run.name {name}-2."

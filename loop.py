@@ -88,6 +88,7 @@ class Loop:
         step = train.jitted_step(config, declared, mesh)
         self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
         say(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
+        self.tracing = False
         self.taken_s: list[float] = []  # of each step, without what is between steps
         per_token = flops.palm_flops_per_token(config.model, declared, config.train.sequence_length)
         chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
@@ -251,6 +252,7 @@ class Loop:
         if self.saved is None:
             return
         self.watch.doing(f"save of step {step}")
+        self.watch.write_s = self.saved.longest_s
         recorder.sync()
         self.saved.save(
             step,
@@ -263,10 +265,10 @@ class Loop:
             if self.replicas:
                 self._must_agree(state, step)
             self._save(state, step, recorder)
-            if self.saved is not None:
-                self.watch.doing("save at the end")
-                self.saved.must_have(step)
-        raise self.watch.stopped()
+        if self.saved is None:
+            raise self.watch.stopped("nothing is saved, by --checkpoint.every_steps 0")
+        self.watch.doing("save at the end")
+        raise self.watch.stopped(f"the newest checkpoint is {self.saved.newest_whole()}")
 
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
@@ -278,8 +280,11 @@ class Loop:
         p, folder = self.config.profile, self.folder / "profile"
         if p.steps and number == p.first_step:
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
-        if p.steps and number == min(p.first_step + p.steps, self.config.train.steps):
+            self.tracing = True
+        # A run that goes on in between has begun none.
+        if self.tracing and number == min(p.first_step + p.steps, self.config.train.steps):
             jax.profiler.stop_trace()
+            self.tracing = False
             from planning import timeline  # late: training needs nothing else of it
 
             for file in folder.rglob("perfetto_trace.json.gz"):

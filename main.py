@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 import attention
@@ -36,6 +37,7 @@ import utils
 import weights
 from checkpoint import Checkpoints
 from dataset import Dataset, open_datasets
+from faults import Fault, Stopped
 from loop import Loop, checkpoint_config, run_folder
 from metrics import is_primary, say
 from model import Transformer
@@ -88,6 +90,12 @@ def continued(config: Config) -> Config:
             theirs = utils.load(resume.config_file(source, "--init")).model
             resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
+    if not config.checkpoint.every_steps:
+        raise ValueError(
+            f"--checkpoint.every_steps 0, and {folder} has checkpoints, which such a run neither "
+            "goes on from nor leaves as they are. Use --checkpoint.every_steps 100, or another "
+            "--run.name."
+        )
     if asked == "never":
         raise ValueError(
             f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
@@ -220,9 +228,13 @@ def _run(
             if saved:
                 saved.must_have(int(state.step))
             say(f"{planned}\n{loop.measured()}")
-    finally:
-        if saved:
+    except Exception as error:
+        # What one process alone raised, it must not wait with: the watch tells the others.
+        if saved and (jax.process_count() == 1 or isinstance(error, Stopped | Fault)):
             saved.close()
+        raise
+    if saved:
+        saved.close()
     watch.doing("pictures")
     if is_primary():
         if (folder / "metrics.jsonl").exists():

@@ -57,13 +57,13 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without a last line that was cut off in writing."""
+    """The records of a metrics file, without lines that were cut off in writing."""
     records = []
     for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            break
+            continue
     return records
 
 
@@ -79,8 +79,10 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
     if not is_primary():
         return
     try:
-        with path.open("a") as file:
-            file.writelines(json.dumps(plain(record)) + "\n" for record in records)
+        with path.open("ab+") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # what a full disk cut off
+            file.writelines((json.dumps(plain(r)) + "\n").encode() for r in records)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -176,6 +178,7 @@ class Metrics:
     def sync(self) -> None:
         """Returns when what was recorded is on disk, if that takes it."""
         if self._file is not None:
+            self._write("")
             with contextlib.suppress(OSError):  # a save that follows is told to have failed
                 os.fsync(self._file.fileno())
 
@@ -223,7 +226,8 @@ class Metrics:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Ends the display and the files; what was recorded is on disk long before."""
+        """Ends the display and the files."""
+        self.sync()
         self._open.close()
 
 

@@ -2,7 +2,7 @@
 
 Process 0 is the hub. Every other process keeps a connection to it, over which it sends its record
 and gets those of all. A process that is killed closes its connection and is lost at once; one that
-hangs, or whose host vanishes, is lost when it has been silent for some time. The collectives of jax
+is frozen, or whose host vanishes, is lost when it was silent for some time. The collectives of jax
 raise, hang or abort the process then, and name nobody.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from faults import Exit, Fault
 
+POD_PORT = 8476  # of the coordinator on a TPU pod, as jax has it
 RETRY_S = 0.2
 HELLO_S = 10.0  # in which who connects has to say who it is
 SEND_S = 5.0
@@ -40,7 +41,7 @@ def place() -> Place | None:
     Raises  ValueError when some are missing, or are no numbers that fit.
     """
     if "JAX_COORDINATOR_ADDRESS" not in os.environ:
-        return None
+        return _in_pod()
     address = os.environ["JAX_COORDINATOR_ADDRESS"]
     given = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
     if None in given:
@@ -61,6 +62,15 @@ def place() -> Place | None:
             f"numbered from 0 to {count - 1}."
         )
     return Place(address, count, number)
+
+
+def _in_pod() -> Place | None:
+    """On a TPU pod, what its workers know."""
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    number = os.environ.get("TPU_WORKER_ID", "")
+    if len(hosts) < 2 or not number.isdigit():
+        return None
+    return Place(f"{hosts[0]}:{POD_PORT}", len(hosts), int(number))
 
 
 @dataclass
@@ -137,10 +147,12 @@ class Peers:
         self.records = {where.number: self.mine}
         self.changed: Callable[[], None] = lambda: None  # called when records came, in a thread
         self._silence_s, self._beat_s = silence_s, min(LONGEST_BEAT_S, silence_s / 5)
+        self._sending = threading.RLock()
         self._lines: dict[int, Line] = {}  # of the hub to all others, of these to the hub
         (self._gather if where.number == 0 else self._find)(where.address, start_s)
         self._silent_s = dict.fromkeys(self._lines, 0.0)
         self._closed = threading.Event()
+        self._left = threading.Event()  # a connection closed
         for number, line in self._lines.items():
             self._thread(self._read, number, line)
         self._thread(self._beat)
@@ -151,9 +163,10 @@ class Peers:
 
     def tell(self, **what: object) -> None:
         """Sets fields of this process's record, and lets all know at once."""
-        for name, value in what.items():
-            setattr(self.mine, name, value)
-        self._send()
+        with self._sending:
+            for name, value in what.items():
+                setattr(self.mine, name, value)
+            self._send()
 
     def lost(self) -> list[str]:
         """Each process that is lost, in words."""
@@ -163,6 +176,11 @@ class Peers:
     def failed(self) -> list[Record]:
         """The other processes that ended with an error."""
         return [r for r in self.records.values() if r.ended and r.number != self.number]
+
+    def all_ended(self) -> bool:
+        """Whether every process ended, well or not. The first one stays until it knows that."""
+        known = all(r.ended is not None or r.lost for r in self.records.values())
+        return known or (self.number != 0 and self._left.is_set())
 
     def wait_for_an_end(self) -> None:
         """Returns when another process is lost or failed, or would be known to be."""
@@ -179,12 +197,12 @@ class Peers:
     # --- while they run ---------------------------------------------------------------------------
 
     def _send(self) -> None:
-        if self.number == 0:
-            value: object = {"all": [dataclasses.asdict(r) for r in self.records.values()]}
-        else:
-            value = {"all": [dataclasses.asdict(self.mine)]}
-        for line in self._lines.values():
-            line.send(value)
+        """In the order in which it is known, or an older word could take a newer one back."""
+        with self._sending:
+            known = self.records.values() if self.number == 0 else [self.mine]
+            value = {"all": [dataclasses.asdict(record) for record in known]}
+            for line in self._lines.values():
+                line.send(value)
 
     def _read(self, number: int, line: Line) -> None:
         while (got := line.receive()) is not None:
@@ -202,6 +220,8 @@ class Peers:
                 self._send()
             self.changed()
         self._lose(number, "its connection closed")
+        self._left.set()
+        self.changed()
 
     def _beat(self) -> None:
         """Sends and counts silence. Time in which this process itself did not run, as one that was

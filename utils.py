@@ -474,6 +474,12 @@ def check(config: Config) -> None:
     _remat(train.remat)
     if config.run.time_limit:
         seconds(config.run.time_limit)
+    for name in ("start_minutes", "peer_seconds", "stall_minutes"):
+        if not getattr(config.run, name):
+            good = getattr(Run, name)
+            raise ValueError(
+                f"--run.{name} 0.0 ends every run at once. Use {good}, or a long time."
+            )
     check_attention(config)
     check_checkpoints(config.checkpoint)
     for factor in ("capacity_factor", "eval_capacity_factor"):

@@ -5,10 +5,10 @@ A thread of its own sees signals at once, whatever the main thread waits for, an
 where a collective, a compiler or a disk that hangs would raise nothing.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import os
-import re
 import select
 import signal
 import socket
@@ -19,14 +19,12 @@ import traceback
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-import jax
-
-from faults import Exit, Stopped, code_of, line
+from faults import Exit, Stopped, code_of, line, of_the_runtime
 from peers import Peers
 
 TICK_S = 0.5  # between looks at what changes without a signal
 GRACE_S = 5.0  # in which a process may end by itself when another ended with an error
-SAVE_S = 30.0  # that a save may take before the first was seen
+SAVE_S = 30.0  # that a save may take though the others took less
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -42,7 +40,7 @@ class Watch:
         ...
         if watch.reached():
             ... save
-            raise watch.stopped()
+            raise watch.stopped("...")
 
     Without `peers` the process is alone. Where there are others, one that ends with an error says
     it, and ends at once: what it waits for at exit would not come.
@@ -57,8 +55,10 @@ class Watch:
         self._started = time.monotonic()
         self._doing, self._spent_s = "start", 0.0
         self._longest_s = {"save": 0.0}  # of each kind of work, by its first word
+        self.write_s = 0.0  # that the longest save took until it was whole, behind the steps
         self._lock = threading.Condition(threading.RLock())
         self._asked: tuple[str, int] | None = None  # why to stop, and the exit code
+        self._signals = 0  # that this process itself was sent
         self._point: int | None = None  # that it is on the way to; None before `ready`
         self._grace_s = GRACE_S
         self._ending = threading.Lock()
@@ -83,13 +83,14 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._peers and isinstance(error, Exception) and not isinstance(error, Stopped):
+        if self._peers and error is not None and not isinstance(error, Stopped):
             self._failed(error)
+        if self._peers:
+            self._wait_for_all()
         self._closed.set()
         self._wake.send(b"\0")
         self._thread.join()
         if self._peers:
-            self._peers.tell(ended=0)
             self._peers.close()
         if hasattr(self, "_handlers"):
             signal.set_wakeup_fd(self._wakeup)
@@ -97,6 +98,14 @@ class Watch:
                 signal.signal(number, handler)
         self._woken.close()
         self._wake.close()
+
+    def _wait_for_all(self) -> None:
+        """At the end, still watched: jax would wait for a process that is lost for minutes."""
+        self.doing("the end")
+        self._peers.tell(ended=0)
+        with self._lock:
+            while not self._peers.all_ended():
+                self._lock.wait(1.0)
 
     # --- what the main thread says and asks -------------------------------------------------------
 
@@ -135,10 +144,10 @@ class Watch:
             self._lock.wait()  # meanwhile the process is ended if one of them is lost
         return self._point
 
-    def stopped(self) -> Stopped:
-        """What to raise when all is saved."""
+    def stopped(self, saved: str) -> Stopped:
+        """What to raise when all that could be saved is; `saved` says what that is."""
         why, code = self._asked
-        return Stopped(f"{why}: stopped; started again, the run goes on", code)
+        return Stopped(f"{why}: stopped, and {saved}. Started again, the run goes on", code)
 
     # --- the thread that watches ------------------------------------------------------------------
 
@@ -175,8 +184,9 @@ class Watch:
     def _left_s(self) -> float:
         """Before the run has to begin to stop: it ends what it is at, and saves."""
         kinds = self._longest_s
-        save = kinds["save"] or SAVE_S
-        needed = 1.2 * (max(kinds.get(k, 0.0) for k in ("step", "evaluation", "samples")) + save)
+        save = max(SAVE_S, kinds["save"], self.write_s)
+        between = kinds.get("evaluation", 0.0) + kinds.get("samples", 0.0) + save
+        needed = 1.2 * (max(kinds.get("step", 0.0), between) + save)
         return self._limit_s - (time.monotonic() - self._started) - needed
 
     def _others(self) -> str:
@@ -186,7 +196,8 @@ class Watch:
         return f"; {', '.join(others)}"
 
     def _signalled(self, number: signal.Signals) -> None:
-        if self._asked:
+        self._signals += 1
+        if self._signals > 1:
             self.end(128 + number, f"{number.name} again: ends at once")
         self.ask(number.name, 128 + number)
 
@@ -195,8 +206,8 @@ class Watch:
         with self._lock:
             if self._point is None:
                 self.end(code, f"{why} at {self._doing}: ends; there is nothing to save")
-            print(f"{self._name}{why}: ends after this {self._doing.split()[0]}", file=sys.stderr)
             self._stop(why, code)
+            self._say(f"{why}: ends after this {self._doing.split()[0]}")
 
     def _stop(self, why: str, code: int) -> None:
         with self._lock:
@@ -228,10 +239,17 @@ class Watch:
         """Ends the process, from any thread."""
         if not self._ending.acquire(blocking=False):
             _wait_for_ever()  # another thread ends it
-        print(f"{self._name}{text}", file=sys.stderr, flush=True)
-        if self._peers:
-            self._peers.tell(ended=int(code), text=text)
-        os._exit(code)
+        try:
+            self._say(text)
+            if self._peers:
+                self._peers.tell(ended=int(code), text=text)
+        finally:
+            os._exit(code)
+
+    def _say(self, text: str) -> None:
+        """On stderr, which may be a pipe that nobody reads any more, or a full disk."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{self._name}{text}", file=sys.stderr, flush=True)
 
     def end_again(self, text: str) -> NoReturn:
         """Ends the process because of something outside."""
@@ -245,32 +263,24 @@ class Watch:
         for record in self._peers.failed():
             self.end(record.ended, f"{record.name} ended: {record.text}. {here}")
 
-    def _failed(self, error: Exception) -> NoReturn:
+    def _failed(self, error: BaseException) -> NoReturn:
         """Ends a process that raised; where a collective did, another process may be the cause."""
         code = code_of(error)
         if of_the_runtime(error):
-            code = Exit.BUG
-            print(f"{self._name}{line(error)}", file=sys.stderr, flush=True)
+            self._say(line(error))
             self._peers.wait_for_an_end()
             self._end_as_others()
-        if code == Exit.BUG:
-            traceback.print_exception(error)
+        if code == Exit.BUG or of_the_runtime(error):
+            with contextlib.suppress(OSError, ValueError):
+                traceback.print_exception(error)
         self.end(code, line(error))
 
     def _aborted(self) -> None:
         """jax's service ends a process when another is lost, and leaves no time to Python."""
+        faulthandler.dump_traceback(2)
         self._peers.wait_for_an_end()
         self._end_as_others()
         self.end(Exit.AGAIN, f"jax gave this process up at {self._doing}: see above")
-
-
-def of_the_runtime(error: Exception) -> bool:
-    """Whether this came from a device or a collective. Some of gloo's are ValueErrors, that begin
-    with a status as UNKNOWN.
-    """
-    return isinstance(error, jax.errors.JaxRuntimeError) or bool(
-        re.match("[A-Z_]{5,}: ", str(error))
-    )
 
 
 def _wait_for_ever() -> NoReturn:

@@ -20,6 +20,7 @@ import tyro
 # Run as a script, this folder is on the path and the one above it is not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import faults
 import resume
 import utils
 from data.tokenizer import Tokenizer, load_tokenizer, text_of
@@ -86,4 +87,4 @@ def text(data: Dataset, tokenizer: Tokenizer, number: int) -> str:
 
 
 if __name__ == "__main__":
-    utils.command_line(main)
+    faults.command_line(main)

@@ -36,3 +36,19 @@ def test_a_bug_keeps_its_traceback():
     with pytest.raises(KeyError):
         faults.command_line(fails)
     assert faults.code_of(KeyError("x")) == Exit.BUG == 1
+
+
+def test_errors_of_devices_and_collectives_are_told_from_the_projects_own(capsys, monkeypatch):
+    monkeypatch.delenv("TRACEBACK", raising=False)
+    gloo = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+    assert faults.code_of(gloo) == faults.code_of(RuntimeError("INTERNAL: chip")) == Exit.AGAIN
+    assert faults.code_of(RuntimeError("RESOURCE_EXHAUSTED: no memory")) == Exit.BUG
+    for text in ("--model.width 3 is odd", "JAX_PROCESS_ID 1 is given twice"):
+        assert faults.code_of(ValueError(text)) == Exit.MEND
+
+    def fails():
+        raise gloo
+
+    with pytest.raises(SystemExit) as ended:
+        faults.command_line(fails)
+    assert ended.value.code == Exit.AGAIN and "Traceback" in capsys.readouterr().err

@@ -208,7 +208,7 @@ def test_another_machines_run_that_beats_is_refused_and_one_that_does_not_is_not
     other = threading.Thread(target=beat)
     other.start()
     try:
-        with pytest.raises(ValueError, match=r"process 12 on host a, running for 2 h: main.py --"):
+        with pytest.raises(Fault, match=r"process 12 on host a, running for 2 h: main.py --"):
             take(tmp_path, lease_s=PATIENCE_S)
     finally:
         over.set()
@@ -233,7 +233,7 @@ def test_of_two_that_watched_the_last_to_write_has_it(tmp_path, monkeypatch):
         file.write_text(json.dumps(record(token="u", pid=13)))
 
     monkeypatch.setattr(lock.FileLock, "_write", overtaken)
-    with pytest.raises(ValueError, match="process 13 on host a"):
+    with pytest.raises(Fault, match="process 13 on host a"):
         take(tmp_path, lease_s=1.0)
 
 
