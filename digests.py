@@ -26,7 +26,7 @@ PIECE = 1 << 17  # elements of a NumPy array that are hashed at a time
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # by the bytes of an element
 
 
-def _mix(x: Any) -> Any:
+def mix(x: Any) -> Any:
     """fmix32: one to one, and a bit of x moves every bit of the result. Of either kind of array."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -35,8 +35,8 @@ def _mix(x: Any) -> Any:
 
 def _hashes(bits: Any, row: Any, column: Any) -> tuple[Any, Any]:
     """Of elements at (row, column), all uint32."""
-    place = _mix(column ^ _mix(row + SEED))
-    return _mix(bits ^ place), _mix(bits + _mix(place + STEP))
+    place = mix(column ^ mix(row + SEED))
+    return mix(bits ^ place), mix(bits + mix(place + STEP))
 
 
 def _rows(shape: tuple[int, ...]) -> int:

@@ -18,19 +18,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from digests import WORDS, mix
 from utils import MESH_AXES
 from weights import vary
 
 MOST_NAMED = 5  # arrays in one message
 NAME_BYTES = 64  # of a host's name, as it is sent
-UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
-
-
-def mix(x: jax.Array) -> jax.Array:
-    """murmur3's finalizer of 32 bits: a bijection, in which a bit of x moves half of the result."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def checksum(a: jax.Array) -> jax.Array:
@@ -39,7 +32,7 @@ def checksum(a: jax.Array) -> jax.Array:
     One element that differs always gives another sum, since mix is a bijection; several give the
     same one in 2^32 cases.
     """
-    bits = lax.bitcast_convert_type(a, UNSIGNED[a.dtype.itemsize]).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(a, WORDS[a.dtype.itemsize]).astype(jnp.uint32)
     number = jnp.zeros(a.shape, jnp.uint32)
     for dim, size in enumerate(a.shape):
         number = number * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, a.shape, dim)

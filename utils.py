@@ -472,14 +472,7 @@ def check(config: Config) -> None:
             "it off."
         )
     _remat(train.remat)
-    if config.run.time_limit:
-        seconds(config.run.time_limit)
-    for name in ("start_minutes", "peer_seconds", "stall_minutes"):
-        if not getattr(config.run, name):
-            good = getattr(Run, name)
-            raise ValueError(
-                f"--run.{name} 0.0 ends every run at once. Use {good}, or a long time."
-            )
+    check_times(config.run)
     check_attention(config)
     check_checkpoints(config.checkpoint)
     for factor in ("capacity_factor", "eval_capacity_factor"):
@@ -591,6 +584,17 @@ def check_experts(m: Model) -> None:
             f"--model.groups_per_token {m.groups_per_token}, {each} in each group. Use "
             f"--model.groups_per_token {-(-m.experts_per_token // each)}."
         )
+
+
+def check_times(run: Run) -> None:
+    """Raises ValueError for times in which no run can do anything."""
+    if run.time_limit:
+        seconds(run.time_limit)
+    for name in ("start_minutes", "peer_seconds", "stall_minutes"):
+        if not getattr(run, name):
+            raise ValueError(
+                f"--run.{name} 0.0 ends every run at once. Use {getattr(Run, name)}, or more."
+            )
 
 
 def check_checkpoints(c: Checkpoint) -> None:

@@ -163,6 +163,7 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
         ("--run.name whole --run.resume never", "has checkpoints, which a new run would overwrite"),
         ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64"),
         ("--run.name a --model.heads 3", "heads 3 cannot be cut over .*Use --model.heads 4"),
+        ("--run.name whole --checkpoint.every_steps 0", "neither goes on from nor leaves as they"),
         ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
         ("--run.name a --checkpoint.max_age_steps 2", "Use --checkpoint.max_age_steps 6, or 0"),
         ("--run.name a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
@@ -508,6 +509,13 @@ def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
     names = " ".join(event["name"] for event in events if "hlo_op" in event.get("args", {}))
     for layer in ("attention", "mlp", "moe", "last"):
         assert layer in names
+
+
+def test_a_run_that_goes_on_within_the_steps_to_trace_ends_no_trace(tmp_path):
+    config = utils.parse(["--profile.first_step", "1", "--profile.steps", "2"])
+    loop = SimpleNamespace(config=config, folder=tmp_path, tracing=False)
+    main.Loop._profile(loop, 3)
+    assert not loop.tracing and not list(tmp_path.iterdir())
 
 
 def test_the_example_configs_describe_runs_that_can_start():

@@ -189,3 +189,22 @@ def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
     config = utils.Config(wandb=utils.Wandb(project="test"))
     with pytest.raises(ValueError, match=r"--wandb.project test needs the package wandb"):
         metrics.Metrics(config, tmp_path)
+
+
+def test_a_line_that_was_cut_off_costs_no_other(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "te')
+    metrics.append(path, [{"step": 3}])
+    metrics.append(path, [{"step": 4}])
+    assert [record["step"] for record in metrics.read(path)] == [1, 3, 4]
+    metrics.cut(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_what_a_full_disk_kept_back_is_written_before_a_save(tmp_path):
+    with metrics.Metrics(utils.Config(), tmp_path) as recorder:
+        recorder._unwritten = b'{"step": 7}\n'
+        recorder.sync()
+        assert metrics.has(tmp_path / "metrics.jsonl", 7, "step")
+        recorder._unwritten = b'{"step": 8}\n'
+    assert metrics.has(tmp_path / "metrics.jsonl", 8, "step")

@@ -56,6 +56,8 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--model.rope_factor", "2", "--model.rope_theta", "1"], "Use --model.rope_theta 10000"),
         (["--model.moe_layers", "2"], "Use --model.moe_layers 1"),
         (["--model.qk_rope_head_dim", "7"], "Use 8"),
+        (["--run.peer_seconds", "0"], "0.0 ends every run at once. Use 30.0, or more"),
+        (["--run.time_limit", "soon"], "'soon' is no time"),
         (["--train.skip_spikes", "0.5"], "0.5 would leave out .*1 or more. Use 5.0, or 0.0"),
         (["--train.skip_spikes", "-1"], "--train.skip_spikes -1.0 is below 0"),
         (["--model.capacity_factor", "0"], "--model.capacity_factor 0.0 .*above 0"),

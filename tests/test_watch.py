@@ -264,3 +264,16 @@ def test_a_collective_that_raised_is_told_by_who_was_lost_if_any(watches, ends, 
     comes_true(lambda: ends)
     assert ends[0] == Exit.AGAIN
     assert ("is lost" in capfd.readouterr().err) != own
+
+
+def test_a_process_that_is_done_waits_for_the_others_and_is_ended_if_one_is_lost(watches, ends):
+    a, b, c = watches(3)
+    done = threading.Thread(target=a.__exit__, args=(None, None, None), daemon=True)
+    done.start()
+    comes_true(lambda: b._peers.records[0].ended == 0)
+    time.sleep(0.2)
+    assert done.is_alive() and not ends
+    for line in c._peers._lines.values():
+        line.close()
+    comes_true(lambda: len(ends) == 2)
+    assert ends == [Exit.AGAIN] * 2
