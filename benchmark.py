@@ -3,12 +3,13 @@
     ./run.sh python benchmark.py reference            a small mixture of experts on 8 CPU devices
     ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
     ./run.sh python benchmark.py decode               tokens of text per second, beside transformers
+    ./run.sh python benchmark.py checkpoint           steps with a save over steps without
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
-`step` takes main.py's flags, and `gpu --help` tells its own. Compiled FLOPs are the matrix products
-in the compiled program, loops counted with their trip counts; model FLOPs those of a program
-without waste (see cost.model_flops).
+`step` and `checkpoint` take main.py's flags, and `gpu --help` and `checkpoint --help` tell their
+own. Compiled FLOPs are the matrix products in the compiled program, loops counted with their trip
+counts; model FLOPs those of a program without waste (see cost.model_flops).
 """
 
 import dataclasses
@@ -265,6 +266,10 @@ def run() -> None:
         import benchmark_gpu  # late: it takes from this file
 
         benchmark_gpu.main(rest)
+    elif name == "checkpoint":
+        import benchmark_checkpoint  # late: as for gpu; the others run without Orbax
+
+        benchmark_checkpoint.main(rest)
     elif name == "step":
         step(rest)
     elif (
@@ -274,7 +279,7 @@ def run() -> None:
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "decode, gpu with names of rows, or step with flags of main.py."
+            "decode, checkpoint, gpu with names of rows, or step with flags of main.py."
         )
 
 

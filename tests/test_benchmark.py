@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import benchmark
+import benchmark_checkpoint
 import benchmark_decode
 import benchmark_gpu as gpu
+import checkpoint
 import chips
 import model
 import weights
@@ -448,3 +450,56 @@ def test_a_token_needs_the_weights_of_its_own_experts():
     assert two - one == 4 * 8 * 3 * 768 * 256  # 8 experts of three matrices more, in float32
     cached = benchmark_decode.Decoding(config, 2, 256).bytes_read(10) - two
     assert cached == 4 * 10 * 2 * (256 + 32)
+
+
+# --- benchmark.py checkpoint ----------------------------------------------------------------------
+
+
+def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp_path):
+    one = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1", "--mesh.virtual", "1"]
+    small = ["--model.blocks", "1", "--model.moe_layers", "0", "--model.vocabulary", "256"]
+    small += ["--train.sequence_length", "32", "--interval_s", "0.05", "--rounds", "2"]
+    flags, config = benchmark_checkpoint.parse([*one, *small])
+    training = benchmark_checkpoint.Training(config, tmp_path)
+    stretches = list(training.stretches(flags.interval_s, flags.rounds))
+    training.saved.close()
+    assert [s.saved for s in stretches] == [False, True, True, False]
+    [steps] = {s.steps for s in stretches}
+    first = training.done - 4 * steps  # step after which the first of them began
+
+    saved = checkpoint.Checkpoints(tmp_path)
+    assert saved.latest() == first + 2 * steps  # its files are as they were written
+    for step in (first + steps, first + 2 * steps):
+        state = saved.restore(step, checkpoint.stored_shapes(training.shapes))
+        assert int(state.step) == step
+    saved.close()
+
+    told = list(benchmark_checkpoint.lines(training, stretches))
+    assert told[0].endswith("on 1 x cpu, mesh (1, 1, 1); 8 x 32 tokens per step")
+    names = ["between saves", "without a save", "with a save", "ratio", "in save()"]
+    names += ["on disk after", "waited for", "checkpoint"]
+    assert [line[:16].strip() for line in told[1:-1]] == names
+    for s in stretches:
+        assert s.seconds >= s.call_s + s.wait_s and (s.write_s > 0) == s.saved
+
+
+def test_a_ratio_is_of_the_two_of_a_round():
+    def stretch(saved, seconds):
+        return benchmark_checkpoint.Stretch(saved, 3, seconds)
+
+    turns = [stretch(False, 2.0), stretch(True, 3.0), stretch(True, 5.0), stretch(False, 4.0)]
+    assert benchmark_checkpoint.ratios(turns) == [1.5, 1.25]
+    assert benchmark_checkpoint.spread([1.5, 1.25, 9.0], 3) == "1.500 (1.250 to 9.000)"
+
+
+def test_a_large_model_is_saved_less_often_and_has_a_batch_for_a_cpu():
+    flags, config = benchmark_checkpoint.parse([])
+    assert (flags.interval_s, flags.rounds, config.run.name) == (30, 5, "tiny")
+    large = ["--config", str(ROOT / "configs/dense_124m.toml")]
+    flags, config = benchmark_checkpoint.parse([*large, "--train.sequences", "2", "--rounds", "1"])
+    assert (flags.interval_s, flags.rounds, config.run.name) == (120, 1, "dense_124m")
+    assert (config.train.sequences, config.train.sequence_length) == (2, 256)
+    with pytest.raises(ValueError, match=r"--rounds -1 leaves nothing.*--rounds 3"):
+        benchmark_checkpoint.parse([*large, "--rounds", "-1"])
+    with pytest.raises(ValueError, match=r"unknown flag --round: did you mean --rounds"):
+        benchmark_checkpoint.parse(["--round", "1"])
