@@ -40,8 +40,8 @@ class Flags:
     """Flags of `benchmark.py checkpoint` beside those of main.py."""
 
     config: Path = Path("configs/tiny.toml")  # TOML file, as for main.py
-    interval_s: float = 0  # between saves; 0: 30, of a model as large as dense_124m 120
-    rounds: int = 0  # of steps with and without a save; 0: 5, of such a model 3
+    interval_s: float = 0  # between saves; 0: 30, of dense_124m 120
+    rounds: int = 0  # of steps with a save and without; 0: 5, of dense_124m 3
     folder: Path | None = None  # a temporary one for checkpoints is made there
 
 
