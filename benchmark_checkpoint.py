@@ -71,16 +71,18 @@ class Stretch:
     saved: bool
     steps: int
     seconds: float  # of all of it
+    cpu_s: float  # that this process took of all cores meanwhile
     call_s: float = 0  # until save() returned
     write_s: float = 0  # until the checkpoint was on disk
     wait_s: float = 0  # for that, after the last step
 
     def __str__(self) -> str:
+        text = f"{self.seconds:.2f} s, {self.cpu_s:.2f} of CPU"
         if not self.saved:
-            return f"without a save {self.seconds:.2f} s"
+            return f"without a save {text}"
         return (
-            f"with a save {self.seconds:.2f} s, of which {self.call_s:.2f} s in save() and "
-            f"{self.wait_s:.2f} s at the end; on disk after {self.write_s:.2f} s"
+            f"with a save {text}; {self.call_s:.2f} s in save(), {self.wait_s:.2f} s at the end, "
+            f"on disk after {self.write_s:.2f} s"
         )
 
 
@@ -110,20 +112,21 @@ class Training:
         self.saved.save(self.done, arrays, dataclasses.asdict(self.config))
 
     def stretch(self, steps: int, saved: bool) -> Stretch:
-        start = time.perf_counter()
-        if not saved:
-            self.train(steps)
-            return Stretch(saved, steps, time.perf_counter() - start)
-        self.saved.longest_s, step = 0, self.done  # of this save alone
-        self.save()
+        step, start, cpu = self.done, time.perf_counter(), time.process_time()
+        if saved:
+            self.saved.longest_s = 0  # of this save alone
+            self.save()
         called = time.perf_counter()
         self.train(steps)
         trained = time.perf_counter()
-        self.saved.must_have(step)
-        end = time.perf_counter()
-        return Stretch(
-            saved, steps, end - start, called - start, self.saved.longest_s, end - trained
-        )
+        if saved:
+            self.saved.must_have(step)
+        end, cpu_s = time.perf_counter(), time.process_time() - cpu
+        taken = Stretch(saved, steps, end - start, cpu_s)
+        if not saved:
+            return taken
+        call_s, wait_s, write_s = called - start, end - trained, self.saved.longest_s
+        return dataclasses.replace(taken, call_s=call_s, write_s=write_s, wait_s=wait_s)
 
     def stretches(self, interval_s: float, rounds: int) -> Iterator[Stretch]:
         """Each round has one with a save and one without, in one order and then in the other."""
@@ -142,9 +145,9 @@ class Training:
         return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
 
 
-def ratios(stretches: list[Stretch]) -> list[float]:
+def ratios(stretches: list[Stretch], of: str = "seconds") -> list[float]:
     """Of each round, the time with a save over the time without."""
-    with_, without = ([s.seconds for s in stretches if s.saved == kind] for kind in (True, False))
+    with_, without = ([getattr(s, of) for s in stretches if s.saved == k] for k in (True, False))
     return [a / b for a, b in zip(with_, without, strict=True)]
 
 
@@ -159,11 +162,12 @@ def lines(training: Training, stretches: list[Stretch]) -> Iterator[str]:
     yield f"without a save  {spread(s.seconds for s in stretches if not s.saved)} s"
     yield f"with a save     {spread(s.seconds for s in saves)} s"
     yield f"ratio           {spread(ratios(stretches), 3)}, at most {MOST} is wanted"
+    yield f"ratio of CPU    {spread(ratios(stretches, 'cpu_s'), 3)}, which other work moves less"
     yield f"in save()       {spread(s.call_s for s in saves)} s"
     yield f"on disk after   {spread(s.write_s for s in saves)} s"
     yield f"waited for      {spread(s.wait_s for s in saves)} s after the last step"
     yield f"checkpoint      {training.checkpoint_bytes() / 2**20:.1f} MiB"
-    yield f"Medians of {len(saves)} rounds (least to most); the ratio is of each round."
+    yield f"Medians of {len(saves)} rounds (least to most); ratios are of each round."
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:

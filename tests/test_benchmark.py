@@ -455,7 +455,13 @@ def test_a_token_needs_the_weights_of_its_own_experts():
 # --- benchmark.py checkpoint ----------------------------------------------------------------------
 
 
-def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp_path):
+def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp_path, monkeypatch):
+    def counts(state, batch):
+        return state.replace(step=state.step + 1), {}
+
+    # What a step computes is no matter here, and takes long to compile.
+    step = benchmark.jax.jit(counts, donate_argnums=0)
+    monkeypatch.setattr(benchmark.train, "jitted_step", lambda *_: step)
     one = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1", "--mesh.virtual", "1"]
     small = ["--model.blocks", "1", "--model.moe_layers", "0", "--model.vocabulary", "256"]
     small += ["--train.sequence_length", "32", "--interval_s", "0.05", "--rounds", "2"]
@@ -476,8 +482,8 @@ def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp
 
     told = list(benchmark_checkpoint.lines(training, stretches))
     assert told[0].endswith("on 1 x cpu, mesh (1, 1, 1); 8 x 32 tokens per step")
-    names = ["between saves", "without a save", "with a save", "ratio", "in save()"]
-    names += ["on disk after", "waited for", "checkpoint"]
+    names = ["between saves", "without a save", "with a save", "ratio", "ratio of CPU"]
+    names += ["in save()", "on disk after", "waited for", "checkpoint"]
     assert [line[:16].strip() for line in told[1:-1]] == names
     for s in stretches:
         assert s.seconds >= s.call_s + s.wait_s and (s.write_s > 0) == s.saved
@@ -485,10 +491,11 @@ def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp
 
 def test_a_ratio_is_of_the_two_of_a_round():
     def stretch(saved, seconds):
-        return benchmark_checkpoint.Stretch(saved, 3, seconds)
+        return benchmark_checkpoint.Stretch(saved, 3, seconds, 2 * seconds + 1)
 
     turns = [stretch(False, 2.0), stretch(True, 3.0), stretch(True, 5.0), stretch(False, 4.0)]
     assert benchmark_checkpoint.ratios(turns) == [1.5, 1.25]
+    assert benchmark_checkpoint.ratios(turns, "cpu_s") == [7 / 5, 11 / 9]
     assert benchmark_checkpoint.spread([1.5, 1.25, 9.0], 3) == "1.500 (1.250 to 9.000)"
 
 
