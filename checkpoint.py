@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -706,8 +706,17 @@ def stored_shapes(shapes: Any) -> Any:
 
 def reshaped(arrays: Any, shapes: Any) -> Any:
     """The same elements in the same order, in these shapes and layouts."""
+    likes, tree = jax.tree.flatten(shapes)
+    program = _reshape(tuple((like.shape, like.sharding) for like in likes))
+    return tree.unflatten(program(tree.flatten_up_to(arrays)))
 
-    def change(arrays: Any) -> Any:
-        return jax.tree.map(lambda a, like: a.reshape(like.shape), arrays, shapes)
 
-    return jax.jit(change, out_shardings=jax.tree.map(lambda s: s.sharding, shapes))(arrays)
+@cache
+def _reshape(likes: tuple[tuple[tuple[int, ...], NamedSharding], ...]) -> Any:
+    """One program for all saves: jit knows a function by its identity, and would compile anew."""
+    shapes, layouts = zip(*likes, strict=True)
+
+    def change(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
+
+    return jax.jit(change, out_shardings=list(layouts))

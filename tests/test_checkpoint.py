@@ -802,6 +802,15 @@ def test_blocks_are_stored_in_the_order_in_which_they_run_on_every_mesh():
         np.testing.assert_array_equal(np.asarray(back).reshape(-1), numbers)
 
 
+def test_the_next_save_is_laid_out_by_the_same_program():
+    like = jax.ShapeDtypeStruct((4, 2), np.float32, sharding=NamedSharding(mesh_of(1, 1, 1), P()))
+    for first in (0, 8):
+        there = checkpoint.reshaped(np.arange(first, first + 8, dtype=np.float32), like)
+        np.testing.assert_array_equal(there, np.arange(first, first + 8).reshape(4, 2))
+    program = checkpoint._reshape(((like.shape, like.sharding),))
+    assert program._cache_size() == 1
+
+
 def moments(state):
     [adam] = (slot for slot in state.optimizer if hasattr(slot, "mu"))
     return adam.mu
