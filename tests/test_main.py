@@ -250,7 +250,7 @@ def test_a_run_folder_without_the_checkpoints_it_tells_of_is_refused(
     tmp_path, every, folder, ages, refused
 ):
     config = utils.parse(["--run.dir", str(tmp_path), "--checkpoint.every_steps", str(every)])
-    run = main.run_folder(config)
+    run = main.folder_of(config).files
     (run / "checkpoints" if folder else run).mkdir(parents=True)
     (run / "config.toml").write_text(utils.to_toml(config))
     steps = enumerate(ages, 1)
