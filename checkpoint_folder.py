@@ -204,8 +204,7 @@ class BucketFolder(Folder):
         return sorted({name.partition("/")[0] for name in self._objects.found()})
 
     def try_to_write(self, process: int) -> None:
-        self._objects.write(f"probe-{process}", bytes(PROBE_BYTES))
-        self._objects.remove([f"probe-{process}"])
+        self._objects.write(f"probe-{process}", bytes(PROBE_BYTES))  # stays, as a folder would
 
     def unfinished(self) -> list[str]:
         names = [name.split("/") for name in self._objects.found() if "/" in name]

@@ -186,8 +186,10 @@ def run(config: Config) -> None:
     config = continued(config)
     declared = model.declare(config)
     passes.schedule_of(config)
-    data = open_datasets(config)
     with watched(config) as watch:
+        # Here, so that the others are told of a process that has not all of it.
+        watch.doing("opening of the data")
+        data = open_datasets(config)
         mesh, w = train.make_mesh(config), None
         watch.doing("restore")
         folder = folder_of(config)

@@ -152,3 +152,26 @@ def test_records_that_cannot_be_sent_before_a_save_keep_it_from_being_made(
     records = metrics.read(left.files / "metrics.jsonl")
     ages = [r["checkpoint/age_steps"] for r in records if "loss/train" in r]
     assert left.saved_steps() == ["3"] and ages == [1, 2, 3]
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_one_that_lost_its_own_does_not(
+    bucket, url, data
+):
+    """Where no save came to anything, the folder is there all the same."""
+    flags = ["--run.dir", f"{bucket.url}/runs", "--run.name", "x", "--checkpoint.every_steps", "2"]
+    config = utils.parse([*FLAGS, *data, *flags])
+    line = '{"step": %d, "loss/train": 1.0, "checkpoint/age_steps": %d}\n'
+    cases = ([1, 2, 3], True, False), ([1, 2, 1], True, True), ([1, 2], False, True)
+    for ages, made, refused in cases:
+        there = Prefix(url)
+        there.remove(there.found())
+        records = "".join(line % record for record in enumerate(ages, 1))
+        there.write("metrics.jsonl", records.encode())
+        if made:
+            there.write("checkpoints/probe-0", b"")
+        run_folder._in_bucket.cache_clear()
+        if refused:
+            with pytest.raises(ValueError, match="Copy that folder too"):
+                main.continued(config)
+        else:
+            main.continued(config)
