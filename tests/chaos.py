@@ -245,11 +245,10 @@ class Chaos:
             return
         if processes not in self.expected:
             self.run_whole(processes)
-        left = blows
+        left, kinds = blows, list(KINDS)
+        self.random.shuffle(kinds)
         while left:
             job = Job(self.folder, f"{what}-{left}", self.data, processes)
-            kinds = list(KINDS)
-            self.random.shuffle(kinds)
             while True:
                 blow = self._blow(kinds, number) if left else None
                 victim = self.random.randrange(processes)
