@@ -9,7 +9,8 @@ each --pairs times; of two one is killed, and the other has to end by itself, sa
 With --stops it is stopped (SIGSTOP) and not killed. With --terms and --pair_terms it is asked to
 end (SIGTERM): all processes have to, with 143 and without losing a step, and it is measured how
 long they take. Blows fall into every kind of work in turn, at a random one of its times, after a
-random delay. Prints a table; exit code 1 if anything differs.
+random delay. With --bucket the runs live in an emulated bucket, of whose requests some fail in each
+life, and are compared with one on a disk. Prints a table; exit code 1 if anything differs.
 """
 
 import contextlib
@@ -27,10 +28,15 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from processes import LIMIT_S, ROOT, environments, start
+
+if TYPE_CHECKING:  # children need no emulator
+    from bucket import Bucket
 
 sys.path.insert(0, str(ROOT))
 
@@ -64,6 +70,8 @@ class Flags:
     stops: int = 1  # of one of two, by SIGSTOP
     terms: int = 0  # of one process, by SIGTERM
     pair_terms: int = 0  # of one of two, by SIGTERM
+    # the runs that are struck live in an emulated bucket, of whose requests some fail in each life
+    bucket: bool = False
     seed: int = 0
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
@@ -146,16 +154,26 @@ class Job:
     def __init__(self, folder: Path, name: str, data: Path, processes: int):
         self.folder, self.name, self.processes = folder, name, processes
         self.run = folder / name
+        self.checkpoints: str | Path = self.run / "checkpoints"
+        self.environment: dict[str, str] = {}
         self.arguments = [*MODEL.split(), "--run.dir", str(folder), "--run.name", name]
         for split in ("train", "val"):
             self.arguments += [f"--data.{split}", str(data / split)]
         self.lives = 0
 
+    def files(self) -> Path:
+        """Where its records and pictures can be read now."""
+        return self.run
+
+    def remove(self) -> None:
+        shutil.rmtree(self.run)
+
     def live(self, blows: dict[int, Blow]) -> Ended:
         """One life, in which these processes are struck."""
         self.lives += 1
         started = []
-        for number, environment in enumerate(environments(self.processes, 8 // self.processes)):
+        places = environments(self.processes, 8 // self.processes, **self.environment)
+        for number, environment in enumerate(places):
             blow = blows.get(number)
             text = json.dumps(dataclasses.asdict(blow)) if blow else "null"
             log = (self.folder / f"{self.name}.{self.lives}.{number}.log").open("w+")
@@ -184,7 +202,47 @@ class Job:
         return Ended(codes, said, at)
 
 
-def told(run: Path) -> dict[str, object]:
+class BucketJob(Job):
+    """One that lives in a bucket, of whose requests some fail once or twice in each life."""
+
+    KINDS = (429, 503, "cut request", "cut response", "delay")
+
+    def __init__(self, bucket: "Bucket", chance: random.Random, *how: Any):
+        super().__init__(*how)
+        self.bucket, self.chance, self.environment = bucket, chance, bucket.environment
+        self.url = f"{bucket.url}/runs/{self.name}"
+        self.checkpoints = f"{self.url}/checkpoints"
+        self.arguments += ["--run.dir", f"{bucket.url}/runs"]
+
+    def files(self) -> Path:
+        import buckets
+
+        shutil.rmtree(self.run, ignore_errors=True)
+        objects = buckets.Prefix(self.url)
+        for name in objects.found():
+            if name.partition("/")[0] not in ("checkpoints", "lock"):
+                file = self.run / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(objects.read(name))
+        return self.run
+
+    def remove(self) -> None:
+        import buckets
+
+        objects = buckets.Prefix(self.url)
+        objects.remove(objects.found())
+        super().remove()
+
+    def live(self, blows: dict[int, Blow]) -> Ended:
+        for kind in self.KINDS:
+            after, times = self.chance.randrange(200), self.chance.randint(1, 2)
+            self.bucket.fault(kind, after=after, times=times, seconds=2.0)
+        ended = super().live(blows)
+        self.bucket.mend()
+        return ended
+
+
+def told(run: Path, checkpoints: str | Path) -> dict[str, object]:
     """All that a run ends with, but what was measured: bytes of arrays, records, samples, and what
     the pictures show.
     """
@@ -197,7 +255,7 @@ def told(run: Path) -> dict[str, object]:
         for record in metrics.read(run / "metrics.jsonl")
     ]
     found = {"metrics.jsonl": records, "samples.jsonl": (run / "samples.jsonl").read_bytes()}
-    with contextlib.closing(checkpoint.Checkpoints(run / "checkpoints")) as saved:
+    with contextlib.closing(checkpoint.Checkpoints(checkpoints)) as saved:
         step = saved.latest()
         found["step"] = step
         arrays = saved.arrays(step)
@@ -210,13 +268,14 @@ def told(run: Path) -> dict[str, object]:
     return found
 
 
-def differences(run: Path, expected: dict[str, object]) -> list[str]:
-    found = told(run)
+def differences(job: Job, expected: dict[str, object]) -> list[str]:
+    found = told(job.files(), job.checkpoints)
     return [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
 
 
 class Chaos:
-    def __init__(self, flags: Flags, folder: Path):
+    def __init__(self, flags: Flags, folder: Path, bucket: "Bucket | None"):
+        self.bucket = bucket
         self.folder, self.random = folder, random.Random(flags.seed)
         self.data = folder / "data"
         self.expected: dict[int, dict[str, object]] = {}  # by the number of processes
@@ -237,7 +296,7 @@ class Chaos:
         ended = job.live({})
         if any(ended.codes):
             raise SystemExit(f"a run without blows ended with {ended.codes}:\n{ended.said[0]}")
-        self.expected[processes] = told(job.run)
+        self.expected[processes] = told(job.files(), job.checkpoints)
 
     def strike(self, what: str, processes: int, blows: int, number: int) -> None:
         """Strikes runs so many times in all, and lets each of them come to its end."""
@@ -248,7 +307,8 @@ class Chaos:
         left, kinds = blows, list(KINDS)
         self.random.shuffle(kinds)
         while left:
-            job = Job(self.folder, f"{what}-{left}", self.data, processes)
+            how = self.folder, f"{what}-{left}", self.data, processes
+            job = BucketJob(self.bucket, self.random, *how) if self.bucket else Job(*how)
             while True:
                 blow = self._blow(kinds, number) if left else None
                 victim = self.random.randrange(processes)
@@ -268,11 +328,11 @@ class Chaos:
                     self._say(job, f"ended with {ended.codes}\n{ended.said}")
                     return
                 (self._asked if asked else self._survivors)(what, job, victim, ended)
-            differ = differences(job.run, self.expected[processes])
+            differ = differences(job, self.expected[processes])
             self.compared += 1
             if differ:
                 self.wrong.append(f"{job.name}: after {job.lives} lives {', '.join(differ)} differ")
-            shutil.rmtree(job.run)
+            job.remove()
 
     def _blow(self, kinds: list[str], number: int) -> Blow:
         kind = kinds[0]
@@ -296,7 +356,7 @@ class Chaos:
         text = ended.said[victim]
         if "there is nothing to save" in text:
             return
-        records = metrics.read(job.run / "metrics.jsonl")
+        records = metrics.read(job.files() / "metrics.jsonl")
         last = records[-1]["step"] if records else 0
         name = f"the newest checkpoint is {f'of step {last}' if last else 'none'}. "
         if name not in text:
@@ -323,12 +383,23 @@ class Chaos:
         return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def emulated() -> Iterator["Bucket"]:
+    """A bucket for as long as the block runs, which this process knows too."""
+    from bucket import Server
+
+    with Server() as server:
+        os.environ |= server.environment
+        yield server.bucket()
+
+
 def main(flags: Flags) -> int:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = flags.folder or Path(temporary)
+    with contextlib.ExitStack() as stack:
+        folder = flags.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        chaos = Chaos(flags, folder)
+        bucket = stack.enter_context(emulated()) if flags.bucket else None
+        chaos = Chaos(flags, folder, bucket)
         chaos.strike("killed", 1, flags.kills, signal.SIGKILL)
         chaos.strike("killed, of two", 2, flags.pairs, signal.SIGKILL)
         chaos.strike("stopped, of two", 2, flags.stops, signal.SIGSTOP)
