@@ -137,8 +137,8 @@ class Ended:
     at: float  # time.monotonic() when the last of them did
 
     def told(self, what: str, number: int) -> float | None:
-        """What the process says in the line that begins so."""
-        found = re.search(rf"^{what}: (\S+)$", self.said[number], re.MULTILINE)
+        """The number that the process says of this; machine code may talk on the same line."""
+        found = re.search(rf"{what}: ([\d.]+)", self.said[number])
         return float(found[1]) if found else None
 
     @property
