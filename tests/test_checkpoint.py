@@ -28,6 +28,7 @@ import model
 import resume
 import train
 from common import config_of
+from processes import free_port
 from saved_state import CONFIG, abstract, assert_same, mesh_of, saved, state_on
 
 
@@ -688,14 +689,6 @@ checkpoints.close()
 )
 
 
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tmp_path):
     root = Path(checkpoint.__file__).parent
     command = [
@@ -704,7 +697,7 @@ def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tm
         f"import sys; sys.path[:0] = {[str(root), str(root / 'tests')]}",
     ]
     command[-1] += "\nimport conftest\n" + TWO_PROCESSES
-    port = free_port()
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [*command, str(rank), port, str(tmp_path)],
