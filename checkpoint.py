@@ -1,24 +1,22 @@
 """Orbax checkpoints: save, find, verify, restore onto any mesh. Knows nothing of the loop.
 
-A checkpoint is a folder `<step>` that appears by one rename when all of it is written: every array
-whole (cut into chunks as its shards were, so any mesh can read it), the run's config, and the size
-and CRC-32 of each file, which `latest` checks before anything is read. Beside the config stand a
-digest of each array, taken on the devices before it was written and compared where it is restored
-(digests.py), the start that wrote it (starts.py), and a format number. Blocks are stored in the
-order in which they run, [blocks, ...], whatever mesh they were trained on: `stored_shapes`.
+A checkpoint is a folder `<step>` that appears when all of it is written, on a disk or in a bucket
+(checkpoint_folder.py): every array whole (cut into chunks as its shards were, so any mesh can read
+it), the run's config, and the size and checksum of each file, which `latest` checks before anything
+is read. Beside the config stand a digest of each array, taken on the devices before it was written
+and compared where it is restored (digests.py), the start that wrote it (starts.py), and a format
+number. Blocks are stored in the order in which they run, [blocks, ...], whatever mesh they were
+trained on: `stored_shapes`.
 
 A save that fails is told and leaves the others as they are; the next one is tried when it is due.
 """
 
 import contextlib
 import itertools
-import json
 import math
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import checkpoint_managers
 
+import buckets
+import checkpoint_folder
 import digests
+from checkpoint_folder import Damaged
 from faults import Fault
 from metrics import say
 from model import Transformer
@@ -42,65 +42,15 @@ from model import Transformer
 # change what is told of files in CHECKSUMS, nor where its own number stands.
 FORMAT = 1
 OWN = ("format", "made_by", "digests")  # keys that stand beside the config's sections
-CHECKSUMS = "checksums.json"
 FILE_BYTES = 256 << 20
 CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
-UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
 MOST_NAMED = 10  # arrays in one message
-PROBE_BYTES = 1 << 12
 LATE_S = 60  # in which a thread ends that writes when another has failed
 GOOD_S = 60  # in which all processes, having written, say that they could
 TOLD_BYTES = 1024  # of an error, from one process to the others
 # The two points at which Orbax's threads of all processes meet while they save.
 MEETINGS = ("async_write_complete", "async_commit_complete")
 _meetings = itertools.count()  # a name for each save, the same on every process
-
-
-class Damaged(ValueError):
-    """A checkpoint's values are not those that were saved."""
-
-
-def _checksum(file: epath.Path) -> list[int]:
-    """[bytes, CRC-32], read in pieces, because a file may be larger than memory."""
-    size = crc = 0
-    with file.open("rb") as stream:
-        while piece := stream.read(1 << 24):
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return [size, crc]
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _files(entry)
-        else:
-            yield entry
-
-
-def _checksums(folder: epath.Path) -> dict[str, list[int]]:
-    """Of every file in the items' folders, by path. Beside these Orbax still writes its own log."""
-    items = [entry for entry in folder.iterdir() if entry.is_dir()]
-    files = sorted(file for item in items for file in _files(item))
-    with ThreadPoolExecutor(4) as pool:
-        return {
-            str(file.relative_to(folder)): found
-            for file, found in zip(files, pool.map(_checksum, files), strict=True)
-        }
-
-
-def _damage(folder: epath.Path) -> str | None:
-    """What is wrong with the files of a finished checkpoint, in words; None if nothing is."""
-    try:
-        expected = dict(json.loads((folder / CHECKSUMS).read_text()))
-        found = _checksums(folder)
-    except (OSError, ValueError, TypeError) as error:
-        return f"{CHECKSUMS} or a file named there cannot be read ({error})"
-    for name, as_written in expected.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name] != as_written:
-            return f"{name}: expected [bytes, CRC-32] {as_written}, found {found[name]}"
-    return None
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -151,6 +101,11 @@ def _join_orbax() -> None:
             threading.Thread.join(thread, LATE_S)
 
 
+def _kind(problem: str) -> type[Exception]:
+    """Of what is raised for this: whether it may pass, or a person has to mend it."""
+    return Fault if buckets.Unanswered.__name__ in problem else ValueError
+
+
 def _line(error: BaseException | None) -> str:
     if error is None:
         return ""
@@ -182,17 +137,19 @@ class Checkpoints:
                 f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is there. "
                 f"Use 1 or more, or --checkpoint.every_steps 0 to save none."
             )
-        self.folder = epath.Path(folder).absolute()
+        self._files = checkpoint_folder.opened(folder)
+        self.folder = self._files.path
         self.made_by: dict[str, Any] | None = None  # the start that is told in what is saved
         self._writes, self._keep = keep is not None, (keep, keep_every_steps)
         self._stacked = stacked
         self._saving: int | None = None  # saved and not yet waited for
         self._meeting, self._met = 0, set()
+        self._problem = ""  # of the last save that failed
         self._whole = self._seen = 0  # newest step on disk: as all agree; as process 0 just saw
         self._spoiled: set[int] = set()  # steps that were found damaged and are not asked again
         self.longest_s = self._begun = 0.0  # of the saves so far, as process 0 knows
         self._opened: ocp.CheckpointManager | None = None
-        if not self._writes and not self.folder.is_dir():
+        if not self._writes and not self._files.exists():
             raise ValueError(
                 f"there are no checkpoints in {self.folder}: no such folder. Give the folder of a "
                 f"run that was trained with --checkpoint.every_steps above 0."
@@ -202,20 +159,21 @@ class Checkpoints:
             if not problem:
                 self._opened = self._open()
         except OSError as error:
-            problem = str(error)
+            problem = _line(error)
         if problem:
-            raise ValueError(
+            raise _kind(problem)(
                 f"checkpoints cannot be written to {self.folder}: {problem}. Give a --run.dir that "
                 f"can be written."
             )
 
     def _open(self) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
-            self.folder,
-            options=self._options(),
-            item_names=("state", "config"),
-            item_handlers={"state": self._handler(), "config": ocp.JsonCheckpointHandler()},
-        )
+        with self._files.asked():
+            return ocp.CheckpointManager(
+                self.folder,
+                options=self._options(),
+                item_names=("state", "config"),
+                item_handlers={"state": self._handler(), "config": ocp.JsonCheckpointHandler()},
+            )
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
@@ -243,30 +201,26 @@ class Checkpoints:
             ),
         )
 
-    def _not_writable(self, tell: bool = False) -> str:
+    def _not_writable(self, tell: bool = False, before: Callable[[], None] = lambda: None) -> str:
         """Why some process cannot write here now, as all tell it; empty where all can.
 
         Asked before Orbax is: there, who fails alone leaves the others waiting for it.
         """
         problem = ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                before()
+            self._files.try_to_write(jax.process_index())
             self._remove_unfinished(tell)
-            probe = self.folder / f"probe-{jax.process_index()}"
-            try:
-                probe.write_bytes(bytes(PROBE_BYTES))
-            finally:
-                probe.unlink(missing_ok=True)
         except OSError as error:
             problem = _line(error)
         return _told_by_all(problem)
 
     def _remove_unfinished(self, tell: bool = False) -> None:
-        for entry in sorted(self.folder.iterdir()) if jax.process_index() == 0 else []:
-            if UNFINISHED in entry.name:
-                if tell:
-                    say(f"warning: {entry} was not finished when its run stopped; removed")
-                entry.rmtree()
+        for name in self._files.unfinished() if jax.process_index() == 0 else []:
+            if tell:
+                say(f"warning: {self.folder / name} was not finished when its run stopped; removed")
+            self._files.remove(name)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
         """Where Orbax's threads of all processes wait for each other, with the same key.
@@ -298,7 +252,7 @@ class Checkpoints:
         """Runs in Orbax's thread on process 0, when a save has ended, well or not."""
         self.longest_s = max(self.longest_s, time.monotonic() - self._begun)
         try:
-            if (self.folder / str(self._saving)).is_dir():
+            if self._files.is_whole(self._saving):
                 self._seen = self._saving
             else:
                 self._remove_unfinished()
@@ -306,17 +260,22 @@ class Checkpoints:
             return
 
     def _write_checksums(self) -> None:
-        """Runs in Orbax's thread on process 0, when all files are there and before the rename."""
-        named = str(self._saving)
-        [folder] = [f for f in self.folder.iterdir() if f.name in (named, named + UNFINISHED)]
-        (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder)))
+        """Runs in Orbax's thread on process 0, when all files are there, and before the rename."""
+        self._files.write_checksums(self._saving)
 
-    def save(self, step: int, state: Any, config: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        config: dict[str, Any],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         """Copies `state` off the devices and returns; the files are written behind the training.
 
         state   tree of jax arrays in canonical shapes, which may be donated right after; with
                 `stacked` of numpy arrays, which have to stay until `wait` returns.
         config  tree of what JSON can hold.
+        before  called on process 0 before anything is written; if it raises OSError, nothing is.
         A step that is saved already stays as it is. What goes wrong with the files is told, now or
         when the next save is due, and is no error: see `stop_if_old`, `must_have`.
 
@@ -324,7 +283,7 @@ class Checkpoints:
         """
         assert self._writes
         self.wait()
-        if problem := self._not_writable():
+        if problem := self._not_writable(before=before):
             self._tell_failed(step, problem)
             return
         self._saving, self._meeting, self._met = step, next(_meetings), set()
@@ -334,7 +293,7 @@ class Checkpoints:
                 self._saving, self._whole = None, max(self._whole, step)
                 return
             saved = self._manager.save(step, args=self._items(_named(state), config))
-        except OSError as error:
+        except self._files.failures as error:
             if jax.process_count() > 1:  # the others are somewhere in the save
                 raise Fault(f"the save of step {step} failed here alone: {_line(error)}") from error
             self._end(error)
@@ -382,7 +341,7 @@ class Checkpoints:
         whole = False
         if jax.process_index() == 0:
             try:
-                whole = (self.folder / str(step)).is_dir()
+                whole = self._files.is_whole(step)
                 self._remove_unfinished()
             except OSError as found:
                 problem += f"; {_line(found)}"
@@ -394,6 +353,7 @@ class Checkpoints:
             self._tell_failed(step, problem)
 
     def _tell_failed(self, step: int, problem: str) -> None:
+        self._problem = problem
         say(
             f"warning: checkpoint of step {step} could not be written: {problem}. The newest is "
             f"{self._newest()}; the next save is tried when it is due."
@@ -425,13 +385,13 @@ class Checkpoints:
         return step - max(self._whole, self._seen)
 
     def stop_if_old(self, step: int, most: int) -> None:
-        """Raises ValueError when the newest checkpoint is more than `most` steps old. Waits for a
-        save only when it otherwise would be.
+        """Raises ValueError, or Fault where a bucket did not answer, when the newest checkpoint is
+        more than `most` steps old. Waits for a save only when it otherwise would be.
         """
         if step - self._whole > most:
             self.wait()
         if step - self._whole > most:
-            raise ValueError(
+            raise _kind(self._problem)(
                 f"stopped after step {step}: no checkpoint could be written for more than {most} "
                 f"steps (--checkpoint.max_age_steps), and the newest in {self.folder} is "
                 f"{self._newest()}. Make room or give back the right to write there, and start "
@@ -439,10 +399,10 @@ class Checkpoints:
             )
 
     def must_have(self, step: int) -> None:
-        """Waits for the last save. Raises ValueError when it did not come to a checkpoint."""
+        """Waits for the last save. Raises as `stop_if_old` when it came to no checkpoint."""
         self.wait()
         if self._whole != step:
-            raise ValueError(
+            raise _kind(self._problem)(
                 f"the checkpoint of step {step} could not be written to {self.folder}, and the "
                 f"newest there is {self._newest()}. Make room or give back the right to write "
                 "there, and start again."
@@ -483,8 +443,8 @@ class Checkpoints:
         must_match  raises for a config with which this run does not go on.
         """
         while (step := self.latest()) is not None:
-            must_match(self.config(step))
             try:
+                must_match(self.config(step))
                 like = abstract(step) if callable(abstract) else abstract
                 state = self.restore(step, like)
             except Damaged as error:
@@ -502,10 +462,10 @@ class Checkpoints:
         """One process reads, and all follow it: they must not restore different steps."""
         good = True
         if jax.process_index() == 0:
-            folder = self.folder / str(step)
-            damage = _damage(folder)
+            damage = self._files.damage(step)
             good = damage is None
             if not good:
+                folder = self.folder / str(step)
                 say(f"warning: checkpoint {folder} is damaged and skipped: {damage}")
         good = bool(multihost_utils.broadcast_one_to_all(np.asarray(good)))
         if not good and not self._writes:
@@ -515,10 +475,7 @@ class Checkpoints:
     def _put_aside(self, steps: list[int]) -> None:
         """Only ever beside a good one: a folder without checkpoints would be a new run."""
         for step in steps if jax.process_index() == 0 else []:
-            aside = self.folder / f"damaged-{step}"
-            if aside.exists():
-                aside.rmtree()
-            (self.folder / str(step)).rename(aside)
+            self._files.put_aside(step)
         multihost_utils.sync_global_devices("put aside")
         self._manager.reload()
 
@@ -537,7 +494,8 @@ class Checkpoints:
         """
         self._must_exist(step)
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        told = self._manager.restore(step, args=items).config
+        with self._files.asked(step):
+            told = self._manager.restore(step, args=items).config
         found = told.get("format", 0)
         if found > FORMAT:
             raise ValueError(
@@ -549,7 +507,12 @@ class Checkpoints:
     def names(self, step: int) -> frozenset[str]:
         """Of the arrays that are stored of a step."""
         self._must_exist(step)
-        return frozenset(self._manager.item_metadata(step).state.tree)
+        return frozenset(self._stored(step))
+
+    def _stored(self, step: int) -> dict[str, Any]:
+        """Shapes and types of the arrays of a step."""
+        with self._files.asked(step):
+            return self._manager.item_metadata(step).state.tree
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
@@ -564,7 +527,8 @@ class Checkpoints:
         self._must_hold(step, wanted)
         args = ocp.args.StandardRestore(wanted) if self._writes else _part(wanted)
         items = ocp.args.Composite(state=args)
-        found = self._manager.restore(step, args=items).state
+        with self._files.asked(step):
+            found = self._manager.restore(step, args=items).state
         self._must_be_as_saved(step, found, told.get("digests", {}))
         return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
 
@@ -621,17 +585,17 @@ class Checkpoints:
     def arrays(self, step: int) -> dict[str, ts.TensorStore]:
         """The arrays of a step by name, on disk, for who reads parts of them without a device."""
         self._told(step)
-        folder = f"file://{self.folder / str(step) / 'state'}/"
-        if "://" in str(self.folder):
-            folder = folder.removeprefix("file://")
+        scheme = "" if buckets.is_bucket(self.folder) else "file://"
+        folder = f"{scheme}{self.folder / str(step) / 'state'}/"
 
         def opened(name: str) -> Any:
             kvstore = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
             return ts.open({"driver": "zarr", "kvstore": kvstore})
 
         # All at once: they share a context, and wait for the same files.
-        found = {name: opened(name) for name in self._manager.item_metadata(step).state.tree}
-        return {name: future.result() for name, future in found.items()}
+        found = {name: opened(name) for name in self._stored(step)}
+        with self._files.asked(step):
+            return {name: future.result() for name, future in found.items()}
 
     def must_be_good(self, step: int) -> None:
         """Raises ValueError when there is no such step, or its files are not as they were
@@ -647,7 +611,7 @@ class Checkpoints:
 
     def _must_hold(self, step: int, wanted: dict[str, Any]) -> None:
         """Orbax itself would cast float32 to what is asked for."""
-        stored = self._manager.item_metadata(step).state.tree
+        stored = self._stored(step)
         have = {name: (x.shape, np.dtype(x.dtype).name) for name, x in stored.items()}
         want = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
         if self._writes and all(name.startswith("weights.") for name in have):

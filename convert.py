@@ -40,6 +40,7 @@ import hugging_face
 import metrics
 import model
 import resume
+import run_folder
 import starts
 import tensor_files
 import utils
@@ -64,7 +65,7 @@ LONGEST = 4096  # tokens of a text, of an imported run, unless more are asked fo
 class Export:
     """Write a checkpoint as a folder that transformers opens."""
 
-    run: Path  # folder of the run, as runs/tiny
+    run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
     out: Path  # folder to write, new or empty
     step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
     # bring a modelling file for what the classes of transformers cannot say; the folder is then
@@ -110,7 +111,8 @@ def export_run(flags: Export) -> None:
     """Raises ValueError for what transformers cannot say, and where nothing can be read or
     written.
     """
-    config = resume.config_of(flags.run, [], Export)
+    run = run_folder.at(flags.run)
+    config = resume.config_of(run, [], Export)
     kind = OWN if flags.remote_code else hugging_face.kind_of(config.model)
     obstacles = [] if flags.remote_code else hugging_face.obstacles(config.model)
     if obstacles:
@@ -120,12 +122,12 @@ def export_run(flags: Export) -> None:
         )
     if not 0 < flags.part_gib < math.inf:
         raise ValueError(f"--part_gib {flags.part_gib} is no size of a file. Use 4.")
-    with closing(Checkpoints(flags.run / "checkpoints")) as saved, _filled(flags.out):
+    with closing(Checkpoints(run.checkpoints)) as saved, _filled(flags.out):
         step = saved.good_step(flags.step)
         told, arrays = saved.config(step), _weights(saved.arrays(step))
         tokenizer, end_of_text = _tokens(told["tokens"], config)
         leaves = hugging_face.leaves(config, kind)
-        _must_agree(flags.run, leaves, arrays)
+        _must_agree(run, leaves, arrays)
         dtype = np.dtype(getattr(jnp, flags.dtype))
         shapes = hugging_face.shapes(leaves, config.model, kind, dtype)
         tensors = tensor_files.make_folder(flags.out, shapes, int(flags.part_gib * GIB))
@@ -158,7 +160,7 @@ def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(first): a for name, a in arrays.items() if name.startswith(first)}
 
 
-def _must_agree(run: Path, leaves: list[Leaf], arrays: Mapping[str, Any]) -> None:
+def _must_agree(run: run_folder.Folder, leaves: list[Leaf], arrays: Mapping[str, Any]) -> None:
     for leaf in leaves:
         have = arrays[leaf.name].shape if leaf.name in arrays else "absent"
         if have != leaf.shape:
@@ -223,7 +225,8 @@ def card(flags: Export, config: Config, step: int, kind: str) -> str:
     """The model card: what the model is, how it is opened, what it reached, and how."""
     whole, active = weights.count(model.declare(hugging_face.alone(config)))
     m, t = config.model, config.train
-    file = flags.run / "metrics.jsonl"
+    run = run_folder.at(flags.run)
+    file = run.files / "metrics.jsonl"
     records = metrics.read(file) if file.is_file() else []
     losses = [r for r in records if r.get("loss/val") is not None and r["step"] <= step]
     rows = [f"| {r['step']:,} | {r['loss/val']:.4f} |" for r in losses]
@@ -231,7 +234,7 @@ def card(flags: Export, config: Config, step: int, kind: str) -> str:
     trained = f"Trained for {step:,} steps of {t.sequences * t.sequence_length:,} tokens"
     trained += f", from the weights of {config.run.init}." if config.run.init else "."
     return CARD.format(
-        name=flags.run.name,
+        name=run.name,
         experts=f" and {m.experts} experts" if m.moe_layers else "",
         whole=whole,
         active=active,

@@ -34,6 +34,7 @@ import decode
 import faults
 import model
 import resume
+import run_folder
 import train
 from data.tokenizer import Tokenizer, load_tokenizer, text_of, token_bytes
 from dataset import Dataset
@@ -237,7 +238,7 @@ class Sampler:
 class Flags:
     """Flags of generate.py beside those of main.py."""
 
-    run: Path  # folder of the run, as runs/tiny
+    run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
     step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
     prompt: str | None = None  # text to continue
     prompts: Path | None = None  # file with a text to continue in each line
@@ -257,14 +258,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     check(flags)
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
-    config = resume.config_of(flags.run, [*one, *rest], Flags)
+    run = run_folder.at(flags.run)
+    config = resume.config_of(run, [*one, *rest], Flags)
     check_mesh(config)
     config = decode.config_of(config, config.mesh.fsdp, config.mesh.tensor)
     declared, prompts = model.declare(config), prompts_of(flags)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, told = resume.weights_of(flags.run, flags.step, shapes)
+    _, w, told = resume.weights_of(run, flags.step, shapes)
     tokenizer, end_of_text = resume.tokenizer_of(told["tokens"], config)
     texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     check_texts(texts, prompts, config.train.sequence_length)

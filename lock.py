@@ -30,6 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from buckets import one_line, refusal, transient
 from faults import Fault
 from metrics import is_primary, say
 
@@ -388,7 +389,7 @@ class BucketLock(Lock):
         try:
             return storage.Client(project=None)
         except exceptions.GoogleAuthError as error:
-            raise self._refused(error) from error
+            raise ValueError(refusal(self.path, error)) from error
 
     def _renew(self) -> None:
         began, blob = time.monotonic(), self._blobs.blob(self._name)
@@ -416,7 +417,6 @@ class BucketLock(Lock):
     def _asked(self, what: Callable[[], Any]) -> Any:
         """what(), tried again for the time of a lease; in words what cannot be mended by that."""
         from google.api_core import exceptions
-        from google.auth.exceptions import GoogleAuthError, TransportError
 
         until, pause_s = time.monotonic() + self.lease_s, self.beat_s / 10
         while True:
@@ -424,11 +424,9 @@ class BucketLock(Lock):
                 return what()
             except exceptions.PreconditionFailed:
                 raise
-            except (exceptions.Unauthorized, exceptions.Forbidden, exceptions.NotFound) as error:
-                raise self._refused(error) from error
             except transient() as error:
-                if isinstance(error, GoogleAuthError) and not isinstance(error, TransportError):
-                    raise self._refused(error) from error
+                if why := refusal(self.path, error):
+                    raise ValueError(why) from error
                 if time.monotonic() + pause_s > until:
                     raise Fault(
                         f"{self.path} did not answer for {self.lease_s:g} s: {one_line(error)}. "
@@ -436,23 +434,6 @@ class BucketLock(Lock):
                     ) from error
             time.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, self.beat_s)
-
-    def _refused(self, error: Exception) -> ValueError:
-        from google.api_core import exceptions
-
-        if isinstance(error, exceptions.NotFound):
-            mend = f"There is no bucket {self._bucket}. Make it, or give another --run.dir"
-        elif isinstance(error, exceptions.Forbidden):
-            mend = (
-                "Grant who runs this roles/storage.objectUser on the bucket, or log in as another: "
-                "gcloud auth application-default login"
-            )
-        else:
-            mend = (
-                "There are no credentials that are taken. Run gcloud auth application-default "
-                "login, or give the machine a service account"
-            )
-        return ValueError(f"{self.path} cannot be written. {mend}. ({one_line(error)})")
 
     def beat(self) -> None:
         """Tries until it is written, or another has it, or another could have it soon."""
@@ -493,17 +474,3 @@ class BucketLock(Lock):
     def leave(self) -> None:
         if self._client and self._pid == os.getpid():
             self._client.close()
-
-
-def transient() -> tuple[type[Exception], ...]:
-    """What asking a bucket raises: each may pass, where the caller does not know better."""
-    import requests
-    from google.api_core.exceptions import GoogleAPICallError
-    from google.auth.exceptions import GoogleAuthError
-    from google.cloud.storage.exceptions import DataCorruption
-
-    return (GoogleAPICallError, GoogleAuthError, requests.RequestException, OSError, DataCorruption)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -21,6 +20,7 @@ import checkpoint
 import chips
 import flops
 import metrics
+import run_folder
 import train
 import utils
 from checkpoint import Checkpoints
@@ -39,8 +39,8 @@ from watch import Watch
 RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
 
 
-def run_folder(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
+def folder_of(config: Config) -> run_folder.Folder:
+    return run_folder.at(f"{config.run.dir.rstrip('/')}/{config.run.name}")
 
 
 def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
@@ -76,7 +76,8 @@ class Loop:
     ):
         self.config, self.mesh, self.saved, self.watch = config, mesh, saved, watch
         self.train_data, val = data
-        self.folder = run_folder(config)
+        self.named = folder_of(config)
+        self.folder = self.named.files
         self.validation = Validation(config, declared, mesh, val)
         self.sample = sampler(config, mesh, self.train_data)
         self.shapes = train.abstract_state(config, declared, mesh)
@@ -170,14 +171,15 @@ class Loop:
         loss, norm = float(report["stats"].loss), float(report["grad_norm"])
         median = float(report.get("median", math.inf))  # infinite where there is none
         why = "spike" if report.get("spike") else "not finite"
-        file, beside = self.folder / "skipped.jsonl", f" after a median of {median:.4g}"
+        name, beside = "skipped.jsonl", f" after a median of {median:.4g}"
         say(
             f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}"
-            f"{beside if why == 'spike' else ''}; the windows of its batch are in {file}"
+            f"{beside if why == 'spike' else ''}; the windows of its batch are in "
+            f"{self.named.path(name)}"
         )
         record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
         record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
-        metrics.append(file, [record])
+        metrics.append(self.folder / name, [record])
 
     def _stop_if_lost(self, step: int, report: dict[str, Any]) -> None:
         t = self.config.train
@@ -190,8 +192,8 @@ class Loop:
         raise ValueError(
             f"stopped after step {step}: {t.max_skipped_in_row} steps in a row {why} and were not "
             f"applied (--train.max_skipped_in_row). {mend}, or look at the data, as with python "
-            f"data/show.py --run {self.folder} --step {step}; the last checkpoint is in "
-            f"{self.folder / 'checkpoints'}."
+            f"data/show.py --run {self.named} --step {step}; the last checkpoint is in "
+            f"{self.named.checkpoints}."
         )
 
     def _must_agree(self, state: State, step: int) -> None:
@@ -201,7 +203,7 @@ class Loop:
             raise Fault(
                 f"stopped after step {step}: {told}, and should not: a device failed in memory or "
                 "arithmetic (--run.check_replicas_every). This state is not saved; the last "
-                f"checkpoint in {self.folder / 'checkpoints'} stays. Start the run again, and "
+                f"checkpoint in {self.named.checkpoints} stays. Start the run again, and "
                 "without that device's host if it is named again."
             )
 
@@ -258,6 +260,7 @@ class Loop:
             step,
             checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
             checkpoint_config(self.config, self.train_data),
+            before=self.named.send,
         )
 
     def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:

@@ -6,15 +6,14 @@
 Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
 DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/, and
 skipped.jsonl, which tells of each step that was not applied why, and which windows of the data it
-was on (data/show.py prints them). The steps are in loop.py. `--init` begins
-a new run with the newest weights of another, on any mesh: optimizer, schedule and steps are new,
-and the loss before the first step is recorded.
+was on (data/show.py prints them). DIR may be gs://BUCKET/FOLDER. The steps are in loop.py.
+`--init` begins a new run with the newest weights of another, on any mesh: optimizer, schedule and
+steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ import model
 import passes
 import plot
 import resume
+import run_folder
 import starts
 import train
 import utils
@@ -38,7 +38,7 @@ import weights
 from checkpoint import Checkpoints
 from dataset import Dataset, open_datasets
 from faults import Fault, Stopped
-from loop import Loop, checkpoint_config, run_folder
+from loop import Loop, checkpoint_config, folder_of
 from metrics import is_primary, say
 from model import Transformer
 from peers import Peers, place
@@ -52,17 +52,13 @@ def parse(arguments: list[str] | None = None) -> Config:
     continues, its own.
     """
     config = utils.parse(arguments, checked=False)
-    source = run_folder(config) if saved_steps(config) else Path(config.run.init)
-    file = source / "config.toml"
-    if not config.run.init or not file.is_file():
+    if not config.run.init:
+        return utils.parse(arguments)
+    own = folder_of(config)
+    file = (own if own.saved_steps() else run_folder.at(config.run.init)).files / "config.toml"
+    if not file.is_file():
         return utils.parse(arguments)
     return utils.parse(arguments, model=utils.load(file).model)
-
-
-def saved_steps(config: Config) -> list[str]:
-    """Names of the checkpoints in the run's folder, good or not."""
-    saved = run_folder(config) / "checkpoints"
-    return [p.name for p in saved.iterdir() if p.name.isdigit()] if saved.is_dir() else []
 
 
 def continued(config: Config) -> Config:
@@ -72,13 +68,13 @@ def continued(config: Config) -> Config:
     Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
     another one.
     """
-    folder, asked = run_folder(config), config.run.resume
-    if config.run.init and Path(config.run.init).resolve() == folder.resolve():
+    folder, asked = folder_of(config), config.run.resume
+    if config.run.init and run_folder.at(config.run.init).is_same(folder):
         raise ValueError(
             f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as --run.name {config.run.name}-2."
         )
-    if not saved_steps(config):
+    if not folder.saved_steps():
         if asked == "must":
             raise ValueError(
                 f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
@@ -86,7 +82,7 @@ def continued(config: Config) -> Config:
             )
         resume.must_not_be_lost(folder, config.checkpoint.every_steps)
         if config.run.init:
-            source = Path(config.run.init)
+            source = run_folder.at(config.run.init)
             theirs = utils.load(resume.config_file(source, "--init")).model
             resume.same_model(source, theirs, config.model)
         return with_schedule(config, config.train.steps)
@@ -101,7 +97,7 @@ def continued(config: Config) -> Config:
             f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
             "Use another --run.name, or --run.resume auto to continue it."
         )
-    before = utils.load(folder / "config.toml")
+    before = utils.load(folder.files / "config.toml")
     if config.run.init not in ("", before.run.init):
         say(
             f"warning: --init {config.run.init} is not read: {folder} has checkpoints and "
@@ -151,7 +147,8 @@ def weights_from(
     config: Config, declared: Transformer, mesh: Mesh, data: Dataset
 ) -> tuple[Config, Transformer]:
     """(the config that names the step, the weights of that checkpoint) of the run of --init."""
-    source, shapes = Path(config.run.init), train.abstract_state(config, declared, mesh).weights
+    source = run_folder.at(config.run.init)
+    shapes = train.abstract_state(config, declared, mesh).weights
     step = config.run.init_step or None
     step, w, told = resume.weights_of(source, step, shapes, "--init")
     resume.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
@@ -160,14 +157,17 @@ def weights_from(
 
 def result(config: Config) -> str:
     """What a finished run came to, and where its files are."""
-    folder = run_folder(config)
-    records = metrics.read(folder / "metrics.jsonl")
+    folder = folder_of(config)
+    records = metrics.read(folder.files / "metrics.jsonl")
     losses = [r for r in records if r.get("loss/val") is not None]
     text = f"{folder}: {config.train.steps} steps"
     if losses:
         text += f", validation loss {losses[-1]['loss/val']:.4f} after {losses[-1]['step']}"
-    names = ["metrics.jsonl", "samples.jsonl", "plots", "checkpoints", "config.toml"]
-    return f"{text}\nfiles: {', '.join(str(folder / n) for n in names if (folder / n).exists())}"
+    names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
+    there = [folder.path(name) for name in names if (folder.files / name).exists()]
+    if folder.has_checkpoints():
+        there.append(str(folder.checkpoints))
+    return f"{text}\nfiles: {', '.join(there)}"
 
 
 @contextmanager
@@ -186,13 +186,17 @@ def run(config: Config) -> None:
     config = continued(config)
     declared = model.declare(config)
     passes.schedule_of(config)
-    data = open_datasets(config)
     with watched(config) as watch:
+        # Here, so that the others are told of a process that has not all of it.
+        watch.doing("opening of the data")
+        data = open_datasets(config)
         mesh, w = train.make_mesh(config), None
         watch.doing("restore")
-        if config.run.init and not saved_steps(config):
+        folder = folder_of(config)
+        if config.run.init and not folder.saved_steps():
             config, w = weights_from(config, declared, mesh, data[0])
-        with lock.held(run_folder(config), watch.end_again):
+        copy = folder.in_step() if is_primary() else nullcontext()
+        with lock.held(str(folder), watch.end_again), copy:
             _run(config, declared, mesh, data, watch, w)
 
 
@@ -206,10 +210,10 @@ def _run(
 ) -> None:
     """w  weights that a new run begins with."""
     planned = plan(config, mesh)
-    folder, saved = run_folder(config), None
+    folder, saved = folder_of(config), None
     if config.checkpoint.every_steps:
         c = config.checkpoint
-        saved = Checkpoints(folder / "checkpoints", c.keep, keep_every_steps=c.keep_every_steps)
+        saved = Checkpoints(folder.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
     try:
         state = None
         if saved:
@@ -218,7 +222,7 @@ def _run(
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
             state = begin(config, declared, mesh, state, w)
-            start = starts.record(folder, int(state.step))
+            start = starts.record(folder.files, int(state.step))
             say(planned)
             loop = Loop(config, declared, mesh, data, saved, watch)
             if saved:
@@ -237,8 +241,8 @@ def _run(
         saved.close()
     watch.doing("pictures")
     if is_primary():
-        if (folder / "metrics.jsonl").exists():
-            plot.plot_run(folder, again=not finished)
+        if (folder.files / "metrics.jsonl").exists():
+            plot.plot_run(folder.files, again=not finished)
         say(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
 
 
@@ -264,7 +268,7 @@ def begin(
 
     w  weights that a new run begins with; its own first values if not given.
     """
-    folder, m = run_folder(config), config.model
+    folder, m = folder_of(config), config.model
     total, active = weights.count(declared)
     device, kernel = mesh.devices.flat[0], attention.chosen(config, passes.platform(mesh))
     say(
@@ -275,8 +279,9 @@ def begin(
     say(flops.MFU_RULE)
     if is_primary():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            metrics.replace(folder / "config.toml", utils.to_toml(config))
+            folder.files.mkdir(parents=True, exist_ok=True)
+            metrics.replace(folder.files / "config.toml", utils.to_toml(config))
+            folder.send()
         except OSError as error:
             raise ValueError(
                 f"{folder} cannot be written: {error}. Give a --run.dir that can be written."

@@ -253,7 +253,7 @@ def start_wandb(config: utils.Config, folder: Path, settings: dict[str, Any]) ->
         ) from error
     identity = folder / "wandb_id"
     if not identity.exists():
-        identity.write_text(secrets.token_hex(4))
+        replace(identity, secrets.token_hex(4))
     online = "online" if os.environ.get("WANDB_API_KEY") else "offline"
     mode = os.environ.get("WANDB_MODE", online)
     try:

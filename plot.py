@@ -17,8 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter
 
+import buckets
 import faults
 import metrics
+import run_folder
 import utils
 from schedule import Schedule
 
@@ -271,15 +273,17 @@ def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
 class Arguments:
     """Draws runs from their metrics.jsonl."""
 
-    run: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER...")]  # one is drawn alone
+    run: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER...")]  # one is drawn alone
     out: Path | None = None  # folder for the PNGs; RUN/plots, or A+B/plots beside the runs
 
 
 def main() -> None:
     arguments = tyro.cli(Arguments)
-    folders = list(arguments.run)
-    if not folders:
+    if not arguments.run:
         raise ValueError("--run names no folder. Give one or more, as --run runs/tiny.")
+    if not arguments.out and any(buckets.is_bucket(run) for run in arguments.run):
+        raise ValueError("--run is in a bucket. Say where the pictures go, as --out plots.")
+    folders = [run_folder.at(run).files for run in arguments.run]
     together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     for file in plot_runs(folders, arguments.out or together / "plots"):
         print(file)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import metrics
+import run_folder
 import utils
 from checkpoint import Checkpoints, reshaped, stored_shapes
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +55,7 @@ MOST_NAMED = 10  # fields in one message
 # --- what other commands read of a run ------------------------------------------------------------
 
 
-def config_of(run: Path, arguments: Sequence[str], flags: type) -> Config:
+def config_of(run: run_folder.Folder, arguments: Sequence[str], flags: type) -> Config:
     """The config of the run in this folder, with main.py's flags over it.
 
     flags   the dataclass of the command's own, to be named where one is unknown.
@@ -62,24 +63,24 @@ def config_of(run: Path, arguments: Sequence[str], flags: type) -> Config:
     """
     if any(argument.partition("=")[0] == "--config" for argument in arguments):
         raise ValueError(
-            f"--config has no place beside --run, whose config is {run / 'config.toml'}. Give "
+            f"--config has no place beside --run, whose config is {run.path('config.toml')}. Give "
             "single flags over it, as --eval.sequences 64."
         )
     own = tuple(field.name for field in dataclasses.fields(flags))
     return utils.parse(["--config", str(config_file(run, "--run")), *arguments], own)
 
 
-def config_file(run: Path, flag: str) -> Path:
+def config_file(run: run_folder.Folder, flag: str) -> Path:
     """Raises ValueError for a folder of no run, which `flag` named."""
-    file = run / "config.toml"
+    file = run.files / "config.toml"
     if not file.is_file():
-        what = "has no config.toml" if run.is_dir() else "does not exist"
+        what = "has no config.toml" if run.exists() else "does not exist"
         raise ValueError(f"{flag} {run} {what}. Give the folder of a run, as {flag} runs/tiny.")
     return file
 
 
 def weights_of(
-    run: Path, step: int | None, shapes: Transformer, flag: str = "--run"
+    run: run_folder.Folder, step: int | None, shapes: Transformer, flag: str = "--run"
 ) -> tuple[int, Transformer, dict[str, Any]]:
     """(step, weights in these shapes and layouts, what `save` was told) of a run's checkpoint.
 
@@ -87,7 +88,7 @@ def weights_of(
     flag    that named the run.
     Raises  ValueError where there is none, or it is damaged.
     """
-    with closing(Checkpoints(run / "checkpoints")) as saved:
+    with closing(Checkpoints(run.checkpoints)) as saved:
         step, stored = saved.good(step, {"weights": stored_shapes(shapes)}, flag)
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
@@ -144,22 +145,22 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def must_not_be_lost(folder: Path, every_steps: int) -> None:
+def must_not_be_lost(folder: run_folder.Folder, every_steps: int) -> None:
     """Refuses to begin anew, and to cut the records, where a run's checkpoints were left behind.
 
     every_steps  between checkpoints, where the folder has no config.toml.
     Raises       ValueError when the records in a folder without checkpoints tell of one.
     """
-    records = folder / "metrics.jsonl"
+    records = folder.files / "metrics.jsonl"
     told = metrics.read(records) if records.is_file() else []
     steps = [r["step"] for r in told if "loss/train" in r]
-    before = folder / "config.toml"
+    before = folder.files / "config.toml"
     if before.is_file():
         c = utils.load(before)
         every_steps = c.checkpoint.every_steps and min(c.checkpoint.every_steps, c.train.steps)
     if not steps or not every_steps:
         return
-    gone = not (folder / "checkpoints").is_dir() and steps[-1] >= every_steps
+    gone = not folder.has_checkpoints() and steps[-1] >= every_steps
     ages = [(r["step"], r.get("checkpoint/age_steps")) for r in told if "loss/train" in r]
     if gone or any(age is not None and age < step for step, age in ages):
         raise ValueError(
@@ -172,7 +173,9 @@ def must_not_be_lost(folder: Path, every_steps: int) -> None:
 # --- what must be the same when a run begins with another's weights -------------------------------
 
 
-def same_model(run: Path, theirs: utils.Model, ours: utils.Model, flag: str = "--init") -> None:
+def same_model(
+    run: run_folder.Folder, theirs: utils.Model, ours: utils.Model, flag: str = "--init"
+) -> None:
     """Refuses weights that another model was trained to.
 
     flag    that named the run, or the folder.
@@ -192,7 +195,9 @@ def same_model(run: Path, theirs: utils.Model, ours: utils.Model, flag: str = "-
         )
 
 
-def same_tokenizer(run: Path, tokens: dict[str, Any], data: Path, manifest: Manifest) -> None:
+def same_tokenizer(
+    run: run_folder.Folder, tokens: dict[str, Any], data: Path, manifest: Manifest
+) -> None:
     """Refuses data whose ids mean other text than those that another run's weights know.
 
     tokens  what the checkpoint says of them; older ones do not name the tokenizer.

@@ -197,7 +197,7 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class Run:
     name: str = "tiny"
-    dir: str = "runs"  # a run lives in DIR/NAME
+    dir: str = "runs"  # a run lives in DIR/NAME; gs://BUCKET/FOLDER is a folder of a bucket
     # auto continues a folder that has a checkpoint
     resume: Literal["auto", "never", "must"] = "auto"
     # folder of another run, whose weights a new run begins with: --init runs/tiny in short

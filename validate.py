@@ -31,6 +31,7 @@ import model
 import passes
 import questions
 import resume
+import run_folder
 import train
 from dataset import Dataset
 from metrics import say
@@ -81,7 +82,7 @@ class Validation:
 class Flags:
     """Flags of validate.py beside those of main.py."""
 
-    run: Path  # folder of the run, as runs/tiny
+    run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
     step: int | None = None  # of a checkpoint that is still kept; the newest good one if not given
     questions: Path | None = None  # JSON lines of prompt, choices and answer, asked instead
     lm_eval: str | None = None  # tasks of lm-evaluation-harness, with commas between, run instead
@@ -95,7 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
     )
-    config = resume.config_of(flags.run, rest, Flags)
+    run = run_folder.at(flags.run)
+    config = resume.config_of(run, rest, Flags)
     check(flags)
     asked = questions.read(flags.questions) if flags.questions else []
     harness = import_harness() if flags.lm_eval else None
@@ -105,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    step, w, told = resume.weights_of(flags.run, flags.step, shapes)
+    step, w, told = resume.weights_of(run, flags.step, shapes)
     if harness:
         known = resume.tokenizer_of(told["tokens"], config)
         asked = harness.Asked(flags.lm_eval, flags.include_path, flags.limit)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import faults
 import resume
+import run_folder
 import utils
 from data.tokenizer import Tokenizer, load_tokenizer, text_of
 from dataset import Dataset, open_training
@@ -31,14 +32,14 @@ from dataset import Dataset, open_training
 class Flags:
     """Print the text of windows of a run's training data."""
 
-    run: Path  # folder of the run
+    run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
     step: int | None = None  # whose batch is printed, from 1
     windows: tuple[int, ...] = ()  # numbers of single windows, as skipped.jsonl lists them
 
 
 def main(arguments: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=arguments)
-    config = utils.load(resume.config_file(flags.run, "--run"))
+    config = utils.load(resume.config_file(run_folder.at(flags.run), "--run"))
     check(flags)
     data = open_training(config)
     check_windows(flags.windows, data)

@@ -14,6 +14,7 @@ import hugging_face
 import model
 import passes
 import resume
+import run_folder
 import train
 import utils
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
@@ -104,7 +105,7 @@ def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     )
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, _ = resume.weights_of(folder, None, shapes)
+    _, w, _ = resume.weights_of(run_folder.at(folder), None, shapes)
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (1, B, T))

@@ -16,6 +16,7 @@ import metrics
 import model
 import reference
 import resume
+import run_folder
 import train
 import utils
 import validate
@@ -286,7 +287,7 @@ def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
     found = json.loads(capsys.readouterr().out)
     config = utils.load(whole / "config.toml")
     shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config)).weights
-    tree = canonical(config, resume.weights_of(whole, 6, shapes)[1])
+    tree = canonical(config, resume.weights_of(run_folder.at(whole), 6, shapes)[1])
     batch = Dataset(folder / "val", 32, shuffle=False).eval_rows(np.arange(16), 16)
     expected = mean_over_answers(tree, batch, config, folder / "val")
     assert found["loss/val"] == pytest.approx(expected, rel=2e-5)

@@ -1,7 +1,6 @@
 """Save, verify, restore on 8 devices; onto other meshes; from two processes; with what can fail."""
 
 import contextlib
-import dataclasses
 import errno
 import gc
 import itertools
@@ -19,68 +18,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import checkpoint_folder
 import common
 import digests
 import model
 import resume
 import train
-import utils
 from common import config_of
-
-AXES = ("fsdp", "pipeline", "tensor")
-CONFIG = dataclasses.asdict(utils.Config())
-SPECS = {"matrix": P("fsdp", "tensor"), "norm": P(), "blocks": P("pipeline", None, ("fsdp",))}
-
-
-def mesh_of(*shape):
-    return jax.make_mesh(shape, AXES)
-
-
-def arrays(seed=0):
-    random = np.random.default_rng(seed)
-    shapes = {"matrix": (16, 24), "norm": (24,), "blocks": (4, 3, 8)}
-    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def state_on(mesh, seed=0):
-    weights = {
-        name: jax.device_put(value, NamedSharding(mesh, SPECS[name]))
-        for name, value in arrays(seed).items()
-    }
-    weights["prefix"] = None
-    whole = NamedSharding(mesh, P())
-    with jax.numpy_dtype_promotion("standard"):
-        adam, rest = optax.adam(1e-3).init(weights)
-    adam = adam._replace(count=jax.device_put(jnp.int32(seed), whole))
-    step = jax.device_put(jnp.int32(seed), whole)
-    return {"weights": weights, "optimizer": (adam, rest), "step": step}
-
-
-def abstract(state):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def saved(folder, *steps, keep=3, keep_every_steps=0):
-    checkpoints = checkpoint.Checkpoints(folder, keep, keep_every_steps=keep_every_steps)
-    for step in steps:
-        checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
-    checkpoints.wait()
-    return checkpoints
+from processes import free_port
+from saved_state import CONFIG, abstract, assert_same, mesh_of, saved, state_on
 
 
 def largest_file(folder):
@@ -213,7 +162,9 @@ def test_no_harm_to_any_file_of_a_checkpoint_leads_to_a_wrong_state_or_no_state(
             step, state = checkpoints.newest(shapes)
         assert_same(state, expected[step])
         told = f"{folder / '2'} is damaged and skipped" in capsys.readouterr().out
-        has_checksum = name.parts[0] in ("state", "config") or name.name == checkpoint.CHECKSUMS
+        has_checksum = (
+            name.parts[0] in ("state", "config") or name.name == checkpoint_folder.CHECKSUMS
+        )
         assert (step == 1) == told == (has_checksum and (newest / name).stat().st_size > 0), name
         shutil.rmtree(folder)
 
@@ -282,8 +233,7 @@ def rewrite(folder, step, change):
     """Changes what is told beside the arrays, with checksums that are right."""
     told = change(told_of(folder, step))
     (folder / str(step) / "config" / "metadata").write_text(json.dumps(told))
-    checksums = checkpoint._checksums(folder / str(step))
-    (folder / str(step) / checkpoint.CHECKSUMS).write_text(json.dumps(checksums))
+    checkpoint_folder.Folder(folder).write_checksums(step)
 
 
 def test_a_checkpoint_of_before_there_were_digests_is_restored(tmp_path, capsys):
@@ -362,22 +312,22 @@ class FullDisk:
     """Writes fail while it is so, in whatever thread, but the first few bytes of a file."""
 
     def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint.PROBE_BYTES
-        checkpoint.PROBE_BYTES = 1
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint_folder.PROBE_BYTES
+        checkpoint_folder.PROBE_BYTES = 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.before[0][1]))
 
     def __exit__(self, *error):
-        limits, checkpoint.PROBE_BYTES = self.before
+        limits, checkpoint_folder.PROBE_BYTES = self.before
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @contextlib.contextmanager
 def no_checksums():
-    def full(folder):
+    def full(*asked):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_checksums", full)
+        patch.setattr(checkpoint_folder.Folder, "_checksums", full)
         yield
 
 
@@ -387,7 +337,7 @@ def no_right_to_write():
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(checkpoint.epath.Path("x")), "write_bytes", refused)
+        patch.setattr(type(checkpoint_folder.epath.Path("x")), "write_bytes", refused)
         yield
 
 
@@ -407,7 +357,7 @@ def name_taken():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(checkpoint.epath.Path("x")), "rename", lost)
+        patch.setattr(type(checkpoint_folder.epath.Path("x")), "rename", lost)
         yield
 
 
@@ -519,8 +469,9 @@ def test_a_full_disk_leaves_the_checkpoints_whole_and_has_room_again(
 
 
 def test_nothing_waits_for_a_save_before_the_next_one_is_due(tmp_path, monkeypatch):
-    written, slow = checkpoint._checksums, threading.Event()
-    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: slow.wait(20) and written(folder))
+    Folder, slow = checkpoint_folder.Folder, threading.Event()
+    write = Folder.write_checksums
+    monkeypatch.setattr(Folder, "write_checksums", lambda *a: slow.wait(20) and write(*a))
     checkpoints = checkpoint.Checkpoints(tmp_path, 2)
     checkpoints.save(1, state_on(mesh_of(2, 2, 2)), CONFIG)
     for step in (2, 3):
@@ -574,7 +525,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_however_often(tmp_pa
 
 def test_a_half_written_checkpoint_is_named_and_skipped(tmp_path, capsys):
     saved(tmp_path, 1, 2).close()
-    half = tmp_path / ("2" + checkpoint.UNFINISHED)
+    half = tmp_path / ("2" + checkpoint_folder.UNFINISHED)
     (tmp_path / "2").rename(half)
     checkpoints = checkpoint.Checkpoints(tmp_path, 3)
     assert checkpoints.latest() == 1
@@ -587,7 +538,7 @@ def test_a_half_written_checkpoint_is_named_and_skipped(tmp_path, capsys):
 
 def test_who_only_reads_changes_nothing(tmp_path, capsys):
     saved(tmp_path, 1, 2, 3).close()
-    (tmp_path / "3").rename(tmp_path / ("3" + checkpoint.UNFINISHED))
+    (tmp_path / "3").rename(tmp_path / ("3" + checkpoint_folder.UNFINISHED))
     truncate(largest_file(tmp_path / "2" / "state"))
     before = sorted(tmp_path.rglob("*"))
     reader = checkpoint.Checkpoints(tmp_path)
@@ -738,14 +689,6 @@ checkpoints.close()
 )
 
 
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tmp_path):
     root = Path(checkpoint.__file__).parent
     command = [
@@ -754,7 +697,7 @@ def test_two_processes_agree_on_what_is_damaged_and_on_saves_that_fail_on_one(tm
         f"import sys; sys.path[:0] = {[str(root), str(root / 'tests')]}",
     ]
     command[-1] += "\nimport conftest\n" + TWO_PROCESSES
-    port = free_port()
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [*command, str(rank), port, str(tmp_path)],

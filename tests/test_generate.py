@@ -17,6 +17,7 @@ import generate
 import loop
 import model
 import resume
+import run_folder
 import train
 import utils
 from data.tokenizer import load_tokenizer
@@ -188,10 +189,10 @@ def test_drawn_texts_do_not_depend_on_the_batch_either(written, file):
 def test_a_conversation_goes_on_from_all_before(whole, tokenizer, monkeypatch):
     monkeypatch.setattr(generate, "MOST_AT_ONCE", 8)  # longer texts are read in parts
     one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.microbatches=1"]
-    config = resume.config_of(whole, one, generate.Flags)
+    config = resume.config_of(run_folder.at(whole), one, generate.Flags)
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, model.declare(config), mesh).weights
-    _, w, _ = resume.weights_of(whole, None, shapes)
+    _, w, _ = resume.weights_of(run_folder.at(whole), None, shapes)
     writer = generate.Writer(config, mesh, 2, 32, 4095, generate.Drawing(0.0))
     w = writer.ready(w)
     parts = [tokenizer.encode_ordinary(text) for text in ("import jax", "def test_a(x):", "x")]

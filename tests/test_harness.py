@@ -11,6 +11,7 @@ import pytest
 import model
 import questions
 import resume
+import run_folder
 import train
 import validate
 
@@ -59,10 +60,10 @@ def harness():
 @pytest.fixture(scope="module")
 def known(whole):
     """(config, declared, mesh, weights, tokenizer, end of text) of the tiny run."""
-    config = resume.config_of(whole, [], validate.Flags)
+    config = resume.config_of(run_folder.at(whole), [], validate.Flags)
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, told = resume.weights_of(whole, None, shapes)
+    _, w, told = resume.weights_of(run_folder.at(whole), None, shapes)
     return config, declared, mesh, w, *resume.tokenizer_of(told["tokens"], config)
 
 

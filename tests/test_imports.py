@@ -97,7 +97,13 @@ def test_imports_make_no_circle():
         ("passes", {"train", "checkpoint", "dataset", "metrics", "main"}),
         ("train", {"checkpoint", "dataset", "metrics", "main"}),
         ("checkpoint", {"passes", "train", "main", "resume"}),
-        ("lock", FILES.keys() - {"faults", "metrics", "utils"}),
+        ("buckets", FILES.keys() - {"faults"}),
+        ("checkpoint_folder", FILES.keys() - {"buckets", "faults"}),
+        (
+            "run_folder",
+            FILES.keys() - {"buckets", "checkpoint_folder", "faults", "metrics", "utils"},
+        ),
+        ("lock", FILES.keys() - {"buckets", "faults", "metrics", "utils"}),
     ],
 )
 def test_a_file_does_not_know_what_is_built_on_it(name, strangers):

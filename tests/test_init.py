@@ -14,6 +14,7 @@ import main
 import metrics
 import model
 import resume
+import run_folder
 import train
 import utils
 from common import canonical
@@ -117,7 +118,7 @@ def test_another_mesh_begins_with_the_same_weights_and_an_optimizer_of_its_own(
     assert found["loss/val"] == pytest.approx(evaluations(whole)[-1]["loss/val"], abs=1e-5)
     there = utils.load(source / "config.toml")
     shapes = train.abstract_state(there, model.declare(there), train.make_mesh(there)).weights
-    expected = canonical(there, resume.weights_of(source, 6, shapes)[1])
+    expected = canonical(there, resume.weights_of(run_folder.at(source), 6, shapes)[1])
     jax.tree.map(np.testing.assert_array_equal, canonical(config, state.weights), expected)
     others = dataclasses.replace(state, weights=None)
     assert not any(np.any(np.asarray(a)) for a in jax.tree.leaves(others))

@@ -419,7 +419,7 @@ def test_a_lock_that_cannot_be_given_back_is_told(bucket, capsys):
 )
 def test_a_bucket_that_refuses_is_said_in_one_line_with_the_mend(bucket, status, words):
     bucket.fault(status)
-    with pytest.raises(ValueError, match=r"run/lock cannot be written\. ") as refused:
+    with pytest.raises(ValueError, match=r"run/lock cannot be used\. ") as refused:
         take(f"{bucket.url}/run")
     assert words in str(refused.value) and "\n" not in str(refused.value)
 

@@ -5,12 +5,9 @@ import dataclasses
 import gzip
 import itertools
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -30,6 +27,7 @@ from conftest import ROOT
 from dataset import Dataset, open_training
 from faults import Exit, Stopped
 from planning import cost
+from processes import environments, run_all
 from tiny_run import FLAGS, Killed, arrays, losses, start
 
 
@@ -250,7 +248,7 @@ def test_a_run_folder_without_the_checkpoints_it_tells_of_is_refused(
     tmp_path, every, folder, ages, refused
 ):
     config = utils.parse(["--run.dir", str(tmp_path), "--checkpoint.every_steps", str(every)])
-    run = main.run_folder(config)
+    run = main.folder_of(config).files
     (run / "checkpoints" if folder else run).mkdir(parents=True)
     (run / "config.toml").write_text(utils.to_toml(config))
     steps = enumerate(ages, 1)
@@ -330,25 +328,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 def in_two_processes(*command):
     """(exit codes, what each process said) of a command that two start."""
-    with open(os.devnull) as nothing:
-        port = str(20000 + os.getpid() % 20000)
-        environment = os.environ | {
-            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=4"),
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # both compile much that is small
-        }
-        both = [
-            subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT,
-                env=environment | {"JAX_PROCESS_ID": str(i)}, stdin=nothing,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for i in range(2)
-        ]  # fmt: skip
-        said = [p.communicate(timeout=600)[0] for p in both]
-    return [p.returncode for p in both], said
+    return run_all(environments(2, 4, JAX_DEFAULT_MATMUL_PRECISION="highest"), *command)
 
 
 def test_two_processes_train_as_one_does(data, runs, whole):
@@ -358,6 +338,21 @@ def test_two_processes_train_as_one_does(data, runs, whole):
     assert codes == [0, 0], said
     np.testing.assert_allclose(losses(runs / "two"), losses(whole), rtol=1e-6)
     assert "validation loss" in said[0] and "validation loss" not in said[1]
+
+
+def test_processes_that_are_alone_end_in_time_and_name_the_one_that_did_not_come(data, tmp_path):
+    """Of one job only the first process is started, of another only the second."""
+    jobs = environments(2, 4), environments(2, 4)
+    alone = [job[number] for number, job in enumerate(jobs)]
+    flags = [*FLAGS, *data, "--run.dir", str(tmp_path), "--run.start_minutes", "0.05"]
+    codes, (first, second) = run_all(alone, "main.py", *flags)
+    assert codes == [Exit.AGAIN, Exit.AGAIN]
+    here = f"here are process 0 ({socket.gethostname()})"
+    late = "within 3 s (--run.start_minutes)"
+    assert first == f"error: process 1 of 2 did not come {late}; {here}\n"
+    missing = f"process 0 at JAX_COORDINATOR_ADDRESS {alone[1]['JAX_COORDINATOR_ADDRESS']}"
+    assert second.startswith(f"error: {missing} did not answer {late}: ")
+    assert second.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
 # --- numerical faults ---------------------------------------------------------------------------

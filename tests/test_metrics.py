@@ -172,6 +172,16 @@ def test_wandb_is_offline_without_a_key_and_keeps_its_identity(tmp_path, monkeyp
     assert "wandb: offline" in capsys.readouterr().out
 
 
+def test_a_run_killed_while_it_writes_the_identity_of_its_wandb_run_has_none(tmp_path, monkeypatch):
+    def killed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(metrics.os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        metrics.start_wandb(utils.Config(), tmp_path, {})
+    assert not (tmp_path / "wandb_id").exists()
+
+
 def test_what_wandb_refuses_is_said_in_one_line(tmp_path, monkeypatch):
     def refuse(**_):
         raise wandb.errors.CommError("permission denied\nfor this key")

@@ -13,15 +13,14 @@ import pytest
 import peers
 from faults import Fault
 from peers import Peers, Place
+from processes import free_port
 
 HOST = socket.gethostname()
 
 
 @pytest.fixture
 def address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

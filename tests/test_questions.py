@@ -12,6 +12,7 @@ import model
 import questions
 import reference
 import resume
+import run_folder
 import train
 import utils
 import validate
@@ -38,7 +39,7 @@ def expected(whole):
     config = utils.load(whole / "config.toml")
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, told = resume.weights_of(whole, None, shapes)
+    _, w, told = resume.weights_of(run_folder.at(whole), None, shapes)
     tree = canonical(config, w)
     tokenizer = load_tokenizer(told["tokens"]["tokenizer"])
     run = jax.jit(
@@ -79,10 +80,10 @@ def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expecte
 @pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
 def test_a_text_of_likeliest_tokens_is_known_as_such(mesh, whole):
     flags = [*mesh.split(), "--train.microbatches=2"]
-    config = resume.config_of(whole, flags, validate.Flags)
+    config = resume.config_of(run_folder.at(whole), flags, validate.Flags)
     declared, place = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, place).weights
-    w = resume.weights_of(whole, None, shapes)[1]
+    w = resume.weights_of(run_folder.at(whole), None, shapes)[1]
     tree, context, text = jax.device_get(canonical(config, w)), [7, 300], []
     run = jax.jit(lambda row: reference.logits(tree, row, config.model))
     for _ in range(3):

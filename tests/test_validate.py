@@ -17,6 +17,7 @@ import metrics
 import model
 import reference
 import resume
+import run_folder
 import train
 import utils
 import validate
@@ -87,7 +88,7 @@ def weights(whole):
     config = utils.load(whole / "config.toml")
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    return config, canonical(config, resume.weights_of(whole, 6, shapes)[1])
+    return config, canonical(config, resume.weights_of(run_folder.at(whole), 6, shapes)[1])
 
 
 def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told, data, weights):

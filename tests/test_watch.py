@@ -14,6 +14,7 @@ import pytest
 import watch
 from faults import Exit, Stopped
 from peers import Peers, Place
+from processes import free_port
 from watch import Watch
 
 
@@ -40,9 +41,7 @@ def watches(monkeypatch):
     """(count) -> the watches of as many processes, ready."""
     monkeypatch.setattr(watch, "TICK_S", 0.02)
     monkeypatch.setattr(watch, "_on_abort", lambda function: None)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     made = []
 
     def several(count, silence_s=60.0):

@@ -12,6 +12,7 @@ import checkpoint
 import main
 import metrics
 import model
+import run_folder
 import train
 import utils
 
@@ -43,11 +44,12 @@ def losses(folder):
 
 
 def arrays(folder, step):
-    """Of a checkpoint, read back on one device."""
-    config = utils.load(folder / "config.toml")
+    """Of a checkpoint, read back on one device; the folder may lie in a bucket."""
+    folder = run_folder.at(folder)
+    config = utils.load(folder.files / "config.toml")
     config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
     shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config))
-    saved = checkpoint.Checkpoints(folder / "checkpoints")
+    saved = checkpoint.Checkpoints(folder.checkpoints)
     state = saved.restore(step, checkpoint.stored_shapes(shapes))
     saved.close()
     return [np.asarray(a) for a in jax.tree.leaves(state)]

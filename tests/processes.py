@@ -1,0 +1,61 @@
+"""How tests start the processes of jobs on this machine, with CPU devices."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 600  # of one process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environments(count: int, devices: int, **more: str) -> list[dict[str, str]]:
+    """Of each of the `count` processes of a job, which have so many devices each."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [f for f in flags if "host_platform_device_count" not in f]
+    flags.append(f"--xla_force_host_platform_device_count={devices}")
+    shared = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"} | more
+    # Each process compiles the same, and what is small adds up.
+    shared["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    if count > 1:
+        shared["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+        shared["JAX_NUM_PROCESSES"] = str(count)
+    return [shared | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
+
+
+def start(command: Sequence[str], environment: dict[str, str], log: IO[str]) -> subprocess.Popen:
+    """A process of python, which says to `log` all that it says."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+    )
+
+
+def run_all(places: list[dict[str, str]], *command: str) -> tuple[list[int], list[str]]:
+    """(exit codes, what each said) of processes with these environments, started at once."""
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
+        started = [start(command, *each) for each in zip(places, logs, strict=True)]
+        try:
+            codes = [process.wait(LIMIT_S) for process in started]
+        finally:
+            for process in started:
+                process.kill()  # nothing, for one that has ended
+        for log in logs:
+            log.seek(0)
+        return codes, [log.read() for log in logs]
