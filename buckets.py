@@ -28,6 +28,8 @@ fsspec.config.conf["gcs"] = {
 }
 # Buckets are asked over one protocol, and not which kinds they are of before each request.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# Orbax makes a client that wants to know one, and asks nothing of it.
+os.environ.setdefault("GOOGLE_CLOUD_PROJECT", "none")
 # A request over which nothing comes for so long has failed, and is made again, by tensorstore too.
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", f"{RETRY_S:.0f}")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -77,21 +79,40 @@ def transient() -> tuple[type[Exception], ...]:
     return (*of_google, *of_gcsfs, requests.RequestException, OSError)
 
 
-def refusal(path: str, error: Exception) -> str | None:
-    """In words why asking for `path` again does not help, and what does; None where it may."""
-    from google.api_core import exceptions
+def _is_of_credentials(error: Exception) -> bool:
+    """And not of the server that was asked for them, which may be away."""
     from google.auth.exceptions import GoogleAuthError, TransportError
 
+    causes = (error, error.__cause__, *error.args[:1])
+    away = getattr(error, "retryable", False) or any(isinstance(c, TransportError) for c in causes)
+    return isinstance(error, GoogleAuthError) and not away
+
+
+def refusal(path: str, error: Exception) -> str | None:
+    """In words why asking for `path` again does not help, and what does; None where it may.
+
+    Each client has its own words for what Google's library has exceptions for.
+    """
+    from google.api_core import exceptions
+
     bucket = path.removeprefix(SCHEME).partition("/")[0]
+    code, text = getattr(error, "code", None), str(error)
     if isinstance(error, exceptions.NotFound):
         mend = f"There is no bucket {bucket}. Make it, or give another"
-    elif isinstance(error, exceptions.Forbidden):
+    elif (
+        isinstance(error, exceptions.Forbidden)
+        or code == 403
+        or text.startswith(("Forbidden: ", "PERMISSION_DENIED: "))
+    ):
         mend = (
-            "Grant who runs this roles/storage.objectUser on the bucket, or log in as another: "
-            "gcloud auth application-default login"
+            "Grant who runs this roles/storage.objectUser and roles/storage.legacyBucketReader on "
+            "the bucket, or log in as another: gcloud auth application-default login"
         )
-    elif isinstance(error, exceptions.Unauthorized) or (
-        isinstance(error, GoogleAuthError) and not isinstance(error, TransportError)
+    elif (
+        isinstance(error, exceptions.Unauthorized)
+        or code == 401
+        or text.startswith("UNAUTHENTICATED: ")
+        or _is_of_credentials(error)
     ):
         mend = (
             "There are no credentials that are taken. Run gcloud auth application-default login, "

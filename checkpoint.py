@@ -33,13 +33,14 @@ from orbax.checkpoint import checkpoint_managers
 import buckets
 import checkpoint_folder
 import digests
-from checkpoint_folder import Damaged
+from checkpoint_folder import Damaged, Unreadable
 from faults import Fault
 from metrics import say
 from model import Transformer
 
 # What a checkpoint holds and where; one with a higher number is not read. No later format may
-# change what is told of files in CHECKSUMS, nor where its own number stands.
+# change what is told of files in CHECKSUMS, nor where its own number stands. (Code of before there
+# were buckets does not know their checksums, and takes a copy of such a checkpoint for damaged.)
 FORMAT = 1
 OWN = ("format", "made_by", "digests")  # keys that stand beside the config's sections
 FILE_BYTES = 256 << 20
@@ -101,9 +102,17 @@ def _join_orbax() -> None:
             threading.Thread.join(thread, LATE_S)
 
 
-def _kind(problem: str) -> type[Exception]:
-    """Of what is raised for this: whether it may pass, or a person has to mend it."""
-    return Fault if buckets.Unanswered.__name__ in problem else ValueError
+def _ends(text: str, problem: str) -> Exception:
+    """What a run ends with that cannot write: a bucket that does not answer may, when it is started
+    again; all else a person has to mend.
+    """
+    text = f"{text} ({problem})" if problem else text
+    if buckets.Unanswered.__name__ in problem:
+        return Fault(f"{text}. Start the run again when the bucket answers.")
+    return ValueError(
+        f"{text}. Make room or give back the right to write there, or give a --run.dir that can "
+        "be written, and start the run again."
+    )
 
 
 def _line(error: BaseException | None) -> str:
@@ -161,10 +170,7 @@ class Checkpoints:
         except OSError as error:
             problem = _line(error)
         if problem:
-            raise _kind(problem)(
-                f"checkpoints cannot be written to {self.folder}: {problem}. Give a --run.dir that "
-                f"can be written."
-            )
+            raise _ends(f"checkpoints cannot be written to {self.folder}", problem)
 
     def _open(self) -> ocp.CheckpointManager:
         with self._files.asked():
@@ -182,10 +188,11 @@ class Checkpoints:
         return self._opened
 
     def _handler(self) -> ocp.CheckpointHandler:
+        # Weights hardly become smaller, and the cores of a CPU host are busy with the steps.
+        how = {"use_compression": False}
         if self._stacked is not None:
-            return ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copy())
-        # Only the second restores a part, and only the first is asked to save.
-        return ocp.StandardCheckpointHandler() if self._writes else ocp.PyTreeCheckpointHandler()
+            how["type_handler_registry"] = _without_copy()
+        return ocp.PyTreeCheckpointHandler(**how)
 
     def _options(self) -> ocp.CheckpointManagerOptions:
         if not self._writes:
@@ -208,10 +215,11 @@ class Checkpoints:
         """
         problem = ""
         try:
+            self._files.make()
+            self._remove_unfinished(tell)  # first, as it may be what fills the disk
             if jax.process_index() == 0:
                 before()
             self._files.try_to_write(jax.process_index())
-            self._remove_unfinished(tell)
         except OSError as error:
             problem = _line(error)
         return _told_by_all(problem)
@@ -289,26 +297,29 @@ class Checkpoints:
         self._saving, self._meeting, self._met = step, next(_meetings), set()
         self._begun = time.monotonic()
         try:
-            if step in self._manager.all_steps():
+            there = self._files.steps()
+            if step in there:
                 self._saving, self._whole = None, max(self._whole, step)
                 return
-            saved = self._manager.save(step, args=self._items(_named(state), config))
+            later = [other for other in there if other > step]
+            if not later:
+                self._manager.save(step, args=self._items(_named(state), config), force=True)
         except self._files.failures as error:
             if jax.process_count() > 1:  # the others are somewhere in the save
                 raise Fault(f"the save of step {step} failed here alone: {_line(error)}") from error
             self._end(error)
             return
-        if not saved:
+        if later:
             self._saving = None
             raise ValueError(
-                f"step {step} cannot be saved in {self.folder}, which has step "
-                f"{self._manager.latest_step()} already: the newest is where a run continues. "
-                f"Continue that run, or start another with --run.name."
+                f"step {step} cannot be saved in {self.folder}, which has step {later[-1]} "
+                f"already: the newest is where a run continues. Continue that run, or start "
+                f"another with --run.name."
             )
 
     def _items(self, named: dict[str, Any], config: dict[str, Any]) -> ocp.args.Composite:
         if self._stacked is None:
-            args, found = ocp.args.StandardSave(named), digests.of_arrays(named)
+            args, found = ocp.args.PyTreeSave(named), digests.of_arrays(named)
         else:
             args = _in_chunks(named, self._stacked)
             found = {name: digests.of_numpy(x) for name, x in named.items()}
@@ -333,6 +344,13 @@ class Checkpoints:
         A manager that failed has forgotten steps and remembers errors: another takes its place.
         """
         step, self._saving = self._saving, None
+        error = self._files.outside(error)
+        if error is None and jax.process_index() == 0:
+            try:
+                if not self._files.is_whole(step):
+                    error = OSError("it is not there")
+            except OSError as found:
+                error = found
         problem = _told_by_all(_line(error))
         if not problem:
             self._whole = step
@@ -391,21 +409,21 @@ class Checkpoints:
         if step - self._whole > most:
             self.wait()
         if step - self._whole > most:
-            raise _kind(self._problem)(
+            raise _ends(
                 f"stopped after step {step}: no checkpoint could be written for more than {most} "
-                f"steps (--checkpoint.max_age_steps), and the newest in {self.folder} is "
-                f"{self._newest()}. Make room or give back the right to write there, and start "
-                "the run again: it goes on from that one."
+                f"steps (--checkpoint.max_age_steps), and the newest in {self.folder}, from which "
+                f"the run goes on, is {self._newest()}",
+                self._problem,
             )
 
     def must_have(self, step: int) -> None:
         """Waits for the last save. Raises as `stop_if_old` when it came to no checkpoint."""
         self.wait()
         if self._whole != step:
-            raise _kind(self._problem)(
+            raise _ends(
                 f"the checkpoint of step {step} could not be written to {self.folder}, and the "
-                f"newest there is {self._newest()}. Make room or give back the right to write "
-                "there, and start again."
+                f"newest there is {self._newest()}",
+                self._problem,
             )
 
     def latest(self) -> int | None:
@@ -417,7 +435,7 @@ class Checkpoints:
         Raises  ValueError when there are checkpoints and all are damaged.
         """
         self.wait()
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = self._files.steps()[::-1]
         asked = (step for step in steps if step not in self._spoiled)
         newest = next((step for step in asked if self._is_good(step)), None)
         if steps and newest is None:
@@ -446,7 +464,7 @@ class Checkpoints:
             try:
                 must_match(self.config(step))
                 like = abstract(step) if callable(abstract) else abstract
-                state = self.restore(step, like)
+                state = self._restored(step, like)
             except Damaged as error:
                 say(f"warning: {error}")
                 self._spoiled.add(step)
@@ -457,6 +475,17 @@ class Checkpoints:
             self._whole = step
             return step, state
         return None
+
+    def _restored(self, step: int, like: Any) -> Any:
+        """As `restore`; what one process alone cannot read, it reads again, or ends all."""
+        try:
+            return self.restore(step, like)
+        except Unreadable as error:
+            if jax.process_count() == 1:
+                return self.restore(step, like)  # a bit may have flipped on the way
+            if self._writes:  # the others wait for this one in Orbax
+                self._files.spoil(step, str(error))
+            raise Fault(f"{error}. Started again, the run takes the one before.") from error
 
     def _is_good(self, step: int) -> bool:
         """One process reads, and all follow it: they must not restore different steps."""
@@ -477,7 +506,8 @@ class Checkpoints:
         for step in steps if jax.process_index() == 0 else []:
             self._files.put_aside(step)
         multihost_utils.sync_global_devices("put aside")
-        self._manager.reload()
+        with self._files.asked():
+            self._manager.reload()
 
     def config(self, step: int) -> dict[str, Any]:
         """The config that was saved with a step."""
@@ -493,9 +523,7 @@ class Checkpoints:
         Raises  ValueError for a step of a later format.
         """
         self._must_exist(step)
-        items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        with self._files.asked(step):
-            told = self._manager.restore(step, args=items).config
+        told = self._read(step, config=ocp.args.JsonRestore()).config
         found = told.get("format", 0)
         if found > FORMAT:
             raise ValueError(
@@ -514,6 +542,13 @@ class Checkpoints:
         with self._files.asked(step):
             return self._manager.item_metadata(step).state.tree
 
+    def _read(self, step: int, **items: Any) -> ocp.args.Composite:
+        with self._files.asked(step):
+            found = self._manager.restore(step, args=ocp.args.Composite(**items))
+            if any(found[name] is None for name in items):  # Orbax, where it does not see a folder
+                raise ValueError(f"{' and '.join(items)} of step {step} cannot be read")
+            return found
+
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the devices and in the layout that `abstract` says.
 
@@ -525,10 +560,7 @@ class Checkpoints:
         told = self._told(step)
         wanted = _named(abstract)
         self._must_hold(step, wanted)
-        args = ocp.args.StandardRestore(wanted) if self._writes else _part(wanted)
-        items = ocp.args.Composite(state=args)
-        with self._files.asked(step):
-            found = self._manager.restore(step, args=items).state
+        found = self._read(step, state=_part(wanted)).state
         self._must_be_as_saved(step, found, told.get("digests", {}))
         return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
 
@@ -540,7 +572,7 @@ class Checkpoints:
         have = digests.of_arrays({name: found[name] for name in names}) if names else {}
         differ = [name for name in names if list(have[name]) != saved[name]]
         if differ:
-            others = [s for s in sorted(self._manager.all_steps()) if s != step]
+            others = [s for s in self._files.steps() if s != step]
             raise Damaged(
                 f"the checkpoint of step {step} in {self.folder} is damaged: the values of "
                 f"{_listed(differ)} are not those that were saved. Give another of steps "
@@ -548,7 +580,7 @@ class Checkpoints:
             )
 
     def _must_exist(self, step: int) -> None:
-        steps = sorted(self._manager.all_steps())
+        steps = self._files.steps()
         if step not in steps:
             raise ValueError(
                 f"there is no checkpoint of step {step} in {self.folder}: it has steps {steps}. "
@@ -603,7 +635,7 @@ class Checkpoints:
         """
         self._must_exist(step)
         if not self._is_good(step):
-            steps = [other for other in sorted(self._manager.all_steps()) if other != step]
+            steps = [other for other in self._files.steps() if other != step]
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is damaged. Give another of "
                 f"steps {steps}, or bring back a good copy."

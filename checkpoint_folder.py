@@ -21,6 +21,7 @@ from etils import epath
 import buckets
 
 CHECKSUMS = "checksums.json"
+SPOILED = "damaged.txt"  # why a checkpoint is, where that is known
 COMMIT = "commit_success.txt"  # Orbax's name
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is still being written
 PROBE_BYTES = 1 << 12
@@ -30,6 +31,10 @@ PIECE_BYTES = 1 << 24  # of a file, which may be larger than memory
 
 class Damaged(ValueError):
     """A checkpoint's values are not those that were saved."""
+
+
+class Unreadable(Damaged):
+    """What one process has to read is not what was written; the others may not know."""
 
 
 def opened(path: str | os.PathLike[str]) -> "Folder":
@@ -78,7 +83,7 @@ class Folder:
     def asked(self, step: int | None = None) -> Iterator[None]:
         """In which Orbax is asked for what lies there, of a step.
 
-        Raises  Damaged for content that is not what was written.
+        Raises  Unreadable for content that is not what was written.
         """
         try:
             yield
@@ -86,9 +91,13 @@ class Folder:
             if DATA_LOSS not in str(error):
                 raise
             why = buckets.one_line(error)
-            raise Damaged(
+            raise Unreadable(
                 f"the checkpoint of step {step} in {self.path} is damaged: {why}"
             ) from error
+
+    def outside(self, error: BaseException | None) -> BaseException | None:
+        """The same error, or, for what a bucket raised in Orbax, one that says what it is."""
+        return error
 
     def exists(self) -> bool:
         return self.path.is_dir()
@@ -97,9 +106,17 @@ class Folder:
         """Of all checkpoints, whole or not, and of what else is there."""
         return [entry.name for entry in self.path.iterdir()] if self.exists() else []
 
-    def try_to_write(self, process: int) -> None:
-        """Makes the folder, and raises what a save by this process would raise."""
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are whole, damaged or not. Asked here and not of Orbax, which
+        takes a folder for empty where looking into it fails.
+        """
+        return sorted(int(name) for name in self.names() if name.isdigit())
+
+    def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def try_to_write(self, process: int) -> None:
+        """Raises what a save by this process would raise."""
         probe = self.path / f"probe-{process}"
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
@@ -115,6 +132,10 @@ class Folder:
 
     def is_whole(self, step: int) -> bool:
         return (self.path / str(step)).is_dir()
+
+    def spoil(self, step: int, why: str) -> None:
+        """Notes that a checkpoint is damaged, for the next start, which puts it aside."""
+        (self.path / str(step) / SPOILED).write_text(why)
 
     def put_aside(self, step: int) -> None:
         """As `damaged-<step>`, so that the step can be saved again."""
@@ -136,7 +157,9 @@ class Folder:
     def damage(self, step: int) -> str | None:
         """What is wrong with the files of a whole checkpoint, in words; None if nothing is."""
         try:
-            expected = dict(json.loads(self._read_checksums(step)))
+            if why := self._read(step, SPOILED):
+                return why
+            expected = dict(json.loads(self._read(step, CHECKSUMS) or "missing"))
             of_bucket = any(isinstance(crc, str) for _, crc in expected.values())
             found = self._checksums(str(step), _crc32c if of_bucket else _crc32)
         except (buckets.Refused, buckets.Unanswered):
@@ -150,8 +173,10 @@ class Folder:
                 return f"{name}: expected [bytes, checksum] {as_written}, found {found[name]}"
         return None
 
-    def _read_checksums(self, step: int) -> bytes | str:
-        return (self.path / str(step) / CHECKSUMS).read_text()
+    def _read(self, step: int, name: str) -> str:
+        """A file of a checkpoint; empty where it is not there."""
+        file = self.path / str(step) / name
+        return file.read_text() if file.exists() else ""
 
     def _checksums(
         self, name: str, of: Callable[[epath.Path], list[int | str]]
@@ -187,21 +212,38 @@ class BucketFolder(Folder):
 
     @contextmanager
     def asked(self, step: int | None = None) -> Iterator[None]:
-        with buckets.told(str(self.path)):
-            try:
-                with super().asked(step):
-                    yield
-            except Damaged:
-                raise
-            except ValueError as error:  # tensorstore's
-                text = buckets.one_line(error)
-                raise buckets.Unanswered(f"{self.path} could not be read: {text}") from error
+        """What the bucket lists is there: what fails in Orbax all the same is the bucket's."""
+        try:
+            with super().asked(step):
+                yield
+        except Damaged:
+            raise
+        except Exception as error:
+            raise self._in_words(error) from error
+
+    def _in_words(self, error: Exception) -> Exception:
+        if isinstance(error, buckets.Refused | buckets.Unanswered):
+            return error
+        if why := buckets.refusal(str(self.path), error):
+            return buckets.Refused(why)
+        what = f"{type(error).__name__}: {buckets.one_line(error)}"
+        return buckets.Unanswered(f"{self.path} did not answer as it should: {what}")
+
+    def outside(self, error: BaseException | None) -> BaseException | None:
+        return self._in_words(error) if isinstance(error, self.failures) else error
 
     def exists(self) -> bool:
         return bool(self._objects.found())
 
     def names(self) -> list[str]:
         return sorted({name.partition("/")[0] for name in self._objects.found()})
+
+    def steps(self) -> list[int]:
+        names = [name.split("/") for name in self._objects.found()]
+        return sorted(int(n[0]) for n in names if n[1:] == [COMMIT] and n[0].isdigit())
+
+    def make(self) -> None:
+        """Nothing: buckets have no folders."""
 
     def try_to_write(self, process: int) -> None:
         self._objects.write(f"probe-{process}", bytes(PROBE_BYTES))  # stays, as a folder would
@@ -217,6 +259,9 @@ class BucketFolder(Folder):
     def is_whole(self, step: int) -> bool:
         return COMMIT in self._names(str(step))
 
+    def spoil(self, step: int, why: str) -> None:
+        self._objects.write(f"{step}/{SPOILED}", why.encode())
+
     def put_aside(self, step: int) -> None:
         self.remove(f"damaged-{step}")
         names = self._names(str(step))
@@ -228,8 +273,11 @@ class BucketFolder(Folder):
         text = json.dumps(self._checksums(str(step), _crc32c))
         self._objects.write(f"{step}/{CHECKSUMS}", text.encode())
 
-    def _read_checksums(self, step: int) -> bytes | str:
-        return self._objects.read(f"{step}/{CHECKSUMS}")
+    def _read(self, step: int, name: str) -> str:
+        try:
+            return self._objects.read(f"{step}/{name}").decode()
+        except FileNotFoundError:
+            return ""
 
     def _names(self, name: str) -> dict[str, buckets.Found]:
         found = self._objects.found(f"{name}/")

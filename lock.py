@@ -389,7 +389,8 @@ class BucketLock(Lock):
         try:
             return storage.Client(project=None)
         except exceptions.GoogleAuthError as error:
-            raise ValueError(refusal(self.path, error)) from error
+            why = refusal(self.path, error)
+            raise ValueError(why) if why else Fault(one_line(error)) from error
 
     def _renew(self) -> None:
         began, blob = time.monotonic(), self._blobs.blob(self._name)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -40,7 +41,9 @@ RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
 
 
 def folder_of(config: Config) -> run_folder.Folder:
-    return run_folder.at(f"{config.run.dir.rstrip('/')}/{config.run.name}")
+    folder, name = config.run.dir, config.run.name
+    in_bucket = folder.startswith("gs:")
+    return run_folder.at(f"{folder.rstrip('/')}/{name}" if in_bucket else Path(folder) / name)
 
 
 def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
@@ -255,12 +258,16 @@ class Loop:
             return
         self.watch.doing(f"save of step {step}")
         self.watch.write_s = self.saved.longest_s
-        recorder.sync()
+
+        def records_first() -> None:
+            recorder.sync()
+            self.named.send()
+
         self.saved.save(
             step,
             checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes)),
             checkpoint_config(self.config, self.train_data),
-            before=self.named.send,
+            before=records_first,
         )
 
     def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:
@@ -292,8 +299,9 @@ class Loop:
 
             for file in folder.rglob("perfetto_trace.json.gz"):
                 timeline.name_layers(file, self.step.as_text())
+            name = self.named.path(folder.name)
             say(
-                f"trace of steps {p.first_step} to {number - 1}: {folder} (open "
+                f"trace of steps {p.first_step} to {number - 1}: {name} (open "
                 "perfetto_trace.json.gz in Perfetto)"
             )
 

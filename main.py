@@ -223,6 +223,8 @@ def _run(
         if not finished:
             state = begin(config, declared, mesh, state, w)
             start = starts.record(folder.files, int(state.step))
+            if is_primary():
+                folder.send()
             say(planned)
             loop = Loop(config, declared, mesh, data, saved, watch)
             if saved:
@@ -281,7 +283,6 @@ def begin(
         try:
             folder.files.mkdir(parents=True, exist_ok=True)
             metrics.replace(folder.files / "config.toml", utils.to_toml(config))
-            folder.send()
         except OSError as error:
             raise ValueError(
                 f"{folder} cannot be written: {error}. Give a --run.dir that can be written."

@@ -176,11 +176,12 @@ class Metrics:
         say(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
 
     def sync(self) -> None:
-        """Returns when what was recorded is on disk, if that takes it."""
+        """Returns when what was recorded is on disk. Raises OSError where that does not take it."""
         if self._file is not None:
             self._write("")
-            with contextlib.suppress(OSError):  # a save that follows is told to have failed
-                os.fsync(self._file.fileno())
+            if self._unwritten:
+                raise OSError(f"{self._file.name} takes no records")
+            os.fsync(self._file.fileno())
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """The record as JSON has it; written, where this process writes."""
@@ -227,7 +228,8 @@ class Metrics:
 
     def __exit__(self, *error: Any) -> None:
         """Ends the display and the files."""
-        self.sync()
+        with contextlib.suppress(OSError):  # told when the records were written
+            self.sync()
         self._open.close()
 
 

@@ -283,7 +283,11 @@ def main() -> None:
         raise ValueError("--run names no folder. Give one or more, as --run runs/tiny.")
     if not arguments.out and any(buckets.is_bucket(run) for run in arguments.run):
         raise ValueError("--run is in a bucket. Say where the pictures go, as --out plots.")
-    folders = [run_folder.at(run).files for run in arguments.run]
+    runs = [run_folder.at(run) for run in arguments.run]
+    for run in runs:
+        if not (run.files / "metrics.jsonl").exists():
+            raise ValueError(f"{run} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
+    folders = [run.files for run in runs]
     together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     for file in plot_runs(folders, arguments.out or together / "plots"):
         print(file)

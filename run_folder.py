@@ -10,6 +10,7 @@ a run that goes on finds those of all steps up to it, and all files when the run
 """
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -35,7 +36,13 @@ def at(url: str | os.PathLike[str]) -> "Folder":
     Raises buckets.Refused, a ValueError, and buckets.Unanswered, a Fault.
     """
     text = os.fspath(url)
-    return _in_bucket(text.rstrip("/")) if buckets.is_bucket(text) else Folder(text)
+    if not text.startswith("gs:"):
+        return Folder(text)
+    text = text.rstrip("/")
+    bucket, *names = text.removeprefix(buckets.SCHEME).split("/")
+    if not buckets.is_bucket(text) or not bucket or not names or {"", ".", ".."} & {*names}:
+        raise ValueError(f"{text} names no folder of a bucket. Give one as gs://bucket/runs/tiny.")
+    return _in_bucket(text)
 
 
 class Folder:
@@ -64,10 +71,9 @@ class Folder:
         """Whether there is a folder for them, be it empty."""
         return checkpoint_folder.opened(self.checkpoints).exists()
 
-    def saved_steps(self) -> list[str]:
-        """Names of the checkpoints, good or not."""
-        saved = checkpoint_folder.opened(self.checkpoints)
-        return [name for name in saved.names() if name.isdigit()]
+    def saved_steps(self) -> list[int]:
+        """Of the checkpoints, good or not."""
+        return checkpoint_folder.opened(self.checkpoints).steps()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -82,6 +88,26 @@ class Folder:
         """Sends the records that have changed. Raises OSError."""
 
 
+def _temporary(url: str) -> Path:
+    """A new folder for the copy. Those of killed processes, which left theirs, are removed."""
+    of_url = f"run-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
+    for old in Path(tempfile.gettempdir()).glob(f"{of_url}*"):
+        process = old.name.removeprefix(of_url).partition("-")[0]
+        if process.isdigit() and not _lives(int(process)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{of_url}{os.getpid()}-"))
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 @cache
 def _in_bucket(url: str) -> "BucketFolder":
     return BucketFolder(url)
@@ -90,7 +116,7 @@ def _in_bucket(url: str) -> "BucketFolder":
 class BucketFolder(Folder):
     def __init__(self, url: str):
         super().__init__(url)
-        self._made = Path(tempfile.mkdtemp(prefix="run-"))
+        self._made = _temporary(url)
         self.files = self._made / self.name
         self.checkpoints = f"{url}/{CHECKPOINTS}"
         self._objects = buckets.Prefix(url)
@@ -109,7 +135,8 @@ class BucketFolder(Folder):
 
     def _fetch(self) -> None:
         found = self._objects.found(records_only=True)
-        self._there = {name: x for name, x in found.items() if name != LOCK}
+        # Some programs leave objects whose names end as folders do.
+        self._there = {n: x for n, x in found.items() if n != LOCK and n and not n.endswith("/")}
         shutil.rmtree(self.files, ignore_errors=True)
         self.files.mkdir()
         for name in self._there:

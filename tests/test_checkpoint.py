@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import checkpoint_folder
@@ -615,7 +617,7 @@ def test_a_step_that_is_damaged_or_not_there_is_not_good(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be written to .* Give a --run.dir"):
+    with pytest.raises(ValueError, match=r"cannot be written to .* give a --run.dir"):
         checkpoint.Checkpoints(tmp_path / "file" / "checkpoints", 1)
 
 

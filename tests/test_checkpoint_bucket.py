@@ -249,6 +249,61 @@ def test_what_cannot_be_read_now_is_no_damage(bucket, folder, kind, on, capsys):
     assert "damaged" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("first", "kind"), [(1, 503), (20, "cut request"), (50, 503), (90, "cut request"), (130, 503)]
+)
+def test_a_bucket_that_is_away_from_some_moment_on_ends_a_start_by_a_fault(
+    bucket, folder, first, kind
+):
+    """And never without the newest checkpoint, as if there were none."""
+    saved(folder, 1, 2).close()
+    shapes = abstract(state_on(mesh_of(2, 2, 2)))
+    fault = bucket.fault(kind, after=first)
+    try:
+        with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+            step, state = checkpoints.newest(shapes)
+    except Fault:
+        assert fault.done
+    else:
+        assert step == 2 and not fault.done, "the bucket was away while it was asked"
+        assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
+    bucket.mend()
+    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+        assert checkpoints.newest(shapes)[0] == 2
+
+
+@pytest.mark.parametrize("first", [4, 10, 16, 30])
+def test_a_request_that_is_not_answered_in_time_hides_no_checkpoint(bucket, folder, first):
+    """gcsfs takes it for a folder that is not there, and Orbax so for no checkpoint."""
+    saved(folder, 1, 2).close()
+    shapes = abstract(state_on(mesh_of(2, 2, 2)))
+    fault = bucket.fault(403, on="look", after=first, times=2)
+    try:
+        with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+            step, state = checkpoints.newest(shapes)
+    except (Fault, buckets.Refused):
+        assert fault.done
+    else:
+        assert step == 2
+        assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
+
+
+@pytest.mark.parametrize("path", ["*/d/*", "*manifest.ocdbt", "*/metadata", f"*/{CHECKSUMS}"])
+def test_a_bit_that_flips_once_on_the_way_back_spoils_nothing(bucket, folder, path):
+    saved(folder, 1, 2).close()
+    fault = bucket.fault("flip response", on="read", path=f"{STEP_2}{path}", times=1)
+    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+        try:
+            step, state = checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))
+        except Fault:
+            pass
+        else:
+            assert step == 2
+            assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
+            assert checkpoints.config(2)["model"] == CONFIG["model"]
+    assert fault.done and steps_in(bucket) == ["1", "2"]
+
+
 @pytest.mark.parametrize("path", ["*/d/*", "*manifest.ocdbt", "*/metadata", f"*/{CHECKSUMS}"])
 def test_a_bit_that_flips_on_the_way_back_never_becomes_a_state(bucket, folder, path):
     saved(folder, 1, 2).close()
@@ -316,6 +371,36 @@ def test_a_run_whose_bucket_does_not_answer_is_to_be_started_again(bucket, folde
         checkpoint.Checkpoints(folder, 1)
     bucket.mend()
     checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (503, "*/d/*"),
+        ("cut request", "*/config/metadata"),
+        (429, f"*/2/{COMMIT}"),
+        (503, f"*/{CHECKSUMS}"),
+    ],
+)
+def test_a_last_save_that_fails_within_is_to_be_started_again_too(bucket, folder, kind, path):
+    checkpoints = saved(folder, 1)
+    bucket.fault(kind, on="write", path=path)
+    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
+    with pytest.raises(Fault, match=r"step 2 could not be written .* did not answer as it should"):
+        checkpoints.must_have(2)
+    bucket.mend()
+    checkpoints.close()
+
+
+def test_a_checkpoint_that_one_process_could_not_read_is_put_aside_by_the_next_start(
+    bucket, folder, capsys
+):
+    saved(folder, 1, 2).close()
+    checkpoint_folder.opened(folder).spoil(2, "unreadable there")
+    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
+        assert checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))[0] == 1
+    assert "2 is damaged and skipped: unreadable there" in capsys.readouterr().out
+    assert steps_in(bucket) == ["1", "damaged-2"]
 
 
 def test_names_of_all_that_is_there(folder):

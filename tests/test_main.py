@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 import checkpoint
+import checkpoint_folder
 import faulty_run
 import main
 import metrics
 import model
 import passes
+import run_folder
 import train
 import utils
 from common import config_of, mesh_of
@@ -212,11 +214,11 @@ def test_a_run_whose_saves_fail_goes_on_until_its_newest_checkpoint_is_too_old(d
     flags = "--train.steps 5 --checkpoint.every_steps 1 --checkpoint.max_age_steps 3"
     flags = [*flags.split(), "--eval.every_steps", "0", "--sample.prompts"]
 
-    def full(folder):
+    def full(*asked):
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_checksums", full)
+        patch.setattr(checkpoint_folder.Folder, "_checksums", full)
         with pytest.raises(ValueError, match=r"stopped after step 4: .* for more than 3 steps"):
             start(data, runs, "full", *flags)
     said = capsys.readouterr().out
@@ -474,7 +476,7 @@ def test_a_run_continues_with_the_spikes_switch_turned_on_or_off(before, now, tm
 )
 def test_a_run_that_leaves_out_too_many_steps_says_what_they_were(factor, mend, tmp_path):
     config = utils.parse(["--train.skip_spikes", str(factor), "--train.max_skipped_in_row", "3"])
-    loop = SimpleNamespace(config=config, folder=tmp_path)
+    loop = SimpleNamespace(config=config, folder=tmp_path, named=run_folder.at(tmp_path))
     main.Loop._stop_if_lost(loop, 8, {"skipped_in_row": 2})
     with pytest.raises(ValueError, match=mend) as stopped:
         main.Loop._stop_if_lost(loop, 9, {"skipped_in_row": 3})
@@ -485,6 +487,7 @@ def test_a_spike_is_told_with_the_median_it_was_judged_by(tmp_path, capsys, data
     config = utils.parse([*FLAGS, *data])
     dataset = open_training(config)
     loop = SimpleNamespace(config=config, folder=tmp_path, train_data=dataset)
+    loop.named = run_folder.at(tmp_path)
     report = {"stats": SimpleNamespace(loss=2.5), "grad_norm": np.float32(9), "skipped_in_row": 1}
     report |= {"spike": np.True_, "median": np.float32(0.5)}
     main.Loop._tell_left_out(loop, 3, report)

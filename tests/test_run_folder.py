@@ -1,5 +1,10 @@
 """A run's folder in a bucket: its records are fetched, and sent before what depends on them."""
 
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 
 import buckets
@@ -9,6 +14,7 @@ import resume
 import run_folder
 import utils
 from buckets import Prefix, Refused
+from conftest import ROOT
 from faults import Fault
 from tiny_run import FLAGS, arrays
 
@@ -33,7 +39,7 @@ def test_a_folder_on_a_disk_is_its_own_copy(tmp_path):
     assert not folder.exists() and folder.saved_steps() == []
     (tmp_path / "x" / "checkpoints" / "12").mkdir(parents=True)
     (tmp_path / "x" / "checkpoints" / "damaged-3").mkdir()
-    assert folder.exists() and folder.has_checkpoints() and folder.saved_steps() == ["12"]
+    assert folder.exists() and folder.has_checkpoints() and folder.saved_steps() == [12]
     with folder.in_step():
         folder.send()
 
@@ -43,11 +49,14 @@ def test_records_are_fetched_and_those_that_changed_sent(bucket, url):
     there.write("metrics.jsonl", b"1\n")
     there.write("config.toml", b"c")
     there.write("lock", b"another's")
-    there.write("checkpoints/12/x", b"")
+    there.write("checkpoints/12/commit_success.txt", b"")
+    there.write("checkpoints/13/x", b"")
+    there.write("", b"")  # as of a folder, by some programs
+    there.write("plots/", b"")
     folder = fresh(url)
     assert folder is run_folder.at(f"{url}/") and folder.exists()
     assert sorted(file.name for file in folder.files.iterdir()) == ["config.toml", "metrics.jsonl"]
-    assert folder.saved_steps() == ["12"] and folder.path("a") == f"{url}/a"
+    assert folder.saved_steps() == [12] and folder.path("a") == f"{url}/a"
     (folder.files / "metrics.jsonl").write_text("1\n2\n")
     (folder.files / "plots").mkdir()
     (folder.files / "plots" / "loss.png").write_bytes(b"png")
@@ -89,6 +98,51 @@ def test_a_bucket_that_refuses_is_said(bucket, url):
         fresh(url)
 
 
+@pytest.mark.parametrize(
+    "name", ["gs:/b/x", "gs://", "gs://b", "gs://b/", "gs://b//x", "gs://b/./x", "gs://b/a/../x"]
+)
+def test_a_name_that_clients_read_in_several_ways_is_refused(name):
+    with pytest.raises(ValueError, match=r"names no folder of a bucket. Give one as gs://bucket/"):
+        run_folder.at(name)
+
+
+def test_copies_of_killed_processes_are_removed_and_others_stay(bucket, url, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = fresh(url).files.parent
+    of_url = own.name.rpartition("-")[0].rpartition("-")[0]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name in (f"{of_url}-{gone.pid}-x", f"{of_url}-1-x", "run-0-1-x"):
+        (tmp_path / name / "x").mkdir(parents=True)
+    again = fresh(url).files.parent
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {own.name, again.name, f"{of_url}-1-x", "run-0-1-x"}
+
+
+def test_a_copy_is_removed_at_the_end_of_its_process_and_kept_if_it_was_not_sent(bucket, url):
+    program = """
+import os, sys, run_folder
+import buckets
+buckets.RETRY_S = 0.1
+folder = run_folder.at(sys.argv[1])
+print(folder.files)
+if os.fork() == 0:
+    sys.exit()  # a child ends, and the copy stays
+os.wait()
+assert folder.files.exists()
+if len(sys.argv) > 2:
+    with folder.in_step():
+        (folder.files / "metrics.jsonl").write_text("1")
+"""
+    for more, kept in (([], False), (["write"], True)):
+        if kept:
+            bucket.fault(503, on="upload")
+        command = [sys.executable, "-c", program, url, *more]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode != 0) == kept, done.stderr
+        assert Path(done.stdout.split()[0]).exists() == kept
+
+
 def test_a_run_that_is_not_there_is_said(url):
     with pytest.raises(ValueError, match=r"--run gs://bucket-\d+/runs/x does not exist"):
         resume.config_file(fresh(url), "--run")
@@ -124,7 +178,7 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_that_was_never_stopped(
         with pytest.raises(SystemExit):
             main.run(config)
     left = fresh(url)
-    assert left.saved_steps() == ["3"]
+    assert left.saved_steps() == [3]
     assert metrics.read(left.files / "metrics.jsonl")[-1]["step"] == 3
     run_folder._in_bucket.cache_clear()
     main.run(config)
@@ -151,7 +205,7 @@ def test_records_that_cannot_be_sent_before_a_save_keep_it_from_being_made(
     left = fresh(url)
     records = metrics.read(left.files / "metrics.jsonl")
     ages = [r["checkpoint/age_steps"] for r in records if "loss/train" in r]
-    assert left.saved_steps() == ["3"] and ages == [1, 2, 3]
+    assert left.saved_steps() == [3] and ages == [1, 2, 3]
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_one_that_lost_its_own_does_not(
