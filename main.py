@@ -178,7 +178,20 @@ def watched(config: Config) -> Iterator[Watch]:
     limit_s = utils.seconds(r.time_limit) if r.time_limit else None
     with Watch(60 * r.stall_minutes, limit_s, others) as watch:
         train.start_processes(r.peer_seconds)
-        yield watch
+        try:
+            yield watch
+        except Stopped:
+            leave(watch)
+            raise
+        leave(watch)
+
+
+def leave(watch: Watch) -> None:
+    """Leaves jax's job while it is watched: at its own end it would wait for one that is lost, and
+    then end this process without its name.
+    """
+    watch.doing("the end")
+    jax.distributed.shutdown()
 
 
 def run(config: Config) -> None:

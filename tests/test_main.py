@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import socket
 from types import SimpleNamespace
 
@@ -355,6 +356,36 @@ def test_processes_that_are_alone_end_in_time_and_name_the_one_that_did_not_come
     missing = f"process 0 at JAX_COORDINATOR_ADDRESS {alone[1]['JAX_COORDINATOR_ADDRESS']}"
     assert second.startswith(f"error: {missing} did not answer {late}: ")
     assert second.count("\n") == 1 and not any(tmp_path.iterdir())
+
+
+KILLED_AT_THE_END = """
+import os, pathlib, signal, sys, time
+import jax
+import faults, main
+
+leave, other_leaves = jax.distributed.shutdown, pathlib.Path(sys.argv[1])
+
+def shutdown():
+    if os.environ["JAX_PROCESS_ID"] == "0":
+        other_leaves.touch()
+        return leave()
+    while not other_leaves.exists():
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+jax.distributed.shutdown = shutdown
+faults.command_line(lambda: main.run(main.parse(sys.argv[2:])))
+"""
+
+
+def test_a_process_that_is_killed_when_all_is_done_is_named_too(data, tmp_path):
+    flags = "--run.dir", str(tmp_path), "--train.steps", "1", "--sample.prompts"
+    program = "-c", KILLED_AT_THE_END, str(tmp_path / "leaves")
+    codes, said = in_two_processes(*program, *FLAGS, *data, *flags)
+    assert codes == [Exit.AGAIN, -signal.SIGKILL], said
+    assert "validation loss" in said[0]
+    lost = f"process 0 ({socket.gethostname()}): process 1 ({socket.gethostname()}) is lost: "
+    assert re.search(re.escape(lost) + ".* This process was at the end\n", said[0]), said[0]
 
 
 # --- numerical faults ---------------------------------------------------------------------------
