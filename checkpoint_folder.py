@@ -166,6 +166,8 @@ class Folder:
             raise
         except (OSError, ValueError, TypeError) as error:
             return f"{CHECKSUMS} or a file named there cannot be read ({error})"
+        if not expected:
+            return f"{CHECKSUMS} names no file"
         for name, as_written in expected.items():
             if name not in found:
                 return f"{name} is missing"

@@ -19,19 +19,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import ROOT, environments, run_all
+from processes import ROOT, SMALL_MODEL, environments, run_all
 
 sys.path.insert(0, str(ROOT))
 
-# A mesh changes nothing but rounding here: the experts have room for all, so that nothing is
-# dropped, and the balancing bias, which moves by the sign of a difference, stays.
-MODEL = """
---model.width 32 --model.blocks 8 --model.heads 2 --model.kv_lora_rank 16 --model.hidden 64
---model.expert_hidden 32 --model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8
---model.v_head_dim 16 --model.compute_dtype float32 --model.capacity_factor 4
---model.eval_capacity_factor 4 --model.router_bias_speed 0 --train.sequence_length 32
---train.sequences 16 --optimizer.warmup_steps 2 --eval.sequences 16 --checkpoint.keep 99
---sample.prompts
+MODEL = f"""
+{SMALL_MODEL} --model.blocks 8 --train.sequences 16 --optimizer.warmup_steps 2
+--eval.sequences 16 --checkpoint.keep 99 --sample.prompts
 """
 
 

@@ -171,6 +171,16 @@ def test_no_harm_to_any_file_of_a_checkpoint_leads_to_a_wrong_state_or_no_state(
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", ""])
+def test_checksums_that_name_no_file_are_damage(tmp_path, text, capsys):
+    saved(tmp_path, 1, 2).close()
+    (tmp_path / "2" / checkpoint_folder.CHECKSUMS).write_text(text)
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path, 3)) as checkpoints:
+        assert checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))[0] == 1
+    told = capsys.readouterr().out
+    assert f"{tmp_path / '2'} is damaged and skipped: {checkpoint_folder.CHECKSUMS}" in told
+
+
 def told_of(folder, step):
     return json.loads((folder / str(step) / "config" / "metadata").read_text())
 

@@ -15,15 +15,12 @@ import model
 import run_folder
 import train
 import utils
+from processes import SMALL_MODEL
 
-TEXT = """
---model.width 32 --model.blocks 4 --model.heads 2 --model.kv_lora_rank 16 --model.hidden 64
---model.expert_hidden 32 --model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8
---model.v_head_dim 16 --model.compute_dtype float32 --model.capacity_factor 4
---model.eval_capacity_factor 4 --model.router_bias_speed 0 --train.sequence_length 32
---optimizer.schedule_steps 6 --optimizer.warmup_steps 2 --train.steps 6 --eval.every_steps 3
---eval.sequences 16 --checkpoint.every_steps 3 --sample.every_steps 2 --sample.tokens 4
---sample.prompts def import
+TEXT = f"""
+{SMALL_MODEL} --model.blocks 4 --optimizer.schedule_steps 6 --optimizer.warmup_steps 2
+--train.steps 6 --eval.every_steps 3 --eval.sequences 16 --checkpoint.every_steps 3
+--sample.every_steps 2 --sample.tokens 4 --sample.prompts def import
 """
 FLAGS = TEXT.split()
 
