@@ -1,6 +1,9 @@
 """Objects of an emulated bucket, asked for with what can go wrong."""
 
 import pytest
+from gcsfs.retry import HttpError
+from google.api_core.exceptions import Forbidden, NotFound, TooManyRequests, Unauthorized
+from google.auth.exceptions import DefaultCredentialsError, RefreshError, TransportError
 from google.cloud import storage
 
 import buckets
@@ -94,6 +97,41 @@ def test_a_bucket_that_is_not_there_is_said(bucket, prefix):
     bucket.fault(404)
     with pytest.raises(Refused, match=r"There is no bucket bucket-\d+\. Make it, or give another"):
         prefix.found()
+
+
+AWAY = TransportError("no route to the server of tokens")
+CAUSED = RefreshError("wrapped")
+CAUSED.__cause__ = AWAY
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Forbidden("by the library"), "Grant who runs this"),
+        (HttpError({"code": 403, "message": "by gcsfs"}), "Grant who runs this"),
+        (OSError("Forbidden: https://storage, by gcsfs"), "Grant who runs this"),
+        (ValueError("PERMISSION_DENIED: by tensorstore"), "Grant who runs this"),
+        (Unauthorized("by the library"), "no credentials that are taken"),
+        (HttpError({"code": 401, "message": "by gcsfs"}), "no credentials that are taken"),
+        (ValueError("UNAUTHENTICATED: by tensorstore"), "no credentials that are taken"),
+        (DefaultCredentialsError("there are none"), "no credentials that are taken"),
+        (RefreshError("invalid_grant"), "no credentials that are taken"),
+        (NotFound("by the library"), "There is no bucket b. Make it"),
+        (AWAY, None),
+        (CAUSED, None),
+        (RefreshError(AWAY), None),
+        (RefreshError("busy", retryable=True), None),
+        (HttpError({"code": 503, "message": "busy"}), None),
+        (TooManyRequests("busy"), None),
+        (ValueError("UNAVAILABLE: by tensorstore"), None),
+        (OSError("said of Forbidden: in the middle"), None),
+    ],
+    ids=str,
+)
+def test_what_no_other_request_helps_is_told_from_what_may_pass(error, words):
+    """In the words of each client; a server of tokens that is away has refused nobody."""
+    why = buckets.refusal("gs://b/run", error)
+    assert (why is None) if words is None else (words in why)
 
 
 @pytest.mark.parametrize("on", ["read", "upload"])

@@ -334,15 +334,6 @@ def in_two_processes(*command):
     return run_all(environments(2, 4, JAX_DEFAULT_MATMUL_PRECISION="highest"), *command)
 
 
-def test_two_processes_train_as_one_does(data, runs, whole):
-    # Texts of two processes are slow, and the last ones are enough.
-    flags = "--run.name", "two", "--run.dir", str(runs), "--sample.every_steps", "0"
-    codes, said = in_two_processes("main.py", *FLAGS, *data, *flags)
-    assert codes == [0, 0], said
-    np.testing.assert_allclose(losses(runs / "two"), losses(whole), rtol=1e-6)
-    assert "validation loss" in said[0] and "validation loss" not in said[1]
-
-
 def test_processes_that_are_alone_end_in_time_and_name_the_one_that_did_not_come(data, tmp_path):
     """Of one job only the first process is started, of another only the second."""
     jobs = environments(2, 4), environments(2, 4)

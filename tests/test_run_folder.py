@@ -1,10 +1,13 @@
 """A run's folder in a bucket: its records are fetched, and sent before what depends on them."""
 
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import buckets
@@ -15,8 +18,9 @@ import run_folder
 import utils
 from buckets import Prefix, Refused
 from conftest import ROOT
-from faults import Fault
-from tiny_run import FLAGS, arrays
+from faults import Exit, Fault
+from processes import environments, run_all
+from tiny_run import FLAGS, arrays, losses
 
 
 @pytest.fixture
@@ -188,6 +192,47 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_that_was_never_stopped(
         assert (a == b).all()
     names = Prefix(url).found()
     assert {"config.toml", "starts.jsonl", "plots/validation_loss.png"} <= names.keys()
+
+
+KILLED_AT_STEP_5 = """
+import os, signal, sys
+import faults, main
+
+record = main.Loop._record
+
+def killed(self, step, *how):
+    if step == 5:
+        self.saved.wait()
+        if os.environ["JAX_PROCESS_ID"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return record(self, step, *how)
+
+main.Loop._record = killed
+faults.command_line(lambda: main.run(main.parse(sys.argv[1:])))
+"""
+
+
+def test_two_processes_of_which_one_is_killed_train_in_a_bucket_as_one_does_on_a_disk(
+    bucket, url, data, whole
+):
+    # Texts of two processes are slow, and the last ones are enough.
+    where = "--run.dir", f"{bucket.url}/runs", "--run.name", "x", "--sample.every_steps", "0"
+    flags = *FLAGS, *data, *where
+
+    def live(*program):
+        job = environments(2, 4, JAX_DEFAULT_MATMUL_PRECISION="highest")
+        return run_all(job, *program, *flags)
+
+    codes, said = live("-c", KILLED_AT_STEP_5)
+    assert codes == [Exit.AGAIN, -signal.SIGKILL], said
+    assert f"process 1 ({socket.gethostname()}) is lost" in said[0]
+    codes, said = live("main.py")
+    assert codes == [0, 0], said
+    assert "continues after step 3" in said[0] and "validation loss" in said[0]
+    assert "validation loss" not in said[1]
+    done = fresh(url)
+    assert done.saved_steps() == [3, 6]
+    np.testing.assert_allclose(losses(done.files), losses(whole), rtol=1e-6)
 
 
 def test_records_that_cannot_be_sent_before_a_save_keep_it_from_being_made(
