@@ -43,7 +43,7 @@ from model import Transformer
 # were buckets does not know their checksums, and takes a copy of such a checkpoint for damaged.)
 FORMAT = 1
 OWN = ("format", "made_by", "digests")  # keys that stand beside the config's sections
-FILE_BYTES = 256 << 20
+FILE_BYTES = 256 << 20  # of a file of arrays: as much of a checkpoint is in memory once more
 CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
 MOST_NAMED = 10  # arrays in one message
 LATE_S = 60  # in which a thread ends that writes when another has failed
@@ -319,7 +319,8 @@ class Checkpoints:
 
     def _items(self, named: dict[str, Any], config: dict[str, Any]) -> ocp.args.Composite:
         if self._stacked is None:
-            args, found = ocp.args.PyTreeSave(named), digests.of_arrays(named)
+            args = ocp.args.PyTreeSave(named, ocdbt_target_data_file_size=FILE_BYTES)
+            found = digests.of_arrays(named)
         else:
             args = _in_chunks(named, self._stacked)
             found = {name: digests.of_numpy(x) for name, x in named.items()}

@@ -76,6 +76,13 @@ def test_records_are_fetched_and_those_that_changed_sent(bucket, url):
     assert there.read("metrics.jsonl") == b"1\n2\n" and there.read("lock") == b"another's"
 
 
+def test_a_run_of_which_only_checkpoints_are_left_exists(url):
+    Prefix(url).write("checkpoints/12/commit_success.txt", b"")
+    folder = fresh(url)
+    assert folder.exists() and not any(folder.files.iterdir())
+    assert not run_folder.at(f"{url}-2").exists()
+
+
 def test_what_another_run_wrote_since_is_what_is_there_when_this_one_begins(url):
     Prefix(url).write("metrics.jsonl", b"1\n")
     folder = fresh(url)
