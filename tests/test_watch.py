@@ -37,9 +37,8 @@ def ends(monkeypatch):
 
 
 @pytest.fixture
-def watches(monkeypatch):
-    """(count) -> the watches of as many processes, ready."""
-    monkeypatch.setattr(watch, "TICK_S", 0.02)
+def watches(ends, monkeypatch):
+    """(count) -> the watches of as many processes, joined."""
     monkeypatch.setattr(watch, "_on_abort", lambda function: None)
     address = f"127.0.0.1:{free_port()}"
     made = []
@@ -171,7 +170,6 @@ def test_all_processes_stop_at_the_same_point_whoever_is_asked_and_when(watches,
 
     def trains(number):
         one = all_of_them[number]
-        one.ready()
         for step_number in range(10_000):
             if one.reached():
                 return step_number, "before"
@@ -181,6 +179,8 @@ def test_all_processes_stop_at_the_same_point_whoever_is_asked_and_when(watches,
                 return step_number, "after"
             time.sleep(waits[number].uniform(0, 0.01))
 
+    for one in all_of_them:
+        one.ready()
     for number, at_s in asked_at.items():
         threading.Timer(at_s, all_of_them[number].ask, ("SIGTERM", 143)).start()
     with ThreadPoolExecutor(count) as pool:
@@ -266,7 +266,9 @@ def test_a_collective_that_raised_is_told_by_who_was_lost_if_any(watches, ends, 
 
 
 def test_a_process_that_is_done_waits_for_the_others_and_is_ended_if_one_is_lost(watches, ends):
-    a, b, c = watches(3)
+    made = watches(3)
+    a, b, c = made
+    made.remove(a)  # it leaves by itself
     done = threading.Thread(target=a.__exit__, args=(None, None, None), daemon=True)
     done.start()
     comes_true(lambda: b._peers.records[0].ended == 0)
