@@ -19,7 +19,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.prepare import STDLIB, Prepare, documents, in_validation
+from data.sources import STDLIB, Prepare, documents, in_validation
 from data.tokenizer import SAMPLE_PATTERN, SAMPLE_RANKS, encoding
 
 

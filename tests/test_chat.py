@@ -22,6 +22,7 @@ import utils
 import validate
 from common import canonical
 from data import chat, prepare
+from data.sources import Place, Row, in_validation, of_rows
 from data.tokenizer import load_tokenizer
 from dataset import INDEX, Dataset, read_manifest
 from tiny_run import start
@@ -102,7 +103,7 @@ def test_the_template_is_text_cut_where_the_weight_changes():
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder, split):
-    here = [r for n, r in enumerate(rows()) if prepare.in_validation(n, 0.25) == (split == "val")]
+    here = [r for n, r in enumerate(rows()) if in_validation(n, 0.25) == (split == "val")]
     ids, weights = joined(folder / split), joined(folder / split, ".weights")
     assert (weights.dtype, weights.shape) == (np.uint8, ids.shape)
     assert set(weights) == {0, 1}
@@ -114,9 +115,17 @@ def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder
     assert prompts.count("<|assistant|>\n") == sum(answers(r).count("<|end|>") for r in here)
 
 
+def encode_parts(tokenizer, parts):
+    """(ids, weights, bytes of what is learned) of a conversation of these parts."""
+    row = Row("x", Place(), list(parts), 0)
+    coded = [prepare.encode_piece(tokenizer, piece) for piece in of_rows([row])]
+    ids, weights = (np.concatenate([getattr(c, n) for c in coded]) for n in ("ids", "weights"))
+    return ids, weights, sum(piece.text_bytes for piece in coded)
+
+
 def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
     prompt, rest = "<|user|>\nx<|end|>\n<|assistant|>\n", "\n\n y"
-    ids, weights, text_bytes = prepare.encode_pieces(TOKENIZER, ((prompt, 0), (rest, 1)))
+    ids, weights, text_bytes = encode_parts(TOKENIZER, ((prompt, 0), (rest, 1)))
     asked = TOKENIZER.encode_ordinary(prompt)
     assert ids.tolist() == [*asked, *TOKENIZER.encode_ordinary(rest), 4095]
     assert weights.tolist() == [0] * len(asked) + [1] * (len(ids) - len(asked))
@@ -127,7 +136,7 @@ def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
         mergeable_ranks={bytes([b]): b for b in range(256)} | {b"ab": 256},
         special_tokens={END_OF_TEXT: 257},
     )
-    ids, weights, _ = prepare.encode_pieces(byte_pairs, (("a", 0), ("b", 1), ("a", 0)))
+    ids, weights, _ = encode_parts(byte_pairs, (("a", 0), ("b", 1), ("a", 0)))
     assert (ids.tolist(), weights.tolist()) == ([97, 98, 97, 257], [0, 1, 0, 0])
 
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from data.prepare import ShardWriter
+from data.shards import ShardWriter
 from dataset import (
     DOCUMENT_RULE,
     INDEX,

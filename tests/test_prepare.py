@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tiktoken
 
-from data import prepare, train_tokenizer
-from data.prepare import Prepare, documents, encode_document, in_validation, is_source, main
+from data import prepare, sources, train_tokenizer
+from data.prepare import main
+from data.sources import Prepare, documents, in_validation, is_source, pieces
 from data.tokenizer import SAMPLE_PATTERN, encoding, load_tokenizer, table_sha256
 from dataset import INDEX, Dataset, read_manifest
 
@@ -169,7 +170,7 @@ def test_train_ends_when_the_text_has_no_more_pairs():
 def test_the_tokenizer_learns_from_training_files_only(tmp_path, monkeypatch, capsys):
     assert [number for number in range(100) if in_validation(number)] == [19, 39, 59, 79, 99]
     found = [
-        prepare.Document(f"{number}.py", "zq" * 50 if in_validation(number) else "hello", 0)
+        sources.Document(f"{number}.py", "zq" * 50 if in_validation(number) else "hello")
         for number in range(100)
     ]
     monkeypatch.setattr(train_tokenizer, "documents", lambda config: iter(found))
@@ -258,7 +259,7 @@ def test_a_special_token_in_the_text_is_text_and_ends_no_document(tmp_path):
     assert texts_of(tmp_path / "out" / "train") == [TRICKY]
 
 
-def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
+def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back(tmp_path):
     tokenizer = tiktoken.Encoding(
         "x",
         pat_str=r"\S+|\s+(?!\S)|\s",
@@ -266,9 +267,13 @@ def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
         special_tokens={"<|endoftext|>": 256},
     )
     text = " " * 1_000_000 + "x"
-    ids, text_bytes = encode_document(tokenizer, text)
-    assert bytes(ids[:-1].astype(np.uint8)) == text.encode()
-    assert (ids[-1], text_bytes) == (256, 1_000_001)
+    (tmp_path / "x.txt").write_text(text)
+    found = list(pieces(Prepare(source=str(tmp_path / "x.txt"), out="")))
+    coded = [prepare.encode_piece(tokenizer, piece) for piece in found]
+    ids = np.concatenate([piece.ids for piece in coded])
+    assert [len(piece.text) for piece in found] == [400_000, 400_000, 200_001]
+    assert bytes(ids[:-1].astype(np.uint8)) == text.encode() and ids[-1] == 256
+    assert sum(piece.text_bytes for piece in coded) == 1_000_001
 
 
 def test_half_a_surrogate_pair_is_replaced_and_stops_nothing(tmp_path):
@@ -392,7 +397,7 @@ def test_what_is_already_prepared_is_left_as_it_is(texts, tmp_path, capsys, monk
     run(texts, out, "--val-share", 0.3)
     before = files_of(out)
     capsys.readouterr()
-    monkeypatch.setattr(prepare, "tokenize", None)  # calling it would be a TypeError
+    monkeypatch.setattr(prepare, "Work", None)  # calling it would be a TypeError
     run(texts, out, "--val-share", 0.3)
     assert capsys.readouterr().out.startswith(f"{out} is already prepared")
     assert files_of(out) == before
