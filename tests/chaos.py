@@ -315,6 +315,7 @@ class Chaos:
                 ended = job.live({victim: blow} if blow else {})
                 if ended.told("struck", victim) is not None:
                     left -= 1
+                    kinds.append(kinds.pop(0))  # one that this life had no more of is next again
                     self.rows[what, blow.kind] += 1
                     print(f"{what}: {blows - left} of {blows}, {blow.kind} + {blow.delay_s:.2f} s")
                 if ended.finished:  # before the blow, or in spite of it
@@ -336,7 +337,6 @@ class Chaos:
 
     def _blow(self, kinds: list[str], number: int) -> Blow:
         kind = kinds[0]
-        kinds.append(kinds.pop(0))
         delay_s, most = KINDS[kind]
         return Blow(kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number)
 
