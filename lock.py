@@ -59,6 +59,7 @@ def held(
              one of another machine does, or the bucket does not answer for `lease_s`.
     """
     lock, met = None, {}
+    _from_first(met)  # the first collective has 30 s to begin, and process 0 may wait for a lease
     if is_primary():
         try:
             lock = take(folder, on_lost, beat_s, lease_s)
