@@ -4,20 +4,24 @@
     ./run.sh python benchmark.py mesh                 configs/tiny.toml on one device and on eight
     ./run.sh python benchmark.py decode               tokens of text per second, beside transformers
     ./run.sh python benchmark.py checkpoint           steps with a save over steps without
+    ./run.sh python benchmark.py data                 batches alone, from a disk and a bucket
+    ./run.sh python benchmark.py tokenize             text to tokens, beside tiktoken alone
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
-`step` and `checkpoint` take main.py's flags, and `gpu --help` and `checkpoint --help` tell their
-own. Compiled FLOPs are the matrix products in the compiled program, loops counted with their trip
-counts; model FLOPs those of a program without waste (see cost.model_flops).
+`step` and `checkpoint` take main.py's flags; `gpu`, `checkpoint`, `data` and `tokenize` have flags
+of their own, which --help tells. Compiled FLOPs are the matrix products in the compiled program,
+loops counted with their trip counts; model FLOPs those of a program without waste (see
+cost.model_flops).
 """
 
 import dataclasses
+import importlib
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +44,7 @@ import weights
 from planning import cost, hlo
 from utils import Config
 
+PARTS = ("gpu", "checkpoint", "data", "tokenize")  # files that take from this one, imported late
 STEPS = 8  # timed ones, after one that is not
 ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
@@ -108,6 +113,13 @@ def step_seconds(programs: list[Program]) -> list[float]:
     turns = zip(*(program.steps() for program in programs), strict=True)
     taken = [[seconds for seconds, _ in turn] for turn in itertools.islice(turns, STEPS + 1)]
     return np.median(taken[1:], axis=0).tolist()
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Median, least and most of them."""
+    values = [*values]
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 def flops_per_token(config: Config, square: bool = False) -> float:
@@ -262,14 +274,8 @@ def run() -> None:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(__doc__)
-    elif name == "gpu":
-        import benchmark_gpu  # late: it takes from this file
-
-        benchmark_gpu.main(rest)
-    elif name == "checkpoint":
-        import benchmark_checkpoint  # late: as for gpu; the others run without Orbax
-
-        benchmark_checkpoint.main(rest)
+    elif name in PARTS:
+        importlib.import_module(f"benchmark_{name}").main(rest)
     elif name == "step":
         step(rest)
     elif (
@@ -279,7 +285,8 @@ def run() -> None:
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "decode, checkpoint, gpu with names of rows, or step with flags of main.py."
+            "decode, checkpoint, data, tokenize, gpu with names of rows, or step with flags of "
+            "main.py."
         )
 
 

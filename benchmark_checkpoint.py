@@ -10,10 +10,9 @@ counts too, so that steps without a save have all of the machine.
 """
 
 import dataclasses
-import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import model
 import train
 import utils
 import weights
-from benchmark import random_batch
+from benchmark import random_batch, spread
 from checkpoint import Checkpoints
 from metrics import say
 from utils import Config
@@ -168,13 +167,6 @@ def lines(training: Training, stretches: list[Stretch]) -> Iterator[str]:
     yield f"waited for      {spread(s.wait_s for s in saves)} s after the last step"
     yield f"checkpoint      {training.checkpoint_bytes() / 2**20:.1f} MiB"
     yield f"Medians of {len(saves)} rounds (least to most); ratios are of each round."
-
-
-def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Median, least and most of them."""
-    values = [*values]
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 def parse(arguments: list[str]) -> tuple[Flags, Config]:

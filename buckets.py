@@ -6,10 +6,13 @@ gcsfs: set here to compare what arrived, and not to remember what others may hav
 
 import base64
 import contextlib
+import io
 import os
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
@@ -21,6 +24,8 @@ SCHEME = "gs://"
 RETRY_S = 60.0  # in which a request that may pass is made again
 REQUEST_S = 20.0  # to connect, and between two parts of an answer
 AT_ONCE = 8  # requests
+SEND_TRIES = 4  # for a file, each with its own RETRY_S
+SEND_PAUSE_S = 1.0  # before the second of these; then twice as long each time
 fsspec.config.conf["gcs"] = {
     "use_listings_cache": False,
     "consistency": "md5",
@@ -186,12 +191,26 @@ class Prefix:
     def _blob(self, name: str) -> Any:
         return client().bucket(self._bucket).blob(f"{self._below}{name}")
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """What is between two bytes; the bucket's checksum is compared where it is all of it."""
+        from google.api_core.exceptions import NotFound
+
+        how = {"checksum": "crc32c"}
+        if end is not None:
+            how = {"checksum": None, "start": begin, "end": end - 1}
+        with told(f"{self.url}/{name}"):
+            try:
+                return self._blob(name).download_as_bytes(**how, **_how())
+            except NotFound as error:
+                raise FileNotFoundError(f"{self.url}/{name} is not there") from error
+
+    def fetch(self, name: str, path: Path) -> None:
+        """To a file, whose checksum is compared."""
         from google.api_core.exceptions import NotFound
 
         with told(f"{self.url}/{name}"):
             try:
-                return self._blob(name).download_as_bytes(checksum="crc32c", **_how())
+                self._blob(name).download_to_filename(str(path), checksum="crc32c", **_how())
             except NotFound as error:
                 raise FileNotFoundError(f"{self.url}/{name} is not there") from error
 
@@ -199,6 +218,36 @@ class Prefix:
         """Whole or not at all; the bucket compares what arrived."""
         with told(f"{self.url}/{name}"):
             self._blob(name).upload_from_string(content, checksum="crc32c", **_how())
+
+    def send(self, files: dict[str, Path], expected: dict[str, Found]) -> None:
+        """Files, several at once, each whole or not at all; what the bucket then says of them is
+        compared with what is expected.
+        """
+        from google.cloud.storage import transfer_manager
+
+        left, pause_s = dict(files), SEND_PAUSE_S
+        for attempt in range(1, SEND_TRIES + 1):
+            blobs = [self._blob(name) for name in left]
+            met = transfer_manager.upload_many(
+                [(str(path), blob) for path, blob in zip(left.values(), blobs, strict=True)],
+                upload_kwargs={"checksum": "crc32c", **_how()},
+                max_workers=AT_ONCE,
+                worker_type=transfer_manager.THREAD,
+            )
+            try:
+                for name, blob, error in zip(list(left), blobs, met, strict=True):
+                    with told(f"{self.url}/{name}"):
+                        if isinstance(error, Exception):
+                            raise error
+                        if Found(blob.size, blob.crc32c) != expected[name]:
+                            raise OSError("what arrived is not what was sent")
+                    del left[name]
+                return
+            except Unanswered:
+                if attempt == SEND_TRIES:
+                    raise
+            time.sleep(pause_s)
+            pause_s *= 2
 
     def move(self, name: str, to: str) -> None:
         with told(f"{self.url}/{name}"):
@@ -216,3 +265,34 @@ class Prefix:
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(one, names))
+
+
+class Reader(io.RawIOBase):
+    """An object as a file, of which only what is asked for is read. Raises what `told` does."""
+
+    def __init__(self, url: str, size: int):
+        root, _, self._name = url.rpartition("/")
+        self._objects, self._size, self._at = Prefix(root), size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
+        self._at = begins[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        content = self._objects.read(self._name, self._at, end)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

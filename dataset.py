@@ -1,160 +1,41 @@
 """Token shards to batches: step -> batch is a pure function, and nothing else is remembered.
 
-A folder holds flat .npy shards and an index.json (data/prepare.py writes both), and may hold the
-loss weight of each token as a target, uint8, in files beside the shards. Windows of T+1
+A folder on a disk or in a bucket holds flat .npy shards and an index.json (manifest.py), and may
+hold the loss weight of each token as a target, uint8, in files beside the shards. Windows of T+1
 tokens with stride T run over the concatenation of the shards, so every token but the first is a
 target once per epoch. The stream of epochs, each in its own order, is endless; step `s` is the
-next `sequences` windows of it. A batch depends on neither hosts nor mesh, so a run resumes with
-nothing but its step number.
+next `sequences` windows of it. A batch depends on neither hosts nor mesh, nor on where the shards
+lie, so a run resumes with nothing but its step number.
 
 `T` tokens of a sequence, `n` rows asked for.
 """
 
 import collections
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import google_crc32c
 import numpy as np
 
-if TYPE_CHECKING:  # data/prepare.py's workers import this file, and need not wait for utils
-    from utils import Config
+from manifest import BLOCK_BYTES, INDEX, Shard, in_bucket, prepare_command, read_manifest
+from token_files import Cache, Files, Layout, Span, open_files
 
-INDEX = "index.json"
-DOCUMENT_RULE = "every document is followed by end_of_text"
-CHUNK_BYTES = 1 << 24
 FEISTEL_ROUNDS = 6
+AHEAD_STEPS = 4  # whose windows are fetched from a bucket while a step's are read
 
 Rows = dict[str, np.ndarray]  # by name, [n, T] each
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Shard:
-    name: str
-    tokens: int
-    bytes: int  # of the file
-    crc32c: str  # of the file, 8 hexadecimal digits
-    weights: "Shard | None" = None  # the file with these tokens' loss weights; None: all are 1
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What index.json says."""
-
-    split: str
-    tokenizer: str
-    tokenizer_sha256: str  # of its table: two tokenizers of one name that differ are told apart
-    vocabulary: int
-    end_of_text: int
-    document_rule: str
-    dtype: str
-    documents: int
-    tokens: int
-    text_bytes: int
-    shards: list[Shard]
-    command: str  # that made it, without --out
-    settings: dict[str, Any]  # all that decides its content
-    template: str | None = None  # that made text of conversations
-    learned_tokens: int | None = None  # with loss weight 1; None: all. text_bytes are theirs
-
-    @property
-    def identity(self) -> str:
-        """The same for two folders exactly when they hold the same tokens of the same tokenizer,
-        with the same loss weights.
-        """
-        files = [(f.tokens, f.crc32c) for s in self.shards for f in (s, s.weights) if f]
-        content = [self.tokenizer_sha256, self.dtype, files]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """index.json of the folder. Raises ValueError when it is not there or not whole."""
-    path = folder / INDEX
-    try:
-        fields = json.loads(path.read_text())
-        shards = [shard_of(shard) for shard in fields.pop("shards")]
-        manifest = Manifest(shards=shards, **fields)
-        if manifest.tokens != sum(shard.tokens for shard in shards):
-            raise ValueError("tokens is not the sum of the shards' tokens")
-        weighted = [shard for shard in shards if shard.weights]
-        whole = all(shard.weights.tokens == shard.tokens for shard in weighted)
-        if not whole or len(weighted) not in (0, len(shards)):
-            raise ValueError("loss weights are not of all tokens")
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} does not exist: {folder} is no folder of shards, or its preparation did not "
-            f"end. Run {prepare_command(folder)}."
-        ) from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} cannot be read as the index of a folder of shards ({type(error).__name__}: "
-            f"{error}). Run {prepare_command(folder)} --overwrite."
-        ) from error
-    if manifest.document_rule != DOCUMENT_RULE:
-        raise ValueError(
-            f"{path} has the document rule {manifest.document_rule!r}: expected {DOCUMENT_RULE!r}. "
-            f"Run {prepare_command(folder)} --overwrite."
-        )
-    return manifest
-
-
-def shard_of(fields: dict[str, Any]) -> Shard:
-    weights = fields.get("weights")
-    return Shard(**(fields | {"weights": weights and Shard(**weights)}))
-
-
-def prepare_command(folder: Path, manifest: Manifest | None = None) -> str:
-    """The command that makes the folder (again)."""
-    command = manifest.command if manifest else "python data/prepare.py --source python-stdlib"
-    return f"{command} --out {folder.parent}"
-
-
-def file_crc32c(path: Path) -> str:
-    """CRC32C of a file, as 8 hexadecimal digits."""
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc = google_crc32c.extend(crc, chunk)
-    return f"{crc:08x}"
-
-
-def open_shard(folder: Path, shard: Shard, manifest: Manifest, dtype: str) -> np.ndarray:
-    """The shard, mapped into memory. Raises ValueError when it is not what index.json says."""
-    path = folder / shard.name
-    mend = f"Run {prepare_command(folder, manifest)} --overwrite"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing: {folder / INDEX} expects checksum {shard.crc32c}. {mend}, or "
-            "bring the file back."
-        )
-    size, crc32c = path.stat().st_size, file_crc32c(path)
-    if (size, crc32c) != (shard.bytes, shard.crc32c):
-        what = "truncated" if size < shard.bytes else "altered"
-        raise ValueError(
-            f"{path} is {what}: expected checksum {shard.crc32c} and {shard.bytes} bytes, found "
-            f"{crc32c} and {size} bytes. {mend}, or copy the file again."
-        )
-    array = np.load(path, mmap_mode="r")
-    if array.dtype.name != dtype or array.shape != (shard.tokens,):
-        raise ValueError(
-            f"{path} holds {array.dtype.name} of shape {array.shape}: {folder / INDEX} expects "
-            f"{dtype} of shape {(shard.tokens,)}. {mend}."
-        )
-    return array
 
 
 class Dataset:
     """Windows of one folder of shards.
 
     sequences   windows in each step's global batch
-    vocabulary  of the model, which the ids must fit into
+    order       of windows: "windows" or "blocks", as `shuffled` and `striped` say
     segments    number the documents within each window; without it, all of a window is document 0
+    vocabulary  of the model, which the ids must fit into
+    cache       for a folder in a bucket
     """
 
     def __init__(
@@ -165,26 +46,31 @@ class Dataset:
         sequences: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        order: str = "windows",
         segments: bool = False,
         vocabulary: int | None = None,
+        cache: Cache | None = None,
     ):
-        self.folder = Path(folder)
+        self.folder = str(folder).rstrip("/")
         self.sequence_length, self.sequences = sequence_length, sequences
-        self.seed, self.shuffle, self.segments = seed, shuffle, segments
+        self.seed, self.shuffle, self.order, self.segments = seed, shuffle, order, segments
         check_settings(self)
-        self.manifest = read_manifest(self.folder)
+        self.manifest, self.remote = read_manifest(self.folder), in_bucket(self.folder)
         if vocabulary is not None:
             check_vocabulary(self, vocabulary)
         self.windows = (self.manifest.tokens - 1) // sequence_length
         check_length(self)
-        self.shards = self.opened(self.manifest.shards, self.manifest.dtype)
-        weights = [shard.weights for shard in self.manifest.shards if shard.weights]
-        self.weights = self.opened(weights, "uint8")  # none where all are 1
+        shards = self.manifest.shards
+        self.shards = self.opened(shards, self.manifest.dtype, cache)
+        self.weights: Files | None = None  # where all are 1
+        if shards[0].weights:
+            self.weights = self.opened([shard.weights for shard in shards], "uint8", cache)
         # Where each shard begins in the concatenation, and where the last one ends.
-        self.starts = np.cumsum([0] + [shard.tokens for shard in self.manifest.shards])
+        self.starts = np.cumsum([0] + [shard.tokens for shard in shards])
+        self._bounds = self.starts.tolist()
 
-    def opened(self, shards: list[Shard], dtype: str) -> list[np.ndarray]:
-        return [open_shard(self.folder, shard, self.manifest, dtype) for shard in shards]
+    def opened(self, shards: list[Shard], dtype: str, cache: Cache | None) -> Files:
+        return open_files(Layout(self.folder, self.manifest, shards, np.dtype(dtype)), cache)
 
     # guide: batch
     def rows(self, step: int, rows: np.ndarray) -> Rows:
@@ -192,18 +78,30 @@ class Dataset:
 
         tokens, targets, segments int32; loss_weights float32.
         """
-        return self.batch(self.windows_of(step, rows))
+        ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.remote else ()
+        return self.batch(self.windows_of(step, rows), (self.windows_of(s, rows) for s in ahead))
 
     def windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Numbers of the windows that these rows of the step's batch are."""
-        positions = step * self.sequences + np.asarray(rows, dtype=np.int64)
+        return self.windows_at(step * self.sequences + np.asarray(rows, dtype=np.int64))
+
+    def windows_at(self, positions: np.ndarray) -> np.ndarray:
+        """Those at these places of the endless stream of epochs."""
         windows = positions % self.windows
         if self.shuffle:
             epochs = positions // self.windows
             for epoch in np.unique(epochs):
                 here = epochs == epoch
-                windows[here] = permute(windows[here], self.windows, self.seed, int(epoch))
+                windows[here] = self.shuffled(windows[here], int(epoch))
         return windows
+
+    def shuffled(self, index: np.ndarray, epoch: int) -> np.ndarray:
+        """A bijection of 0 .. windows-1, another one for each epoch."""
+        if self.order == "windows":
+            return permute(index, self.windows, self.seed, epoch)
+        item = np.dtype(self.manifest.dtype).itemsize
+        length = max(1, BLOCK_BYTES // (self.sequence_length * item))
+        return striped(index, self.windows, self.sequences, length, self.seed, epoch)
 
     # guide: end
 
@@ -212,76 +110,88 @@ class Dataset:
         check_eval(self, sequences)
         return self.batch(np.asarray(rows, dtype=np.int64) * self.windows // sequences)
 
-    def batch(self, windows: np.ndarray) -> Rows:
-        """Tokens, targets, loss weights and segments of these windows."""
-        ids = self.stacked(windows, self.shards).astype(np.int32)
+    def batch(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> Rows:
+        """Tokens, targets, loss weights and segments of these windows.
+
+        soon  windows that will be asked for next.
+        """
+        ids, *weights = self.stacked(windows, soon)
+        ids = ids.astype(np.int32)
         segments = np.zeros_like(ids[:, :-1])
         if self.segments:
             # A document's own end-of-text belongs to it, so the number goes up after it.
             ends = ids[:, :-1] == self.manifest.end_of_text
             segments[:, 1:] = np.cumsum(ends[:, :-1], axis=1, dtype=np.int32)
-        weights = np.ones(segments.shape, np.float32)
-        if self.weights:  # of the targets, as the loss is
-            weights = self.stacked(windows, self.weights)[:, 1:].astype(np.float32)
+        if weights:  # of the targets, as the loss is
+            loss_weights = weights[0][:, 1:].astype(np.float32)
+        else:
+            loss_weights = np.ones(segments.shape, np.float32)
         return {
             "tokens": ids[:, :-1],
             "targets": ids[:, 1:],
-            "loss_weights": weights,
+            "loss_weights": loss_weights,
             "segments": segments,
         }
 
-    def stacked(self, windows: np.ndarray, shards: list[np.ndarray]) -> np.ndarray:
-        return np.stack([self.window(int(window), shards) for window in windows])
+    @property
+    def identity(self) -> str:
+        """The same for two exactly when they hold the same tokens."""
+        return self.manifest.identity
 
-    def window(self, number: int, shards: list[np.ndarray]) -> np.ndarray:
-        """[T+1] elements from number * T on, over as many shards as they lie in."""
-        return np.concatenate([shards[i][part] for i, part in self.places(number)])
+    def part_of(self, window: int) -> tuple["Dataset", int]:
+        """As of a mixture (mixture.py), whose part a dataset may be."""
+        return self, window
 
-    def places(self, number: int) -> list[tuple[int, slice]]:
-        """Where a window lies: numbers of shards, and which elements of each."""
-        begin = number * self.sequence_length
-        end = begin + self.sequence_length + 1
-        first = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        last = int(np.searchsorted(self.starts, end, side="left"))
+    def progress(self, steps: int) -> dict[str, float]:
+        """For the records, as of a mixture: nothing that the number of steps does not say."""
+        return {}
+
+    def used_up(self, step: int) -> list[str]:
+        """What the step, counted from 1, has come to the end of."""
+        text = self.ended((step - 1) * self.sequences, step * self.sequences)
+        return [text] if text else []
+
+    def ended(self, before: int, now: int) -> str:
+        """In words, where an epoch ended between so many sequences and so many."""
+        epoch = now // self.windows
+        if epoch == before // self.windows:
+            return ""
+        return (
+            f"each of the {self.windows:,} windows of {self.folder} was trained on "
+            f"{'once' if epoch == 1 else f'{epoch} times'}; epoch {epoch + 1} begins"
+        )
+
+    def stacked(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> list[np.ndarray]:
+        """[n, T+1] of these windows' tokens, and of their loss weights where there are some."""
+        places = self.places(windows)
+        now = [span for spans in places for span in spans]
+        kinds = [files for files in (self.shards, self.weights) if files]
+        later = [s for each in soon for spans in self.places(each) for s in spans]
+        for files in kinds:
+            files.expect(now, later)
+        return [np.stack([joined(files, spans) for spans in places]) for files in kinds]
+
+    def places(self, windows: np.ndarray) -> list[list[Span]]:
+        """Where the T+1 tokens of each window lie: in one shard, or in several."""
+        begins = windows * self.sequence_length
+        ends = begins + self.sequence_length + 1
+        first = np.searchsorted(self.starts, begins, side="right") - 1
+        behind = np.searchsorted(self.starts, ends, side="left")
+        four = (array.tolist() for array in (begins, ends, first, behind))
         return [
-            (i, slice(max(begin - start, 0), end - start))
-            for i, start in zip(range(first, last), self.starts[first:last].tolist(), strict=True)
+            [self._span(shard, begin, end) for shard in range(a, b)]
+            for begin, end, a, b in zip(*four, strict=True)
         ]
 
-
-def open_datasets(config: "Config") -> tuple[Dataset, Dataset]:
-    """(training data, validation data), checked against the model, the run and each other."""
-    train = open_training(config)
-    val = open_validation(config)
-    check_same_tokenizer(train, val)
-    return train, val
+    def _span(self, shard: int, begin: int, end: int) -> Span:
+        """What a shard has of the tokens from `begin` to `end` of all."""
+        start, stop = self._bounds[shard : shard + 2]
+        return Span(shard, max(begin, start) - start, min(end, stop) - start)
 
 
-def open_training(config: "Config") -> Dataset:
-    """The training data, checked against the model and the run."""
-    return Dataset(
-        config.data.train,
-        config.train.sequence_length,
-        sequences=config.train.sequences,
-        seed=config.data.seed,
-        segments=config.data.segments,
-        vocabulary=config.model.vocabulary,
-    )
-
-
-def open_validation(config: "Config") -> Dataset:
-    """The validation data, checked against the model and the run."""
-    val = Dataset(
-        config.data.val,
-        config.train.sequence_length,
-        sequences=config.eval.sequences,
-        shuffle=False,
-        segments=config.data.segments,
-        vocabulary=config.model.vocabulary,
-    )
-    check_eval(val, config.eval.sequences)
-    check_learned(val, config.eval.sequences)
-    return val
+def joined(files: Files, spans: list[Span]) -> np.ndarray:
+    parts = [files.elements(span) for span in spans]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def check_settings(data: Dataset) -> None:
@@ -299,7 +209,7 @@ def check_settings(data: Dataset) -> None:
 def check_vocabulary(data: Dataset, vocabulary: int) -> None:
     if data.manifest.vocabulary > vocabulary:
         raise ValueError(
-            f"{data.folder / INDEX} has token ids up to {data.manifest.vocabulary - 1} (tokenizer "
+            f"{data.folder}/{INDEX} has token ids up to {data.manifest.vocabulary - 1} (tokenizer "
             f"{data.manifest.tokenizer}), and --model.vocabulary {vocabulary} has no row for those "
             f"from {vocabulary} on. Use --model.vocabulary {data.manifest.vocabulary}, or prepare "
             "the data with another --tokenizer."
@@ -347,6 +257,31 @@ def check_same_tokenizer(train: Dataset, val: Dataset) -> None:
 
 
 # guide: permute
+def striped(
+    index: np.ndarray, size: int, rows: int, length: int, seed: int, epoch: int
+) -> np.ndarray:
+    """A bijection of 0 .. size-1 in which each of the `rows` of a batch walks through a chunk of
+    `length` neighbouring windows, in an order of its own, before it goes on to another one.
+
+    So a host reads, of what is large, only the chunks of its own rows, and each chunk once. Rows
+    are in chunks that lie anywhere. The windows that do not fill a chunk for each row, the last of
+    the data, come last.
+    """
+    chunks = size // (rows * length) * rows
+    index = np.asarray(index, np.int64)
+    group, place = np.divmod(index, rows * length)
+    step, row = np.divmod(place, rows)
+    windows, tail = np.empty_like(index), group * rows >= chunks
+    if not tail.all():
+        chunk = permute((group * rows + row)[~tail], chunks, seed, epoch)
+        turn = mix(chunk.astype(np.uint64)) % np.uint64(length)
+        inside = permute(step[~tail], length, seed, epoch) + turn.astype(np.int64)
+        windows[~tail] = chunk * length + inside % length
+    first = chunks * length
+    windows[tail] = first + permute(index[tail] - first, size - first, seed, epoch)
+    return windows
+
+
 def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """A bijection of 0 .. size-1, another one for each (seed, epoch), without a table.
 

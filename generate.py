@@ -37,8 +37,8 @@ import resume
 import run_folder
 import train
 from data.tokenizer import Tokenizer, load_tokenizer, text_of, token_bytes
-from dataset import Dataset
 from metrics import is_primary
+from mixture import Data
 from model import Transformer
 from utils import GIB, MESH_AXES, Config
 
@@ -203,7 +203,7 @@ def writing_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
 class Sampler:
     """Continues the prompts of a run's config, on the devices that it trains on."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: Dataset):
+    def __init__(self, config: Config, mesh: Mesh, data: Data):
         """Raises  ValueError where the model cannot be laid out so, or has no memory for it."""
         m, s, T = data.manifest, config.sample, config.train.sequence_length
         self.prompts, self.tokens = s.prompts, min(s.tokens, T - 1)

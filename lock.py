@@ -24,20 +24,28 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from buckets import one_line, refusal, transient
 from faults import Fault
-from metrics import is_primary, say
 
 BEAT_S = 5.0
 LEASE_S = 30.0
 TOLD_BYTES = 8192  # of a refusal that all processes raise, in ASCII
 OPEN: weakref.WeakSet["Lock"] = weakref.WeakSet()
+
+
+class Words(NamedTuple):
+    """What people call what is held."""
+
+    writer: str = "run"
+    folder: str = "a --run.dir"
+    other: str = "--run.name, as --run.name {name}-2"  # than the one that is taken
+
+
+OF_A_RUN = Words()
 
 
 @contextlib.contextmanager
@@ -58,6 +66,8 @@ def held(
     Raises   ValueError when another run of this machine holds it or it cannot be had; Fault when
              one of another machine does, or the bucket does not answer for `lease_s`.
     """
+    from metrics import is_primary  # late: who takes a lock for itself alone needs no jax
+
     lock, met = None, {}
     _from_first(met)  # the first collective has 30 s to begin, and process 0 may wait for a lease
     if is_primary():
@@ -77,6 +87,9 @@ def held(
 
 def _from_first(met: dict[str, Any]) -> dict[str, Any]:
     """What process 0 has here, on every process."""
+    import jax
+    from jax.experimental import multihost_utils
+
     if not jax.distributed.is_initialized():
         return met
     told = np.frombuffer(json.dumps(met).encode().ljust(TOLD_BYTES), np.uint8)
@@ -89,10 +102,11 @@ def take(
     on_lost: Callable[[str], None],
     beat_s: float = BEAT_S,
     lease_s: float = LEASE_S,
+    words: Words = OF_A_RUN,
 ) -> "Lock":
     """As `held`, for one process alone; its `close` gives the folder back."""
     kind = BucketLock if os.fspath(folder).startswith("gs://") else FileLock
-    lock = kind(os.fspath(folder), on_lost, beat_s, lease_s)
+    lock = kind(os.fspath(folder), on_lost, beat_s, lease_s, words)
     OPEN.add(lock)
     try:
         lock.take()
@@ -101,6 +115,12 @@ def take(
         raise
     lock.thread.start()
     return lock
+
+
+def say(text: str) -> None:
+    from metrics import say  # late, as above
+
+    say(text)
 
 
 # --- who holds it ---------------------------------------------------------------------------------
@@ -145,9 +165,20 @@ def moment(record: dict[str, Any]) -> tuple[Any, Any]:
 class Lock:
     """What both kinds share: the record, the heartbeat, the words."""
 
-    def __init__(self, folder: str, on_lost: Callable[[str], None], beat_s: float, lease_s: float):
+    def __init__(
+        self,
+        folder: str,
+        on_lost: Callable[[str], None],
+        beat_s: float,
+        lease_s: float,
+        words: Words = OF_A_RUN,
+    ):
         assert beat_s * 3 <= lease_s, (beat_s, lease_s)
-        self.folder, self.path = folder.rstrip("/"), f"{folder.rstrip('/')}/lock"
+        self.folder, self.path, self._words = (
+            folder.rstrip("/"),
+            f"{folder.rstrip('/')}/lock",
+            words,
+        )
         self.beat_s, self.lease_s, self._on_lost = beat_s, lease_s, on_lost
         self.lost = False
         self._pid, self._began, self._beats = os.getpid(), time.monotonic(), 0
@@ -193,9 +224,10 @@ class Lock:
 
     def lose(self, why: str) -> None:
         self.lost = True
+        writer = self._words.writer
         self._on_lost(
-            f"{self.path} is no longer this run's: {why}. This run stops, so that two do not write "
-            "there. Look whether another run goes on; if not, start this one again."
+            f"{self.path} is no longer this {writer}'s: {why}. This {writer} stops, so that two do "
+            f"not write there. Look whether another {writer} goes on; if not, start this one again."
         )
 
     def close(self) -> None:
@@ -215,12 +247,13 @@ class Lock:
         lost this one's predecessor here: starting again can help.
         """
         kind = ValueError if record.get("machine") == machine() else Fault
-        name, pid = os.path.basename(self.folder), record.get("pid", "PROCESS")
+        pid = record.get("pid", "PROCESS")
+        other = self._words.other.format(name=os.path.basename(self.folder), folder=self.folder)
         running = f"running for {age(record.get('age_s'))}: {record.get('command', 'unknown')}"
         return kind(
-            f"{self.folder} is being written by another run, {who(record)}, {running}. Two would "
-            f"overwrite each other's files. Wait for it, or end it (kill {pid} there), or use "
-            f"another --run.name, as --run.name {name}-2."
+            f"{self.folder} is being written by another {self._words.writer}, {who(record)}, "
+            f"{running}. Two would overwrite each other's files. Wait for it, or end it (kill "
+            f"{pid} there), or use another {other}."
         )
 
     def moves(self, record: dict[str, Any], first: Any, seen: Callable[[], Any]) -> bool:
@@ -264,8 +297,8 @@ class FileLock(Lock):
             self._write()
         except OSError as error:
             raise ValueError(
-                f"{self.path} cannot be written: {error.strerror or error}. Give a --run.dir that "
-                "can be written, with space left."
+                f"{self.path} cannot be written: {error.strerror or error}. Give "
+                f"{self._words.folder} that can be written, with space left."
             ) from error
 
     def _open(self) -> bool:

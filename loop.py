@@ -25,10 +25,11 @@ import run_folder
 import train
 import utils
 from checkpoint import Checkpoints
-from dataset import Dataset, prefetch
+from dataset import prefetch
 from faults import Fault
 from generate import Sampler
 from metrics import Metrics, is_primary, say
+from mixture import Data
 from model import Batch, Transformer
 from replicas import Replicas
 from train import State
@@ -46,15 +47,15 @@ def folder_of(config: Config) -> run_folder.Folder:
     return run_folder.at(f"{folder.rstrip('/')}/{name}" if in_bucket else Path(folder) / name)
 
 
-def checkpoint_config(config: Config, data: Dataset) -> dict[str, Any]:
+def checkpoint_config(config: Config, data: Data) -> dict[str, Any]:
     """What a checkpoint says of its run: the config, and which tokens it was trained on."""
     m = data.manifest
-    tokens = {"train": m.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
+    tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
     tokens["tokenizer_sha256"] = m.tokenizer_sha256
     return dataclasses.asdict(config) | {"tokens": tokens}
 
 
-def sampler(config: Config, mesh: Mesh, data: Dataset) -> Sampler | None:
+def sampler(config: Config, mesh: Mesh, data: Data) -> Sampler | None:
     """What samples are made with; None where there are no prompts, or it cannot be had."""
     if not config.sample.prompts:
         return None
@@ -73,7 +74,7 @@ class Loop:
         config: Config,
         declared: Transformer,
         mesh: Mesh,
-        data: tuple[Dataset, Dataset],
+        data: tuple[Data, Data],
         saved: Checkpoints | None,
         watch: Watch,
     ):
@@ -131,6 +132,8 @@ class Loop:
             now = time.perf_counter()
             self.taken_s.append(now - done_at)
             recorder.train(self._record(number + 1, report, now - done_at, waited))
+            for text in self.train_data.used_up(number + 1):
+                say(text)
             if report["skipped_in_row"]:
                 self._tell_left_out(number + 1, report)
             self._stop_if_lost(number + 1, report)
@@ -166,7 +169,7 @@ class Loop:
             "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
             "skipped": int(report["skipped"]),
             "checkpoint/age_steps": self.saved and self.saved.age_steps(step),
-        }
+        } | self.train_data.progress(step)
 
     def _tell_left_out(self, step: int, report: dict[str, Any]) -> None:
         """A line on the console, and one in skipped.jsonl with the windows of the step's batch."""
@@ -313,7 +316,7 @@ class Loop:
         return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
 
 
-def batches(config: Config, mesh: Mesh, data: Dataset, first_step: int) -> Iterator[Batch]:
+def batches(config: Config, mesh: Mesh, data: Data, first_step: int) -> Iterator[Batch]:
     """The batch of each step from `first_step` on, made ahead by a thread."""
     t = config.train
 

@@ -36,10 +36,10 @@ import train
 import utils
 import weights
 from checkpoint import Checkpoints
-from dataset import Dataset, open_datasets
 from faults import Fault, Stopped
 from loop import Loop, checkpoint_config, folder_of
 from metrics import is_primary, say
+from mixture import Data, open_datasets
 from model import Transformer
 from peers import Peers, place
 from train import State
@@ -144,7 +144,7 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
 
 
 def weights_from(
-    config: Config, declared: Transformer, mesh: Mesh, data: Dataset
+    config: Config, declared: Transformer, mesh: Mesh, data: Data
 ) -> tuple[Config, Transformer]:
     """(the config that names the step, the weights of that checkpoint) of the run of --init."""
     source = run_folder.at(config.run.init)
@@ -217,7 +217,7 @@ def _run(
     config: Config,
     declared: Transformer,
     mesh: Mesh,
-    data: tuple[Dataset, Dataset],
+    data: tuple[Data, Data],
     watch: Watch,
     w: Transformer | None,
 ) -> None:

@@ -15,7 +15,7 @@ import run_folder
 import utils
 from checkpoint import Checkpoints, reshaped, stored_shapes
 from data.tokenizer import Tokenizer, load_tokenizer
-from dataset import Manifest, read_manifest
+from manifest import Manifest, read_manifest
 from metrics import say
 from model import Transformer
 from utils import Config
@@ -31,7 +31,11 @@ FREE_FIELDS = {
     "train.loss_chunk_tokens",
     "train.max_skipped_in_row",
     "train.skip_spikes",
+    "data.train",  # `tokens.train` says what it holds
     "data.val",
+    "data.mixture",
+    "data.cache",
+    "data.cache_gb",
     # Told for who samples; `tokens.train` depends on them.
     "tokens.tokenizer",
     "tokens.tokenizer_sha256",
@@ -98,7 +102,7 @@ def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int
     the shards that the run was trained on: older checkpoints do not name it.
     """
     if "tokenizer" not in tokens:
-        tokens = vars(read_manifest(Path(config.data.train)))
+        tokens = vars(read_manifest(config.data.train))
     if not tokens["tokenizer"]:
         raise ValueError(
             f"run {config.run.name} has no tokenizer: the folder it was imported from had no "
@@ -196,7 +200,7 @@ def same_model(
 
 
 def same_tokenizer(
-    run: run_folder.Folder, tokens: dict[str, Any], data: Path, manifest: Manifest
+    run: run_folder.Folder, tokens: dict[str, Any], data: str, manifest: Manifest
 ) -> None:
     """Refuses data whose ids mean other text than those that another run's weights know.
 

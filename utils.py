@@ -165,10 +165,14 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    train: str = "data/sample/train"  # folder of shards with an index.json
+    train: str = "data/sample/train"  # folder of shards with an index.json, also gs://BUCKET/...
     val: str = "data/sample/val"  # the same for evaluation
+    mixture: tuple[str, ...] = ()  # instead: "NAME WEIGHT FOLDER" of each, with train/ and val/
     seed: int = 0  # of the order of windows
+    order: Literal["windows", "blocks"] = "windows"  # blocks: few requests of a bucket
     segments: bool = False  # attention stays inside a document
+    cache: str = ".cache/data"  # folder for what is read of data in a bucket
+    cache_gb: float = 20.0  # that it may fill, for each process
 
 
 @dataclass(frozen=True, kw_only=True)

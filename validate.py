@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import dataset
 import faults
 import metrics
+import mixture
 import model
 import passes
 import questions
@@ -35,6 +36,7 @@ import run_folder
 import train
 from dataset import Dataset
 from metrics import say
+from mixture import Data, Mixture
 from model import Batch, Transformer
 from utils import Config
 
@@ -42,8 +44,9 @@ from utils import Config
 class Validation:
     """Loss and routing on fixed windows, in forward passes as large as a training step's."""
 
-    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Dataset):
-        self.config, self.mesh, self.data = config, mesh, data
+    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Data):
+        self.config, self.mesh = config, mesh
+        self.parts = parts_of(data)
         rounds = config.eval.sequences // config.train.sequences
         self.microbatches = config.train.microbatches * rounds
         part = dataclasses.replace(config.train, microbatches=self.microbatches)
@@ -52,15 +55,26 @@ class Validation:
             out_shardings=NamedSharding(mesh, P()),  # every process can read all of it
             compiler_options=train.compiler_options(mesh),
         )
-        self.batch: Batch | None = None
+        self.batches: dict[str, Batch] = {}
 
     def __call__(self, w: Transformer) -> dict[str, Any]:
-        """The record of an evaluation, without its step."""
+        """The record of an evaluation, without its step. Of a mixture the mean by its shares, and
+        the loss on each of its datasets.
+        """
+        records = {name: self._record(w, name, part.data) for name, part in self.parts.items()}
+        if not any(records):
+            return records[""]
+        shares = [part.share for part in self.parts.values()]
+        found = mean(shares, list(records.values()))
+        return found | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
+
+    def _record(self, w: Transformer, name: str, data: Dataset) -> dict[str, Any]:
         sequences, T = self.config.eval.sequences, self.config.train.sequence_length
-        if self.batch is None:
-            rows = partial(self.data.eval_rows, sequences=sequences)
-            self.batch = train.put_batch(self.mesh, self.microbatches, rows, (sequences, T))
-        stats, m = jax.device_get(self.run(w, self.batch)), self.config.model
+        if name not in self.batches:
+            rows = partial(data.eval_rows, sequences=sequences)
+            shape = sequences, T
+            self.batches[name] = train.put_batch(self.mesh, self.microbatches, rows, shape)
+        stats, m = jax.device_get(self.run(w, self.batches[name])), self.config.model
         record = {
             "loss/val": float(stats.cross_entropy),
             "loss/val_balance": None,
@@ -73,6 +87,31 @@ class Validation:
             record["moe/tokens_per_expert"] = stats.tokens_per_expert.reshape(m.blocks, -1).tolist()
             record["moe/dropped"] = int(stats.dropped) / choices
         return record
+
+
+class Part(NamedTuple):
+    """A dataset, and its share in every batch of training."""
+
+    data: Dataset
+    share: float
+
+
+def parts_of(data: Data) -> dict[str, Part]:
+    """By name; that of a dataset alone is empty."""
+    if not isinstance(data, Mixture):
+        return {"": Part(data, 1.0)}
+    both = zip(data.parts.items(), data.shares, strict=True)
+    return {name: Part(part, share) for (name, part), share in both}
+
+
+def mean(shares: list[float], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each value by these shares; None where there is none."""
+    found = {}
+    for name, first in records[0].items():
+        values = [np.array(record[name]) for record in records] if first is not None else []
+        value = sum(share * value for share, value in zip(shares, values, strict=False))
+        found[name] = None if first is None else np.asarray(value).tolist()
+    return found
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -103,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     harness = import_harness() if flags.lm_eval else None
     declared = model.declare(config)
     passes.schedule_of(config)
-    data = None if asked or harness else dataset.open_validation(config)
+    data = None if asked or harness else mixture.open_validation(config)
     train.start_processes()
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
@@ -119,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
         text = questions.lines({"step": step} | found, flags.questions)
     else:
         found = extended(Validation(config, declared, mesh, data)(w), data)
-        text = lines({"step": step} | found, config)
+        text = lines({"step": step} | found, config, data)
     say(json.dumps(metrics.plain({"step": step} | found)) if flags.json else "\n".join(text))
 
 
@@ -145,25 +184,31 @@ def import_harness() -> ModuleType:
     return harness
 
 
-def extended(record: dict[str, Any], data: Dataset) -> dict[str, Any]:
+def extended(record: dict[str, Any], data: Data) -> dict[str, Any]:
     """The record with what follows from its loss: perplexity, and bits per byte of the text that
     the loss is of.
     """
-    loss, m = record["loss/val"], data.manifest
-    tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
-    per_byte = loss / math.log(2) * tokens / m.text_bytes
+    per_byte = 0.0
+    for name, part in parts_of(data).items():
+        m = part.data.manifest
+        tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
+        loss = record[f"loss/val/{name}".rstrip("/")]
+        per_byte += part.share * loss / math.log(2) * tokens / m.text_bytes
+    loss = record["loss/val"]
     perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that was lost
     return record | {"perplexity": perplexity, "bits_per_byte": per_byte}
 
 
-def lines(found: dict[str, Any], config: Config) -> list[str]:
+def lines(found: dict[str, Any], config: Config, data: Data) -> list[str]:
     windows, T = config.eval.sequences, config.train.sequence_length
     out = [
-        f"step {found['step']} on {windows} windows of {T} tokens of {config.data.val}",
+        f"step {found['step']} on {windows} windows of {T} tokens of {data.folder}",
         f"loss           {found['loss/val']:.4f} nats per token",
         f"perplexity     {found['perplexity']:.2f}",
         f"bits per byte  {found['bits_per_byte']:.4f}",
     ]
+    losses = {name: loss for name, loss in found.items() if name.startswith("loss/val/")}
+    out += [f"loss of {name[9:]:<6} {loss:.4f}" for name, loss in losses.items()]
     if found["loss/val_balance"] is not None:
         out.append(f"balance        {found['loss/val_balance']:.3f} (1 is even)")
         out.append(f"dropped        {found['moe/dropped']:.2%} of the choices of an expert")

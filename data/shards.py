@@ -5,17 +5,18 @@ was written up to some piece of the source; what was written behind it is cut of
 preparation goes on, which then writes the same bits. An index.json in each folder is written last.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataset import INDEX, Manifest, Shard, file_crc32c, shard_of
+from manifest import BLOCK_BYTES, INDEX, Manifest, Shard, checksums, shard_of
 
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
@@ -61,15 +62,22 @@ class Growing:
     def close(self) -> None:
         self._file.close()
 
-    def finish(self) -> Shard:
+    def finish(self, block_bytes: int) -> Shard:
         """Gives it its own name."""
         self._header()
         self.sync()
         self.close()
-        crc32c = file_crc32c(self._partial)
-        shard = Shard(self.path.name, self.length, self._partial.stat().st_size, crc32c)
+        crc32c, blocks = checksums(self._partial, block_bytes)
+        size = self._partial.stat().st_size
+        shard = Shard(self.path.name, self.length, size, crc32c, blocks=blocks)
         os.replace(self._partial, self.path)
         return shard
+
+
+def reopen(path: Path) -> None:
+    """What was unfinished and has been filled since is unfinished again."""
+    if path.exists():
+        os.replace(path, path.with_name(path.name + PARTIAL))
 
 
 @dataclass
@@ -80,6 +88,7 @@ class ShardWriter:
     shard_tokens: int
     dtype: np.dtype
     weighted: bool = False
+    block_bytes: int = BLOCK_BYTES
     documents: int = 0
     text_bytes: int = 0  # of the text with weight 1
     tokens: int = 0
@@ -89,28 +98,35 @@ class ShardWriter:
     growing_weights: Growing | None = None
 
     def add(
-        self,
-        ids: np.ndarray,
-        text_bytes: int,
-        weights: np.ndarray | None = None,
-        ends: bool = True,
+        self, ids: np.ndarray, text_bytes: int, weight: int | None = None, ends: bool = True
     ) -> None:
-        """Appends a piece, which ends its document or does not."""
+        """Appends a piece, which ends its document or does not.
+
+        weight  of the loss on its tokens, where the writer is `weighted`
+        """
         self.documents += ends
         self.text_bytes += text_bytes
         self.tokens += len(ids)
-        self.learned_tokens += len(ids) if weights is None else int(weights.sum())
+        self.learned_tokens += len(ids) if weight is None else len(ids) * weight
         while len(ids):
-            if self.growing is None:
-                self.open()
-            room = self.shard_tokens - self.growing.length
-            self.growing.append(ids[:room])
+            room = self.shard_tokens - self.unfinished
+            self.append(ids[:room], weight)
             ids = ids[room:]
-            if weights is not None:
-                self.growing_weights.append(weights[:room])
-                weights = weights[room:]
-            if self.growing.length == self.shard_tokens:
+            if self.unfinished == self.shard_tokens:
                 self.flush()
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens in the shard that is being written."""
+        return self.growing.length if self.growing else 0
+
+    def append(self, ids: np.ndarray, weight: int | None) -> None:
+        """To the shard that is being written, which has room for them."""
+        if self.growing is None:
+            self.open()
+        self.growing.append(ids)
+        if self.weighted:
+            self.growing_weights.append(np.full(len(ids), weight, np.uint8))
 
     def open(self, kept: int = 0) -> None:
         path = self.path(len(self.manifest_shards))
@@ -125,22 +141,26 @@ class ShardWriter:
         """Ends the shard that is being written, if there is one."""
         if self.growing is None:
             return
-        weights = self.growing_weights.finish() if self.weighted else None
-        shard = self.growing.finish()
+        weights = self.growing_weights.finish(self.block_bytes) if self.weighted else None
+        shard = self.growing.finish(self.block_bytes)
         self.manifest_shards.append(dataclasses.replace(shard, weights=weights))
         self.growing = self.growing_weights = None
+
+    def settle(self) -> None:
+        """Waits until `manifest_shards` are written, where others do that."""
 
     def close(self) -> None:
         """Leaves what is unfinished as it is."""
         for file in self._open_files():
-            file.close()
+            with contextlib.suppress(OSError):  # a full disk: what was not stored is made again
+                file.close()
         self.growing = self.growing_weights = None
 
     def _open_files(self) -> Iterator[Growing]:
         return (file for file in (self.growing, self.growing_weights) if file)
 
     def state(self) -> dict[str, Any]:
-        """All that `restored` needs beside the files, which are on the disk when it returns."""
+        """All that `restore` needs beside the files, which are on the disk when it returns."""
         for file in self._open_files():
             file.sync()
         return {
@@ -148,38 +168,42 @@ class ShardWriter:
             "text_bytes": self.text_bytes,
             "tokens": self.tokens,
             "learned_tokens": self.learned_tokens,
-            "unfinished": self.growing.length if self.growing else 0,
+            "unfinished": self.unfinished,
             "shards": [dataclasses.asdict(shard) for shard in self.manifest_shards],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes back to that state: what was written after it is written again.
 
-        Raises  ValueError where files are not as they were then.
+        Raises  ValueError where the unfinished shard is not as it was then.
         """
         self.manifest_shards = [shard_of(shard) for shard in state["shards"]]
         for name in ("documents", "text_bytes", "tokens", "learned_tokens"):
             setattr(self, name, state[name])
-        for shard in self.manifest_shards:
-            for file in filter(None, (shard, shard.weights)):
-                path = self.folder / file.name
-                if not path.exists() or path.stat().st_size != file.bytes:
-                    raise gone(path, f"it is missing or has not {file.bytes} bytes")
         number, kept = len(self.manifest_shards), state["unfinished"]
         full = self.path(number)
         for path in (full, weights_of(full)) if kept else ():
-            if path.exists():  # it was filled since
-                os.replace(path, path.with_name(path.name + PARTIAL))
+            reopen(path)
         if kept:
             self.open(kept)
 
     def finish(self, manifest: Manifest) -> None:
         """Writes index.json, which says that the folder is whole."""
-        fields = dataclasses.asdict(manifest, dict_factory=without_none)
-        replace(self.folder / INDEX, json.dumps(fields, indent=1) + "\n")
+        replace(self.folder / INDEX, index_text(manifest))
 
 
-def gone(path: Path, why: str) -> ValueError:
+def files_of(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """All files of shards: with loss weights each has two."""
+    return (file for shard in shards for file in (shard, shard.weights) if file)
+
+
+def index_text(manifest: Manifest) -> str:
+    """What index.json says."""
+    fields = dataclasses.asdict(manifest, dict_factory=without_none)
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def gone(path: Path | str, why: str) -> ValueError:
     return ValueError(
         f"{path} is not as {PROGRESS} says: {why}, so what was prepared cannot be gone on with. "
         "Bring the file back, or begin anew with --overwrite."
@@ -201,7 +225,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """So that the index of a folder without loss weights is as it was before there were any."""
+    """So that the index of a folder without loss weights says nothing of them."""
     return {name: value for name, value in items if value is not None}
 
 

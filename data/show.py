@@ -6,8 +6,8 @@ which is a target only; its text may begin and end inside a character.
 
     python data/show.py --run runs/tiny --windows 3 17
 
-The run's data must still lie where its config says. Its checksums are compared first, as they are
-when a run starts.
+The run's data must still lie where its config says. What is printed is compared with its checksums
+first.
 """
 
 import sys
@@ -25,7 +25,7 @@ import resume
 import run_folder
 import utils
 from data.tokenizer import Tokenizer, load_tokenizer, text_of
-from dataset import Dataset, open_training
+from mixture import Data, open_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def check(flags: Flags) -> None:
         raise ValueError(f"--step {flags.step} is below 1, which is the first step. Use 1 or more.")
 
 
-def check_windows(numbers: tuple[int, ...], data: Dataset) -> None:
+def check_windows(numbers: tuple[int, ...], data: Data) -> None:
     """Raises ValueError for a window that there is not."""
     outside = [number for number in numbers if not 0 <= number < data.windows]
     if outside:
@@ -73,18 +73,20 @@ def check_windows(numbers: tuple[int, ...], data: Dataset) -> None:
         )
 
 
-def place(data: Dataset, number: int) -> str:
+def place(data: Data, number: int) -> str:
     """A window's number, and the shards and tokens where it lies."""
     parts = []
-    for i, part in data.places(number):
-        shard = data.manifest.shards[i]
-        first, end, _ = part.indices(shard.tokens)
-        parts.append(f"tokens {first} to {end - 1} of {data.folder / shard.name}")
+    of, own = data.part_of(number)
+    for file, first, end in of.places(np.array([own]))[0]:
+        name = of.manifest.shards[file].name
+        parts.append(f"tokens {first} to {end - 1} of {of.folder}/{name}")
     return f"window {number}: {', '.join(parts)}"
 
 
-def text(data: Dataset, tokenizer: Tokenizer, number: int) -> str:
-    return text_of(tokenizer, data.window(number, data.shards).tolist())
+def text(data: Data, tokenizer: Tokenizer, number: int) -> str:
+    of, own = data.part_of(number)
+    [window], *_ = of.stacked(np.array([own]))
+    return text_of(tokenizer, window.tolist())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.sources import STDLIB, Prepare, documents, in_validation
+from data.settings import Prepare, in_validation
+from data.sources import STDLIB, documents
 from data.tokenizer import SAMPLE_PATTERN, SAMPLE_RANKS, encoding
 
 

@@ -26,6 +26,7 @@ import logging
 import re
 import socket
 import struct
+import sys
 import threading
 from dataclasses import dataclass, field
 from functools import partial
@@ -401,3 +402,21 @@ class Bucket:
         """Nothing fails from now on."""
         for fault in self._faults:
             fault.stopped.set()
+
+
+def main() -> None:
+    """A bucket until this process is ended; prints its url and environment as JSON.
+
+    python tests/bucket.py DELAY_MS   which is added to each answer, 0 if left out
+    """
+    delay_s = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.0
+    with Server() as server:
+        bucket = server.bucket()
+        if delay_s:
+            bucket.fault("delay", seconds=delay_s)
+        print(json.dumps({"url": bucket.url, "environment": bucket.environment}), flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

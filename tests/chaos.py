@@ -72,7 +72,7 @@ class Flags:
     pair_terms: int = 0  # of one of two, by SIGTERM
     # the runs that are struck live in an emulated bucket, of whose requests some fail in each life
     bucket: bool = False
-    seed: int = 0
+    seed: int = 0  # of the instants
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
 

@@ -1,6 +1,8 @@
 """Every test runs on 8 CPU devices, with strict types: the same on a laptop and on a pod."""
 
+import gc
 import os
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +74,17 @@ def bucket_server():
         yield server
 
 
+@pytest.fixture(scope="module")
+def abandoned_connections():
+    """Those that clients left are closed before tests of another file are blamed for them."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
 @pytest.fixture
-def bucket(bucket_server, monkeypatch):
+def bucket(bucket_server, abandoned_connections, monkeypatch):
     """A new one, empty, for this process and those that it starts."""
     for name, value in bucket_server.environment.items():
         monkeypatch.setenv(name, value)

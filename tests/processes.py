@@ -68,3 +68,21 @@ def run_all(places: list[dict[str, str]], *command: str) -> tuple[list[int], lis
         for log in logs:
             log.seek(0)
         return codes, [log.read() for log in logs]
+
+
+# Of a child that knows `kind` and `number`: struck(name, function) is the function, after whose
+# `number`-th call, if it is of this kind, the child kills itself.
+STRUCK = """
+done = 0
+
+def struck(name, function):
+    def counted(*given, **named):
+        global done
+        result = function(*given, **named)
+        if name == kind:
+            done += 1
+            if done == int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return counted
+"""

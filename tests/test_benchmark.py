@@ -1,12 +1,15 @@
 import argparse
 import gzip
 import importlib.util
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import benchmark
 import benchmark_checkpoint
 import benchmark_decode
 import benchmark_gpu as gpu
+import benchmark_tokenize as tokenize
 import checkpoint
 import chips
 import model
@@ -496,7 +500,7 @@ def test_a_ratio_is_of_the_two_of_a_round():
     turns = [stretch(False, 2.0), stretch(True, 3.0), stretch(True, 5.0), stretch(False, 4.0)]
     assert benchmark_checkpoint.ratios(turns) == [1.5, 1.25]
     assert benchmark_checkpoint.ratios(turns, "cpu_s") == [7 / 5, 11 / 9]
-    assert benchmark_checkpoint.spread([1.5, 1.25, 9.0], 3) == "1.500 (1.250 to 9.000)"
+    assert benchmark.spread([1.5, 1.25, 9.0], 3) == "1.500 (1.250 to 9.000)"
 
 
 def test_a_large_model_is_saved_less_often_and_has_a_batch_for_a_cpu():
@@ -510,3 +514,112 @@ def test_a_large_model_is_saved_less_often_and_has_a_batch_for_a_cpu():
         benchmark_checkpoint.parse([*large, "--rounds", "-1"])
     with pytest.raises(ValueError, match=r"unknown flag --round: did you mean --rounds"):
         benchmark_checkpoint.parse(["--round", "1"])
+
+
+# --- benchmark.py tokenize ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """(whole, part): 40 texts as JSON lines, and the first of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text(f"def f{number}():\n    return 'é 漢字'\n" * 50)
+    (folder / "03.txt").write_text("")
+    size = (folder / "00.txt").stat().st_size
+    whole, part = folder / "whole.jsonl", folder / "part.jsonl"
+    flags = tokenize.Flags(source=str(folder), mb=40 * size / 1e6)
+    documents, found = tokenize.write_text(flags, whole, part)
+    assert documents == 40 and 40 * size <= found < 41 * size
+    return whole, part
+
+
+def test_a_part_of_the_text_is_its_beginning(lines):
+    whole, part = (file.read_text().splitlines() for file in lines)
+    assert len(whole) == 40 and part == whole[:5]
+    assert json.loads(whole[3])["text"].startswith("def f4()")  # an empty document is none
+
+
+def test_without_a_source_the_packages_follow_the_standard_library():
+    found = tokenize.texts("")
+    library = [*tokenize.texts(tokenize.STDLIB)]
+    assert [next(found) for _ in library] == library
+    path = min(Path(np.__file__).parents[1].rglob("*.py"))
+    assert next(found) == path.read_text()
+
+
+def test_both_ways_of_tiktoken_are_given_all_text_in_batches_as_large_as_the_preparations(
+    lines, monkeypatch
+):
+    monkeypatch.setattr(tokenize.prepare, "BATCH_CHARACTERS", 5000)
+    batches = tokenize.batches.__wrapped__(lines[0])
+    texts = [json.loads(line)["text"] for line in lines[0].read_text().splitlines()]
+    assert [*itertools.chain(*batches)] == texts and len(batches) > 5
+    assert all(sum(map(len, batch)) >= 5000 > sum(map(len, batch[:-1])) for batch in batches[:-1])
+    encoding = tokenize.load_tokenizer("sample")
+    for way in tokenize.WAYS.values():
+        assert [*way(encoding, texts)] == [encoding.encode_ordinary(text) for text in texts]
+
+
+def test_the_preparation_that_is_timed_makes_every_token_and_is_removed(lines):
+    whole = lines[0]
+    texts = [json.loads(line)["text"] for line in whole.read_text().splitlines()]
+    expected = sum(map(len, map(tokenize.load_tokenizer("sample").encode_ordinary, texts)))
+    before = sorted(whole.parent.iterdir())
+    taken = tokenize.prepared("sample", whole, 2)
+    assert taken.tokens == expected and taken.seconds > 0 and taken.cpu_s > 0
+    assert sorted(whole.parent.iterdir()) == before
+
+
+def test_what_a_preparation_takes_to_start_is_no_part_of_its_speed():
+    part, whole = tokenize.Taken(100, 3.0, 4.0), tokenize.Taken(900, 7.0, 6.0)
+    assert tokenize.steady(part, whole) == tokenize.Speed(200, 400, start_s=2.5)
+    with pytest.raises(ValueError, match=r"preparing 100 tokens took no longer.*--mb 48"):
+        tokenize.steady(whole, part)
+
+
+def test_rounds_are_in_turns_and_their_ratios_of_one_round(lines, monkeypatch):
+    called = []
+
+    def prepared(tokenizer, file, workers):
+        called.append((file, workers))
+        return tokenize.Taken(100, 1.0, 1.0) if file == lines[1] else tokenize.Taken(300, 2.0, 3.0)
+
+    monkeypatch.setattr(tokenize, "prepared", prepared)
+    with ThreadPoolExecutor(
+        2, initializer=tokenize.will_wait, initargs=(threading.Barrier(2),)
+    ) as pool:
+        rounds = [*tokenize.Measured("sample", *lines, pool).rounds(2)]
+    small, large = lines[1], lines[0]
+    assert called == [(small, 2), *((f, n) for n in (1, 2, 2, 1) for f in (small, large))]
+    for found in rounds:
+        assert [*found.speeds] == [(w, n) for w in (*tokenize.WAYS, tokenize.OURS) for n in (1, 2)]
+        assert found.speeds[tokenize.OURS, 1] == tokenize.Speed(200, 100, 0.5)
+        theirs = found.speeds["encode_ordinary", 2]
+        assert found.ratio("encode_ordinary", 2) == pytest.approx(200 / theirs.per_s)
+        assert found.ratio("encode_ordinary", 2, "per_cpu_s") == pytest.approx(
+            100 / theirs.per_cpu_s
+        )
+    columns = [[*column.cells] for column in tokenize.table(rounds).columns]
+    assert columns[0] == ["1"] * 3 + ["2"] * 3 and columns[1] == [*tokenize.WAYS, tokenize.OURS] * 2
+    assert [bool(cell) for cell in columns[3]] == [True, True, False] * 2
+    assert tokenize.start(rounds, 2) == "0.50 (0.50 to 0.50)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--mb", "0"], "--mb 0.0 leaves nothing to measure. Use --mb 48"),
+        (["--rounds", "-1"], "--rounds -1 leaves nothing to measure. Use --rounds 5"),
+    ],
+)
+def test_nothing_to_measure_is_refused(flags, told):
+    with pytest.raises(ValueError, match=told):
+        tokenize.parse(flags)
+    assert tokenize.parse([]) == tokenize.Flags()
+
+
+def test_only_tiktokens_tokenizers_are_measured(monkeypatch):
+    monkeypatch.setattr(tokenize, "load_tokenizer", lambda name: object())
+    with pytest.raises(ValueError, match=r"--tokenizer a/b is none of tiktoken's.*Use --tokenizer"):
+        tokenize.parse(["--tokenizer", "a/b"])

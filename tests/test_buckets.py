@@ -1,5 +1,6 @@
 """Objects of an emulated bucket, asked for with what can go wrong."""
 
+import fsspec
 import pytest
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import Forbidden, NotFound, TooManyRequests, Unauthorized
@@ -42,6 +43,14 @@ def test_more_objects_than_a_page_of_a_list_are_found(prefix, monkeypatch):
     for i in range(5):
         prefix.write(f"{i}", b"")
     assert prefix.found().keys() == set("01234")
+
+
+def test_what_another_client_wrote_is_seen_by_the_one_that_orbax_asks(bucket, prefix):
+    prefix.write("a", b"")
+    files = fsspec.filesystem("gcs")
+    assert [name.rpartition("/")[2] for name in files.ls(prefix.url)] == ["a"]
+    prefix.write("b", b"")
+    assert [name.rpartition("/")[2] for name in files.ls(prefix.url)] == ["a", "b"]
 
 
 def test_what_is_not_there_is_a_file_that_is_not_there(prefix):

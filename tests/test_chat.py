@@ -13,6 +13,7 @@ import tiktoken
 
 import main
 import metrics
+import mixture
 import model
 import reference
 import resume
@@ -22,9 +23,12 @@ import utils
 import validate
 from common import canonical
 from data import chat, prepare
-from data.sources import Place, Row, in_validation, of_rows
+from data.encode import encode_piece
+from data.settings import in_validation
+from data.sources import Place, Row, of_rows
 from data.tokenizer import load_tokenizer
-from dataset import INDEX, Dataset, read_manifest
+from dataset import Dataset
+from manifest import INDEX, read_manifest
 from tiny_run import start
 
 TOKENIZER = load_tokenizer("sample")
@@ -118,8 +122,9 @@ def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder
 def encode_parts(tokenizer, parts):
     """(ids, weights, bytes of what is learned) of a conversation of these parts."""
     row = Row("x", Place(), list(parts), 0)
-    coded = [prepare.encode_piece(tokenizer, piece) for piece in of_rows([row])]
-    ids, weights = (np.concatenate([getattr(c, n) for c in coded]) for n in ("ids", "weights"))
+    coded = [encode_piece(tokenizer, piece) for piece in of_rows([row])]
+    ids = np.concatenate([piece.ids for piece in coded])
+    weights = np.concatenate([np.full(len(piece.ids), piece.weight) for piece in coded])
     return ids, weights, sum(piece.text_bytes for piece in coded)
 
 
@@ -158,15 +163,16 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
             assert shard.weights.crc32c == f"{google_crc32c.value(content):08x}"
 
 
-def test_the_index_of_a_folder_of_text_is_as_it_was_before_there_were_weights(tmp_path):
+def test_the_index_of_a_folder_of_text_says_nothing_of_weights(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     prepare.main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path), "--val-share", "0"])
     index = json.loads((tmp_path / "train" / INDEX).read_text())
     assert index.keys() == {
         *("split", "tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text", "document_rule"),
         *("dtype", "documents", "tokens", "text_bytes", "shards", "command", "settings"),
+        "block_bytes",
     }
-    assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c"}
+    assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c", "blocks"}
     assert not index["settings"].keys() & {"chat", "template"}
 
 
@@ -231,7 +237,8 @@ def test_weights_that_are_not_what_was_written_are_refused_by_name(folder, tmp_p
     here = copied(folder, tmp_path)
     harm(here / "shard_00001.weights.npy")
     with pytest.raises(ValueError, match=rf"shard_00001.weights.npy is {what}.*--chat --out"):
-        Dataset(here, 32)
+        data = Dataset(here, 32)
+        data.eval_rows(np.arange(data.windows), data.windows)
 
 
 @pytest.mark.parametrize("fault", ["one without", "other length"])
@@ -259,7 +266,7 @@ def test_evaluation_windows_without_an_answer_are_refused(tmp_path):
     run(source, tmp_path, "--val-share", 1)
     flags = ["--data.val", str(tmp_path / "val"), "--train.sequence_length", "32"]
     with pytest.raises(ValueError, match=r"hold prompts alone, .*more of its \d+ windows"):
-        validate.dataset.open_validation(utils.parse([*flags, "--eval.sequences", "16"]))
+        mixture.open_validation(utils.parse([*flags, "--eval.sequences", "16"]))
 
 
 # What is learned

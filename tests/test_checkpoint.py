@@ -793,8 +793,8 @@ def test_settings_that_only_say_how_or_where_may_change():
     [
         ("model", "width", 512),
         ("model", "capacity_factor", 1.0),
-        ("data", "train", "other"),
         ("data", "seed", 1),
+        ("data", "order", "blocks"),
         ("data", "segments", True),
         ("train", "sequences", 16),
         ("train", "sequence_length", 128),
@@ -808,6 +808,14 @@ def test_settings_that_make_another_run_are_refused_by_name(section, field, valu
     with pytest.raises(ValueError) as refusal:
         resume.what_must_match(CONFIG, changed(section, **{field: value}))
     assert f"with these: {section}.{field} {old!r} -> {value!r}. Give" in str(refusal.value)
+
+
+def test_shards_may_move_and_may_not_be_others():
+    old = CONFIG | {"tokens": {"train": "aa"}}
+    moved = changed("data", train="gs://bucket/elsewhere", cache_gb=1.0) | {"tokens": old["tokens"]}
+    resume.what_must_match(old, moved)
+    with pytest.raises(ValueError, match=r"tokens.train 'aa' -> 'bb'"):
+        resume.what_must_match(old, moved | {"tokens": {"train": "bb"}})
 
 
 def test_every_field_that_differs_is_named():

@@ -8,25 +8,20 @@ import threading
 import numpy as np
 import pytest
 
+import dataset
 from data.shards import ShardWriter
-from dataset import (
-    DOCUMENT_RULE,
-    INDEX,
-    Dataset,
-    Manifest,
-    check_same_tokenizer,
-    open_datasets,
-    permute,
-    prefetch,
-    read_manifest,
-)
+from dataset import Dataset, check_same_tokenizer, permute, prefetch, striped
+from manifest import BLOCK_BYTES, DOCUMENT_RULE, INDEX, Manifest, read_manifest
+from mixture import open_datasets
 from utils import Config, Data, Eval, Model, Train
 
 
-def make_folder(folder, ids, *, shard_tokens=10**9, dtype="uint16", **fields):
+def make_folder(
+    folder, ids, *, shard_tokens=10**9, dtype="uint16", block_bytes=BLOCK_BYTES, **fields
+):
     """A finished folder of shards that hold these ids."""
     folder.mkdir(parents=True)
-    writer = ShardWriter(folder, shard_tokens, np.dtype(dtype))
+    writer = ShardWriter(folder, shard_tokens, np.dtype(dtype), block_bytes=block_bytes)
     writer.add(np.asarray(ids, dtype), 0)
     writer.flush()
     values = {
@@ -43,6 +38,7 @@ def make_folder(folder, ids, *, shard_tokens=10**9, dtype="uint16", **fields):
         "shards": writer.manifest_shards,
         "command": "python data/prepare.py --source books",
         "settings": {},
+        "block_bytes": block_bytes,
     }
     writer.finish(Manifest(**(values | fields)))
     return folder
@@ -90,6 +86,43 @@ def test_permute_reaches_an_index_beyond_32_bits():
     assert few.min() >= 0
     assert few.max() < size
     assert few.max() > 2**32
+
+
+# Order of windows with rows that stay in a block, for 2 rows, chunks of 3 windows, seed 0, epoch 0.
+GOLDEN_STRIPED = [6, 2, 7, 0, 8, 1, 10, 3, 11, 4, 9, 5, 13, 12]
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 5), (4, 1), (4, 8), (3, 7), (50, 50)])
+def test_striped_is_a_bijection_for_every_size(epoch, rows, length):
+    for size in [*range(1, 80), 1000, 4097]:
+        order = striped(np.arange(size), size, rows, length, 3, epoch)
+        np.testing.assert_array_equal(np.sort(order), np.arange(size))
+
+
+def test_striped_gives_the_order_that_earlier_runs_were_trained_in():
+    assert striped(np.arange(14), 14, 2, 3, 0, 0).tolist() == GOLDEN_STRIPED
+    assert striped(np.array([8]), 14, 2, 3, 0, 0).tolist() == [GOLDEN_STRIPED[8]]
+
+
+def test_in_striped_order_each_row_of_a_batch_reads_one_chunk_to_its_end():
+    rows, length, size = 4, 10, 4 * 10 * 6 + 17
+    order = striped(np.arange(size), size, rows, length, 1, 0)
+    full = order[: 4 * 10 * 6].reshape(6, length, rows)  # group, step, row
+    chunks = full // length
+    assert (chunks == chunks[:, :1]).all()
+    assert sorted(chunks[:, 0].ravel()) == [*range(24)]
+    assert (np.diff(chunks[:, 0].ravel()) != 1).any()
+    inside = [tuple(full[g, :, r] % length) for g in range(6) for r in range(rows)]
+    assert len(set(inside)) > 5 and tuple(range(length)) not in inside
+
+
+def test_another_seed_or_epoch_stripes_otherwise():
+    size = 4 * 10 * 50
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    orders = [striped(np.arange(size), size, 4, 10, *key) for key in keys]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 0.05 * size
 
 
 # Batches
@@ -171,7 +204,8 @@ def test_the_windows_of_a_step_are_told_by_number_and_a_window_by_its_places(fol
         firsts = data.rows(step, rows)["tokens"][:, 0]
         np.testing.assert_array_equal(firsts, 5 * data.windows_of(step, rows))
     for number in range(20):  # tokens are their own positions, in shards of 7
-        parts = [range(103)[7 * i : 7 * i + 7][part] for i, part in data.places(number)]
+        [spans] = data.places(np.array([number]))
+        parts = [range(7 * i + begin, 7 * i + end) for i, begin, end in spans]
         assert [*itertools.chain(*parts)] == [*range(5 * number, 5 * number + 6)]
         assert all(parts)
 
@@ -180,6 +214,19 @@ def test_another_seed_gives_another_order(folder):
     one, other = (Dataset(folder, 5, sequences=20, seed=seed) for seed in (0, 1))
     rows = np.arange(20)
     assert (one.rows(0, rows)["tokens"] != other.rows(0, rows)["tokens"]).any()
+
+
+def test_a_run_may_choose_the_order_and_windows_is_what_earlier_ones_had(folder, monkeypatch):
+    monkeypatch.setattr(dataset, "BLOCK_BYTES", 40)  # chunks of 4 windows
+    rows = np.arange(2)
+    plain, named = Dataset(folder, 5, sequences=2), Dataset(folder, 5, sequences=2, order="windows")
+    blocks = Dataset(folder, 5, sequences=2, order="blocks")
+    for data in (plain, named):
+        assert data.windows_of(0, rows).tolist() == permute(rows, 20, 0, 0).tolist()
+    first = np.array([blocks.windows_of(step, rows) for step in range(4)])
+    assert (first // 4 == first[0] // 4).all()
+    steps = [blocks.rows(step, rows)["tokens"][:, 0] // 5 for step in range(10)]
+    assert sorted(np.concatenate(steps)) == [*range(20)]
 
 
 def test_segments_count_the_documents_that_ended_before_a_token(tmp_path):
@@ -227,6 +274,16 @@ def change_index(folder, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def without_blocks(folder):
+    """As folders were before they had any."""
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    del index["block_bytes"]
+    for shard in index["shards"]:
+        del shard["blocks"]
+    path.write_text(json.dumps(index))
+
+
 def test_a_folder_without_an_index_is_refused_with_the_command_that_makes_it(tmp_path):
     with pytest.raises(ValueError, match=r"sample/train/index.json does not exist") as error:
         Dataset(tmp_path / "sample" / "train", 5)
@@ -265,29 +322,37 @@ def test_a_missing_shard_is_refused_by_name_with_its_checksum_and_the_mend(folde
     )
 
 
-def test_a_truncated_shard_is_refused_with_both_checksums(folder):
+def test_a_truncated_shard_is_refused_with_both_sizes(folder):
     path = folder / "shard_00002.npy"
     path.write_bytes(path.read_bytes()[:-2])
     expected = read_manifest(folder).shards[2].crc32c
-    pattern = f"shard_00002.npy is truncated: expected checksum {expected} and 142 bytes, found "
-    with pytest.raises(ValueError, match=pattern + r"[0-9a-f]{8} and 140 bytes"):
+    pattern = f"shard_00002.npy is truncated: .* 142 bytes with checksum {expected}, found 140"
+    with pytest.raises(ValueError, match=pattern):
         Dataset(folder, 5)
 
 
 @pytest.mark.parametrize("place", [0, 60, 128, 141])
-def test_one_flipped_bit_anywhere_in_a_shard_is_refused_with_both_checksums(folder, place):
+@pytest.mark.parametrize("blocks", [True, False])
+def test_one_flipped_bit_anywhere_in_a_shard_is_refused_before_it_is_used(folder, place, blocks):
+    if not blocks:
+        without_blocks(folder)
     path = folder / "shard_00001.npy"
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
     expected = read_manifest(folder).shards[1].crc32c
-    with pytest.raises(ValueError, match=f"shard_00001.npy is altered: .* {expected} and"):
-        Dataset(folder, 5)
+    data = Dataset(folder, 5, shuffle=False)
+    data.rows(0, np.array([0]))
+    pattern = f"shard_00001.npy is altered: .* {expected} of bytes 0 to 141, found [0-9a-f]{{8}}"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=pattern):
+            data.rows(1, np.array([0]))
 
 
 def test_an_index_that_names_another_type_than_its_shards_have_is_refused(folder):
     change_index(folder, dtype="uint32")
-    with pytest.raises(ValueError, match=r"holds uint16 of shape \(7,\): .* expects uint32"):
+    pattern = r"a header and 7 elements of uint32 are not 142 bytes. Run .* --overwrite"
+    with pytest.raises(ValueError, match=pattern):
         Dataset(folder, 5)
 
 

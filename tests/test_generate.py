@@ -21,7 +21,7 @@ import run_folder
 import train
 import utils
 from data.tokenizer import load_tokenizer
-from dataset import read_manifest
+from manifest import read_manifest
 
 PROMPTS = ("def", "import jax", "")
 MESHES = {"1x1x1": utils.Mesh(fsdp=1, pipeline=1, tensor=1), "2x2x2_virtual": utils.Mesh(virtual=2)}

@@ -17,7 +17,7 @@ from conftest import ROOT
 from data import prepare
 from data.hf_tokenizer import HuggingFace, halves, write_hugging_face
 from data.tokenizer import load_tokenizer, table_sha256, token_bytes
-from dataset import read_manifest
+from manifest import read_manifest
 
 SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
 

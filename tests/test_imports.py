@@ -97,6 +97,8 @@ def test_imports_make_no_circle():
         ("passes", {"train", "checkpoint", "dataset", "metrics", "main"}),
         ("train", {"checkpoint", "dataset", "metrics", "main"}),
         ("checkpoint", {"passes", "train", "main", "resume"}),
+        ("manifest", FILES.keys() - {"buckets", "faults"}),
+        ("token_files", FILES.keys() - {"buckets", "faults", "manifest"}),
         ("buckets", FILES.keys() - {"faults"}),
         ("checkpoint_folder", FILES.keys() - {"buckets", "faults"}),
         (
@@ -104,6 +106,10 @@ def test_imports_make_no_circle():
             FILES.keys() - {"buckets", "checkpoint_folder", "faults", "metrics", "utils"},
         ),
         ("lock", FILES.keys() - {"buckets", "faults", "metrics", "utils"}),
+        ("data.settings", FILES.keys()),
+        ("data.sources", {"data.encode", "data.shards", "data.out", "data.work"}),
+        ("data.work", {"data.prepare", "data.cluster", "data.tasks"}),
+        ("data.tasks", {"data.work", "data.prepare", "data.cluster"}),
     ],
 )
 def test_a_file_does_not_know_what_is_built_on_it(name, strangers):

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-import dataset
 import main
+import manifest
 import metrics
+import mixture
 import model
 import resume
 import run_folder
@@ -104,7 +105,7 @@ def config_with(data, runs, *flags):
 def begin(config):
     """(config that names the step, state) that a run begins with."""
     declared, mesh = model.declare(config), train.make_mesh(config)
-    data = dataset.open_datasets(config)
+    data = mixture.open_datasets(config)
     config, w = main.weights_from(config, declared, mesh, data[0])
     return config, main.begin(config, declared, mesh, None, w), (declared, mesh, data[1])
 
@@ -235,7 +236,7 @@ def test_data_of_another_tokenizer_is_refused_and_an_unnamed_one_is_not(source, 
     flags = []
     for flag, folder in zip(data[::2], data[1::2], strict=True):
         here = Path(shutil.copytree(folder, tmp_path / Path(folder).name))
-        index = here / dataset.INDEX
+        index = here / manifest.INDEX
         other = {"tokenizer": "other", "tokenizer_sha256": "00"}
         index.write_text(json.dumps(json.loads(index.read_text()) | other))
         flags += [flag, str(here)]
@@ -243,5 +244,5 @@ def test_data_of_another_tokenizer_is_refused_and_an_unnamed_one_is_not(source, 
     with pytest.raises(ValueError, match=message):
         start(flags, tmp_path, "new", "--init", str(source))
     assert not (tmp_path / "new").exists()
-    manifest = dataset.read_manifest(tmp_path / "train")
-    resume.same_tokenizer(source, {"train": "ab"}, tmp_path, manifest)
+    found = manifest.read_manifest(tmp_path / "train")
+    resume.same_tokenizer(source, {"train": "ab"}, str(tmp_path), found)

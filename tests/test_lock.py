@@ -14,7 +14,9 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
 import faults
 import lock
@@ -453,6 +455,17 @@ def run():
             print("holds", folder, flush=True)
 faults.command_line(run)
 """
+
+
+def test_all_processes_have_met_before_the_first_waits_for_a_lease(tmp_path, monkeypatch):
+    """Their first collective gives up after 30 s, and a killed run's lease takes as long."""
+    seen = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    meet, take = lambda told: seen.append("met") or told, lock.take
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", meet)
+    monkeypatch.setattr(lock, "take", lambda *given: seen.append("taken") or take(*given))
+    with lock.held(tmp_path, print):
+        assert seen == ["met", "taken", "met"]
 
 
 def test_all_processes_of_a_job_raise_what_the_first_met(tmp_path):

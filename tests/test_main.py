@@ -27,8 +27,9 @@ import train
 import utils
 from common import config_of, mesh_of
 from conftest import ROOT
-from dataset import Dataset, open_training
+from dataset import Dataset
 from faults import Exit, Stopped
+from mixture import open_training
 from planning import cost
 from processes import environments, run_all
 from tiny_run import FLAGS, Killed, arrays, losses, start

@@ -6,6 +6,8 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -14,31 +16,23 @@ import pytest
 
 from conftest import ROOT
 from data import prepare, sources
+from data.settings import Prepare
 from data.shards import PROGRESS, Growing
-from data.sources import Prepare, pieces
-from dataset import INDEX, read_manifest
+from data.sources import pieces
+from manifest import BLOCK_BYTES, INDEX, read_manifest
+from processes import STRUCK
 
 SHARD = 20_000
 KILLS = 20
 # Kills itself when this kind of work is done for the n-th time; tells how many tokens it made.
 CHILD = """
 import os, signal, sys
-from data import prepare, shards
+from data import out, prepare, shards
 
 kind, number, log, *arguments = sys.argv[1:]
-done, made = 0, 0
-
-def struck(name, function):
-    def counted(*given, **named):
-        global done
-        result = function(*given, **named)
-        if name == kind:
-            done += 1
-            if done == int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return counted
-
+"""
+CHILD += STRUCK
+CHILD += """
 def logged(tokenizer, batch, encode=prepare.encode):
     coded = encode(tokenizer, batch)
     with open(log, "a") as file:
@@ -46,12 +40,12 @@ def logged(tokenizer, batch, encode=prepare.encode):
     return coded
 
 prepare.encode = logged
-prepare.ShardWriter.add = struck("piece", prepare.ShardWriter.add)
+shards.ShardWriter.add = struck("piece", shards.ShardWriter.add)
 shards.Growing.finish = struck("shard", shards.Growing.finish)
 shards.Growing.sync = struck("sync", shards.Growing.sync)
 shards.Growing.append = struck("append", shards.Growing.append)
 prepare.Work.store = struck("store", prepare.Work.store)
-prepare.ShardWriter.finish = struck("index", prepare.ShardWriter.finish)
+out.Out.finish = struck("index", out.Out.finish)
 prepare.main(arguments)
 """
 # How often a kind may be done before the kill; a life does each about so often.
@@ -79,7 +73,8 @@ def flags(source, out):
 
 
 def files_of(out):
-    files = (path for path in sorted(out.rglob("*")) if path.is_file())
+    """All but the lock, which stays as an empty file."""
+    files = (path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "lock")
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
 
 
@@ -113,6 +108,22 @@ def test_after_any_kill_the_bits_are_those_of_one_that_was_not_killed(source, wh
         assert done.returncode == 0, done.stderr
         assert files_of(out) == whole
         assert sum(map(int, log.read_text().split())) <= tokens + here * SHARD
+
+
+def test_workers_end_with_a_preparation_that_is_killed(source, tmp_path):
+    command = [sys.executable, ROOT / "data" / "prepare.py", "--source", "python-stdlib"]
+    process = subprocess.Popen([*command, "--out", tmp_path, "--workers", "2"])
+    children, end = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 60
+    while not list(tmp_path.rglob("*.partial")):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    workers = children.read_text().split()
+    process.kill()
+    process.wait()
+    assert len(workers) >= 2
+    while any(Path("/proc", worker).exists() for worker in workers):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 # --- where a source goes on -----------------------------------------------------------------------
@@ -169,6 +180,21 @@ def test_a_column_of_text_that_is_not_there_is_said_with_those_that_are(tmp_path
         list(pieces(Prepare(source=str(tmp_path), out="", text_field="content")))
 
 
+@pytest.mark.parametrize("harm", ["cut", "flipped", "text", "empty"])
+def test_parquet_that_is_damaged_is_said_in_one_line(tmp_path, harm):
+    path = tmp_path / "a.parquet"
+    rows = pyarrow.table({"text": [f"{number} some words" for number in range(9_000)]})
+    # As the text stands, so that a flipped bit is a word like another.
+    how = {"compression": "NONE", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(rows, path, **how)
+    whole = path.read_bytes()
+    flipped = whole.replace(b"4000 some words", b"4000 some wordr")
+    path.write_bytes({"cut": whole[:-9], "flipped": flipped, "text": b"words", "empty": b""}[harm])
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as Parquet") as caught:
+        list(pieces(Prepare(source=str(path), out="")))
+    assert "\n" not in str(caught.value)
+
+
 # --- what a preparation goes on with --------------------------------------------------------------
 
 
@@ -213,6 +239,18 @@ def test_what_is_not_as_it_was_left_is_not_gone_on_with(source, tmp_path, monkey
         prepare.main(flags(source, tmp_path))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "null", "\xff", '{"made": 1}', '{"splits": {}}'])
+def test_progress_that_is_none_is_said_in_one_line(source, tmp_path, monkeypatch, text):
+    begun(source, tmp_path, monkeypatch)
+    state = tmp_path / PROGRESS
+    for given in (text, json.dumps({"made": json.loads(state.read_text())["made"], "place": [0]})):
+        state.write_bytes(given.encode("latin-1"))
+        before = files_of(tmp_path)
+        with pytest.raises(ValueError, match=r"progress.json cannot be read .*overwrite"):
+            prepare.main(flags(source, tmp_path))
+        assert files_of(tmp_path) == before
+
+
 def test_one_that_is_begun_anew_does_not_go_on_with_what_was_there(
     source, whole, tmp_path, monkeypatch
 ):
@@ -253,7 +291,7 @@ def test_a_file_that_goes_on_is_cut_where_it_was(tmp_path):
     file.close()
     file = Growing(tmp_path / "x.npy", np.dtype(np.uint16), kept=3)
     file.append(np.array([7]))
-    shard = file.finish()
+    shard = file.finish(BLOCK_BYTES)
     np.save(tmp_path / "y.npy", np.array([0, 1, 2, 7], np.uint16))
     assert (tmp_path / "x.npy").read_bytes() == (tmp_path / "y.npy").read_bytes()
     assert (shard.tokens, shard.bytes) == (4, (tmp_path / "y.npy").stat().st_size)

@@ -8,7 +8,7 @@ import pytest
 import utils
 from data import show
 from data.tokenizer import load_tokenizer
-from dataset import open_training
+from mixture import open_training
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import convert  # noqa: E402
-import dataset  # noqa: E402
 import hugging_face  # noqa: E402
+import mixture  # noqa: E402
 import model  # noqa: E402
 import modeling_latent_moe as modelling  # noqa: E402
 import tensor_files  # noqa: E402
@@ -148,7 +148,7 @@ def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys)
     validate.main(["--run", str(whole), "--json", "--model.eval_capacity_factor", "8"])
     told = json.loads(capsys.readouterr().out)
     assert told["moe/dropped"] == 0
-    data = dataset.open_validation(utils.load(whole / "config.toml"))
+    data = mixture.open_validation(utils.load(whole / "config.toml"))
     rows = data.eval_rows(np.arange(16), sequences=16)
     with torch.no_grad():
         theirs = found(torch.from_numpy(rows["tokens"]).long()).logits.flatten(0, 1)

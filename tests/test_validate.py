@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-import dataset
 import faults
 import metrics
 import model
@@ -22,6 +21,7 @@ import train
 import utils
 import validate
 from common import canonical
+from dataset import Dataset
 
 # Another order of the blocks in memory as well, and other ranks for every expert.
 OTHER_MESH = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2"
@@ -95,7 +95,7 @@ def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told
     train_folder = data[1]
     found = json.loads(told("--json", "--data.val", train_folder, "--eval.sequences", "8"))
     config, tree = weights
-    shards = dataset.Dataset(train_folder, 32, shuffle=False)
+    shards = Dataset(train_folder, 32, shuffle=False)
     batch = shards.eval_rows(np.arange(8), 8)
     run = jax.jit(
         reference.loss, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0}
@@ -103,7 +103,7 @@ def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(told
     expected = float(run(tree, batch, config.model)[1]["cross_entropy"])
     assert found["loss/val"] == pytest.approx(expected, rel=2e-5)
     assert np.sum(found["moe/tokens_per_expert"], 1).tolist() == [8 * 32 * 2] * 4
-    told_there = json.loads((shards.folder / dataset.INDEX).read_text())
+    told_there = vars(shards.manifest)
     bits = found["loss/val"] / math.log(2) * told_there["tokens"] / told_there["text_bytes"]
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 

@@ -1,0 +1,232 @@
+"""Several datasets as one: tokens of a folder here are its own positions, from a number on."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import metrics
+import mixture
+import utils
+import validate
+from data import show
+from dataset import Dataset
+from mixture import PERIOD, Mixture, entries, shares
+from test_dataset import make_folder
+from tiny_run import start
+from utils import Config, Data, Eval, Model, Train
+
+SIZES = {"a": 103, "b": 53, "c": 203}  # tokens: 20, 10 and 40 windows of 5
+WEIGHTS = [0.5, 0.2, 0.3]
+BEGINS = {"a": 0, "b": 300, "c": 500}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    found = {}
+    for name, size in SIZES.items():
+        ids = BEGINS[name] + np.arange(size)
+        found[name] = make_folder(tmp_path / name / "train", ids, shard_tokens=30)
+        make_folder(tmp_path / name / "val", ids[:40])
+    return found
+
+
+def mixed(folders, sequences=8, weights=WEIGHTS, **how):
+    parts = {name: Dataset(folder, 5, **how) for name, folder in folders.items()}
+    return Mixture(parts, weights, sequences)
+
+
+def named(tokens):
+    """Which dataset each window is from, and its number there."""
+    first = tokens[:, 0]
+    which = np.where(first >= 500, "c", np.where(first >= 300, "b", "a"))
+    return [(str(n), (int(x) - BEGINS[str(n)]) // 5) for n, x in zip(which, first, strict=True)]
+
+
+def test_each_dataset_has_its_share_of_every_stretch(folders):
+    data = mixed(folders)
+    sources = [n for step in range(100) for n, _ in named(data.rows(step, np.arange(8))["tokens"])]
+    for begin in (0, 13, 400):
+        for length in (10, 50, 300):
+            part = sources[begin : begin + length]
+            for name, weight in zip(SIZES, WEIGHTS, strict=True):
+                assert abs(part.count(name) - weight * length) < 2, (begin, length, name)
+
+
+def test_no_window_comes_again_before_its_dataset_is_used_up(folders):
+    data, seen = mixed(folders), {name: [] for name in SIZES}
+    for step in range(60):
+        for name, window in named(data.rows(step, np.arange(8))["tokens"]):
+            seen[name].append(window)
+    for name, windows in (("a", 20), ("b", 10), ("c", 40)):
+        epochs = [seen[name][i : i + windows] for i in range(0, len(seen[name]), windows)]
+        whole = [epoch for epoch in epochs if len(epoch) == windows]
+        assert len(whole) > 2
+        assert all(sorted(epoch) == [*range(windows)] for epoch in whole)
+        assert whole[0] != whole[1]
+
+
+def test_a_batch_is_a_function_of_the_step_and_the_rows(folders):
+    data, rows = mixed(folders, seed=3), np.arange(8)
+    seen = [data.rows(step, rows) for step in range(40)]
+    for step in (39, 0, 17):
+        again = mixed(folders, seed=3)
+        for part in (rows[:3], rows[[6, 1]]):
+            for name, array in again.rows(step, part).items():
+                np.testing.assert_array_equal(array, seen[step][name][part])
+                assert array.dtype == seen[step][name].dtype
+
+
+def test_each_dataset_is_read_in_the_order_it_has_alone(folders):
+    data, rows = mixed(folders, seed=2), np.arange(8)
+    found = [w for step in range(20) for w in named(data.rows(step, rows)["tokens"])]
+    for name, folder in folders.items():
+        own = [window for of, window in found if of == name]
+        alone = Dataset(folder, 5, seed=2).windows_at(np.arange(len(own)))
+        assert own == alone.tolist()
+
+
+def test_positions_far_from_the_beginning_go_on_as_those_near_it(folders):
+    """Over the end of a period, of which the counts are remembered."""
+    data, rows = mixed(folders), np.arange(8)
+    step = 3 * PERIOD // 8 - 2
+    used = [data._used(s) for s in (step, step + 4)]
+    found = [w for s in range(step, step + 4) for w in named(data.rows(s, rows)["tokens"])]
+    for (name, folder), begin, end in zip(folders.items(), *used, strict=True):
+        own = [window for of, window in found if of == name]
+        assert own == Dataset(folder, 5).windows_at(np.arange(begin, end)).tolist()
+    assert sum(used[0]) == step * 8
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [0.7, 0.3], [3, 1, 1e-4], [1, 2, 3, 5, 8]])
+def test_shares_are_whole_and_the_nearest_to_the_weights(weights):
+    counts = shares(weights)
+    assert counts.sum() == PERIOD
+    assert np.abs(counts - np.array(weights) / sum(weights) * PERIOD).max() < 1
+
+
+def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):
+    alone = Dataset(folders["c"], 5, sequences=8, seed=1)
+    data = mixed({"c": folders["c"]}, weights=[2.0], seed=1)
+    for step in (0, 4, 9):
+        np.testing.assert_array_equal(
+            data.rows(step, np.arange(8))["tokens"], alone.rows(step, np.arange(8))["tokens"]
+        )
+
+
+def test_progress_is_told_and_when_a_dataset_is_used_up(folders):
+    data = mixed(folders)
+    assert data.progress(0) == {f"data/{n}/{k}": 0 for n in SIZES for k in ("sequences", "epochs")}
+    told = data.progress(10)
+    assert sum(told[f"data/{name}/sequences"] for name in SIZES) == 80
+    assert told["data/b/epochs"] == told["data/b/sequences"] / 10
+    texts = [text for step in range(1, 16) for text in data.used_up(step)]
+    assert any("b: each of the 10 windows of" in t and "epoch 2 begins" in t for t in texts)
+    for name in SIZES:
+        whole = int(data.progress(15)[f"data/{name}/epochs"])
+        assert len([text for text in texts if text.startswith(f"{name}: ")]) == whole
+    alone = Dataset(folders["b"], 5, sequences=4)
+    ends = [step for step in range(1, 9) if alone.used_up(step)]
+    assert ends == [3, 5, 8]
+    assert "trained on once; epoch 2 begins" in alone.used_up(3)[0]
+    assert "trained on 2 times; epoch 3 begins" in alone.used_up(5)[0]
+
+
+def test_windows_have_numbers_of_their_own(folders):
+    data, rows = mixed(folders), np.arange(8)
+    numbers = data.windows_of(3, rows)
+    assert data.windows == 70
+    for number, expected in zip(numbers, named(data.rows(3, rows)["tokens"]), strict=True):
+        part, own = data.part_of(int(number))
+        assert (next(n for n, d in data.parts.items() if d is part), own) == expected
+        assert show.place(data, int(number)).startswith(f"window {number}: tokens ")
+        assert part.folder in show.place(data, int(number))
+
+
+def test_identity_is_of_tokens_and_shares(folders):
+    one = mixed(folders).identity
+    assert mixed(folders).identity == one
+    assert mixed(folders, weights=[5, 2, 3]).identity == one
+    assert mixed(folders, weights=[0.4, 0.3, 0.3]).identity != one
+    assert mixed(dict(reversed(folders.items())), weights=WEIGHTS[::-1]).identity != one
+
+
+def test_entries_are_names_weights_and_folders():
+    found = entries(["web 0.7 gs://bucket/web/", " code 3 data/my code "])
+    assert found == [("web", 0.7, "gs://bucket/web"), ("code", 3.0, "data/my code")]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "web", "web data/web", "web 0.7", "web 0 data", "web -1 data", "web nan data"]
+)
+def test_what_is_no_entry_is_refused_with_one_that_is(text):
+    with pytest.raises(ValueError, match=r"is not NAME WEIGHT FOLDER.*--data.mixture 'web 0.7"):
+        entries([text])
+
+
+def test_what_cannot_be_mixed_is_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match="names a twice"):
+        entries(["a 1 x", "a 2 y"])
+    with pytest.raises(ValueError, match="gives c the weight 1e-07, which is less than one of"):
+        mixed(folders, weights=[1, 1, 1e-7])
+    other = make_folder(tmp_path / "d" / "train", np.arange(50), tokenizer_sha256="bb")
+    with pytest.raises(ValueError, match=f"{other} was made with another tokenizer"):
+        mixed(folders | {"d": other}, weights=[*WEIGHTS, 1])
+
+
+def config_of(tmp_path, **data):
+    texts = tuple(f"{n} {w} {tmp_path / n}" for n, w in zip(SIZES, WEIGHTS, strict=True))
+    return Config(
+        data=Data(mixture=texts, seed=4, **data),
+        train=Train(sequences=8, sequence_length=5),
+        eval=Eval(sequences=7),
+        model=Model(vocabulary=1000),
+    )
+
+
+@pytest.mark.parametrize("order", ["windows", "blocks"])
+def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
+    train, val = mixture.open_datasets(config_of(tmp_path, order=order))
+    assert train.shares == pytest.approx(WEIGHTS, abs=1e-4)
+    assert [data.order for data in train.parts.values()] == [order] * 3
+    assert [data.sequences for data in train.parts.values()] == [4, 2, 2]
+    assert {name: part.share for name, part in validate.parts_of(val).items()} == pytest.approx(
+        dict(zip(SIZES, WEIGHTS, strict=True)), abs=1e-4
+    )
+    too_many = dataclasses.replace(config_of(tmp_path), eval=Eval(sequences=8))
+    with pytest.raises(ValueError, match=r"--eval.sequences 8 is more than the 7 windows"):
+        mixture.open_datasets(too_many)
+
+
+def test_bits_per_byte_of_a_mixture_are_the_mean_of_its_datasets(folders, tmp_path):
+    val = mixture.open_validation(config_of(tmp_path))
+    for name, data in val.parts.items():
+        data.manifest = dataclasses.replace(data.manifest, text_bytes=80 if name == "b" else 40)
+    losses = {"loss/val/a": 1.0, "loss/val/b": 2.0, "loss/val/c": 4.0}
+    found = validate.extended({"loss/val": 2.1} | losses, val)
+    expected = (0.5 * 1.0 + 0.2 * 2.0 / 2 + 0.3 * 4.0) / np.log(2)
+    assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_of_a_mixture_records_each_dataset_and_goes_on(data, runs, tmp_path):
+    out = data[1].rpartition("/")[0]
+    mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]
+    start(data, runs, "mixed", *mixed)
+    start(data, runs, "halves", *mixed, "--train.steps", "3")
+    start(data, runs, "halves", *mixed)
+    records = metrics.read(runs / "mixed" / "metrics.jsonl")
+    steps = [r for r in records if "loss/train" in r]
+    config = utils.load(runs / "mixed" / "config.toml")
+    assert config.data.mixture == tuple(mixed[1:])
+    for record in steps:
+        used = [record[f"data/{name}/sequences"] for name in ("one", "two")]
+        assert sum(used) == record["step"] * config.train.sequences
+        assert abs(used[0] - 0.75 * sum(used)) < 1
+    evaluations = [r for r in records if "loss/val" in r]
+    assert evaluations
+    for record in evaluations:  # of the same text
+        assert record["loss/val/one"] == record["loss/val/two"]
+        assert record["loss/val"] == pytest.approx(record["loss/val/one"], rel=1e-6)
+    for one, other in zip(records, metrics.read(runs / "halves" / "metrics.jsonl"), strict=True):
+        same = one.keys() - set(metrics.MEASURED)
+        assert {k: one[k] for k in same} == {k: other[k] for k in same}

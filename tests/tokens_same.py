@@ -1,0 +1,223 @@
+"""Ids of prepared shards beside those of tiktoken called directly, document by document.
+
+    ./run.sh python tests/tokens_same.py
+    ./run.sh python tests/tokens_same.py --wheels wheels --mb 40 --tokenizer cl100k_base
+
+The text: awkward cases; words of letters of every script of Unicode; what lies in --wheels; the
+standard library and installed packages. A folder of wheels with text in many languages, some 100 of
+them in the translations of Django:
+
+    ./run.sh python -m pip download --no-deps --dest wheels django sphinx
+
+The preparation is the command itself, with two workers and shards that cut documents. A document of
+more than 400,000 characters is tokenized in pieces, and so is compared in pieces. Exit code 1 where
+anything differs.
+"""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import unicodedata
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tiktoken
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmark_tokenize import texts
+from data.settings import in_validation
+from data.sources import PIECE_CHARACTERS
+from data.tokenizer import load_tokenizer
+from manifest import read_manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT_FILES = (".po", ".py", ".txt", ".md", ".rst", ".html", ".js", ".json", ".css", ".xml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Compare ids of prepared shards with those of tiktoken."""
+
+    tokenizer: str = "sample"  # sample, or a name of tiktoken's
+    mb: float = 24  # of text that is compared, where there is as much
+    wheels: Path | None = None  # folder of .whl files with more text
+    workers: int = 2  # that prepare
+
+
+class Found(NamedTuple):
+    documents: int
+    text_bytes: int
+    beyond_latin: int  # bytes of letters that are none of Latin's
+    in_pieces: int  # documents of more than one
+    tokens: int
+    differ: list[int]  # numbers of documents
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def awkward() -> list[str]:
+    """What looks like a special token, runs, half pairs, line ends, joined emoji, long words."""
+    specials = [
+        "<|endoftext|>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|endofprompt|>",
+        "<|im_start|>",
+    ]
+    runs = [c * n for c in " \t\n\r\xa0\u3000a1.é漢🙂" for n in (1, 2, 3, 4, 5, 7, 8, 9, 31, 1000)]
+    return [
+        *specials,
+        *(f"a{special}b\n{special}{special} {special[:-1]}" for special in specials),
+        *runs,
+        *(f"x{run}y" for run in runs),
+        "\r\n\r\n  \r\n\t\r\nif x:\r\n    y = 1\r\n",
+        "a\ud800b",  # half a surrogate pair, which is replaced
+        "\udfff\ud800",
+        # Emoji that are joined, a flag, a colour of skin, a keycap.
+        "\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",
+        "e\u0301 n\u0303 a\u0327\u0323 \u0915\u094d\u0937 \u200f\u200e\u202e\ufeff",
+        "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad",
+        "It's I'LL we've THEY'D don\u2019t \u017f'\u017f K'K\u212a",
+        "0123456789" * 500,
+        "Donaudampfschifffahrt" * 2000,
+        "漢字かな" * 2000,
+        " " * (PIECE_CHARACTERS + 5),
+        "word " * (PIECE_CHARACTERS // 2),
+    ]
+
+
+def scripts() -> Iterator[str]:
+    """Words of each script: every letter, mark and digit once, and then any, with signs between."""
+    draw, found = random.Random(0), {}
+    between = [" ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
+    for character in map(chr, range(0xA0, sys.maxunicode + 1)):
+        if unicodedata.category(character)[0] in "LMN":
+            name = unicodedata.name(character, "").split(" ")[0]
+            found.setdefault(name, []).append(character)
+    for characters in found.values():
+        characters += draw.choices(characters, k=1500)
+        text, at = [], 0
+        while at < len(characters):
+            end = at + draw.randint(1, 9)
+            text += [*characters[at:end], draw.choice(between)]
+            at = end
+        yield "".join(text)
+
+
+def of_wheels(folder: Path) -> Iterator[str]:
+    """Text of the packages in a folder."""
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            for name in sorted(packed.namelist()):
+                if name.endswith(TEXT_FILES):
+                    yield packed.read(name).decode(errors="replace")
+
+
+def mixed(mb: float, wheels: Path | None = None) -> list[str]:
+    """Documents of about `mb`, in an order that mixes their kinds."""
+    of_packages = of_wheels(wheels) if wheels else ()
+    found, left = [], mb * 1e6
+    for text in filter(None, itertools.chain(awkward(), scripts(), of_packages, texts(""))):
+        if left <= 0:
+            break
+        found.append(text)
+        left -= len(text.encode(errors="replace"))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def beyond_latin(text: str) -> int:
+    """Bytes of letters and marks whose names do not begin with LATIN."""
+    foreign = (c for c in text if c > "\x7f" and unicodedata.category(c)[0] in "LM")
+    return sum(
+        len(c.encode()) for c in foreign if not unicodedata.name(c, "LATIN").startswith("LATIN")
+    )
+
+
+# --- both sides -----------------------------------------------------------------------------------
+
+
+def prepared(documents: list[str], out: Path, flags: Flags) -> None:
+    source = out.with_name("documents.jsonl")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
+    command += ["--tokenizer", flags.tokenizer, "--workers", str(flags.workers)]
+    command += ["--shard-tokens", "300000"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def read_back(out: Path) -> Iterator[list[int]]:
+    """The ids of each document, in their order in the source, without end-of-text."""
+    splits = {name: of_split(out / name) for name in ("train", "val")}
+    for number in itertools.count():
+        found = next(splits["val" if in_validation(number) else "train"], None)
+        if found is None:
+            break
+        yield found
+    assert not any([*rest] for rest in splits.values())
+
+
+def of_split(folder: Path) -> Iterator[list[int]]:
+    manifest = read_manifest(folder)
+    ids = np.concatenate([np.load(folder / shard.name) for shard in manifest.shards])
+    ends = np.flatnonzero(ids == manifest.end_of_text)
+    assert ends[-1] == len(ids) - 1
+    for start, end in itertools.pairwise([-1, *ends]):
+        yield ids[start + 1 : end].tolist()
+
+
+def directly(tokenizer: tiktoken.Encoding, text: str) -> list[int]:
+    cuts = range(0, len(text), PIECE_CHARACTERS)
+    found = (tokenizer.encode_ordinary(text[cut : cut + PIECE_CHARACTERS]) for cut in cuts)
+    return [*itertools.chain(*found)]
+
+
+def compared(
+    documents: list[str], coded: Iterable[list[int]], tokenizer: tiktoken.Encoding
+) -> Found:
+    """Also a document that is on one side only differs."""
+    differ, tokens = [], 0
+    for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded)):
+        if text is None or ids is None or directly(tokenizer, text) != ids:
+            differ.append(number)
+        tokens += len(ids or ())
+    return Found(
+        len(documents),
+        sum(len(text.encode(errors="replace")) for text in documents),
+        sum(map(beyond_latin, documents)),
+        sum(len(text) > PIECE_CHARACTERS for text in documents),
+        tokens,
+        differ,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    documents = mixed(flags.mb, flags.wheels)
+    with tempfile.TemporaryDirectory(prefix="tokens-same-") as folder:
+        out = Path(folder) / "out"
+        prepared(documents, out, flags)
+        found = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
+    print(
+        f"{found.documents:,} documents ({found.in_pieces} in pieces), "
+        f"{found.text_bytes / 1e6:.1f} MB ({found.beyond_latin / 1e6:.2f} MB of letters beyond "
+        f"Latin), {found.tokens:,} tokens of {flags.tokenizer}: {len(found.differ)} documents "
+        "differ from tiktoken"
+    )
+    for number in found.differ[:5]:
+        print(f"  {number}: {documents[number][:80]!r}" if number < found.documents else "  more")
+    return bool(found.differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
