@@ -28,9 +28,8 @@ from rich.table import Table
 import metrics
 from benchmark import spread
 from data.shards import ShardWriter
-from data.tokenizer import load_tokenizer, table_sha256
+from data.tokenizer import load_tokenizer
 from dataset import Dataset
-from manifest import BLOCK_BYTES, DOCUMENT_RULE, Manifest
 from metrics import say
 from token_files import Cache
 
@@ -99,24 +98,7 @@ def written(folder: Path, tokens: int, shards: int) -> Path:
         count = min(1 << 20, tokens - begin)
         writer.add(rng.integers(0, tokenizer.n_vocab, count, dtype=np.uint16), 0, None, False)
     writer.flush()
-    writer.finish(
-        Manifest(
-            split=folder.name,
-            tokenizer="sample",
-            tokenizer_sha256=table_sha256(tokenizer),
-            vocabulary=tokenizer.n_vocab,
-            end_of_text=tokenizer.eot_token,
-            document_rule=DOCUMENT_RULE,
-            dtype=writer.dtype.name,
-            documents=writer.documents,
-            tokens=writer.tokens,
-            text_bytes=0,
-            shards=writer.manifest_shards,
-            command="",
-            settings={},
-            block_bytes=BLOCK_BYTES,
-        )
-    )
+    writer.finish(writer.manifest("sample", tokenizer, command="", settings={}))
     return folder
 
 
@@ -165,6 +147,7 @@ def starts(few: Path, many: Path, flags: Flags) -> Iterator[tuple[str, ...]]:
             opening[folder].append(time.perf_counter() - began)
             data.rows(0, rows)
             batch[folder].append(time.perf_counter() - began)
+            del data  # or the next one's time has the end of this one in it
     for what, found in (("opened", opening), ("the first batch is there", batch)):
         for folder, shards in ((few, flags.shards), (many, flags.many)):
             yield f"ms until {what}, {shards} shards", spread(1e3 * s for s in found[folder]), ""

@@ -174,11 +174,8 @@ class Lock:
         words: Words = OF_A_RUN,
     ):
         assert beat_s * 3 <= lease_s, (beat_s, lease_s)
-        self.folder, self.path, self._words = (
-            folder.rstrip("/"),
-            f"{folder.rstrip('/')}/lock",
-            words,
-        )
+        self.folder, self._words = folder.rstrip("/"), words
+        self.path = f"{self.folder}/lock"
         self.beat_s, self.lease_s, self._on_lost = beat_s, lease_s, on_lost
         self.lost = False
         self._pid, self._began, self._beats = os.getpid(), time.monotonic(), 0

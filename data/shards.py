@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from manifest import BLOCK_BYTES, INDEX, Manifest, Shard, checksums, shard_of
+from data.tokenizer import Tokenizer, table_sha256
+from manifest import BLOCK_BYTES, DOCUMENT_RULE, INDEX, Manifest, Shard, checksums, shard_of
 
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
@@ -186,6 +187,27 @@ class ShardWriter:
             reopen(path)
         if kept:
             self.open(kept)
+
+    def manifest(self, name: str, tokenizer: Tokenizer, **fields: Any) -> Manifest:
+        """Of what was written, with the tokenizer of this name.
+
+        fields  of Manifest, those that the writer does not know
+        """
+        return Manifest(
+            split=self.folder.name,
+            tokenizer=name,
+            tokenizer_sha256=table_sha256(tokenizer),
+            vocabulary=tokenizer.n_vocab,
+            end_of_text=tokenizer.eot_token,
+            document_rule=DOCUMENT_RULE,
+            dtype=self.dtype.name,
+            documents=self.documents,
+            tokens=self.tokens,
+            text_bytes=self.text_bytes,
+            shards=self.manifest_shards,
+            block_bytes=self.block_bytes,
+            **fields,
+        )
 
     def finish(self, manifest: Manifest) -> None:
         """Writes index.json, which says that the folder is whole."""

@@ -25,7 +25,7 @@ from data.settings import NOT_CONTENT, Prepare, in_validation
 from data.shards import ShardWriter
 from data.sources import Place
 from data.tokenizer import Tokenizer, load_tokenizer, table_sha256
-from manifest import BLOCK_BYTES, DOCUMENT_RULE, INDEX, Manifest, shard_of
+from manifest import BLOCK_BYTES, INDEX, Manifest, shard_of
 
 LINE_EVERY_S = 10.0
 UNREADABLE = (UnicodeError, json.JSONDecodeError, LookupError, TypeError, AttributeError)
@@ -214,25 +214,15 @@ class Work:
         return ", ".join(f"{count:,} {what}" for what, count in sorted(self.left_out.items()))
 
     def manifest(self, writer: ShardWriter) -> Manifest:
-        config, tokenizer = self.config, self.tokenizer
+        config = self.config
         left_out = {"left_out": dict(sorted(self.left_out.items()))} if config.skip_bad else {}
-        return Manifest(
-            split=writer.folder.name,
-            tokenizer=config.tokenizer,
-            tokenizer_sha256=table_sha256(tokenizer),
-            vocabulary=tokenizer.n_vocab,
-            end_of_text=tokenizer.eot_token,
-            document_rule=DOCUMENT_RULE,
-            dtype=writer.dtype.name,
-            documents=writer.documents,
-            tokens=writer.tokens,
-            text_bytes=writer.text_bytes,
-            shards=writer.manifest_shards,
+        return writer.manifest(
+            config.tokenizer,
+            self.tokenizer,
             command=command(config),
             settings=self.asked | left_out,
             template=chat.TEMPLATE if config.chat else None,
             learned_tokens=writer.learned_tokens if config.chat else None,
-            block_bytes=BLOCK_BYTES,
         )
 
     def _check_not_empty(self) -> None:
