@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from manifest import BLOCK_BYTES, INDEX, Shard, in_bucket, prepare_command, read_manifest
-from token_files import Cache, Files, Layout, Span, open_files
+from token_files import Cache, Files, Layout, Request, Span, expect, open_files
 
 FEISTEL_ROUNDS = 6
 AHEAD_STEPS = 4  # whose windows are fetched from a bucket while a step's are read
@@ -115,7 +115,19 @@ class Dataset:
 
         soon  windows that will be asked for next.
         """
-        ids, *weights = self.stacked(windows, soon)
+        if self.remote:
+            expect(self.requests(windows, soon))
+        return self.read(windows)
+
+    def requests(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> list[Request]:
+        """What `read` will ask of the files."""
+        now = [span for spans in self.places(windows) for span in spans]
+        later = [s for each in soon for spans in self.places(each) for s in spans]
+        return [Request(files, now, later) for files in self._kinds]
+
+    def read(self, windows: np.ndarray) -> Rows:
+        """As `batch`, of what was expected."""
+        ids, *weights = self.stacked(windows)
         ids = ids.astype(np.int32)
         segments = np.zeros_like(ids[:, :-1])
         if self.segments:
@@ -161,15 +173,14 @@ class Dataset:
             f"{'once' if epoch == 1 else f'{epoch} times'}; epoch {epoch + 1} begins"
         )
 
-    def stacked(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> list[np.ndarray]:
+    def stacked(self, windows: np.ndarray) -> list[np.ndarray]:
         """[n, T+1] of these windows' tokens, and of their loss weights where there are some."""
         places = self.places(windows)
-        now = [span for spans in places for span in spans]
-        kinds = [files for files in (self.shards, self.weights) if files]
-        later = [s for each in soon for spans in self.places(each) for s in spans]
-        for files in kinds:
-            files.expect(now, later)
-        return [np.stack([joined(files, spans) for spans in places]) for files in kinds]
+        return [np.stack([joined(files, spans) for spans in places]) for files in self._kinds]
+
+    @property
+    def _kinds(self) -> list[Files]:
+        return [files for files in (self.shards, self.weights) if files]
 
     def places(self, windows: np.ndarray) -> list[list[Span]]:
         """Where the T+1 tokens of each window lie: in one shard, or in several."""

@@ -202,15 +202,15 @@ def run(config: Config) -> None:
     with watched(config) as watch:
         # Here, so that the others are told of a process that has not all of it.
         watch.doing("opening of the data")
-        data = open_datasets(config)
-        mesh, w = train.make_mesh(config), None
-        watch.doing("restore")
-        folder = folder_of(config)
-        if config.run.init and not folder.saved_steps():
-            config, w = weights_from(config, declared, mesh, data[0])
-        copy = folder.in_step() if is_primary() else nullcontext()
-        with lock.held(str(folder), watch.end_again), copy:
-            _run(config, declared, mesh, data, watch, w)
+        with open_datasets(config) as data:
+            mesh, w = train.make_mesh(config), None
+            watch.doing("restore")
+            folder = folder_of(config)
+            if config.run.init and not folder.saved_steps():
+                config, w = weights_from(config, declared, mesh, data[0])
+            copy = folder.in_step() if is_primary() else nullcontext()
+            with lock.held(str(folder), watch.end_again), copy:
+                _run(config, declared, mesh, data, watch, w)
 
 
 def _run(

@@ -7,11 +7,12 @@ how many of that dataset came before it, which is a closed form: so a mixture re
 dataset, with nothing but the step number. Each dataset has epochs of its own.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from dataset import (
     check_same_tokenizer,
 )
 from manifest import Manifest
-from token_files import Cache
+from token_files import Cache, expect
 from utils import Config
 
 PERIOD = 1 << 16  # positions after which the datasets follow each other in the same order again
@@ -133,21 +134,37 @@ class Mixture:
         ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.remote else ()
         return self.batch(self.windows_of(step, rows), [self.windows_of(s, rows) for s in ahead])
 
-    def batch(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> Rows:
+    def batch(self, windows: np.ndarray, soon: Sequence[np.ndarray] = ()) -> Rows:
         """As of a dataset; each gives the rows that are its own."""
+        if self.remote:
+            expect(
+                request
+                for k, data in enumerate(self._datasets)
+                for request in data.requests(
+                    self._own(k, windows), [self._own(k, each) for each in soon]
+                )
+            )
+        return self.read(windows)
+
+    def read(self, windows: np.ndarray) -> Rows:
+        """As `batch`, of what was expected."""
         out: Rows = {}
         for k, data in enumerate(self._datasets):
             here = self._of(k, windows)
             if not here.any():
                 continue
-            later = [each[self._of(k, each)] - self.starts[k] for each in soon]
-            for name, own in data.batch(windows[here] - self.starts[k], later).items():
+            for name, own in data.read(self._own(k, windows)).items():
                 shape = len(windows), *own.shape[1:]
                 out.setdefault(name, np.empty(shape, own.dtype))[here] = own
         return out
 
     def _of(self, k: int, windows: np.ndarray) -> np.ndarray:
+        """Which of them are of this dataset."""
         return (self.starts[k] <= windows) & (windows < self.starts[k + 1])
+
+    def _own(self, k: int, windows: np.ndarray) -> np.ndarray:
+        """Those, by their numbers there."""
+        return windows[self._of(k, windows)] - self.starts[k]
 
     def part_of(self, window: int) -> tuple[Dataset, int]:
         """The dataset, and the window's number there."""
@@ -183,12 +200,13 @@ Data = Dataset | Mixture
 # --- of a run -------------------------------------------------------------------------------------
 
 
-def open_datasets(config: Config) -> tuple[Data, Data]:
+@contextlib.contextmanager
+def open_datasets(config: Config) -> Iterator[tuple[Data, Data]]:
     """(training data, validation data), checked against the model, the run and each other."""
-    cache = open_cache(config)
-    train, val = open_training(config, cache), open_validation(config, cache)
-    check_same_tokenizer(train, val)
-    return train, val
+    with contextlib.closing(open_cache(config)) as cache:
+        train, val = open_training(config, cache), open_validation(config, cache)
+        check_same_tokenizer(train, val)
+        yield train, val
 
 
 def open_cache(config: Config) -> Cache:
@@ -199,11 +217,11 @@ def open_training(config: Config, cache: Cache | None = None) -> Data:
     """The training data, checked against the model and the run."""
     cache, sequences = cache or open_cache(config), config.train.sequences
 
-    def opened(folder: str, share: float = 1.0) -> Dataset:
+    def opened(folder: str, count: int = PERIOD) -> Dataset:
         return Dataset(
             folder,
             config.train.sequence_length,
-            sequences=max(1, round(share * sequences)),
+            sequences=max(1, round(int(count) * sequences / PERIOD)),
             seed=config.data.seed,
             order=config.data.order,
             segments=config.data.segments,
@@ -214,9 +232,10 @@ def open_training(config: Config, cache: Cache | None = None) -> Data:
     if not config.data.mixture:
         return opened(config.data.train)
     found = entries(config.data.mixture)
-    whole = sum(entry.weight for entry in found)
-    parts = {e.name: opened(f"{e.folder}/train", e.weight / whole) for e in found}
-    return Mixture(parts, [entry.weight for entry in found], sequences)
+    weights = [entry.weight for entry in found]
+    both = zip(found, shares(weights), strict=True)  # as identity has them, not as they are written
+    parts = {entry.name: opened(f"{entry.folder}/train", count) for entry, count in both}
+    return Mixture(parts, weights, sequences)
 
 
 def open_validation(config: Config, cache: Cache | None = None) -> Data:

@@ -3,14 +3,15 @@
 A folder (manifest.py) has a checksum for each block of its files. On a disk a file is mapped, and
 a block compared when something in it is first asked for; that it was good is remembered beside the
 file, until this changes. From a bucket blocks are fetched by range into a cache on disk, which
-holds so many bytes and drops what was not asked for the longest. So a run starts as fast with a
-thousand shards as with ten, no host holds them all, and nothing damaged is ever given out.
+holds so many bytes and drops what was not asked for the longest. So a run starts without reading
+the shards, no host holds them all, and nothing damaged is given out.
 """
 
 import contextlib
 import json
 import mmap
 import os
+import re
 import secrets
 import threading
 import time
@@ -34,6 +35,8 @@ FETCHES = 8  # under way at once
 READ_BYTES = 1 << 24  # at a time, of a block that is a whole file
 ABANDONED_S = 600.0  # after which what nobody has written to is nobody's
 TRIES = 3  # of fetching a block that does not arrive as it was
+# As the cache calls it: identity of the folder, file, number and checksum of the block.
+BLOCK_FILE = re.compile(r"[0-9a-f]{16}/.+\.\d{5,}\.[0-9a-f]{8}(\.[0-9a-f]{8}\.partial)?")
 
 
 class Span(NamedTuple):
@@ -50,8 +53,30 @@ class Files(Protocol):
     def elements(self, span: Span) -> np.ndarray:
         """Raises ValueError where they are not what index.json says."""
 
-    def expect(self, now: Iterable[Span], soon: Iterable[Span] = ()) -> None:
-        """What is asked for next, so that all of it can be fetched at once, and what after it."""
+    def wanted(self, spans: Iterable[Span]) -> "list[Block]":
+        """What has to be fetched for them: nothing on a disk."""
+
+
+class Request(NamedTuple):
+    """What is asked of files for a step, and for the steps after it."""
+
+    files: Files
+    now: list[Span]
+    soon: list[Span]
+
+
+def expect(requests: Iterable[Request]) -> None:
+    """Begins to fetch all that a step needs, so that no block of it waits for another; and of what
+    comes soon as much as the cache has room for.
+
+    Raises  ValueError where it has too little for the step.
+    """
+    now, soon = [], []
+    for files, of_now, of_soon in requests:
+        now += files.wanted(of_now)
+        soon += files.wanted(of_soon)
+    for block in (now or soon)[:1]:  # all files of a run have one cache
+        block.files.cache.expect(now, soon)
 
 
 @dataclass(frozen=True)
@@ -93,21 +118,26 @@ class Layout:
 
     def check_sizes(self, found: dict[str, int]) -> None:
         """Raises ValueError where a file is not there, or not of the size that it must have."""
-        for file, shard in enumerate(self.shards):
-            path, index = self.path(file), f"{self.folder}/{INDEX}"
-            if shard.name not in found:
-                raise self.missing(file)
-            if (size := found[shard.name]) != shard.bytes:
-                what = "truncated" if size < shard.bytes else "altered"
-                raise ValueError(
-                    f"{path} is {what}: {index} expects {shard.bytes} bytes with checksum "
-                    f"{shard.crc32c}, found {size}. {self.mend}, or copy the file again."
-                )
-            if self.header(file) <= 0 or self.header(file) % HEADER_UNIT:
-                raise ValueError(
-                    f"{index} does not describe {shard.name}: a header and {shard.tokens} elements "
-                    f"of {self.dtype.name} are not {shard.bytes} bytes. {self.mend}."
-                )
+        for file in range(len(self.shards)):
+            if error := self.wrong_size(file, found):
+                raise error
+
+    def wrong_size(self, file: int, found: dict[str, int]) -> ValueError | None:
+        shard, index = self.shards[file], f"{self.folder}/{INDEX}"
+        if shard.name not in found:
+            return self.missing(file)
+        if (size := found[shard.name]) != shard.bytes:
+            what = "truncated" if size < shard.bytes else "altered"
+            return ValueError(
+                f"{self.path(file)} is {what}: {index} expects {shard.bytes} bytes with checksum "
+                f"{shard.crc32c}, found {size}. {self.mend}, or copy the file again."
+            )
+        if self.header(file) <= 0 or self.header(file) % HEADER_UNIT:
+            return ValueError(
+                f"{index} does not describe {shard.name}: a header and {shard.tokens} elements "
+                f"of {self.dtype.name} are not {shard.bytes} bytes. {self.mend}."
+            )
+        return None
 
     def missing(self, file: int) -> ValueError:
         return ValueError(
@@ -132,6 +162,17 @@ def crc32c(content: bytes) -> str:
     return digits(google_crc32c.value(content))
 
 
+def sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of those of its files that are there."""
+    if in_bucket(layout.folder):
+        from buckets import Prefix  # late: only buckets need it
+
+        return {name: found.size for name, found in Prefix(layout.folder).found().items()}
+    names = {shard.name for shard in layout.shards}
+    with os.scandir(layout.folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.name in names}
+
+
 # --- on a disk ------------------------------------------------------------------------------------
 
 
@@ -140,31 +181,40 @@ class DiskFiles:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        with os.scandir(layout.folder) as entries:
-            names = {shard.name for shard in layout.shards}
-            layout.check_sizes({e.name: e.stat().st_size for e in entries if e.name in names})
+        layout.check_sizes(sizes(layout))
         self._files: list[Mapped | None] = [None] * len(layout.shards)
         self._mapped: deque[Mapped] = deque()
         self._compared: set[Mapped] = set()  # since it was last remembered
         self._remembered_at = time.monotonic()
 
-    def expect(self, now: Iterable[Span], soon: Iterable[Span] = ()) -> None:
-        """The system fetches what is asked for; now and then it is remembered what was good."""
-        if time.monotonic() - self._remembered_at >= REMEMBER_S:
-            for file in self._compared:
-                file.remember()
-            self._compared.clear()
-            self._remembered_at = time.monotonic()
+    def wanted(self, spans: Iterable[Span]) -> "list[Block]":
+        return []
 
     def elements(self, span: Span) -> np.ndarray:
-        file = self._files[span.file]
-        if file is None:
-            file = self._files[span.file] = Mapped(self.layout, span.file)
-        if file.array is None:
-            self._map(file)
-        if file.compare(self.layout.blocks(span)):
+        try:
+            file = self._files[span.file]
+            if file is None:
+                file = self._files[span.file] = Mapped(self.layout, span.file)
+            if file.array is None:
+                self._map(file)
+            compared = file.compare(self.layout.blocks(span))
+        except FileNotFoundError as error:
+            raise self.layout.missing(span.file) from error
+        except OSError as error:
+            path = self.layout.path(span.file)
+            raise ValueError(f"{path} cannot be read: {error}. Mend that, or copy it.") from error
+        if compared:
             self._compared.add(file)
+            if time.monotonic() - self._remembered_at >= REMEMBER_S:
+                self.remember()
         return file.array[span.begin : span.end]
+
+    def remember(self) -> None:
+        """What was found good since the last time, so that another start need not compare it."""
+        for file in self._compared:
+            file.remember()
+        self._compared.clear()
+        self._remembered_at = time.monotonic()
 
     def _map(self, file: "Mapped") -> None:
         file.map()
@@ -183,9 +233,11 @@ class Mapped:
         blocks = -(-layout.shards[file].bytes // layout.block_bytes(file))
         self._good = bytearray(blocks)
         self._record = self.path.with_name(self.path.name + CHECKED)
+        self._seen = self._state()  # when these blocks were good
         self._recall()
 
     def map(self) -> None:
+        self._is_as_seen()
         header = self.layout.header(self.file)
         with self.path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -214,19 +266,27 @@ class Mapped:
             "checksums": crc32c(checksums.encode()),
         }
 
+    def _is_as_seen(self) -> bool:
+        """Whether no other file took its place; if one did, none of its blocks was compared."""
+        if (state := self._state()) == self._seen:
+            return True
+        self._seen, self._good = state, bytearray(len(self._good))
+        return False
+
     def _recall(self) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = json.loads(self._record.read_bytes())
             good = bytes.fromhex(record.pop("good"))
-            if record == self._state() and len(good) == len(self._good) and max(good) <= 1:
+            if record == self._seen and len(good) == len(self._good) and max(good) <= 1:
                 self._good = bytearray(a | b for a, b in zip(self._good, good, strict=True))
 
     def remember(self) -> None:
-        """So that another start need not compare them; several processes may."""
-        self._recall()
-        record = self._state() | {"good": self._good.hex()}
+        """Several processes may."""
         with contextlib.suppress(OSError):  # a folder that cannot be written is as good
-            replace(self._record, json.dumps(record).encode())
+            if self._is_as_seen():
+                self._recall()
+                record = self._seen | {"good": self._good.hex()}
+                replace(self._record, json.dumps(record).encode())
 
 
 def range_crc32c(path: Path, begin: int, end: int) -> str:
@@ -288,7 +348,7 @@ class Cache:
 
         Raises  ValueError where `now` has none.
         """
-        wanted = dict.fromkeys(now)
+        wanted, ahead = dict.fromkeys(now), []
         need = sum(block.bytes for block in wanted)
         if need > self.limit_bytes:
             raise ValueError(
@@ -296,11 +356,11 @@ class Cache:
                 f"blocks of one step that this process reads are {need / 1e9:.3g} GB. Use "
                 f"--data.cache_gb {2 * need / 1e9:.2g}, or --data.order blocks for a new run."
             )
-        for block in soon:
+        for block in dict.fromkeys(soon):
             if block not in wanted and (need := need + block.bytes) <= self.limit_bytes:
-                wanted[block] = None
+                ahead.append(block)
         with self._lock:
-            for block in wanted:
+            for block in (*ahead, *wanted):  # what is needed now is dropped last
                 if failed(self._held.get(block)):
                     self._drop(block)
                 if block in self._held:
@@ -310,6 +370,10 @@ class Cache:
                     self._held[block] = self._pool.submit(self._fetch, block)
             while self._bytes > self.limit_bytes:
                 self._drop_one()
+
+    def close(self) -> None:
+        """Drops what waits to be fetched: an exit would wait for it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def content(self, block: Block, begin: int, end: int) -> np.ndarray:
         """Its bytes from the first of these to the one before the second; fetched again where they
@@ -384,13 +448,17 @@ def failed(future: Future[Path] | None) -> bool:
 
 
 def left_in(folder: Path) -> dict[Path, int]:
-    """Bytes of the files there, the oldest first; without those that are being written."""
+    """Bytes of the blocks there, the oldest first; without those that are being written, and what
+    is nobody's block.
+    """
     found = []
-    for path in folder.rglob("*"):
+    for path in folder.glob("*/*"):
+        if not BLOCK_FILE.fullmatch(f"{path.parent.name}/{path.name}"):
+            continue
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             stat = path.stat()
             written = path.name.endswith(".partial") and time.time() - stat.st_mtime < ABANDONED_S
-            if path.is_file() and not written:
+            if not written:
                 found.append((stat.st_mtime, path, stat.st_size))
     return {path: size for _, path, size in sorted(found)}
 
@@ -404,7 +472,7 @@ class BucketFiles:
         self.layout, self.cache = layout, cache
         self.name = layout.manifest.identity[:16]
         self._objects = Prefix(layout.folder)
-        layout.check_sizes({name: found.size for name, found in self._objects.found().items()})
+        layout.check_sizes(sizes(layout))
 
     def fetch(self, block: Block) -> bytes:
         begin, end = self.layout.bytes_of(block.file, block.number)
@@ -413,19 +481,16 @@ class BucketFiles:
         except FileNotFoundError as error:
             raise self.layout.missing(block.file) from error
 
-    def _blocks(self, spans: Iterable[Span]) -> list[Block]:
+    def wanted(self, spans: Iterable[Span]) -> list[Block]:
         return [
             Block(self, span.file, number) for span in spans for number in self.layout.blocks(span)
         ]
-
-    def expect(self, now: Iterable[Span], soon: Iterable[Span] = ()) -> None:
-        self.cache.expect(self._blocks(now), self._blocks(soon))
 
     def elements(self, span: Span) -> np.ndarray:
         layout, item = self.layout, self.layout.dtype.itemsize
         begin, end = (layout.header(span.file) + n * item for n in (span.begin, span.end))
         parts = []
-        for block in self._blocks([span]):
+        for block in self.wanted([span]):
             first, behind = layout.bytes_of(span.file, block.number)
             here = max(begin, first) - first, min(end, behind) - first
             parts.append(self.cache.content(block, *here))

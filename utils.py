@@ -291,9 +291,22 @@ def parse(
             )
         known = [f"--{name}" for name in (*_names(), *others)]
         raise ValueError(f"unknown flag {flag}{_mend(flag, known)}")
+    if config.data.mixture:
+        _check_alone(arguments)
     if checked:
         check(config)
     return config
+
+
+def _check_alone(arguments: list[str]) -> None:
+    """Raises ValueError for flags that a mixture leaves without effect."""
+    for argument in arguments:
+        if (flag := argument.partition("=")[0]) in ("--data.train", "--data.val"):
+            raise ValueError(
+                f"{flag} is not read beside a mixture, whose folders have a train/ and a val/ "
+                f"each. Leave {flag} out, or turn the mixture off: --data.mixture, with nothing "
+                "behind it."
+            )
 
 
 def _long(arguments: list[str]) -> list[str]:

@@ -188,15 +188,15 @@ def extended(record: dict[str, Any], data: Data) -> dict[str, Any]:
     """The record with what follows from its loss: perplexity, and bits per byte of the text that
     the loss is of.
     """
-    per_byte = 0.0
+    bits, text_bytes = 0.0, 0.0  # of a token of the validation
     for name, part in parts_of(data).items():
         m = part.data.manifest
         tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
-        loss = record[f"loss/val/{name}".rstrip("/")]
-        per_byte += part.share * loss / math.log(2) * tokens / m.text_bytes
+        bits += part.share * record[f"loss/val/{name}".rstrip("/")] / math.log(2)
+        text_bytes += part.share * m.text_bytes / tokens
     loss = record["loss/val"]
     perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that was lost
-    return record | {"perplexity": perplexity, "bits_per_byte": per_byte}
+    return record | {"perplexity": perplexity, "bits_per_byte": bits / text_bytes}
 
 
 def lines(found: dict[str, Any], config: Config, data: Data) -> list[str]:

@@ -1,7 +1,7 @@
 """The shards of data/prepare.py from a Ray cluster, bit for bit.
 
-    ray start --head                                         on one machine
-    ray start --address HEAD:6379                            on the others
+    ./run.sh ray start --head                                on one machine
+    ./run.sh ray start --address HEAD:6379                   on the others
     python data/cluster.py --address HEAD:6379 --source gs://bucket/books --out gs://bucket/data
 
     python data/cluster.py --local 3 --source books --out data/books      a cluster of 3 nodes, here
@@ -18,7 +18,8 @@ progress.json. So a node that dies takes no more than a shard's tokens with it, 
 again, and this process no more when it dies. To hold tokens until their shard is full would cost
 less writing, and with few documents for validation would hold many shards of both.
 Stretches have at most half a shard together, so many CPUs want large shards; where one has less
-than 50 thousand tokens Ray sends them through here.
+than 50 thousand tokens Ray sends them through here. A long file of text or of JSON lines is read
+here once, to see where it can be cut; many files, or Parquet, are not.
 """
 
 import collections
@@ -42,7 +43,7 @@ from data.encode import Encoded
 from data.settings import Prepare
 from data.shards import PARTIAL, PROGRESS, ShardWriter, index_text
 from data.sources import HUGGING_FACE, STDLIB, Place, units
-from data.tasks import ROOT, Counts, Target, about_node, compare, encode_unit, write
+from data.tasks import ROOT, Counts, Target, about_node, compare, encode_unit, versions, write
 from data.tokenizer import is_path
 from faults import Fault
 from manifest import INDEX, Manifest, Shard
@@ -50,6 +51,8 @@ from manifest import INDEX, Manifest, Shard
 UNIT_BYTES = 8 << 20  # of text in a task at most
 CONNECT_S = 10.0  # to the head
 NODE_S = 120.0  # for a node to start a worker and say what it is
+WAIT_S = 30.0  # for a task, before it is looked whether there is a node at all
+NODELESS_S = 900.0  # for one to join
 TRIES = 20  # of a task whose worker or node dies
 STORE_BYTES = 512 << 20  # for tokens on each node of a local cluster
 
@@ -82,6 +85,12 @@ def for_tasks(config: Cluster) -> Prepare:
 
 def check(config: Cluster) -> None:
     """Raises ValueError for what a cluster cannot do."""
+    if config.workers or config.staging:
+        flag = "--workers" if config.workers else "--staging"
+        raise ValueError(
+            f"{flag} is for data/prepare.py: a cluster has as many workers as CPUs, and nothing in "
+            f"a staging folder. Leave {flag} out."
+        )
     if config.source.startswith(HUGGING_FACE):
         raise ValueError(
             f"--source {config.source} is streamed, and cannot be cut for a cluster. Give its "
@@ -154,7 +163,9 @@ def imported() -> Any:
         import ray
     except ImportError as error:
         raise ValueError(
-            "data/cluster.py needs Ray. Run ./run.sh python -m pip install -r requirements-ray.txt."
+            "data/cluster.py needs Ray. Run uv pip install --python .venv/bin/python -r "
+            "requirements-ray.txt, or without uv ./run.sh python -m pip install -r "
+            "requirements-ray.txt."
         ) from error
     return ray
 
@@ -164,8 +175,7 @@ def check_nodes(config: Cluster) -> None:
     ray = imported()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    alive = [found for found in ray.nodes() if found["Alive"]]
-    working = [found for found in alive if found["Resources"].get("CPU", 0) >= 1]
+    working = working_nodes()
     cpus = sum(found["Resources"]["CPU"] for found in working)
     print(f"cluster: {len(working)} nodes with {cpus:g} CPUs")
     if not working:
@@ -182,6 +192,11 @@ def check_nodes(config: Cluster) -> None:
                 f"this checkout to {ROOT} there, with its environment, or take the node out."
             ) from error
         compare(here, told)
+
+
+def working_nodes() -> list[dict[str, Any]]:
+    alive = [found for found in imported().nodes() if found["Alive"]]
+    return [found for found in alive if found["Resources"].get("CPU", 0) >= 1]
 
 
 def one_line(error: Exception) -> str:
@@ -242,7 +257,7 @@ class OnCluster(work.Work):
                 done, counts, ids = pending.popleft()
                 under_way -= done
                 yield from spans(got(counts), ids)
-            pending.append((unit.size, *encode.remote(config, unit, self.place)))
+            pending.append((unit.size, *encode.remote(config, unit, self.place, versions())))
             under_way += unit.size
         while pending:
             _, counts, ids = pending.popleft()
@@ -250,13 +265,26 @@ class OnCluster(work.Work):
 
 
 def got(ref: Any) -> Any:
-    """What a task returned. Raises what it raised, and Fault where TRIES workers died of it."""
+    """What a task returned. Raises what it raised, and Fault where TRIES workers died of it or
+    there has been no node for NODELESS_S.
+    """
     ray = imported()
     try:
+        without_s = 0.0
+        while not ray.wait([ref], timeout=WAIT_S)[0]:
+            without_s = 0.0 if working_nodes() else without_s + WAIT_S
+            if without_s >= NODELESS_S:
+                raise Fault(
+                    f"the cluster has had no node with a CPU for {without_s:g} s. Let one join, "
+                    "and start this again: it goes on where it was."
+                )
+            if without_s:
+                print(f"waits for a node to join: there is none with a CPU since {without_s:g} s")
         return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
     except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)  # what the task raised, or what became of its tokens
+        if cause and not isinstance(cause, ray.exceptions.RayError):
+            raise cause from None
         raise Fault(
             f"the cluster did not do a task in {TRIES} tries ({one_line(error)}). Start this "
             "again: it goes on where it was."
@@ -317,7 +345,7 @@ class RemoteWriter(ShardWriter):
             shard if isinstance(shard, Shard) else got(shard) for shard in self.manifest_shards
         ]
 
-    def open(self, kept: int = 0) -> None:
+    def go_on(self, kept: int) -> None:
         self._kept = self._length = kept
 
     def close(self) -> None:
@@ -343,7 +371,11 @@ class WithoutStaging(out.InBucket):
         try:
             return self._objects.read(PROGRESS)
         except FileNotFoundError:
+            self.check_not_begun("beside them")
             return None
+
+    def has_progress(self) -> bool:
+        return PROGRESS in self._objects.found(PROGRESS)
 
     def store(self, text: str, writers: Iterable[ShardWriter]) -> None:
         self._objects.write(PROGRESS, text.encode())

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import buckets
 import lock
@@ -77,6 +78,9 @@ class Out:
     def progress(self) -> bytes | None:
         return self._progress.read_bytes() if self._progress.exists() else None
 
+    def has_progress(self) -> bool:
+        return self._progress.exists()
+
     @property
     def progress_name(self) -> str:
         """As people call it."""
@@ -84,6 +88,7 @@ class Out:
 
     def store(self, text: str, writers: Iterable[ShardWriter]) -> None:
         """Replaces progress.json, which covers what the writers have now."""
+        self.files.mkdir(parents=True, exist_ok=True)
         replace(self._progress, text)
 
     def check(self, split: str, shards: list[Shard]) -> None:
@@ -119,7 +124,8 @@ class InBucket(Out):
                 f"--out {url} names no place in a bucket. Give one as gs://bucket/data/books."
             )
         super().__init__(f"{buckets.SCHEME}{bucket}/{below}")
-        self.files = Path(staging or STAGING) / f"{bucket}_{below.replace('/', '_')}"
+        # A name for each prefix: of two that shared one, each would go on with the other's shards.
+        self.files = Path(staging or STAGING) / quote(f"{bucket}/{below}", safe="")
         self._progress = self.files / PROGRESS
         self._objects = buckets.Prefix(self.url)
         self._sent: set[tuple[str, str]] = set()  # (split, name) that are known to be in the bucket
@@ -190,7 +196,22 @@ class InBucket(Out):
                 f"{self.url} was begun by data/cluster.py, which keeps {PROGRESS} there. Go on "
                 "with that, or begin anew with --overwrite."
             )
+        if text is None:
+            self.check_not_begun(f"in {self.files}")
         return text
+
+    def check_not_begun(self, where: str) -> None:
+        """Raises ValueError where the bucket has shards of a split that is not finished: who wrote
+        them had stored how far it was before the first of them.
+        """
+        for split in ("train", "val"):
+            names = self._objects.found(f"{split}/")
+            if INDEX not in {name.rpartition("/")[2] for name in names} and names:
+                raise ValueError(
+                    f"{self.url}/{split} has shards and no {INDEX}, and {PROGRESS}, which says how "
+                    f"far they are, is not {where}: another machine or --staging began it. Go on "
+                    "there, or begin anew with --overwrite."
+                )
 
     def forget(self) -> None:
         self._objects.remove([PROGRESS])

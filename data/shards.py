@@ -7,8 +7,10 @@ preparation goes on, which then writes the same bits. An index.json in each fold
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,11 @@ from manifest import BLOCK_BYTES, DOCUMENT_RULE, INDEX, Manifest, Shard, checksu
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
 WEIGHTS = ".weights"
+FULL = errno.ENOSPC, errno.EDQUOT
+
+
+class FullDisk(OSError):
+    """Of a node of a cluster; its `filename` is `no_space` there."""
 
 
 class Growing:
@@ -181,12 +188,15 @@ class ShardWriter:
         self.manifest_shards = [shard_of(shard) for shard in state["shards"]]
         for name in ("documents", "text_bytes", "tokens", "learned_tokens"):
             setattr(self, name, state[name])
-        number, kept = len(self.manifest_shards), state["unfinished"]
-        full = self.path(number)
-        for path in (full, weights_of(full)) if kept else ():
+        if state["unfinished"]:
+            self.go_on(state["unfinished"])
+
+    def go_on(self, kept: int) -> None:
+        """With the unfinished shard, after so many tokens."""
+        full = self.path(len(self.manifest_shards))
+        for path in (full, weights_of(full)):
             reopen(path)
-        if kept:
-            self.open(kept)
+        self.open(kept)
 
     def manifest(self, name: str, tokenizer: Tokenizer, **fields: Any) -> Manifest:
         """Of what was written, with the tokenizer of this name.
@@ -230,6 +240,12 @@ def gone(path: Path | str, why: str) -> ValueError:
         f"{path} is not as {PROGRESS} says: {why}, so what was prepared cannot be gone on with. "
         "Bring the file back, or begin anew with --overwrite."
     )
+
+
+def no_space(folder: Path) -> str:
+    """A full disk, in words."""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    return f"{folder} has no space left ({shutil.disk_usage(there).free:,} bytes are free)"
 
 
 def weights_of(shard: Path) -> Path:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -152,7 +153,7 @@ def source_files(config: Prepare) -> list[SourceFile]:
 def on_disk(config: Prepare) -> Iterator[SourceFile]:
     if config.source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [path for path in root.rglob("*.py") if is_source(path.relative_to(root))]
+        found = library(root)
     else:
         root = Path(config.source)
         found = [root] if root.is_file() else root.glob(config.glob)
@@ -188,9 +189,15 @@ def is_hidden(name: str) -> bool:
     return "/." in f"/{name}"
 
 
-def is_source(path: Path) -> bool:
-    """False for tests, installed packages, and what each build of Python generates for itself."""
-    return not NOT_SOURCE.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
+def library(root: Path) -> Iterator[Path]:
+    """Python files but tests, installed packages, and what each build of Python generates for
+    itself.
+    """
+    for folder, below, names in os.walk(root):
+        below[:] = set(below) - NOT_SOURCE
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                yield Path(folder, name)
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -552,7 +559,7 @@ def units(config: Prepare, size: int, after: Place | None = None) -> Iterator[Un
             if gathered >= size:
                 yield unit(place)
                 begin, gathered = place, 0
-    if gathered:
+    if begin < Place(len(files)):
         yield unit(Place(len(files)))
 
 
@@ -563,10 +570,14 @@ def stretches(
     end = Place(start.file + 1)
     if file.kind == ".parquet":
         cuts = parquet_cuts(file, start, size, config)
-    elif file.size - start.offset <= size or (config.skip_bad and not_utf8(file)):
+    elif file.size - start.offset <= size:
+        cuts = iter([(end, file.size - start.offset)])
+    elif file.kind == ".jsonl":
+        cuts = line_cuts(file, start, size)
+    elif config.skip_bad and not_utf8(file):  # it is left out as a whole
         cuts = iter([(end, file.size - start.offset)])
     else:
-        cuts = (line_cuts if file.kind == ".jsonl" else text_cuts)(file, start, size)
+        cuts = text_cuts(file, start, size)
     return cuts
 
 

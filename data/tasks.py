@@ -4,6 +4,7 @@ Tasks know nothing of Ray, and done again they do the same. Nodes import this fi
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import platform
 import tempfile
@@ -17,7 +18,7 @@ from buckets import Prefix, is_bucket
 from data import out
 from data.encode import cached_tokenizer, encode_piece
 from data.settings import Prepare
-from data.shards import PARTIAL, Growing, gone, reopen, weights_of
+from data.shards import FULL, PARTIAL, FullDisk, Growing, gone, no_space, reopen, weights_of
 from data.sources import Place, Unit, describe, unit_pieces
 from manifest import BLOCK_BYTES, Shard, file_crc32c
 
@@ -37,29 +38,38 @@ class Node(NamedTuple):
 
 
 def about_node(config: Prepare) -> Node:
-    versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in DECIDING}
-    versions |= {
-        f"data/{path.name}": file_crc32c(path) for path in sorted((ROOT / "data").glob("*.py"))
-    }
-    versions["manifest.py"] = file_crc32c(ROOT / "manifest.py")
     try:
         source = describe(config)["files_sha256"]
     except (ValueError, OSError) as error:
         source = str(error)
-    return Node(platform.node(), versions, source)
+    return Node(platform.node(), versions(), source)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of what decides the bits."""
+    found = {"python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in DECIDING}
+    found |= {
+        f"data/{path.name}": file_crc32c(path) for path in sorted((ROOT / "data").glob("*.py"))
+    }
+    return found | {"manifest.py": file_crc32c(ROOT / "manifest.py")}
+
+
+def compare_versions(host: str, here: dict[str, str], there: dict[str, str]) -> None:
+    """`here` of who asks. Raises ValueError where a node would make other bits."""
+    names = [n for n in sorted(here.keys() | there.keys()) if here.get(n) != there.get(n)]
+    differ = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names]
+    if differ:
+        raise ValueError(
+            f"node {host} has {'; '.join(differ)}, and its tokens might be others. Bring "
+            "this checkout and its environment there, or take the node out."
+        )
 
 
 def compare(here: Node, there: Node) -> None:
     """Raises ValueError where a node would make other bits, or sees another source."""
-    names = sorted(here.versions.keys() | there.versions.keys())
-    a, b = here.versions, there.versions
-    differ = [f"{n} {b.get(n)}, here {a.get(n)}" for n in names if a.get(n) != b.get(n)]
-    if differ:
-        raise ValueError(
-            f"node {there.host} has {'; '.join(differ)}, and its tokens might be others. Bring "
-            "this checkout and its environment there, or take the node out."
-        )
+    compare_versions(there.host, here.versions, there.versions)
     if there.source != here.source:
         raise ValueError(
             f"node {there.host} does not see the source as it is here ({there.source}). Use a "
@@ -82,8 +92,15 @@ class Counts(NamedTuple):
     left_out: dict[int, str]  # by number of the piece
 
 
-def encode_unit(config: Prepare, unit: Unit, after: Place | None) -> tuple[Counts, np.ndarray]:
-    """A task: the stretch's counts and its tokens."""
+def encode_unit(
+    config: Prepare, unit: Unit, after: Place | None, asked: dict[str, str]
+) -> tuple[Counts, np.ndarray]:
+    """A task: the stretch's counts and its tokens.
+
+    asked   versions of the driver's machine: this node may have joined after it compared them.
+    Raises  ValueError where they differ here.
+    """
+    compare_versions(platform.node(), asked, versions())
     tokenizer = cached_tokenizer(config.tokenizer)
     coded = [encode_piece(tokenizer, piece) for piece in unit_pieces(config, unit, after)]
     ids = [piece.ids for piece in coded] or [np.empty(0, np.uint16)]
@@ -126,6 +143,24 @@ def write(
     """A task: the shard, or as much as there is of it, goes on after `kept` tokens. Done again, it
     does the same.
     """
+    disk = Path(tempfile.gettempdir() if is_bucket(target.folder) else target.folder)
+    try:
+        return stored(target, name, kept, parts, full, stretches)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f"node {platform.node()}: {no_space(disk)}"
+        raise FullDisk(error.errno, error.strerror, where) from error
+
+
+def stored(
+    target: Target,
+    name: str,
+    kept: int,
+    parts: list[Part],
+    full: bool,
+    stretches: tuple[np.ndarray, ...],
+) -> Shard | None:
     if not is_bucket(target.folder):
         return written(target, Path(target.folder) / name, kept, parts, full, stretches)
     objects = Prefix(target.folder)

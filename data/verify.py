@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import faults
 from dataset import prefetch
 from manifest import INDEX, in_bucket, read_manifest
-from token_files import Layout, crc32c, range_crc32c
+from token_files import Layout, crc32c, range_crc32c, sizes
 
 LINE_EVERY_S = 10.0
 
@@ -53,9 +53,16 @@ def main(arguments: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=arguments)
     if flags.workers < 1:
         raise ValueError(f"--workers {flags.workers} is below 1. Use --workers 8.")
-    blocks = [block for folder in folders(flags.folder) for block in blocks_of(folder)]
+    damaged, blocks = [], []
+    for layout in (layout for folder in folders(flags.folder) for layout in layouts(folder)):
+        found = sizes(layout)
+        for file in range(len(layout.shards)):
+            if error := layout.wrong_size(file, found):
+                damaged.append(str(error))
+            else:
+                blocks += blocks_of(layout, file)
     began, total = time.monotonic(), sum(end - begin for begin, end in (b.range for b in blocks))
-    damaged = [text for text in compared(blocks, flags.workers, total) if text]
+    damaged += [text for text in compared(blocks, flags.workers, total) if text]
     seconds = max(time.monotonic() - began, 1e-9)
     done = (
         f"{len(blocks):,} blocks, {total / 1e9:,.3f} GB in {seconds:,.1f} s "
@@ -64,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     if damaged:
         for text in damaged:
             print(text)
-        raise ValueError(f"{len(damaged)} of {done} are damaged; they are listed above.")
+        raise ValueError(f"{len(damaged)} are damaged, listed above; read were {done}.")
     print(f"{flags.folder} is whole: {done}")
 
 
@@ -86,15 +93,17 @@ def folders(given: str) -> list[str]:
     return [f"{given}/{name}".rstrip("/") for name in found]
 
 
-def blocks_of(folder: str) -> list[Block]:
-    manifest, blocks = read_manifest(folder), []
+def layouts(folder: str) -> list[Layout]:
+    """Of its tokens, and of its loss weights."""
+    manifest = read_manifest(folder)
     weights = [shard.weights for shard in manifest.shards if shard.weights]
-    for shards, dtype in ((manifest.shards, manifest.dtype), (weights, "uint8")):
-        layout = Layout(folder, manifest, shards, np.dtype(dtype))
-        for file, shard in enumerate(shards):
-            numbers = range(-(-shard.bytes // layout.block_bytes(file)))
-            blocks += [Block(layout, file, number) for number in numbers]
-    return blocks
+    kinds = [(manifest.shards, manifest.dtype), (weights, "uint8")]
+    return [Layout(folder, manifest, shards, np.dtype(dtype)) for shards, dtype in kinds if shards]
+
+
+def blocks_of(layout: Layout, file: int) -> list[Block]:
+    numbers = range(-(-layout.shards[file].bytes // layout.block_bytes(file)))
+    return [Block(layout, file, number) for number in numbers]
 
 
 def compared(blocks: list[Block], workers: int, total: int) -> Iterator[str | None]:
@@ -129,6 +138,10 @@ def wrong(block: Block) -> str | None:
             found = range_crc32c(Path(path), begin, end)
     except FileNotFoundError:
         return f"{path} is missing"
+    except OSError as error:
+        if in_bucket(path):  # it is away, and no block can be read
+            raise
+        return f"{path} cannot be read: {error}"
     if found != layout.checksum(block.file, block.number):
         return str(layout.damaged(block.file, block.number, found))
     return None

@@ -6,10 +6,8 @@ Who tokenizes is left to data/prepare.py, processes of this machine, and data/cl
 import collections
 import contextlib
 import dataclasses
-import errno
 import json
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from data import chat, out, settings, sources
 from data.encode import Encoded, token_dtype
 from data.settings import NOT_CONTENT, Prepare, in_validation
-from data.shards import ShardWriter
+from data.shards import FULL, FullDisk, ShardWriter, no_space
 from data.sources import Place
 from data.tokenizer import Tokenizer, load_tokenizer, table_sha256
 from manifest import BLOCK_BYTES, INDEX, Manifest, shard_of
@@ -41,12 +39,16 @@ def carry_out(config: Prepare, kind: Callable[..., "Work"], where: Callable[...,
     sources.check(config)
     tokenizer = load_tokenizer(config.tokenizer)
     asked = sources.describe(config)
+    decides = made(asked, tokenizer)
     with contextlib.closing(where(config)) as place:
         # Who only finds that all is there writes nothing, and needs no lock.
-        if told_prepared(config, place, asked, tokenizer):
-            return
+        if already_prepared(config, place, decides) and not place.has_progress():
+            return told_prepared(place)
         with place.held():
-            if not told_prepared(config, place, asked, tokenizer):
+            if already_prepared(config, place, decides):
+                place.forget()  # killed when all was there, but for this
+                told_prepared(place)
+            else:
                 began = time.perf_counter()
                 with contextlib.closing(kind(config, place, asked, tokenizer)) as work:
                     work.run()
@@ -78,6 +80,7 @@ class Work:
         with self._told_full():
             if not self._restored():
                 self.out.forget()
+                self.store()  # before the first shard, so that none is there without it
                 for split in self.writers:
                     self.out.clear(split)
 
@@ -98,7 +101,7 @@ class Work:
         return sum(writer.tokens for writer in self.writers.values())
 
     def _restored(self) -> bool:
-        """Whether there was something to go on with.
+        """Whether there was something to go on with: a piece, at least.
 
         Raises  ValueError where it was made with other settings or is not as it was left.
         """
@@ -106,7 +109,10 @@ class Work:
         if text is None:
             return False
         try:
-            self._restore(json.loads(text))
+            state = json.loads(text)
+            if state["place"] is None:
+                return False
+            self._restore(state)
         except UNREADABLE as error:
             raise ValueError(
                 f"{self.out.progress_name} cannot be read ({error!r}), so what was prepared cannot "
@@ -182,14 +188,13 @@ class Work:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
             need = report.left_bytes() if report else None
             more = f"About {need:,} bytes more are needed" if need else "More room is needed"
-            free = shutil.disk_usage(self.out.files).free
+            what = error.filename if isinstance(error, FullDisk) else no_space(self.out.files)
             raise ValueError(
-                f"{self.out.files} has no space left ({free:,} bytes are free). {more}. Make room, "
-                "and start this again: it goes on where it was."
+                f"{what}. {more}. Make room, and start this again: it goes on where it was."
             ) from error
 
     # --- what is finished
@@ -248,14 +253,8 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-def told_prepared(
-    config: Prepare, place: out.Out, asked: dict[str, Any], tokenizer: Tokenizer
-) -> bool:
-    if not already_prepared(config, place, made(asked, tokenizer)):
-        return False
-    place.forget()
+def told_prepared(place: out.Out) -> None:
     print(f"{place.url} is already prepared with these settings; --overwrite prepares it again")
-    return True
 
 
 def already_prepared(config: Prepare, place: out.Out, asked: dict[str, Any]) -> bool:

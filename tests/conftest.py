@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -91,3 +92,20 @@ def bucket(bucket_server, abandoned_connections, monkeypatch):
     made = bucket_server.bucket()
     yield made
     made.mend()
+
+
+# --- a disk that is full soon ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """With room for half of what is written; and what makes it larger."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no disk can be made here: {mounted.stderr.strip()}")
+    yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=9m", folder], check=True)
+    subprocess.run(["umount", folder], check=True)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from buckets import Prefix
 from conftest import ROOT
 from data import cluster, out, prepare
 from data.cluster import Cluster
+from data.settings import Prepare
 from data.shards import PROGRESS
-from data.tasks import Node, Target, compare, write
+from data.sources import units
+from data.tasks import Node, Target, compare, encode_unit, versions, write
 from manifest import INDEX, read_manifest
 
 pytestmark = [
@@ -45,9 +48,9 @@ from faults import command_line
 
 log, seconds, *arguments = sys.argv[1:]
 
-def logged(config, unit, after):
+def logged(*given):
     from data import tasks
-    counts, ids = tasks.encode_unit(config, unit, after)
+    counts, ids = tasks.encode_unit(*given)
     with open(log, "a") as file:
         file.write(f"{len(ids)}\\n")
     time.sleep(float(seconds))
@@ -140,8 +143,8 @@ def whole(source):
     return files_of(source.parent / "whole")
 
 
-def started(nodes, log, seconds, arguments):
-    command = [sys.executable, "-c", CHILD, str(log), str(seconds), *arguments]
+def started(nodes, log, seconds, arguments, before=""):
+    command = [sys.executable, "-c", before + CHILD, str(log), str(seconds), *arguments]
     command += ["--address", nodes.address]
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -214,6 +217,43 @@ def test_what_prepare_began_the_cluster_goes_on_with(nodes, source, whole, tmp_p
     assert "goes on after" in ended(started(nodes, tmp_path / "log", 0, flags(source, tmp_path)))
     (tmp_path / "log").unlink()
     assert files_of(tmp_path) == whole
+
+
+def test_a_cluster_without_a_node_is_told_and_given_up(nodes, source, whole, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    limits = "from data import cluster\ncluster.WAIT_S, cluster.NODELESS_S = 1.0, 3.0\n"
+    process = started(nodes, log, 0.3, flags(source, out), limits)
+    while sum(lines(log)) < 2 * SHARD:
+        assert process.poll() is None
+        time.sleep(0.02)
+    for node in nodes.working:
+        nodes.all.remove_node(node, allow_graceful=False)
+    told, errors = process.communicate(timeout=PATIENCE_S)
+    nodes.working = []
+    for _ in range(3):
+        nodes.add()
+    assert process.returncode == 75, errors
+    assert "waits for a node to join: there is none with a CPU since 2 s" in told
+    *_, line = errors.splitlines()  # Ray has its own before it
+    assert line.startswith("error: the cluster has had no node with a CPU for 3 s.")
+    ended(started(nodes, log, 0, flags(source, out)))
+    assert files_of(out) == whole
+
+
+def test_a_node_whose_disk_is_full_is_named_and_nothing_is_lost(
+    nodes, source, whole, tmp_path, small_disk
+):
+    folder, enlarge = small_disk
+    arguments = flags(source, folder / "out")
+    process = started(nodes, tmp_path / "log", 0, arguments)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2, errors
+    [line] = errors.splitlines()
+    assert line.startswith(f"error: node {platform.node()}: {folder}/out/")
+    assert " has no space left (" in line and "Make room, and start this again" in line
+    enlarge()
+    assert "goes on after" in ended(started(nodes, tmp_path / "log", 0, arguments))
+    assert files_of(folder / "out") == whole
 
 
 def test_conversations_limits_and_what_is_left_out_are_as_on_one_machine(nodes, tmp_path, capsys):
@@ -346,3 +386,30 @@ def test_a_node_that_would_make_other_bits_or_sees_another_source_is_refused():
         compare(here, Node("b", {"tiktoken": "0.15"}, "00"))
     with pytest.raises(ValueError, match=r"node b does not see the source as it is here \(11\)"):
         compare(here, Node("b", here.versions, "11"))
+
+
+def test_a_node_that_joined_later_is_compared_too(source):
+    config = Prepare(source=str(source), out="")
+    [unit, *_] = units(config, 10_000)
+    counts, ids = encode_unit(config, unit, None, versions())
+    assert counts.lengths.sum() == len(ids) > 0
+    with pytest.raises(ValueError, match=rf"node {platform.node()} has tiktoken .*, here 0\.0"):
+        encode_unit(config, unit, None, versions() | {"tiktoken": "0.0"})
+
+
+def test_who_goes_on_in_a_bucket_touches_no_file_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    file = tmp_path / "train" / "shard_00000.npy"
+    file.write_bytes(b"another corpus")
+    target = Target("gs://bucket/train", np.dtype(np.uint16), False)
+    writer = cluster.RemoteWriter(Path("train"), 100, target.dtype, False, target=target)
+    writer.restore(writer.state() | {"unfinished": 7, "tokens": 7})
+    assert writer.unfinished == 7
+    assert file.read_bytes() == b"another corpus"
+
+
+@pytest.mark.parametrize("flag", [["--workers", "2"], ["--staging", "x"]])
+def test_flags_that_a_cluster_leaves_without_effect_are_refused(source, tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{flag[0]} is for data/prepare.py"):
+        cluster.main(flags(source, tmp_path, *flag))

@@ -1,6 +1,7 @@
 """Several datasets as one: tokens of a folder here are its own positions, from a number on."""
 
 import dataclasses
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import metrics
 import mixture
 import utils
 import validate
+from buckets import Prefix
 from data import show
 from dataset import Dataset
 from mixture import PERIOD, Mixture, entries, shares
 from test_dataset import make_folder
 from tiny_run import start
+from token_files import Cache
 from utils import Config, Data, Eval, Model, Train
 
 SIZES = {"a": 103, "b": 53, "c": 203}  # tokens: 20, 10 and 40 windows of 5
@@ -186,7 +189,8 @@ def config_of(tmp_path, **data):
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
 def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
-    train, val = mixture.open_datasets(config_of(tmp_path, order=order))
+    with mixture.open_datasets(config_of(tmp_path, order=order)) as (train, val):
+        pass  # on a disk there is nothing to close
     assert train.shares == pytest.approx(WEIGHTS, abs=1e-4)
     assert [data.order for data in train.parts.values()] == [order] * 3
     assert [data.sequences for data in train.parts.values()] == [4, 2, 2]
@@ -195,25 +199,71 @@ def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
     )
     too_many = dataclasses.replace(config_of(tmp_path), eval=Eval(sequences=8))
     with pytest.raises(ValueError, match=r"--eval.sequences 8 is more than the 7 windows"):
-        mixture.open_datasets(too_many)
+        mixture.open_datasets(too_many).__enter__()
 
 
-def test_bits_per_byte_of_a_mixture_are_the_mean_of_its_datasets(folders, tmp_path):
+def test_the_order_of_a_mixture_does_not_depend_on_how_its_weights_are_written(folders, tmp_path):
+    given = config_of(tmp_path, order="blocks")
+    for texts in (("0.3", "0.35", "0.35"), ("60", "70", "70")):
+        mixed = tuple(f"{n} {w} {tmp_path / n}" for n, w in zip(SIZES, texts, strict=True))
+        config = dataclasses.replace(
+            given,
+            data=dataclasses.replace(given.data, mixture=mixed),
+            train=Train(sequences=30, sequence_length=5),
+        )
+        found = mixture.open_training(config)
+        assert [data.sequences for data in found.parts.values()] == [9, 11, 10]
+
+
+def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
+    file = tmp_path / "mixed.toml"
+    file.write_text('[data]\nmixture = ["a 1 x", "b 2 y"]\n')
+    for flag in ("--data.val", "--data.train"):
+        for given in ([flag, "z"], [f"{flag}=z"]):
+            with pytest.raises(ValueError, match=f"{flag} is not read beside a mixture"):
+                utils.parse(["--config", str(file), *given])
+    alone = utils.parse(["--config", str(file), "--data.mixture", "--data.val", "z"]).data
+    assert (alone.mixture, alone.val) == ((), "z")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_next_steps_of_every_dataset_are_fetched_ahead(folders, tmp_path, bucket):
+    """Also of one that gives this host nothing in this step."""
+    urls = {}
+    for name, folder in folders.items():
+        urls[name] = f"{bucket.url}/{name}"
+        for path in folder.iterdir():
+            Prefix(urls[name]).write(path.name, path.read_bytes())
+    cache, disk = Cache(tmp_path / "cache", 10**9), mixed(folders)
+    data = Mixture({n: Dataset(u, 5, cache=cache) for n, u in urls.items()}, WEIGHTS, 8)
+    row = np.arange(1)
+    reads = bucket.fault("delay", on="read", path="*.npy", times=0)
+    for step in range(20):
+        rows = data.rows(step, row)
+        wait(cache._held.values())
+        np.testing.assert_array_equal(rows["tokens"], disk.rows(step, row)["tokens"])
+        seen = reads.seen
+        windows = data.windows_of(step + 1, row)
+        np.testing.assert_array_equal(data.read(windows)["tokens"], disk.read(windows)["tokens"])
+        assert reads.seen == seen
+
+
+def test_bits_per_byte_of_a_mixture_are_its_bits_over_its_bytes(folders, tmp_path):
     val = mixture.open_validation(config_of(tmp_path))
     for name, data in val.parts.items():
         data.manifest = dataclasses.replace(data.manifest, text_bytes=80 if name == "b" else 40)
     losses = {"loss/val/a": 1.0, "loss/val/b": 2.0, "loss/val/c": 4.0}
     found = validate.extended({"loss/val": 2.1} | losses, val)
-    expected = (0.5 * 1.0 + 0.2 * 2.0 / 2 + 0.3 * 4.0) / np.log(2)
+    expected = (0.5 * 1.0 + 0.2 * 2.0 + 0.3 * 4.0) / np.log(2) / (0.5 + 0.2 * 2 + 0.3)
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_run_of_a_mixture_records_each_dataset_and_goes_on(data, runs, tmp_path):
     out = data[1].rpartition("/")[0]
     mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]
-    start(data, runs, "mixed", *mixed)
-    start(data, runs, "halves", *mixed, "--train.steps", "3")
-    start(data, runs, "halves", *mixed)
+    start(mixed, runs, "mixed")
+    start(mixed, runs, "halves", "--train.steps", "3")
+    start(mixed, runs, "halves")
     records = metrics.read(runs / "mixed" / "metrics.jsonl")
     steps = [r for r in records if "loss/train" in r]
     config = utils.load(runs / "mixed" / "config.toml")

@@ -17,7 +17,7 @@ import buckets
 import lock
 from buckets import Prefix, Refused, Unanswered
 from conftest import ROOT
-from data import out, prepare, shards
+from data import cluster, out, prepare, shards
 from data.settings import Prepare
 from data.shards import PROGRESS
 from manifest import INDEX, read_manifest
@@ -28,16 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 SHARD = 20_000
 KILLS = 20
-# Kills itself when this kind of work is done for the n-th time. Leases are short, as each life
-# waits for that of the one before, but for one that is to find a holder alive.
+# Kills itself when this kind of work is done for the n-th time.
 CHILD = """
 import os, signal, sys
-import lock
 from data import out, prepare, shards
 from faults import command_line
 
 kind, number, *arguments = sys.argv[1:]
-lock.BEAT_S, lock.LEASE_S = 0.2, 30.0 if kind == "patient" else 1.0
 """
 CHILD += STRUCK
 CHILD += """
@@ -127,7 +124,7 @@ def test_a_second_preparation_is_refused_in_one_line_that_names_the_first(
     held.start()
     try:
         assert first.wait(60)
-        done = live("patient", 1, arguments)
+        done = live("none", 1, arguments)
     finally:
         second.set()
         held.join()
@@ -189,20 +186,6 @@ def test_a_full_disk_is_said_in_one_line_and_with_room_the_same_bits_come(
     assert files_of(tmp_path) == whole
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """With room for half of what is written; and what makes it larger."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no disk can be made here: {mounted.stderr.strip()}")
-    yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=9m", folder], check=True)
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_a_disk_that_is_full_is_gone_on_with_when_it_is_larger(source, whole, small_disk):
     folder, enlarge = small_disk
     assert sum(map(len, whole.values())) > 800_000
@@ -242,10 +225,10 @@ def test_after_any_kill_the_bucket_has_the_bits_of_one_that_was_not_killed(
             kind = [*KINDS][kills % len(KINDS)] if kills < KILLS else "none"
             number = chance.randint(1, KINDS.get(kind, 1))
             done = live(kind, number, flags(source, url, "--staging", staging))
-            if done.returncode == -signal.SIGKILL:
-                kills += 1
-            elif done.returncode != 75:  # a short lease that was lost on a slow machine
+            if done.returncode != -signal.SIGKILL:
                 break
+            kills += 1
+            Prefix(url).remove(["lock"])  # or the next life would wait for its lease
         assert done.returncode == 0, done.stderr
         assert objects_of(url) == whole
         assert not files_of(staging)
@@ -278,7 +261,7 @@ def test_what_the_bucket_says_of_a_shard_is_compared(source, tmp_path, bucket, q
     )
     with pytest.raises(Unanswered, match="what arrived is not what was sent"):
         prepare.main(flags(source, f"{bucket.url}/books", "--staging", str(tmp_path)))
-    assert (tmp_path / f"{bucket.name}_books" / "train" / "shard_00000.npy").exists()
+    assert (tmp_path / f"{bucket.name}%2Fbooks" / "train" / "shard_00000.npy").exists()
 
 
 def test_a_bucket_that_stays_away_loses_nothing(source, whole, tmp_path, bucket, quick):
@@ -332,6 +315,52 @@ def test_a_shard_that_is_gone_from_the_bucket_is_not_gone_on_with(
     Prefix(url).remove(["train/shard_00000.npy", "lock"])
     with pytest.raises(ValueError, match=r"train/shard_00000.npy is not as progress.json says"):
         prepare.main(arguments)
+
+
+def test_what_another_machine_began_in_a_bucket_is_not_replaced(
+    source, whole, tmp_path, bucket, quick
+):
+    url = f"{bucket.url}/books"
+    arguments = flags(source, url, "--staging", str(tmp_path / "here"))
+    live("store", 6, flags(source, url, "--staging", str(tmp_path / "there")))
+    before = Prefix(url).found()
+    assert any("shard_" in name for name in before)
+    Prefix(url).remove(["lock"])
+    with pytest.raises(ValueError, match=r"train has shards and no index.json, .*--overwrite"):
+        prepare.main(arguments)
+    with pytest.raises(ValueError, match=r"another machine or --staging began it"):
+        cluster.at(Prepare(source="", out=url)).progress()
+    assert Prefix(url).found().keys() == before.keys() - {"lock"}
+    prepare.main([*arguments, "--overwrite"])
+    assert objects_of(url) == whole
+
+
+def test_each_prefix_of_a_bucket_has_a_staging_folder_of_its_own(tmp_path):
+    urls = "gs://bucket/a/b", "gs://bucket/a_b", "gs://bucket/a", "gs://bucket_a/b"
+    folders = [out.at(Prepare(source="", out=url, staging=str(tmp_path))).files for url in urls]
+    assert len({*folders}) == len(urls)
+    assert all(folder.parent == tmp_path for folder in folders)
+
+
+def test_one_that_was_killed_when_all_was_there_needs_its_lock_to_tidy_up(
+    source, whole, tmp_path, monkeypatch, capsys
+):
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(out.Out, "forget", lambda place: place.progress() and killed(place))
+        prepare.main(flags(source, tmp_path))
+    assert (tmp_path / PROGRESS).exists() and (tmp_path / "val" / INDEX).exists()
+    holder = lock.take(tmp_path, print)
+    with pytest.raises(ValueError, match="is being written by another"):
+        prepare.main(flags(source, tmp_path))
+    assert (tmp_path / PROGRESS).exists()
+    holder.close()
+    capsys.readouterr()
+    prepare.main(flags(source, tmp_path))
+    assert "is already prepared" in capsys.readouterr().out
+    assert files_of(tmp_path) == whole
 
 
 @pytest.mark.parametrize("url", ["gs://", "gs://bucket", "gs:/bucket/x"])

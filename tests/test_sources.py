@@ -47,6 +47,24 @@ def small(monkeypatch):
 # --- stretches ------------------------------------------------------------------------------------
 
 
+def test_a_bad_line_leaves_stretches_as_short_as_they_were(tmp_path):
+    lines = [json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(5_000)]
+    for line in (lines[2_500], b"\xff\n"):
+        lines[2_500] = line
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b"".join(lines))
+        cut = list(units(Prepare(source=str(path), out="", skip_bad=True), 1_000))
+        assert max(unit.size for unit in cut) < 1_100 and len(cut) > 100
+
+
+def test_a_file_that_is_empty_and_damaged_is_in_a_stretch_too(folder):
+    (folder / "z.parquet").touch()
+    *_, last = units(Prepare(source=str(folder), out=""), 100)
+    assert last.files[-1].name == "z.parquet"
+    [alone] = units(Prepare(source=str(folder), out="", glob="z.*"), 100)
+    assert [file.name for file in alone.files] == ["z.parquet"]
+
+
 @pytest.mark.parametrize("size", [1, 100, 700, 10**9])
 def test_stretches_have_every_piece_once_and_in_order(folder, small, size):
     config = Prepare(source=str(folder), out="")

@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 import buckets
 import token_files
 from buckets import Prefix, Unanswered
+from conftest import ROOT
 from data import verify
 from dataset import Dataset
 from manifest import INDEX, read_manifest
@@ -108,7 +112,7 @@ def test_what_was_good_is_remembered_beside_the_file(folder, monkeypatch):
 
 def remembered(*opened):
     for data in opened:
-        data.shards.expect([])
+        data.shards.remember()
 
 
 def test_it_is_written_now_and_then_and_not_at_the_start(folder, monkeypatch):
@@ -153,11 +157,40 @@ def test_what_is_remembered_of_another_file_does_not_count(folder, monkeypatch, 
     assert compared == [("shard_00000.npy", 100), ("shard_00000.npy", 200)]
 
 
+def test_what_is_altered_after_it_was_compared_is_not_remembered_as_good(folder):
+    data, path = opened(folder, shuffle=False), folder / "shard_00000.npy"
+    data.rows(0, ROWS)
+    content = path.read_bytes()
+    with path.open("r+b") as file:  # in place: tokens 6 and 7
+        file.seek(128 + 12)
+        file.write(b"\xee" * 4)
+    data.shards.remember()
+    for again in (opened(folder, shuffle=False), data):
+        with pytest.raises(ValueError, match=r"shard_00000.npy is altered"):
+            again.rows(0, ROWS)
+    path.write_bytes(content)
+    data.shards.remember()
+    assert data.rows(0, ROWS)["tokens"][1, 0] == 7
+
+
+def test_a_shard_that_goes_or_cannot_be_read_meanwhile_is_named(folder):
+    data = opened(folder, shuffle=False)
+    data.rows(0, ROWS)
+    for name in ("shard_00000.npy", "shard_00001.npy"):
+        (folder / name).unlink()
+    data.shards.remember()
+    assert data.rows(0, ROWS)["tokens"][0, 0] == 0  # it is mapped, and was compared
+    with pytest.raises(ValueError, match=r"shard_00001.npy is missing: .*, or bring"):
+        data.rows(6, ROWS)
+    (folder / "shard_00001.npy").mkdir()
+    with pytest.raises(ValueError, match=r"shard_00001.npy cannot be read: .*directory"):
+        data.rows(6, ROWS)
+
+
 def test_no_more_files_are_open_than_a_process_may_have(folder, monkeypatch):
     monkeypatch.setattr(token_files, "MOST_MAPPED", 2)
-    data = opened(folder)
+    data, before = opened(folder), len(os.listdir("/proc/self/fd"))
     for step in range(20):
-        before = len(os.listdir("/proc/self/fd"))
         tokens = data.rows(step, ROWS)["tokens"]
         np.testing.assert_array_equal(tokens[:, 0], T * data.windows_of(step, ROWS))
         assert len(os.listdir("/proc/self/fd")) <= before + 2
@@ -259,17 +292,18 @@ def test_the_next_steps_are_fetched_while_one_is_read(bucket, folder, tmp_path):
 
 def test_what_earlier_runs_left_is_dropped_first(bucket, folder, tmp_path):
     url, limit = uploaded(bucket, folder), 60 * BLOCK
-    old = tmp_path / "cache" / "another corpus" / "shard_00000.npy.00000.abc"
+    old = tmp_path / "cache" / f"{5:016x}" / "shard_00000.npy.00000.0000000a"
     old.parent.mkdir(parents=True)
     old.write_bytes(bytes(50 * BLOCK))
-    partial = old.with_name("x.partial")
+    partial = old.with_name(f"{old.name}.00000001.partial")
     partial.write_bytes(b"x")
     cache = Cache(tmp_path / "cache", limit)
-    opened(url, cache, shuffle=False).rows(0, ROWS)
+    data = opened(url, cache, shuffle=False)
+    data.rows(0, ROWS)
     settled(cache)
     assert old.exists()
     for step in range(TOKENS // T // len(ROWS)):
-        opened(url, cache, shuffle=False).rows(step, ROWS)
+        data.rows(step, ROWS)
         settled(cache)
     assert not old.exists() and partial.exists()
     assert used(tmp_path / "cache") <= limit + 1
@@ -280,12 +314,84 @@ def test_what_earlier_runs_left_is_dropped_first(bucket, folder, tmp_path):
     assert not partial.exists() and used(tmp_path / "cache") <= 10 * BLOCK
 
 
-def test_two_processes_may_share_a_cache(bucket, folder, tmp_path):
+def test_several_may_share_the_folder_of_a_cache_at_once(bucket, folder, tmp_path):
     url, disk = uploaded(bucket, folder), opened(folder)
-    both = [opened(url, Cache(tmp_path / "cache", 40 * BLOCK)) for _ in range(2)]
+    each = [opened(url, Cache(tmp_path / "cache", 40 * BLOCK)) for _ in range(3)]
+
+    def read(data):
+        return [data.rows(step, ROWS) for step in range(20)]
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(read, each):
+            for step, rows in enumerate(found):
+                same(rows, disk.rows(step, ROWS))
+
+
+def test_what_is_no_block_stays_in_the_folder_of_a_cache(bucket, folder, tmp_path):
+    others = ["thesis.txt", "precious/thesis.txt", f"{'0' * 16}/shard_00000.npy", "a/b/c.npy"]
+    for name in others:
+        path = tmp_path / "cache" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(50 * BLOCK))
+    data = opened(uploaded(bucket, folder), Cache(tmp_path / "cache", 40 * BLOCK))
     for step in range(20):
-        for data in both:
-            same(data.rows(step, ROWS), disk.rows(step, ROWS))
+        same(data.rows(step, ROWS), opened(folder).rows(step, ROWS))
+    settled(data.shards.cache)
+    assert all((tmp_path / "cache" / name).exists() for name in others)
+    assert used(tmp_path / "cache") <= (40 + 50 * len(others)) * BLOCK
+
+
+@pytest.mark.parametrize("room", [0, 25])
+def test_all_of_a_step_is_kept_until_it_is_read(bucket, tmp_path, room):
+    """Its tokens, too, when its loss weights are asked for; with room for little beside it."""
+    folder = weighted(tmp_path / "chat" / "train")
+    disk = opened(folder)
+    need = max(len(set(wanted(disk, step))) for step in range(20))
+    cache = Cache(tmp_path / "cache", (need + room) * BLOCK)
+    data = opened(uploaded(bucket, folder), cache)
+    for step in range(20):
+        before = cache.fetched
+        same(data.rows(step, ROWS), disk.rows(step, ROWS))
+        settled(cache)
+        assert cache.fetched - before <= need + room
+    with pytest.raises(ValueError, match=r"is too small: the .* blocks of one step"):
+        opened(data.folder, Cache(tmp_path / "less", (need - 1) * BLOCK // 2)).rows(0, ROWS)
+
+
+def wanted(data, step):
+    """(kind, file, block) that a step needs."""
+    for request in data.requests(data.windows_of(step, ROWS)):
+        for span in request.now:
+            for number in request.files.layout.blocks(span):
+                yield request.files.layout.dtype.name, span.file, number
+
+
+def test_a_process_that_ends_does_not_wait_for_what_it_expected():
+    """Fetches that are under way end; those that wait for them do not begin once it is closed."""
+    code = """
+import time
+from token_files import Block, Cache, Layout
+from manifest import Shard
+class Slow:
+    name = "0" * 16
+    class layout:
+        shards = [Shard("a.npy", 0, 100, "00000000", blocks="0" * 8000)]
+        bytes_of = staticmethod(lambda file, number: (number, number + 1))
+        checksum = staticmethod(lambda file, number: "0" * 8)
+    def fetch(self, block):
+        print("fetched", flush=True)
+        time.sleep(1)
+        raise OSError("away")
+import sys
+cache, files = Cache(sys.argv[1], 10**9), Slow()
+cache.expect([Block(files, 0, n) for n in range(200)], [])
+time.sleep(0.3)
+cache.close()
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, folder]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0 < done.stdout.count("fetched") <= 3 * token_files.FETCHES
 
 
 def test_what_was_altered_in_the_cache_is_fetched_again(bucket, folder, tmp_path):
@@ -398,11 +504,30 @@ def test_verify_names_what_is_damaged_and_passes_what_is_whole(
     if where == "bucket":
         Prefix(f"{url}/train").write("shard_00001.npy", content[:-1] + b"\xff")
         Prefix(f"{url}/train").remove(["shard_00003.npy"])
-    with pytest.raises(ValueError, match=r" are damaged; they are listed above"):
+    for name, change in (("shard_00002.npy", b"++"), ("shard_00004.npy", None)):
+        content = (folder / name).read_bytes()
+        content = content + change if change else content[:-5]
+        (folder / name).write_bytes(content)
+        if where == "bucket":
+            Prefix(f"{url}/train").write(name, content)
+    with pytest.raises(ValueError, match=r"4 are damaged, listed above"):
         verify.main(["--folder", f"{url}/train"])
     told = capsys.readouterr().out
     assert "shard_00001.npy is altered" in told and "shard_00003.npy is missing" in told
+    assert "shard_00002.npy is altered" in told and "shard_00004.npy is truncated" in told
     assert "shard_00000.npy" not in told
+
+
+def test_verify_goes_on_behind_a_shard_that_cannot_be_read(folder, capsys, monkeypatch):
+    def refused(path, *given, real=verify.range_crc32c):
+        if path.name == "shard_00001.npy":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *given)
+
+    monkeypatch.setattr(verify, "range_crc32c", refused)
+    with pytest.raises(ValueError, match=r"6 are damaged, listed above; read were 27 blocks"):
+        verify.main(["--folder", str(folder)])
+    assert capsys.readouterr().out.count("shard_00001.npy cannot be read: ") == 6
 
 
 def test_verify_of_what_is_no_folder_of_shards_is_refused(tmp_path):
