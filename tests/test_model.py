@@ -129,8 +129,17 @@ CASES = {
         prefix_layers=1,
         **hf_case.YARN,
     ),
+    "2x2x2x1": config_of((2, 2, 2, 1), segments=True, **BASE),
+    "2x1x2x2_virtual": config_of(
+        (2, 1, 2, 2),
+        virtual=2,
+        gather="layer",
+        train={"remat": "latents,hidden"},
+        tied=False,
+        experts_layout="gathered",
+    ),
 }
-SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual"]
+SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual", "2x2x2x1"]
 
 
 class Trained(NamedTuple):
@@ -755,7 +764,7 @@ def test_gradient_of_taking_rows_is_that_of_indexing():
 def chunked(shape, chunk):
     """(value, both sums), (gradients of table and h) of the loss, by chunks of tokens."""
     table, h, targets, token_weights = loss_inputs()
-    mesh = jax.make_mesh(shape, utils.MESH_AXES, (jax.sharding.AxisType.Auto,) * 3)
+    mesh = mesh_of(config_of(shape))
 
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
