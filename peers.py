@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -36,12 +37,13 @@ class Place(NamedTuple):
 
 
 def place() -> Place | None:
-    """What JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say; None without them.
+    """What JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say; without them what a
+    TPU pod or Slurm does; None where the process is alone.
 
     Raises  ValueError when some are missing, or are no numbers that fit.
     """
     if "JAX_COORDINATOR_ADDRESS" not in os.environ:
-        return _in_pod()
+        return _in_pod() or _in_slurm()
     address = os.environ["JAX_COORDINATOR_ADDRESS"]
     given = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
     if None in given:
@@ -71,6 +73,20 @@ def _in_pod() -> Place | None:
     if len(hosts) < 2 or not number.isdigit():
         return None
     return Place(f"{hosts[0]}:{POD_PORT}", len(hosts), int(number))
+
+
+def _in_slurm() -> Place | None:
+    """Of a task that srun started: the first host of the step, and a port that jax derives from the
+    job in the same way, so that two jobs on one host do not meet.
+    """
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    job, nodes, count, number = (os.environ.get(name, "") for name in names)
+    if not (job.isdigit() and nodes and number.isdigit() and count.isdigit() and int(count) > 1):
+        return None
+    # As host7, host7,host9, or host[07-09,12],other.
+    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    host = first[1] + (first[2] or "")
+    return Place(f"{host}:{61440 + int(job) % 4096}", int(count), int(number))
 
 
 @dataclass
