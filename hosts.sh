@@ -165,18 +165,21 @@ reach() {
   fi
 }
 
-# Words as a shell reads them back.
+# Words as bash reads them back.
 quoted() {
-  local text
-  printf -v text '%q ' "$@"
-  echo "${text% }"
+  local word text=""
+  for word in "$@"; do
+    [[ $word =~ ^[A-Za-z0-9_./:,=@%+-]+$ ]] || word=${word@Q}
+    text+=" $word"
+  done
+  echo "${text# }"
 }
 
-# Runs a shell command on host number $1, with this standard input.
+# Runs a shell command on host number $1, with this standard input, which comes from `fed`.
 on() {
   reach "$1" "$2"
   if [[ ${switches[dry-run]} ]]; then
-    quoted "${reach[@]}"
+    echo "${fed:+$fed | }$(quoted "${reach[@]}")"
   else
     "${reach[@]}"
   fi

@@ -102,6 +102,7 @@ send() {
 }
 
 send_to() {
+  local fed="git pack-objects --revs --stdout <<<$commit"
   on "$1" "$(declare -f receive); receive $(quoted "${given[folder]}" "$commit")" <"$scratch/pack"
 }
 
@@ -123,7 +124,7 @@ launch() {
   local first=()
   at_failure=stop_the_others
   if each launch_on; then
-    say "${#hosts[@]} hosts are up. With the same hosts: ./launcher.sh status, logs -f, stop"
+    [[ ${switches[dry-run]} ]] || say "${#hosts[@]} hosts are up. With the same hosts: ./launcher.sh status, logs -f, stop"
     return
   fi
   ((${#first[@]} == 0)) || failed=("${first[@]}")
@@ -131,7 +132,7 @@ launch() {
 }
 
 launch_on() {
-  local variables
+  local variables fed=${given[env]:+cat $(quoted "${given[env]}")}
   mapfile -t variables < <(place "$1")
   variables+=("AGAIN=${given[keep-alive]}" "WINDOW=${given[window]}" "PAUSE=${given[pause]}")
   worker start "$1" "${variables[@]}" -- "${command[@]}" <"${given[env]:-/dev/null}"
@@ -162,8 +163,8 @@ status() {
   tell_troubles
 }
 
-row() {
-  printf '%-24s %-36s %-12s %-8s %7s  %s\n' "$@"
+row() { # HOST STATE STEP LOSS AGE LINE
+  printf '%-24s %-36s %-12s %-8s %7s  %s\n' "$@" | sed 's/ *$//'
 }
 
 # Adds to `troubles` what is wrong with host number $1, which is in state $2 with $3 MB of free disk.
@@ -213,7 +214,7 @@ stop() {
   for number in "${!hosts[@]}"; do
     state=$(<"$scratch/$number.out")
     [[ $state != "never started" ]] || state="ended with 0"
-    say "${hosts[$number]}: ${state:=$(tail -n 1 "$scratch/$number.err")}"
+    row "${hosts[$number]}" "${state:=$(tail -n 1 "$scratch/$number.err")}"
     judge "$number" "$state" ""
   done
   tell_troubles
@@ -244,6 +245,7 @@ setup() {
 }
 
 install_packages() {
+  local fed="cat setup_tpu.sh"
   on "$1" "bash -s -- --packages" <"$root/setup_tpu.sh"
 }
 

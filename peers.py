@@ -150,15 +150,17 @@ class Line:
 class Peers:
     """This process's view of the job, kept up to date by threads of its own."""
 
-    def __init__(self, where: Place, silence_s: float, start_s: float):
+    def __init__(self, where: Place, silence_s: float, start_s: float, stage: str = "run"):
         """Returns when all processes of the job are there.
 
         silence_s  without a sign of a process, after which it is lost.
         start_s    in which all have to have come.
-        Raises     Fault that names those that have not come; ValueError where two have the same
-                   number, or do not agree on how many they are, or the port is taken.
+        stage      what they meet for. One that was started again may be at an earlier one.
+        Raises     Fault that names those that have not come, or are at another stage; ValueError
+                   where two have the same number, or do not agree on how many they are, or the
+                   port is taken.
         """
-        self.number, self.count = where.number, where.count
+        self.number, self.count, self._stage = where.number, where.count, stage
         self.mine = Record(where.number, socket.gethostname())
         self.records = {where.number: self.mine}
         self.changed: Callable[[], None] = lambda: None  # called when records came, in a thread
@@ -299,7 +301,7 @@ class Peers:
 
     def _welcome(self, line: Line) -> None:
         hello = line.receive()
-        if not isinstance(hello, dict) or set(hello) != {"number", "host", "count"}:
+        if not isinstance(hello, dict) or set(hello) != {"number", "host", "count", "stage"}:
             line.close()  # not one of ours, as who looks for open ports
             return
         number, host, count = hello["number"], hello["host"], hello["count"]
@@ -313,6 +315,12 @@ class Peers:
             self._refuse(
                 f"{record.name} has JAX_NUM_PROCESSES {count}, and {self.mine.name} has "
                 f"{self.count}. Give all the same."
+            )
+        if hello["stage"] != self._stage:
+            self._refuse(
+                f"{record.name} begins its {hello['stage']}, and {self.mine.name} is at the start "
+                f"of its {self._stage}: one of them was started again, and so have all to be",
+                Exit.AGAIN,
             )
 
     def _refuse(self, text: str, code: Exit = Exit.MEND) -> NoReturn:
@@ -338,7 +346,8 @@ class Peers:
                         f"{start_s:.3g} s (--run.start_minutes): {error}"
                     ) from error
                 time.sleep(RETRY_S)
-        line.send({"number": self.number, "host": self.mine.host, "count": self.count})
+        hello = {"number": self.number, "host": self.mine.host, "count": self.count}
+        line.send(hello | {"stage": self._stage})
         gone = f"process 0 at JAX_COORDINATOR_ADDRESS {address} went away at the start"
         answer = line.receive() or {"refused": gone, "code": Exit.AGAIN}
         if "refused" in answer:

@@ -138,7 +138,7 @@ def meet(where: Place, command: list[str]) -> None:
     """
     found = {"wrong": list(wrong_here()), "facts": facts(command)}
     try:
-        job = Peers(where, silence_s=30.0, start_s=START_S)
+        job = Peers(where, silence_s=30.0, start_s=START_S, stage="preflight")
     except Fault as fault:
         port = where.address.rpartition(":")[2]
         raise Fault(f"{fault}. Is port {port} open between the hosts?") from fault

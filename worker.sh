@@ -102,19 +102,22 @@ run() {
     child=$!
     set +m
     echo "$child" >"$state/pid"
-    wait "$child" || true # which a signal interrupts
-    while kill -0 "$child" 2>/dev/null; do sleep 0.2; done
-    code=0
-    wait "$child" || code=$?
+    {
+      wait "$child" || true # which a signal interrupts
+      while kill -0 "$child"; do sleep 0.2; done
+      code=0
+      wait "$child" || code=$?
+    } 2>/dev/null
     note "ended with $code"
     rm -f "$state"/{up,pid}
-    say_end "$code"
+    log "process $number ended with $code"
     again "$code" || break
   done
 }
 
-say_end() {
-  echo "worker.sh: $(date -u +%FT%TZ) process $number ended with $1" || true
+# A full disk loses it.
+log() {
+  echo "worker.sh: $(date -u +%FT%TZ) $*" || true
 }
 
 # Waits and returns 0 if it is to be started again.
@@ -126,7 +129,7 @@ again() {
   done
   starts=("${kept[@]}")
   if ((${#starts[@]} >= allowed)); then
-    echo "worker.sh: not started again: that was done $allowed times in $window s" || true
+    log "it is not started again: that was done $allowed times in $window s"
     return 1
   fi
   pause=$((pause << ${#starts[@]}))
@@ -156,7 +159,8 @@ status() {
   [[ -z $line ]] || read -r _ step _ loss <<<"$line"
   printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$text" "${step:--}" "${loss:--}" "$(age)" \
     "$(df -Pm . | awk 'NR == 2 {print $4}')" \
-    "$(tail -n 5 "$state/log" 2>/dev/null | grep -av '^[[:space:]]*$' | tail -n 1 | tr '\t' ' ')"
+    "$(tail -n 20 "$state/log" 2>/dev/null | grep -avE '^[[:space:]]*$|^worker.sh: .* ended with' |
+      tail -n 1 | tr '\t' ' ')"
 }
 
 age() {
@@ -195,9 +199,7 @@ case $verb in
   start | run | status | stop | log)
     [[ $name =~ ^[A-Za-z0-9_-]+$ && $number =~ ^[0-9]+$ ]] || fail "$verb needs NAME and NUMBER: see --help"
     shift 3
-    if [[ $verb == log ]]; then
-      exec tail "$@" "$state/log"
-    fi
+    [[ $verb != log ]] || exec tail "$@" "$state/log"
     "$verb" "$@"
     ;;
   *) fail "there is no verb ${verb:-at all}: ./worker.sh --help lists them" ;;

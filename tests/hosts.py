@@ -189,7 +189,7 @@ class Net:
 
     def answers(self, host: Host) -> bool:
         ssh = [str(self.folder / "bin" / "ssh"), host.address, "true"]
-        return subprocess.run(ssh, capture_output=True).returncode == 0
+        return subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
     def __exit__(self, *error: object) -> None:
         for host in self.hosts:

@@ -1,5 +1,5 @@
-"""A run without jax: its processes meet, watch over each other, take steps, save and end as main.py's
-do, with the same code and exit codes, within a second.
+"""A run without jax: its processes meet, watch over each other, take steps, save and end as those
+of main.py do, with the same code and exit codes, within a second.
 
     python tests/stand_in.py --steps 20 [--seconds 0.2] [--peer-seconds 30] [any other words]
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import faults  # noqa: E402
-import peers  # noqa: E402
-from watch import Watch  # noqa: E402
+import faults
+import peers
+from watch import Watch
 
 
 def main() -> None:
