@@ -61,6 +61,7 @@ start() {
   tmux new-session -d -s "$name" "./worker.sh run $name $number"
   while [[ ! -e $state/up ]]; do
     if ! is_running; then
+      [[ $(noted) != "ended with 0" ]] || break # it was short
       tail -n 12 "$state/log" >&2
       echo "it $(noted), before it was up; log: $PWD/$state/log" >&2
       exit 1

@@ -9,7 +9,6 @@ checkout. When this process ends, however it does, so do the hosts with all that
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,7 +31,8 @@ mount -t proc proc /proc
 hostname {name}
 mkdir -p /mnt
 mount -t tmpfs -o size=1m tmpfs /mnt
-mkdir /mnt/shared /mnt/venv /mnt/bin
+mkdir /mnt/shared /mnt/venv /mnt/bin /mnt/cache
+mount --bind {cache} /mnt/cache
 mount --bind {shared} /mnt/shared
 mount --bind -o ro {venv} /mnt/venv
 mount -t tmpfs -o size=64m tmpfs /run
@@ -61,7 +61,7 @@ UsePAM no
 PidFile none
 MaxStartups 100
 SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin XLA_FLAGS={flags}
-SetEnv JAX_COMPILATION_CACHE_DIR={cache} JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+SetEnv JAX_COMPILATION_CACHE_DIR=/mnt/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 """
 
 
@@ -95,24 +95,27 @@ class Host:
         for shared_file in ("key.pub", "names"):
             shutil.copy(net.folder / shared_file, keys)
         flags = "--xla_force_host_platform_device_count=4"
-        cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-        (keys / "config").write_text(SSHD.format(port=self.port, flags=flags, cache=cache))
+        cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+        cache.mkdir(parents=True, exist_ok=True)
+        (keys / "config").write_text(SSHD.format(port=self.port, flags=flags))
         script = INSIDE.format(
             name=self.name,
             shared=shared,
+            cache=cache,
             venv=(ROOT / ".venv").resolve(),
             keys=keys,
             disk=DISK_MB,
             folder=FOLDER,
             sshd=shutil.which("sshd"),
         )
-        namespaces = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
-        self.process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "bash", "-c", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(keys / "sshd.log").open("w"),
-        )
+        apart = ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
+        with (keys / "sshd.log").open("w") as log:
+            self.process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *apart, "bash", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         self.init = self._child()
         inside = ("nsenter", "-t", self.init, "--net", "ip")
         run("ip", "link", "add", self._outside, "type", "veth", "peer", "eth0", "netns", self.init)
@@ -255,7 +258,3 @@ def net_of(folder: Path, count: int) -> Iterator[Net]:
     need_hosts()
     with Net(folder, count) as net:
         yield net
-
-
-def kill(process: int) -> None:
-    os.kill(process, signal.SIGKILL)
