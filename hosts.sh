@@ -237,7 +237,7 @@ each() {
 name_failed() {
   local number text
   for number in "${failed[@]}"; do
-    text=$(grep -v '^$' "$scratch/$number.err" | tail -n "${given[lines]:-6}" || true)
+    text=$(grep -v '^$' "$scratch/$number.err" | tail -n 6 || true)
     say "${hosts[$number]} failed: ${text:-it said nothing}$(mend "$text")"
   done
 }
@@ -245,7 +245,7 @@ name_failed() {
 # What helps against what ssh says most often.
 mend() {
   case $1 in
-    *"HOST IDENTIFICATION HAS CHANGED"* | *"Host key verification failed"*)
+    *"Host key verification failed"*)
       echo
       echo "If you know why its key is another or new: ssh-keygen -R HOST, then ssh HOST once by hand."
       ;;

@@ -99,7 +99,7 @@ run() {
     rm -f "$state/up"
     note "starting"
     set -m # in a process group of its own, so that all of it can be ended
-    UP_FILE=$state/up ./run.sh "${words[@]}" &
+    UP_FILE=$state/up ./run.sh "${words[@]}" </dev/null &
     child=$!
     set +m
     echo "$child" >"$state/pid"
@@ -140,7 +140,10 @@ again() {
   pause=$((SECONDS + pause))
   while ((SECONDS < pause)); do
     sleep 0.5
-    [[ ! -e $state/stop ]] || return
+    if [[ -e $state/stop ]]; then
+      note "ended with $1"
+      return 1
+    fi
   done
 }
 

@@ -225,6 +225,14 @@ def wait_for(asked, within_s: float):
         time.sleep(0.1)
 
 
+def tools(folder: Path, names: str) -> str:
+    """A folder for a PATH that has these programs alone."""
+    folder.mkdir()
+    for name in names.split():
+        (folder / name).symlink_to(shutil.which(name))
+    return str(folder)
+
+
 def checkout(folder: Path) -> Path:
     """A repository with this one's files as they lie here, committed: what is sent is a commit."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)

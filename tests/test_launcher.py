@@ -4,6 +4,7 @@ Most runs are stand_in.py, which meets, watches and ends as main.py does; a few 
 """
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 import hosts
 from conftest import ROOT
-from hosts import FOLDER, wait_for
+from hosts import FOLDER, SHARED, wait_for
+from processes import SMALL_MODEL, environments, run_all
+from tiny_run import arrays, losses
 
 FOUND_S = 30  # in which `status` has to name what happened
-STAND_IN = ["python", "tests/stand_in.py", "--peer-seconds", "5", "--steps"]
+STAND_IN = ["python", "tests/stand_in.py", "--peer-seconds", "3", "--steps"]
 
 
 class Cluster:
@@ -137,7 +140,8 @@ def test_words_reach_the_command_as_typed_and_secrets_by_a_file_alone(two):
     typed = ["a b", "it's", '"q" $HOME `id` \\', "new\nline", "*", "", "ä"]
     secret = two.tree / "wandb.env"
     secret.write_text("# a comment\nWANDB_API_KEY=se'cr et$1\n")
-    show = "import os, sys; print(sys.argv[1:], os.environ['WANDB_API_KEY'], flush=True); input()"
+    show = "import os, sys; print(sys.argv[1:], os.environ['WANDB_API_KEY'], flush=True)"
+    show += "; import time; time.sleep(99)"
     two.start("--env", str(secret), "--", "python", "-c", show, *typed)
     for number, host in enumerate(two.all[:2]):
         wait_for(lambda host=host, n=number: f"{typed} se'cr et$1" in two.log(host, n), 10)
@@ -174,9 +178,8 @@ def test_files_that_are_not_the_trees_stay_and_old_ones_of_the_tree_go(two):
     hosts.commit(two.tree, "with a file")
     two.start("--", "sleep", "0.1")
     a = two.all[0]
-    a(
-        f"cd {FOLDER} && mkdir -p runs/x data/y && touch runs/x/1 data/y/2 own.txt && test -e old.txt"
-    )
+    own = "runs/x/1 data/y/2 own.txt"
+    a(f"cd {FOLDER} && mkdir -p runs/x data/y && touch {own} && ls old.txt")
     (two.tree / "old.txt").unlink()
     dirty = two("--", "sleep", "0.1")
     assert dirty.returncode == 2 and "files differ from the last commit" in dirty.stderr
@@ -209,15 +212,19 @@ def test_a_host_that_ssh_does_not_reach_is_named_and_nothing_starts(two, tmp_pat
     told = refused(two, str(file), "no-such-host.invalid failed: ssh: Could not resolve hostname")
     assert a.address not in told
     b("mv /run/sshd/key.pub /run/sshd/key.away && touch /run/sshd/key.pub")
-    refused(two, two.two, f"root@{b.address} failed: root@{b.address}: Permission denied")
-    b("mv /run/sshd/key.away /run/sshd/key.pub")
+    try:
+        refused(two, two.two, f"root@{b.address} failed: root@{b.address}: Permission denied")
+    finally:
+        b("mv /run/sshd/key.away /run/sshd/key.pub")
     known = two.net.folder / "known"
     text = known.read_text()
     key_of_a = text.splitlines()[0].split(" ", 1)[1]
     known.write_text(f"{a.address} {key_of_a}\n{b.address} {key_of_a}\n")
-    told = refused(two, two.two, "REMOTE HOST IDENTIFICATION HAS CHANGED")
-    assert "ssh-keygen -R HOST" in told
-    known.write_text(text)
+    try:
+        told = refused(two, two.two, f"Host key for {b.address} has changed")
+    finally:
+        known.write_text(text)
+    assert "ssh-keygen -R HOST" in told and a.address not in told
 
 
 def test_a_host_with_another_python_or_without_disk_is_named_and_nothing_starts(two):
@@ -329,3 +336,140 @@ def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     assert "starting" in two.status(file=one)[1][a.address]
     assert two("stop", file=one).returncode == 0
     assert not any(host.processes() for host in two.all)
+
+
+def test_setup_prepares_all_hosts_and_sums_over_the_devices_of_all_also_again(two):
+    for _ in range(2):
+        done = two("setup")
+        assert done.returncode == 0, done.stderr
+        assert "sees 8 devices (cpu) of 2 processes, 4 of them here" in done.stdout
+        assert "a one from each adds up to 8" in done.stdout
+        assert "gcloud auth application-default login" in done.stdout
+
+
+# --- a TPU, by a gcloud that is a stand-in --------------------------------------------------------
+
+GCLOUD = """
+fail() { echo "ERROR: (gcloud) $*" >&2; exit 1; }
+case "$*" in
+"auth list --filter=status:ACTIVE --format=value(account)") [[ $LOGGED_OUT ]] || echo me@example ;;
+"compute tpus tpu-vm describe node --zone=z1 --format=value(networkEndpoints[].ipAddress)")
+  echo "{a};{b}" ;;
+"compute tpus tpu-vm describe "*) fail "NOT_FOUND: there is no $5" ;;
+"compute tpus queued-resources describe waiting --zone=z1 --format=value(state.state,"*)
+  printf 'WAITING_FOR_RESOURCES\tnode\n' ;;
+"compute tpus queued-resources describe queued --zone=z1 --format=value(state.state,"*nodeId*)
+  printf 'ACTIVE\tnode\n' ;;
+"compute tpus queued-resources "*) fail "NOT_FOUND: there is no $5" ;;
+"compute tpus tpu-vm ssh node --zone=z1 --quiet --worker="[01]" --command="*)
+  number=${8#--worker=}
+  IFS=";" read -ra workers <<<"{a};{b}"
+  exec ssh "${workers[$number]}" "${9#--command=}" ;;
+*) fail "unexpected: $*" ;;
+esac
+"""
+
+
+def test_a_tpu_or_its_queued_resource_is_found_and_run_on_by_gcloud(two):
+    tpu = ["--tpu", "node", "--zone", "z1"]
+    path = hosts.tools(two.net.folder / "tools", "bash env dirname basename mktemp rm sed")
+    without = two(*tpu, "status", PATH=path)
+    assert without.returncode == 2 and "needs gcloud, which is not installed" in without.stderr
+    a, b = (host.address for host in two.all[:2])
+    hosts.script(two.bin / "gcloud", GCLOUD.replace("{a}", a).replace("{b}", b))
+    logged_out = two(*tpu, "status", LOGGED_OUT="1")
+    assert logged_out.returncode == 2 and "gcloud auth login" in logged_out.stderr
+    for words, message in (
+        (["--tpu", "node"], "--tpu node needs its zone"),
+        (["--tpu", "none", "--zone", "z1"], "no TPU and no queued resource none in z1: ERROR"),
+        (["--tpu", "waiting", "--zone", "z1"], "waiting is WAITING_FOR_RESOURCES, not ACTIVE"),
+    ):
+        done = two(*words, "status")
+        assert done.returncode == 2 and message in done.stderr
+    two.start("--tpu", "queued", "--zone", "z1", "--", *STAND_IN, "500", "a b")
+    done = two(*tpu, "status")
+    assert done.returncode == 0 and done.stdout.count(" up ") == 2
+    assert two(*tpu, "stop").returncode == 0
+
+
+# --- training -------------------------------------------------------------------------------------
+
+STEPS, SAVES = 16, 4
+TRAIN = f"""
+python main.py {SMALL_MODEL} --model.blocks 2 --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1
+--data.train {{at}}/data/train --data.val {{at}}/data/val --run.dir {{at}}/runs --run.name {{name}}
+--train.steps {STEPS} --eval.every_steps 0 --eval.sequences 16 --checkpoint.every_steps {SAVES}
+--run.peer_seconds 10
+"""
+
+
+def train(name: str, at: object = SHARED) -> list[str]:
+    return TRAIN.format(at=at, name=name).split()
+
+
+def checkpoint_of(two: Cluster, name: str, step: int) -> Path:
+    path = two.net.shared / "runs" / name / "checkpoints" / str(step)
+    return wait_for(lambda: path if path.exists() else None, 90)
+
+
+def ends_well(two: Cluster) -> None:
+    for number, host in enumerate(two.all[:2]):
+        wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False), 120)
+        assert "ended with 0" in two.log(host, number).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, data):
+    """A run on two hosts with 4 devices each, from which connections were cut."""
+    source = Path(data[1]).parent
+    subprocess.run(["cp", "-r", source, cluster.net.shared / "data"], check=True)
+    cluster.start("--", *train("whole"))
+    for host in cluster.all[:2]:
+        host("pkill -f 'sshd: root'", check=False)
+    code, _, wrong = cluster.status()
+    assert code == 0, wrong
+    ends_well(cluster)
+    return cluster.net.shared / "runs" / "whole"
+
+
+def test_two_hosts_train_as_one_process_does(two, undisturbed):
+    words = train("alone", two.net.shared)
+    [code], [text] = run_all(environments(1, 8), *words[1:])
+    assert code == 0, text
+    alone = losses(two.net.shared / "runs" / "alone")
+    assert len(alone) == STEPS
+    assert losses(undisturbed) == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_run_that_is_kept_alive_ends_with_the_bits_of_an_undisturbed_one(two, undisturbed):
+    two.start("--keep-alive", "3", "--pause", "1", "--", *train("again"))
+    checkpoint_of(two, "again", SAVES)
+    two.all[1](f"kill -9 {two.pid(1)}")
+    ends_well(two)
+    log = two.log(two.all[0], 0)
+    assert "ended with 75" in log and "continues after step" in log
+    same(undisturbed, two.net.shared / "runs" / "again")
+
+
+def test_a_stop_saves_and_leaves_nothing_and_a_restart_ends_with_the_same_bits(two, undisturbed):
+    two.start("--", *train("stopped"))
+    folder = checkpoint_of(two, "stopped", SAVES).parent.parent
+    done = two("stop")
+    assert done.returncode == 0 and done.stdout.count("ended with 143") == 2
+    assert not any(
+        host.processes() or host("tmux ls 2>&1", check=False)[:2] != "no" for host in two.all
+    )
+    said = two.log(two.all[0], 0)
+    step = re.search(r"SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", said)[1]
+    assert (folder / "checkpoints" / step).is_dir() and int(step) < STEPS
+    assert not (folder / "lock").exists()
+    restarted = two("restart")
+    assert restarted.returncode == 0, restarted.stderr
+    ends_well(two)
+    same(undisturbed, folder)
+
+
+def same(one: Path, other: Path) -> None:
+    assert losses(one) == losses(other)
+    for mine, theirs in zip(arrays(one, STEPS), arrays(other, STEPS), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
