@@ -107,8 +107,7 @@ read_hosts() {
   [[ -f $1 && -r $1 ]] || fail "--hosts $1 cannot be read: give a file with a host in each line"
   while IFS= read -r line || [[ $line ]]; do
     count=$((count + 1))
-    line=${line%%#*}
-    line=${line//[[:space:]]/}
+    read -r line <<<"${line%%#*}" # without the space around it
     [[ $line ]] || continue
     [[ $line =~ ^([A-Za-z0-9._-]+@)?([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?$ ]] ||
       fail "$1, line $count: $line is not [user@]host[:port], as root@10.0.0.2:22"
@@ -250,6 +249,7 @@ mend() {
       echo "If you know why its key is another or new: ssh-keygen -R HOST, then ssh HOST once by hand."
       ;;
     *"Permission denied"*) echo " (which key it takes is said in ~/.ssh/config)" ;;
+    *"command not found"*) echo " (./launcher.sh setup installs it)" ;;
     *"Could not resolve"*) echo " (is the name right?)" ;;
   esac
 }

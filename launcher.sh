@@ -124,7 +124,8 @@ launch() {
   local first=()
   at_failure=stop_the_others
   if each launch_on; then
-    [[ ${switches[dry-run]} ]] || say "${#hosts[@]} hosts are up. With the same hosts: ./launcher.sh status, logs -f, stop"
+    [[ ${switches[dry-run]} ]] ||
+      say "${#hosts[@]} hosts are up. With the same hosts: ./launcher.sh status, logs -f, stop"
     return
   fi
   ((${#first[@]} == 0)) || failed=("${first[@]}")

@@ -103,6 +103,7 @@ run() {
     child=$!
     set +m
     echo "$child" >"$state/pid"
+    [[ ! -e $state/stop ]] || ask # it came before there was anybody to ask
     {
       wait "$child" || true # which a signal interrupts
       while kill -0 "$child"; do sleep 0.2; done

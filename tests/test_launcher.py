@@ -102,7 +102,8 @@ def test_each_script_tells_its_use_and_refuses_what_it_does_not_know(name):
     [
         (None, [], "cannot be read: give a file with a host in each line"),
         ("# none\n\n", [], "names no host"),
-        ("a b c;d\n", [], "line 1: abc;d is not [user@]host[:port]"),
+        ("a  # b\n a;b \n", [], "line 2: a;b is not [user@]host[:port]"),
+        ("a b", [], "line 1: a b is not [user@]host[:port]"),
         ("ok\n\nok:22\n", [], "line 3: ok is there twice"),
         ("ok", ["--name", "a.b"], "tmux takes letters, digits, - and _ only"),
         ("ok", ["--name"], "--name needs a value"),
@@ -131,6 +132,16 @@ def test_without_hosts_the_three_ways_to_name_them_are_said():
     done = subprocess.run([ROOT / "launcher.sh", "status"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Give --hosts FILE, or --tpu NAME --zone ZONE, or be in a Slurm job" in done.stderr
+
+
+def test_where_there_can_be_no_hosts_tests_are_skipped_unless_they_are_required(monkeypatch):
+    monkeypatch.setattr(hosts, "missing", lambda: "there is no sshd")
+    monkeypatch.delenv("REQUIRE_HOSTS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="there is no sshd"):
+        hosts.need_hosts()
+    monkeypatch.setenv("REQUIRE_HOSTS", "1")
+    with pytest.raises(pytest.fail.Exception, match="REQUIRE_HOSTS=1, and there is no sshd"):
+        hosts.need_hosts()
 
 
 # --- starting -------------------------------------------------------------------------------------
@@ -227,6 +238,16 @@ def test_a_host_that_ssh_does_not_reach_is_named_and_nothing_starts(two, tmp_pat
     assert "ssh-keygen -R HOST" in told and a.address not in told
 
 
+def test_a_host_that_fails_alone_is_named_and_the_others_are_stopped(two):
+    a, b = two.all[:2]
+    b("printf '#!/bin/sh\nexit 1\n' >/mnt/bin/tmux && chmod +x /mnt/bin/tmux")
+    try:
+        told = refused(two, two.two, f"root@{b.address} failed")
+    finally:
+        b("rm /mnt/bin/tmux")
+    assert "the others were stopped" in told and a.address not in told
+
+
 def test_a_host_with_another_python_or_without_disk_is_named_and_nothing_starts(two):
     a, b = two.all[:2]
     b(f"mv {FOLDER}/.venv away")
@@ -277,6 +298,7 @@ def test_a_host_whose_network_is_cut_is_named(two):
     two.start("--", *STAND_IN, "2000")
     a, b = two.all[:2]
     b.connect(False)
+    time.sleep(4)  # longer than the silence after which a process is lost
     try:
         code, wrong = two.comes(a, "ended with 75")
         assert code == 1 and f"root@{b.address}: no answer" in wrong
@@ -392,14 +414,27 @@ def test_a_tpu_or_its_queued_resource_is_found_and_run_on_by_gcloud(two):
     assert two(*tpu, "stop").returncode == 0
 
 
+def test_in_a_slurm_job_its_hosts_are_taken(two):
+    lines = [host.address for host in two.all[:3]]
+    hosts.script(
+        two.bin / "scontrol",
+        f'[[ $* == "show hostnames n[1-3]" ]] && echo "{chr(10).join(lines)}"\n',
+    )
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "PATH": f"{two.bin}:{os.environ['PATH']}"}
+    command = [two.tree / "launcher.sh", "--folder", FOLDER, "status"]
+    done = subprocess.run(command, env=os.environ | job, capture_output=True, text=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == lines
+
+
 # --- training -------------------------------------------------------------------------------------
 
 STEPS, SAVES = 16, 4
+LONG_S = 300  # that a run may take on a machine that has other work
 TRAIN = f"""
 python main.py {SMALL_MODEL} --model.blocks 2 --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1
 --data.train {{at}}/data/train --data.val {{at}}/data/val --run.dir {{at}}/runs --run.name {{name}}
---train.steps {STEPS} --eval.every_steps 0 --eval.sequences 16 --checkpoint.every_steps {SAVES}
---run.peer_seconds 10
+--train.microbatches 1 --train.steps {STEPS} --checkpoint.every_steps {SAVES}
+--eval.every_steps 0 --eval.sequences 16 --run.peer_seconds 10
 """
 
 
@@ -409,12 +444,12 @@ def train(name: str, at: object = SHARED) -> list[str]:
 
 def checkpoint_of(two: Cluster, name: str, step: int) -> Path:
     path = two.net.shared / "runs" / name / "checkpoints" / str(step)
-    return wait_for(lambda: path if path.exists() else None, 90)
+    return wait_for(lambda: path if path.exists() else None, LONG_S)
 
 
 def ends_well(two: Cluster) -> None:
     for number, host in enumerate(two.all[:2]):
-        wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False), 120)
+        wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False), LONG_S)
         assert "ended with 0" in two.log(host, number).splitlines()[-1]
 
 
