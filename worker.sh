@@ -125,7 +125,7 @@ log() {
 # Waits and returns 0 if it is to be started again.
 again() {
   local allowed=${AGAIN:-0} window=${WINDOW:-3600} pause=${PAUSE:-10} begun kept=()
-  [[ " 75 143 134 137 139 " == *" $1 "* && $allowed != 0 && ! -e $state/stop ]] || return
+  [[ " 75 143 134 137 139 " == *" $1 "* && $allowed != 0 ]] || return
   for begun in "${starts[@]}"; do
     ((begun + window <= SECONDS)) || kept+=("$begun")
   done
@@ -139,13 +139,12 @@ again() {
   starts+=("$SECONDS")
   note "ended with $1, again in $pause s (${#starts[@]} of $allowed)"
   pause=$((SECONDS + pause))
-  while ((SECONDS < pause)); do
+  until [[ -e $state/stop ]]; do
+    ((SECONDS < pause)) || return 0
     sleep 0.5
-    if [[ -e $state/stop ]]; then
-      note "ended with $1"
-      return 1
-    fi
   done
+  note "ended with $1"
+  return 1
 }
 
 # --- how it is ------------------------------------------------------------------------------------
