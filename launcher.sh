@@ -154,7 +154,7 @@ status() {
   local number state step loss age free line
   each worker status || true
   [[ -z ${switches[dry-run]} ]] || return 0
-  row host state step loss "log age" "last line"
+  row host state step loss age "last line"
   for number in "${!hosts[@]}"; do
     IFS=$'\t' read -r state step loss age free line <"$scratch/$number.out" ||
       state="no answer" step=- loss=- age=- free="" line=$(tail -n 1 "$scratch/$number.err")
@@ -165,7 +165,7 @@ status() {
 }
 
 row() { # HOST STATE STEP LOSS AGE LINE
-  printf '%-24s %-36s %-12s %-8s %7s  %s\n' "$@" | sed 's/ *$//'
+  printf '%-18s %-18s %-10s %-8s %5s  %s\n' "$@" | sed 's/ *$//'
 }
 
 # Adds to `troubles` what is wrong with host number $1, which is in state $2 with $3 MB of free disk.

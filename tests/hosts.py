@@ -51,6 +51,8 @@ ip link set lo up
 exec {sshd} -D -e -f /run/sshd/config
 """
 
+# Only the first SetEnv of a file counts.
+CACHE = "JAX_COMPILATION_CACHE_DIR=/mnt/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0"
 SSHD = """
 HostKey /run/sshd/host_key
 AuthorizedKeysFile /run/sshd/key.pub
@@ -60,8 +62,7 @@ StrictModes no
 UsePAM no
 PidFile none
 MaxStartups 100
-SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin XLA_FLAGS={flags}
-SetEnv JAX_COMPILATION_CACHE_DIR=/mnt/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin XLA_FLAGS="{flags}" {cache}
 """
 
 
@@ -94,10 +95,10 @@ class Host:
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "host_key"))
         for shared_file in ("key.pub", "names"):
             shutil.copy(net.folder / shared_file, keys)
-        flags = "--xla_force_host_platform_device_count=4"
+        flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
         cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
         cache.mkdir(parents=True, exist_ok=True)
-        (keys / "config").write_text(SSHD.format(port=self.port, flags=flags))
+        (keys / "config").write_text(SSHD.format(port=self.port, flags=flags, cache=CACHE))
         script = INSIDE.format(
             name=self.name,
             shared=shared,

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import hosts
+import tiny_run
 from conftest import ROOT
 from hosts import FOLDER, SHARED, wait_for
-from processes import SMALL_MODEL, environments, run_all
-from tiny_run import arrays, losses
 
 FOUND_S = 30  # in which `status` has to name what happened
 STAND_IN = ["python", "tests/stand_in.py", "--peer-seconds", "3", "--steps"]
@@ -212,7 +211,7 @@ def refused(cluster, file, message):
     done = cluster("--", *STAND_IN, "500", file=file)
     assert done.returncode == 1, done.stderr
     assert message in done.stderr
-    assert not any(host.processes() for host in cluster.all)
+    wait_for(lambda: not any(host.processes() for host in cluster.all), 5)
     return done.stderr
 
 
@@ -328,6 +327,17 @@ def test_a_killed_tmux_takes_its_run_along(two):
     wait_for(lambda: not two.all[1].processes(), 10)
 
 
+def test_a_restart_stops_a_run_and_goes_on_with_it(two):
+    two.start("--", *STAND_IN, "40")
+    done = two("restart")
+    assert done.returncode == 0 and "2 hosts are up" in done.stderr, done.stderr
+    a = two.all[0]
+    before = a(f"cat {FOLDER}/.launch/train/0/log.before")
+    last = int(re.findall(r"step (\d+)/40", before)[-1])
+    wait_for(lambda: f"step {last + 1}/40" in two.log(a, 0), 10)
+    assert "step 1/40" not in two.log(a, 0)
+
+
 # --- keeping alive, and the end -------------------------------------------------------------------
 
 
@@ -348,7 +358,7 @@ def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     two.all[1](f"kill -9 {two.pid(1)}")
     two.comes(two.all[1], "ended with 137, again in 300 s (1 of 9)")
     assert two("stop").returncode == 1  # for the run had not ended well
-    assert not any(host.processes() for host in two.all)
+    wait_for(lambda: not any(host.processes() for host in two.all), 5)
     a = two.all[0]
     place = "JAX_COORDINATOR_ADDRESS=h0:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"
     waits = f"./worker.sh start train 0 {place} -- {' '.join(STAND_IN)} 5"
@@ -357,7 +367,7 @@ def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     wait_for(lambda: "preflight.py" in a("ps -eo args"), 10)
     assert "starting" in two.status(file=one)[1][a.address]
     assert two("stop", file=one).returncode == 0
-    assert not any(host.processes() for host in two.all)
+    wait_for(lambda: not any(host.processes() for host in two.all), 5)
 
 
 def test_setup_prepares_all_hosts_and_sums_over_the_devices_of_all_also_again(two):
@@ -428,18 +438,19 @@ def test_in_a_slurm_job_its_hosts_are_taken(two):
 
 # --- training -------------------------------------------------------------------------------------
 
-STEPS, SAVES = 16, 4
-LONG_S = 300  # that a run may take on a machine that has other work
-TRAIN = f"""
-python main.py {SMALL_MODEL} --model.blocks 2 --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1
---data.train {{at}}/data/train --data.val {{at}}/data/val --run.dir {{at}}/runs --run.name {{name}}
---train.microbatches 1 --train.steps {STEPS} --checkpoint.every_steps {SAVES}
---eval.every_steps 0 --eval.sequences 16 --run.peer_seconds 10
+# The tiny run of other files, which is one process with 8 devices, on another mesh and for longer.
+STEPS, SAVES = 24, 4
+OTHERWISE = f"""
+--mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1 --train.steps {STEPS}
+--checkpoint.every_steps {SAVES} --eval.every_steps 0 --run.peer_seconds 10
+--data.train {SHARED}/data/train --data.val {SHARED}/data/val --run.dir {SHARED}/runs
 """
+LONG_S = 300  # that a run may take on a machine that has other work
 
 
-def train(name: str, at: object = SHARED) -> list[str]:
-    return TRAIN.format(at=at, name=name).split()
+def train(name: str) -> list[str]:
+    given = [*tiny_run.FLAGS, *OTHERWISE.split(), "--run.name", name, "--sample.prompts"]
+    return ["python", "main.py", *given]
 
 
 def checkpoint_of(two: Cluster, name: str, step: int) -> Path:
@@ -450,7 +461,8 @@ def checkpoint_of(two: Cluster, name: str, step: int) -> Path:
 def ends_well(two: Cluster) -> None:
     for number, host in enumerate(two.all[:2]):
         wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False), LONG_S)
-        assert "ended with 0" in two.log(host, number).splitlines()[-1]
+        said = two.log(host, number)
+        assert "ended with 0" in said.splitlines()[-1], said
 
 
 @pytest.fixture(scope="module")
@@ -467,13 +479,10 @@ def undisturbed(cluster, data):
     return cluster.net.shared / "runs" / "whole"
 
 
-def test_two_hosts_train_as_one_process_does(two, undisturbed):
-    words = train("alone", two.net.shared)
-    [code], [text] = run_all(environments(1, 8), *words[1:])
-    assert code == 0, text
-    alone = losses(two.net.shared / "runs" / "alone")
-    assert len(alone) == STEPS
-    assert losses(undisturbed) == pytest.approx(alone, abs=1e-4)
+def test_two_hosts_train_as_one_process_does(two, undisturbed, whole):
+    one = tiny_run.losses(whole)
+    assert len(one) == 6 and len(tiny_run.losses(undisturbed)) == STEPS
+    assert tiny_run.losses(undisturbed)[:6] == pytest.approx(one, abs=1e-4)
 
 
 def test_a_run_that_is_kept_alive_ends_with_the_bits_of_an_undisturbed_one(two, undisturbed):
@@ -486,25 +495,20 @@ def test_a_run_that_is_kept_alive_ends_with_the_bits_of_an_undisturbed_one(two, 
     same(undisturbed, two.net.shared / "runs" / "again")
 
 
-def test_a_stop_saves_and_leaves_nothing_and_a_restart_ends_with_the_same_bits(two, undisturbed):
+def test_a_stop_ends_all_with_a_checkpoint_and_leaves_nothing(two, undisturbed):
     two.start("--", *train("stopped"))
     folder = checkpoint_of(two, "stopped", SAVES).parent.parent
     done = two("stop")
     assert done.returncode == 0 and done.stdout.count("ended with 143") == 2
-    assert not any(
-        host.processes() or host("tmux ls 2>&1", check=False)[:2] != "no" for host in two.all
-    )
+    wait_for(lambda: not any(host.processes() for host in two.all), 5)
     said = two.log(two.all[0], 0)
     step = re.search(r"SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", said)[1]
-    assert (folder / "checkpoints" / step).is_dir() and int(step) < STEPS
+    assert (folder / "checkpoints" / step).is_dir() and SAVES < int(step) < STEPS
     assert not (folder / "lock").exists()
-    restarted = two("restart")
-    assert restarted.returncode == 0, restarted.stderr
-    ends_well(two)
-    same(undisturbed, folder)
 
 
 def same(one: Path, other: Path) -> None:
-    assert losses(one) == losses(other)
-    for mine, theirs in zip(arrays(one, STEPS), arrays(other, STEPS), strict=True):
+    assert tiny_run.losses(one) == tiny_run.losses(other)
+    both = tiny_run.arrays(one, STEPS), tiny_run.arrays(other, STEPS)
+    for mine, theirs in zip(*both, strict=True):
         assert mine.tobytes() == theirs.tobytes()
