@@ -157,6 +157,7 @@ def test_words_reach_the_command_as_typed_and_secrets_by_a_file_alone(two):
         wait_for(lambda host=host, n=number: f"{typed} se'cr et$1" in two.log(host, n), 10)
         mode = host(f"stat -c %a {FOLDER}/.launch/train/{number}/secrets")
         assert mode == "600"
+        assert any("time.sleep(99)" in line for line in host.processes())
         assert not any("cr et" in line for line in host.processes())
     assert "cr et" not in two("--dry-run", "--env", str(secret), "--", "x").stdout
 
