@@ -228,6 +228,7 @@ each() {
     sleep 0.1
   done
   wait
+  mapfile -t failed < <(((${#failed[@]} == 0)) || printf '%s\n' "${failed[@]}" | sort -n)
   [[ -z ${switches[dry-run]} ]] || cat "$scratch"/*.out
   ((!${#failed[@]}))
 }

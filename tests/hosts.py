@@ -143,8 +143,8 @@ class Host:
 
     def processes(self) -> list[str]:
         """All but sshd and its connections, and what asks."""
-        lines = self("ps -eo pid,args --no-headers").splitlines()
-        own = ("sshd", "/usr/sbin/sshd", "ps -eo", "bash -c cd && ")
+        lines = self("ps -eww -o pid,args --no-headers").splitlines()
+        own = ("sshd", "/usr/sbin/sshd", "ps -eww", "bash -c cd && ")
         return [line for line in lines if not line.split(maxsplit=1)[1].startswith(own)]
 
 

@@ -365,7 +365,7 @@ def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     waits = f"./worker.sh start train 0 {place} -- {' '.join(STAND_IN)} 5"
     a(f"cd {FOLDER} && (setsid {waits} </dev/null >/dev/null 2>&1 &)")
     one = two.net.file([a], "one.txt")
-    wait_for(lambda: "preflight.py" in a("ps -eo args"), 10)
+    wait_for(lambda: any("preflight.py" in line for line in a.processes()), 10)
     assert "starting" in two.status(file=one)[1][a.address]
     assert two("stop", file=one).returncode == 0
     wait_for(lambda: not any(host.processes() for host in two.all), 5)
