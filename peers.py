@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -36,12 +37,13 @@ class Place(NamedTuple):
 
 
 def place() -> Place | None:
-    """What JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say; None without them.
+    """What JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say; without them what a
+    TPU pod or Slurm does; None where the process is alone.
 
     Raises  ValueError when some are missing, or are no numbers that fit.
     """
     if "JAX_COORDINATOR_ADDRESS" not in os.environ:
-        return _in_pod()
+        return _in_pod() or _in_slurm()
     address = os.environ["JAX_COORDINATOR_ADDRESS"]
     given = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
     if None in given:
@@ -71,6 +73,20 @@ def _in_pod() -> Place | None:
     if len(hosts) < 2 or not number.isdigit():
         return None
     return Place(f"{hosts[0]}:{POD_PORT}", len(hosts), int(number))
+
+
+def _in_slurm() -> Place | None:
+    """Of a task that srun started: the first host of the step, and a port that jax derives from the
+    job in the same way, so that two jobs on one host do not meet.
+    """
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    job, nodes, count, number = (os.environ.get(name, "") for name in names)
+    if not (job.isdigit() and nodes and number.isdigit() and count.isdigit() and int(count) > 1):
+        return None
+    # As host7, host7,host9, or host[07-09,12],other.
+    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    host = first[1] + (first[2] or "")
+    return Place(f"{host}:{61440 + int(job) % 4096}", int(count), int(number))
 
 
 @dataclass
@@ -134,15 +150,17 @@ class Line:
 class Peers:
     """This process's view of the job, kept up to date by threads of its own."""
 
-    def __init__(self, where: Place, silence_s: float, start_s: float):
+    def __init__(self, where: Place, silence_s: float, start_s: float, stage: str = "run"):
         """Returns when all processes of the job are there.
 
         silence_s  without a sign of a process, after which it is lost.
         start_s    in which all have to have come.
-        Raises     Fault that names those that have not come; ValueError where two have the same
-                   number, or do not agree on how many they are, or the port is taken.
+        stage      what they meet for. One that was started again may be at an earlier one.
+        Raises     Fault that names those that have not come, or are at another stage; ValueError
+                   where two have the same number, or do not agree on how many they are, or the
+                   port is taken.
         """
-        self.number, self.count = where.number, where.count
+        self.number, self.count, self._stage = where.number, where.count, stage
         self.mine = Record(where.number, socket.gethostname())
         self.records = {where.number: self.mine}
         self.changed: Callable[[], None] = lambda: None  # called when records came, in a thread
@@ -283,7 +301,7 @@ class Peers:
 
     def _welcome(self, line: Line) -> None:
         hello = line.receive()
-        if not isinstance(hello, dict) or set(hello) != {"number", "host", "count"}:
+        if not isinstance(hello, dict) or set(hello) != {"number", "host", "count", "stage"}:
             line.close()  # not one of ours, as who looks for open ports
             return
         number, host, count = hello["number"], hello["host"], hello["count"]
@@ -297,6 +315,12 @@ class Peers:
             self._refuse(
                 f"{record.name} has JAX_NUM_PROCESSES {count}, and {self.mine.name} has "
                 f"{self.count}. Give all the same."
+            )
+        if hello["stage"] != self._stage:
+            self._refuse(
+                f"{record.name} begins its {hello['stage']}, and {self.mine.name} is at the start "
+                f"of its {self._stage}: one of them was started again, and so have all to be",
+                Exit.AGAIN,
             )
 
     def _refuse(self, text: str, code: Exit = Exit.MEND) -> NoReturn:
@@ -322,7 +346,8 @@ class Peers:
                         f"{start_s:.3g} s (--run.start_minutes): {error}"
                     ) from error
                 time.sleep(RETRY_S)
-        line.send({"number": self.number, "host": self.mine.host, "count": self.count})
+        hello = {"number": self.number, "host": self.mine.host, "count": self.count}
+        line.send(hello | {"stage": self._stage})
         gone = f"process 0 at JAX_COORDINATOR_ADDRESS {address} went away at the start"
         answer = line.receive() or {"refused": gone, "code": Exit.AGAIN}
         if "refused" in answer:

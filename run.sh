@@ -12,6 +12,11 @@
 # otherwise, with the jax for this machine: NVIDIA GPU, TPU or CPU. It is brought up to date when
 # requirements.txt changes, and made anew if setting it up was interrupted.
 #
+# On one of several hosts the command is started through preflight.py, which has all of them meet
+# first and looks at what commonly breaks. It is one of several if JAX_COORDINATOR_ADDRESS is set,
+# with JAX_NUM_PROCESSES and JAX_PROCESS_ID, as launcher.sh does; on a TPU pod and in a Slurm step
+# (srun ./run.sh python main.py ..) without any. PREFLIGHT=0 leaves that out.
+#
 # Read from the environment, and given a value here if they have none:
 #   PYTHON                     the Python to make .venv from, 3.11 or newer
 #   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
@@ -150,6 +155,13 @@ set_cpu_flags() {
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 }
 
+# Whether the job has other processes; peers.py says which.
+has_others() {
+  [[ ${PREFLIGHT:-1} != 0 ]] || return
+  [[ ${JAX_COORDINATOR_ADDRESS:-} || ${TPU_WORKER_HOSTNAMES:-} == *,* ]] ||
+    [[ ${SLURM_PROCID:-} && ${SLURM_STEP_NODELIST:-} && ${SLURM_NTASKS:-1} != 1 ]]
+}
+
 main() {
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
@@ -173,6 +185,11 @@ main() {
       python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
     fi
     set -- python main.py --config configs/tiny.toml "$@"
+  fi
+  if [[ $1 == python && $# -gt 1 ]] && has_others; then
+    set -- python preflight.py "$@"
+  elif [[ ${UP_FILE:-} ]]; then # of who waits until the command runs; else preflight.py tells
+    touch "$UP_FILE"
   fi
   exec "$@"
 }

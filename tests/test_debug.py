@@ -1,0 +1,109 @@
+"""debug_tpu.sh on hosts of the tests' own; setup_tpu.sh with a stand-in for apt-get."""
+
+import os
+import subprocess
+
+import pytest
+
+import hosts
+from conftest import ROOT
+from hosts import FOLDER, script, wait_for
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    with hosts.net_of(tmp_path_factory.mktemp("hosts"), 4) as made:
+        yield made
+
+
+@pytest.fixture
+def tmux(tmp_path):
+    """Runs tmux on a server of the test's own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TMUX"}
+    environment["TMUX_TMPDIR"] = str(tmp_path)
+
+    def tmux(*words, **more):
+        command = ["tmux", *words] if words[0][0] != "/" else words
+        return subprocess.run(
+            command,
+            env=environment | more,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+
+    yield tmux
+    tmux("kill-server")
+
+
+def debug(tmux, file, bin, *words):
+    path = f"{bin}:{os.environ['PATH']}"
+    return tmux(str(ROOT / "debug_tpu.sh"), "--hosts", str(file), *words, PATH=path)
+
+
+def panes(tmux, window):
+    return tmux("list-panes", "-t", f"=debug:{window}", "-F", "#{pane_dead}").stdout.split()
+
+
+def test_a_command_runs_on_all_hosts_at_once_and_keys_go_to_all(net, tmux):
+    file, bin = net.file(net.hosts), net.folder / "bin"
+    show = "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS $1 >~/place"
+    printed = debug(tmux, file, bin, "--folder", FOLDER, "--dry-run", "--", "bash", "-c", show)
+    assert printed.returncode == 0 and printed.stdout.count("ssh://") == 8
+    script(net.shared / "tpu-info", "echo tpu-info >~/monitor; exec sleep 99\n")
+    net.hosts[2]("ln -s /mnt/shared/tpu-info /mnt/bin/tpu-info")
+    words = ["--folder", FOLDER, "--detach", "--", "bash", "-c", show, "-", "a 'b"]
+    done = debug(tmux, file, bin, *words)
+    assert done.returncode == 0, done.stderr
+    assert panes(tmux, "command") == panes(tmux, "monitor") == ["0"] * 4
+    at = f"of 4 at {net.hosts[0].address}:8476 a 'b"
+    for number, host in enumerate(net.hosts):
+        wait_for(lambda h=host, n=number: h("cat place", check=False) == f"{n} {at}", 10)
+    tmux("send-keys", "-t", "=debug:command.0", "hostname >~/typed", "Enter")
+    for host in net.hosts:
+        wait_for(lambda h=host: h("cat typed", check=False) == h.name, 10)
+        monitor = "tpu-info" if host is net.hosts[2] else "top"
+        wait_for(lambda h=host, m=monitor: any(m in p for p in h.processes()), 10)
+    again = debug(tmux, file, bin, "--detach")
+    assert again.returncode == 2 and "tmux kill-session -t debug ends it" in again.stderr
+    tmux("kill-session", "-t", "debug")
+    for host in net.hosts:
+        wait_for(lambda h=host: not h.processes(), 10)
+
+
+def test_there_is_a_pane_for_each_of_any_number_of_hosts(tmux, tmp_path):
+    if why := hosts.missing():
+        pytest.skip(why)
+    script(tmp_path / "ssh", "exec sleep 99\n")
+    file = tmp_path / "hosts.txt"
+    file.write_text("".join(f"h{number}\n" for number in range(40)))
+    assert debug(tmux, file, tmp_path, "--detach").returncode == 0
+    assert panes(tmux, "command") == panes(tmux, "monitor") == ["0"] * 40
+
+
+# --- setup_tpu.sh ---------------------------------------------------------------------------------
+
+APT = """echo "apt-get $*" >>{calls}
+"""
+
+
+def packages(path):
+    return subprocess.run(
+        [ROOT / "setup_tpu.sh", "--packages"], env={"PATH": path}, capture_output=True, text=True
+    )
+
+
+def test_packages_that_are_missing_are_installed_and_others_are_not(tmp_path):
+    path = hosts.tools(tmp_path / "bin", "bash env curl flock")
+    script(tmp_path / "bin" / "uv", "")
+    refused = packages(path)
+    assert refused.returncode == 2 and "by this system's own means: git tmux" in refused.stderr
+    calls = tmp_path / "calls"
+    script(tmp_path / "bin" / "apt-get", APT.format(calls=calls))
+    script(tmp_path / "bin" / "sudo", 'shift; "$@"\n')
+    assert packages(path).returncode == 0
+    assert calls.read_text() == "apt-get update -qq\napt-get install -y -qq git tmux\n"
+    for name in ("git", "tmux"):
+        script(tmp_path / "bin" / name, "")
+    calls.unlink()
+    assert packages(path).returncode == 0 and not calls.exists()
