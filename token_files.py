@@ -348,7 +348,7 @@ class Cache:
 
         Raises  ValueError where `now` has none.
         """
-        wanted, ahead = dict.fromkeys(now), []
+        wanted = dict.fromkeys(now)
         need = sum(block.bytes for block in wanted)
         if need > self.limit_bytes:
             raise ValueError(
@@ -356,11 +356,11 @@ class Cache:
                 f"blocks of one step that this process reads are {need / 1e9:.3g} GB. Use "
                 f"--data.cache_gb {2 * need / 1e9:.2g}, or --data.order blocks for a new run."
             )
-        for block in dict.fromkeys(soon):
+        for block in soon:
             if block not in wanted and (need := need + block.bytes) <= self.limit_bytes:
-                ahead.append(block)
+                wanted[block] = None
         with self._lock:
-            for block in (*ahead, *wanted):  # what is needed now is dropped last
+            for block in wanted:
                 if failed(self._held.get(block)):
                     self._drop(block)
                 if block in self._held:

@@ -173,6 +173,18 @@ def test_what_is_altered_after_it_was_compared_is_not_remembered_as_good(folder)
     assert data.rows(0, ROWS)["tokens"][1, 0] == 7
 
 
+def test_a_shard_that_is_replaced_while_it_is_not_mapped_is_compared_again(folder, monkeypatch):
+    monkeypatch.setattr(token_files, "MOST_MAPPED", 1)
+    data, path = opened(folder, shuffle=False), folder / "shard_00000.npy"
+    data.rows(0, ROWS)
+    data.rows(10, ROWS)  # of another shard, which takes its place
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:140] + b"\xee" + content[141:])
+    with pytest.raises(ValueError, match=r"shard_00000.npy is altered"):
+        data.rows(0, ROWS)
+
+
 def test_a_shard_that_goes_or_cannot_be_read_meanwhile_is_named(folder):
     data = opened(folder, shuffle=False)
     data.rows(0, ROWS)
