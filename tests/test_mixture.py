@@ -106,6 +106,7 @@ def test_shares_are_whole_and_the_nearest_to_the_weights(weights):
     counts = shares(weights)
     assert counts.sum() == PERIOD
     assert np.abs(counts - np.array(weights) / sum(weights) * PERIOD).max() < 1
+    assert shares([3, 1, 1e-4]).tolist() == [49151, 16383, 2]  # 0.71 and 0.64 are rounded up
 
 
 def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):

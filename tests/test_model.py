@@ -388,7 +388,7 @@ class Layer(NamedTuple):
 
     @property
     def x_spec(self):
-        return P("fsdp", "tensor")
+        return P(utils.BATCH_AXES, "tensor")
 
     def local(self, w, x, segments):
         """(y, [1] dropped choices, [1, E] tokens per expert); nothing of the latter but in moe."""
@@ -657,7 +657,7 @@ def dropped_out(shape, at, branch=0, rate=0.25):
     def local(x):
         return model.drop(x, how, model.At(*map(jnp.int32, at)), branch)
 
-    spec = P("fsdp", "tensor")
+    spec = P(utils.BATCH_AXES, "tensor")
     run = jax.shard_map(local, mesh=mesh_of(config), in_specs=spec, out_specs=spec)
     return np.asarray(jax.jit(run)(np.ones((8, 16, 64), np.float32)))
 
@@ -731,7 +731,7 @@ def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
         return lax.psum(x, ("pipeline",))
 
     specs = (weights.specs(declared), passes.BATCH_SPEC)
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("fsdp", "tensor"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(utils.BATCH_AXES, "tensor"))
     w = transformer_of(config, mesh, tree_of(config.model))
     x = np.asarray(jax.jit(run)(w, on_mesh(config, mesh, batch_of(config))))
     layers = 2 + 3 * (2 + 1)
