@@ -404,7 +404,7 @@ class Layer(NamedTuple):
 
     def sharded(self):
         """(weights, x [B, T, D], segments [B, T]) -> results of `local`, one row a rank."""
-        ranks = P(utils.EXPERT_AXES)
+        ranks = P(utils.TOKEN_AXES)
         return jax.shard_map(
             self.local,
             mesh=mesh_of(self.config),
