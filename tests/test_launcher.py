@@ -136,11 +136,15 @@ def test_without_hosts_the_three_ways_to_name_them_are_said():
 def test_where_there_can_be_no_hosts_tests_are_skipped_unless_they_are_required(monkeypatch):
     monkeypatch.setattr(hosts, "missing", lambda: "there is no sshd")
     ends = (pytest.skip.Exception, pytest.fail.Exception)
-    for required, expected in zip(("0", "1"), ends, strict=True):
+    for required, expected in zip(("", "1"), ends, strict=True):
         monkeypatch.setenv("REQUIRE_HOSTS", required)
         with pytest.raises(ends, match="there is no sshd") as told:
             hosts.need_hosts()
         assert told.type is expected
+    monkeypatch.setattr(hosts, "missing", lambda: "")
+    monkeypatch.setenv("REQUIRE_HOSTS", "0")
+    with pytest.raises(pytest.skip.Exception, match="not asked for"):
+        hosts.need_hosts()
 
 
 # --- starting -------------------------------------------------------------------------------------
