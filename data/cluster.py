@@ -126,8 +126,8 @@ class connected:
             self.__exit__()
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"there is no Ray cluster at --address {address} ({reason}). Start one with ray "
-                "start --head, or use --local 3."
+                f"there is no Ray cluster at --address {address} ({reason}). Start one with "
+                "./run.sh ray start --head, or use --local 3."
             ) from error
 
     def _started(self) -> str:
@@ -179,7 +179,7 @@ def check_nodes(config: Cluster) -> None:
     cpus = sum(found["Resources"]["CPU"] for found in working)
     print(f"cluster: {len(working)} nodes with {cpus:g} CPUs")
     if not working:
-        raise ValueError("the cluster has no node with a CPU. Let one join: ray start --address.")
+        raise ValueError("the cluster has no node with a CPU. Let one join: ./run.sh ray start --address.")
     ask, given = ray.remote(max_retries=1)(about_node), for_tasks(config)
     here = about_node(given)
     for found in working:
