@@ -179,7 +179,10 @@ def check_nodes(config: Cluster) -> None:
     cpus = sum(found["Resources"]["CPU"] for found in working)
     print(f"cluster: {len(working)} nodes with {cpus:g} CPUs")
     if not working:
-        raise ValueError("the cluster has no node with a CPU. Let one join: ./run.sh ray start --address.")
+        raise ValueError(
+            "the cluster has no node with a CPU. Let one join: "
+            "./run.sh ray start --address HEAD:6379."
+        )
     ask, given = ray.remote(max_retries=1)(about_node), for_tasks(config)
     here = about_node(given)
     for found in working:
