@@ -246,7 +246,7 @@ def mesh() -> None:
     seconds = step_seconds(programs)
     for program, s in zip(programs, seconds, strict=True):
         print(
-            f"mesh {program.config.mesh.shape} virtual {program.config.mesh.virtual}: "
+            f"mesh {program.config.mesh} virtual {program.config.mesh.virtual}: "
             f"{program.tokens / s:,.0f} tokens/s, compiled in {program.compile_s:.1f} s, "
             f"compiled over model FLOPs {program.flops_ratio():.3f}"
         )

@@ -155,7 +155,7 @@ def lines(training: Training, stretches: list[Stretch]) -> Iterator[str]:
     mesh, t, saves = training.mesh, training.config.train, [s for s in stretches if s.saved]
     yield (
         f"{training.parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, "
-        f"mesh {training.config.mesh.shape}; {t.sequences} x {t.sequence_length} tokens per step"
+        f"mesh {training.config.mesh}; {t.sequences} x {t.sequence_length} tokens per step"
     )
     yield f"between saves   {stretches[0].steps} steps"
     yield f"without a save  {spread(s.seconds for s in stretches if not s.saved)} s"

@@ -3,7 +3,9 @@
 TPU figures are those of the page of each version under cloud.google.com/tpu/docs (read 2026-11). A
 link's is the page's interconnect bandwidth of a chip, over its links and both directions: 400 GB/s
 on 4 links for v5e, 1,200 on 6 for v5p, 800 on 4 for v6e; for v4 the page says that 24 TB/s go
-through the middle of 16 x 16 x 16 chips, which 512 links cross. GPU figures are those of NVIDIA's
+through the middle of 16 x 16 x 16 chips, which 512 links cross. What a chip has of the network
+between slices is its part of the cards of its host: 2 x 100 Gb/s for the 8 chips of v5e, 4 x 200
+for the 8 of v6e; for 4 chips of v4 and v5p 200 Gb/s. GPU figures are those of NVIDIA's
 data sheets, whose FLOP/s "with sparsity" are twice these and whose NVLink and PCIe are of both
 directions; memory is what nvidia-smi shows.
 """
@@ -30,7 +32,8 @@ class Chip:
     memory_bandwidth: float  # bytes per second
     link_bandwidth: float  # bytes per second of one link in one direction
     dims: int = 0  # of a TPU's torus; 0: a GPU behind a switch
-    network_bandwidth: float = 0.0  # of a GPU to other hosts, bytes per second in one direction
+    # of a chip to other hosts, or of a TPU to other slices, bytes per second in one direction
+    network_bandwidth: float = 0.0
 
     @property
     def is_tpu(self) -> bool:
@@ -49,6 +52,11 @@ class Chip:
         """
         seconds = self._torus_s if self.is_tpu else self._hosts_s
         return seconds(kind, whole, groups, chips) * (2 if kind == "all-reduce" else 1)
+
+    def between_slices_s(self, kind: str, whole: float, ranks: int) -> float:
+        """As `collective_s`, between TPUs of so many slices, over the network of their hosts."""
+        share = whole * (ranks - 1) / ranks / self.network_bandwidth
+        return share * (2 if kind == "all-reduce" else 1)
 
     def _torus_s(
         self, kind: str, whole: float, groups: tuple[tuple[int, int], ...], chips: int
@@ -111,9 +119,10 @@ def sides_of(dims: int, ranks: int, sides: tuple[int, ...]) -> tuple[tuple[int, 
     return tuple(found)
 
 
-def _tpu(name, kinds, flops, memory, bandwidth, link, dims) -> Chip:
+def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:
     rates = (flops * TERA, flops * TERA / BF16_PASSES)
-    return Chip(name, kinds, *rates, memory * 2**30, bandwidth * GB, link * GB, dims)
+    speeds = (bandwidth * GB, link * GB, dims, network * GB)
+    return Chip(name, kinds, *rates, memory * 2**30, *speeds)
 
 
 def _gpu(name, kinds, flops, float32, memory, bandwidth, link, network) -> Chip:
@@ -127,10 +136,10 @@ def _gpu(name, kinds, flops, float32, memory, bandwidth, link, network) -> Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", ("TPU v4",), 275, 32, 1200, 47, 3),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 50, 2),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2765, 100, 3),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1638, 100, 2),
+        _tpu("v4", ("TPU v4",), 275, 32, 1200, 47, 3, 6.25),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 50, 2, 3.125),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2765, 100, 3, 6.25),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1638, 100, 2, 12.5),
         _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 312, 19.5, 81920, 2039, 300, 25),
         _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312, 19.5, 40960, 1555, 300, 25),
         _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 312, 19.5, 81920, 1935, 32, 25),

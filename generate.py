@@ -193,9 +193,8 @@ class Writer:
 
 
 def writing_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
-    """Those of the same devices to write on: ranks of pipeline join those of fsdp."""
-    fsdp, pipeline, tensor = config.mesh.shape
-    here = decode.config_of(config, fsdp * pipeline, tensor)
+    """Those of the same devices to write on: replicas and ranks of pipeline join those of fsdp."""
+    here = decode.config_of(config, math.prod(config.mesh.shape[:-1]), config.mesh.tensor)
     devices = mesh.devices.reshape(here.mesh.shape)
     return here, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
 

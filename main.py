@@ -287,8 +287,8 @@ def begin(
     total, active = weights.count(declared)
     device, kernel = mesh.devices.flat[0], attention.chosen(config, passes.platform(mesh))
     say(
-        f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh (fsdp, pipeline, "
-        f"tensor) = {config.mesh.shape} on {mesh.devices.size} x {device.device_kind}, attention "
+        f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh "
+        f"{config.mesh} on {mesh.devices.size} x {device.device_kind}, attention "
         f"{kernel}; {config.train.sequences} x {config.train.sequence_length} tokens per step"
     )
     say(flops.MFU_RULE)

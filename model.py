@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 import utils
 import weights
 from attention import attend
-from utils import EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
+from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES
 from weights import Size, normal, ones, vary, varying, weight, zeros
 
 # First values of what is added to the residual stream, over 1/sqrt(inputs): layers begin as a small
@@ -334,7 +334,7 @@ def drop(y_btD: jax.Array, how: How, at: At, branch: int) -> jax.Array:
         return y_btD
     key = jax.random.key(how.seed)
     # Ranks that hold different data draw differently; pipeline ranks differ by their layer.
-    for number in (*at, branch, lax.axis_index("fsdp"), lax.axis_index("tensor")):
+    for number in (*at, branch, lax.axis_index(BATCH_AXES), lax.axis_index("tensor")):
         key = jax.random.fold_in(key, number)
     kept = jax.random.bernoulli(key, 1 - how.dropout, y_btD.shape)
     return jnp.where(kept, y_btD / (1 - how.dropout), 0)

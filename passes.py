@@ -43,7 +43,7 @@ from model import (
     slice_logits,
 )
 from schedule import Schedule
-from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES, Config
+from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
 from weights import vary
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -236,14 +236,14 @@ def summarize(config: Config, sums: jax.Array, routing: Any, balance_scale: floa
     return stats.replace(
         balance=balance_scale * lax.psum(routing.part_balance.sum(), MESH_AXES),
         dropped=lax.psum(routing.dropped.sum(), MESH_AXES),
-        tokens_per_expert=lax.psum(count, EXPERT_AXES),
+        tokens_per_expert=lax.psum(count, TOKEN_AXES),
     )
 
 
 def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
     """What a token's cross-entropy and a sequence's balance loss count for in the step's mean."""
     total = lax.psum(data.loss_weights.sum(), BATCH_AXES)
-    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size("fsdp")
+    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size(BATCH_AXES)
     return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
 
 

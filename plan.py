@@ -163,7 +163,7 @@ def searched(
 def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     """The compiled step, its text and graph kept where they are asked for."""
     topology = flags.topology or (
-        chips.topology(chip, math.prod(config.mesh.shape)) if chip else ""
+        chips.topology(chip, math.prod(config.mesh.shape[1:])) if chip else ""
     )
     compiled, text = compiler.compile_step(config, chip, topology, flags.hlo)
     if flags.svg:

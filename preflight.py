@@ -37,8 +37,8 @@ TPU_LOCK = Path("/tmp/libtpu_lockfile")
 GIT_S = 10.0
 
 
-def wrong_here() -> Iterator[str]:
-    """What has to be mended on this host."""
+def wrong_here(command: list[str]) -> Iterator[str]:
+    """What has to be mended on this host, to run this there."""
     for folder in (Path.cwd(), Path(os.environ.get("TMPDIR", "/tmp"))):
         free = shutil.disk_usage(folder).free
         if free < LEAST_FREE_BYTES:
@@ -46,10 +46,11 @@ def wrong_here() -> Iterator[str]:
                 f"{free / 2**30:.2f} GiB are free for {folder}, and {LEAST_FREE_BYTES / 2**30:g} "
                 "are needed. Remove what is not needed there."
             )
-    if names := sorted(name for name in os.environ if name.startswith("MEGASCALE_")):
+    names = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
+    if names and not any(word.partition("=")[0] == "--mesh.replica" for word in command):
         yield (
-            f"{', '.join(names)} is set, as for several TPU slices, and a run takes one. "
-            f"unset {' '.join(names)}"
+            f"{', '.join(names)} is set, as for several TPU slices, and the command has no "
+            f"--mesh.replica. Give it, or unset {' '.join(names)}"
         )
     yield from _tpu_lock()
 
@@ -136,7 +137,7 @@ def meet(where: Place, command: list[str]) -> None:
 
     Raises  ValueError with a line for each thing that is; Fault where a process did not come.
     """
-    found = {"wrong": list(wrong_here()), "facts": facts(command)}
+    found = {"wrong": list(wrong_here(command)), "facts": facts(command)}
     try:
         job = Peers(where, silence_s=30.0, start_s=START_S, stage="preflight")
     except Fault as fault:

@@ -66,13 +66,13 @@ class Replicas:
             self.sums = self.compiled([leaves[i][1] for i in self.which])
 
     def compiled(self, shapes: list[jax.ShapeDtypeStruct]) -> Any:
-        """arrays -> [fsdp, pipeline, tensor, n] checksums, the same on every device."""
+        """arrays -> [replica, fsdp, pipeline, tensor, n] checksums, the same on every device."""
 
         def local(arrays: list[jax.Array]) -> jax.Array:
             # Typed as the same along some axes, and whether they are is the question: from here on
             # each device has its own.
             sums = jnp.stack([checksum(vary(a)) for a in arrays])
-            return sums.reshape(1, 1, 1, -1)
+            return sums.reshape(*[1] * len(MESH_AXES), -1)
 
         specs = [s.sharding.spec for s in shapes]
         of_each = jax.shard_map(

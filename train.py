@@ -52,10 +52,11 @@ def start_processes(peer_s: float = 30.0) -> None:
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The (fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
+    """The (replica, fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
     devices = jax.devices() if devices is None else devices
     need = math.prod(config.mesh.shape)
     if need > len(devices) or (need < len(devices) and jax.process_count() > 1):
+        replicas = f"--mesh.replica {config.mesh.replica} x " * (config.mesh.replica > 1)
         hint = (
             f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
             "or start through ./run.sh."
@@ -63,17 +64,32 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             else ""
         )
         raise ValueError(
-            f"--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
+            f"{replicas}--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
             "--mesh.tensor "
             f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
             f"whose product is {len(devices)}, as --mesh.fsdp {len(devices)} --mesh.pipeline 1 "
             f"--mesh.tensor 1.{hint}"
         )
+    return Mesh(placed(config, devices[:need]), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def placed(config: Config, devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as a mesh, neighbours along its inner axes; a slice of TPUs is one replica, or
+    some of them.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    replica, *inner = config.mesh.shape
+    if replica % slices:
+        raise ValueError(
+            f"--mesh.replica {replica} is not a multiple of the {slices} slices that there are, "
+            f"between which no other axis may lie. Use --mesh.replica {slices}."
+        )
     # An axis of the torus may be split: on 4x4x4 chips a mesh axis of 2 has none of its own.
-    placed = mesh_utils.create_device_mesh(
-        config.mesh.shape, devices[:need], allow_split_physical_axes=True
-    )
-    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    how = {"devices": devices, "allow_split_physical_axes": True}
+    if slices == 1:
+        return mesh_utils.create_device_mesh(config.mesh.shape, **how)
+    of_slice, between = (replica // slices, *inner), (slices, 1, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(of_slice, between, **how)
 
 
 # --- state and optimizer --------------------------------------------------------------------------

@@ -18,11 +18,12 @@ from typing import Literal, get_origin
 GIB = 2**30
 LANES = 128  # of a TPU's vector registers: splash attention cuts sequences into multiples of it
 
-# The axes of the mesh, outermost first; and which of them a thing is spread over. A replica axis
-# would be added to BATCH_AXES.
-MESH_AXES = ("fsdp", "pipeline", "tensor")
-BATCH_AXES = ("fsdp",)
+# The axes of the mesh, outermost first; and which of them a thing is spread over. Weights are cut
+# over all but replica, along which they are the same: its links, between slices, are the slowest.
+MESH_AXES = ("replica", "fsdp", "pipeline", "tensor")
+BATCH_AXES = ("replica", "fsdp")
 SEQUENCE_AXES = ("tensor",)
+TOKEN_AXES = BATCH_AXES + SEQUENCE_AXES
 VOCABULARY_AXES = ("pipeline", "tensor")
 EXPERT_AXES = ("fsdp", "tensor")
 
@@ -41,6 +42,7 @@ REMAT_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
+    replica: int = 1  # slices that have all weights each, and share out the batch
     fsdp: int = 2  # ranks that share out the batch and every weight
     pipeline: int = 2  # ranks that share out the layers
     tensor: int = 2  # ranks that share out heads, hidden width, and the sequence between matmuls
@@ -48,8 +50,19 @@ class Mesh:
     virtual: int = 1
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.fsdp, self.pipeline, self.tensor
+    def shape(self) -> tuple[int, int, int, int]:
+        """In the order of MESH_AXES."""
+        return self.replica, self.fsdp, self.pipeline, self.tensor
+
+    def __str__(self) -> str:
+        """(fsdp, pipeline, tensor) = (2, 2, 2), with replica before where there are several."""
+        axes = MESH_AXES[self.replica == 1 :]
+        return f"({', '.join(axes)}) = {self.shape[-len(axes) :]}"
+
+    @property
+    def batch(self) -> int:
+        """Ranks that share out the batch."""
+        return self.replica * self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -516,8 +529,8 @@ def check(config: Config) -> None:
         (
             "train.sequences",
             train.sequences,
-            train.microbatches * mesh.fsdp,
-            "--train.microbatches x --mesh.fsdp",
+            train.microbatches * mesh.batch,
+            "--train.microbatches x --mesh.fsdp" + " x --mesh.replica" * (mesh.replica > 1),
         ),
         ("eval.sequences", config.eval.sequences, train.sequences, "--train.sequences"),
         ("train.sequence_length", train.sequence_length, mesh.tensor, "--mesh.tensor"),

@@ -333,15 +333,16 @@ def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
 
     gathered  the gradients are of weights whole along fsdp (they were gathered once, before); else
               the gather's own backward has already scattered them.
-    Sends     psum_scatter(fsdp) of gathered weights, psum over the axes along which a weight is
-              replicated.
+    Sends     psum_scatter(fsdp) of gathered weights, psum over the axes of a slice along which a
+              weight is replicated, then psum(replica) of what a rank holds.
     """
 
     def reduce(w: Weight, part: jax.Array) -> jax.Array:
         if gathered and w.gathered_dim is not None:
             dim = w.gathered_dim % part.ndim
             part = _scatter(part, dim)
-        replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
-        return lax.psum(part, replicated) if replicated else part
+        replicated = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
+        part = lax.psum(part, replicated) if replicated else part
+        return lax.psum(part, "replica")
 
     return jax.tree.map(reduce, declared, grads)

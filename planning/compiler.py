@@ -189,8 +189,9 @@ def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any
 # --- the child ------------------------------------------------------------------------------------
 
 
-def devices_of(name: str, count: int) -> list[Any]:
-    """Devices to compile for: of a TPU topology, as v4:2x4x4, or this machine's CPU.
+def devices_of(name: str, count: int, slices: int = 1) -> list[Any]:
+    """Devices to compile for: of so many slices of a TPU topology, as v4:2x4x4, or this machine's
+    CPU.
 
     Raises  ValueError for a topology that libtpu refuses.
     """
@@ -203,6 +204,8 @@ def devices_of(name: str, count: int) -> list[Any]:
     chip = chips.CHIPS[name.partition(":")[0]]
     # A v4 or v5p chip has two cores, which act as one device.
     options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
+    if slices > 1:
+        options["num_slices"] = slices
     try:
         return topologies.get_topology_desc(name, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
@@ -218,7 +221,7 @@ def build(request: Path) -> None:
     folder = request.parent
     config = utils.load(folder / "config.toml")
     name = json.loads(request.read_text())["topology"]
-    devices = devices_of(name, math.prod(config.mesh.shape))
+    devices = devices_of(name, math.prod(config.mesh.shape), config.mesh.replica)
 
     import jax
 

@@ -70,7 +70,7 @@ class Step:
         self.schedule, self.M = passes.schedule_of(config), t.microbatches
         self.kernel = attention.chosen(config, platform)
         self.share = attention.computed_share(config, platform)
-        self.b = t.sequences // (t.microbatches * mesh.fsdp)
+        self.b = t.sequences // (t.microbatches * mesh.batch)
         self.bT, self.bt = self.b * t.sequence_length, self.b * t.sequence_length // mesh.tensor
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bt * config.model.width * self.byte
@@ -96,9 +96,10 @@ class Step:
         few = shared and chunks > 2 and 2 * self.b % chunks == 0
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b
-        stage = dataclasses.replace(c.mesh, pipeline=1)
+        replica = dataclasses.replace(c.mesh, replica=1)
+        stage = dataclasses.replace(replica, pipeline=1)
         one = dataclasses.replace(stage, fsdp=1)
-        last = trace.one_microbatch(c, one if shared else c.mesh, self.last_b)
+        last = trace.one_microbatch(c, one if shared else replica, self.last_b)
         cut = self.b, c.mesh.fsdp
         cuts, self.rows = (cut,), (self.v,)
         if shared:
@@ -310,7 +311,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
 
 def sums_everywhere(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> bool:
     """Whether a reduce-scatter becomes an all-reduce, as libtpu makes one over a whole slice."""
-    whole = math.prod(step.ranks[a] for a in axes) == step.chips
+    whole = math.prod(step.ranks[a] for a in axes) == step.chips // step.ranks["replica"]
     return chip is not None and chip.is_tpu and whole
 
 
@@ -338,7 +339,9 @@ def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
             add("weights", ("fsdp",), "all-gather", h.whole // parts * h.byte, forward)
             grad = h.byte if narrow and per_layer else FLOAT
             add("gradients", ("fsdp",), "reduce-scatter", h.own // parts * grad, backward)
-        add("replicated gradients", h.replicated, "all-reduce", h.own * FLOAT)
+        inside = tuple(axis for axis in h.replicated if axis != "replica")
+        add("replicated gradients", inside, "all-reduce", h.own * FLOAT)
+        add("gradients of replicas", ("replica",), "all-reduce", h.own * FLOAT)
     add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(step.held))
 
 
@@ -580,4 +583,6 @@ def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
         stride *= size
     groups = tuple((step.ranks[axis], strides[axis]) for axis in sent.axes)
     whole = sent.result_bytes * (sent.ranks if sent.kind == "reduce-scatter" else 1)
+    if chip.is_tpu and "replica" in sent.axes:
+        return chip.between_slices_s(sent.kind, whole, sent.ranks)
     return chip.collective_s(sent.kind, whole, groups, step.chips)

@@ -434,22 +434,35 @@ def collectives(
 ) -> dict[Collective, int]:
     """Bytes of the results of collectives over all executions.
 
-    mesh  sizes of the axes, outermost first: a device's number is its position on them.
+    mesh  sizes of the axes, outermost first: a device's number is its position on them. Slices of
+          TPUs are along the outermost.
     """
 
     def cost(instruction: Instruction, computation: Computation) -> Cost:
-        found = collective_cost(instruction, computation)
-        if not found:
-            return {}
         first = instruction
         if instruction.opcode.endswith("-done"):
             first = computation.get(instruction.operands[0], instruction)
-        axes = group_axes(first, mesh)
+        if kind := between_slices(first):
+            found = {kind: shape_bytes(instruction.shapes[0])} if first is not instruction else {}
+            axes = tuple(mesh)[:1]
+        else:
+            found = collective_cost(instruction, computation)
+            axes = group_axes(first, mesh) if found else ()
         apart = first is not instruction
         how = apart, apart and _computes(first, instruction, computation)
         return {Collective(axes, kind, *how): size for kind, size in found.items() if axes}
 
     return executed(text, cost, branch_share)
+
+
+def between_slices(received: Instruction) -> str:
+    """The kind of a collective between slices, of which libtpu makes sends to their hosts; empty
+    for all else.
+    """
+    if received.opcode != "recv":
+        return ""
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', received.attributes)
+    return found[1].lower().replace("_", "-") if found else ""
 
 
 def _computes(start: Instruction, done: Instruction, computation: Computation) -> bool:

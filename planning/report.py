@@ -104,7 +104,7 @@ def header(plan: Plan) -> str:
     p, c = plan.predicted, plan.config
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
-        f"{p.chips} x {plan.where}, mesh (fsdp, pipeline, tensor) = {c.mesh.shape}, virtual "
+        f"{p.chips} x {plan.where}, mesh {c.mesh}, virtual "
         f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
         f"{c.fsdp.gather}, attention {p.attention}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
@@ -249,7 +249,7 @@ def search_table(found: Found) -> Group:
         use = (c.mesh.virtual, c.train.microbatches, c.fsdp.gather, f"{candidate.memory / GIB:.2f}")
         times = (f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s))
         remat = c.train.remat.replace(",", ", ")
-        rows.append((mesh_name(c.mesh.shape), *map(str, use), *times, remat))
+        rows.append((mesh_name(c.mesh.shape[c.mesh.replica == 1 :]), *map(str, use), *times, remat))
     return table(title, columns, rows, words=["remat"])
 
 
@@ -327,7 +327,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     every = plan.found.best if plan.found else [Candidate(plan.config, plan.predicted)]
     shown = every[:MOST_BARS]
-    names = [mesh_name(c.config.mesh.shape) for c in shown]
+    names = [mesh_name(m.shape[m.replica == 1 :]) for m in (c.config.mesh for c in shown)]
     figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
     memory, times = figure.subplots(2, 1)
     stack(memory, names, [{k: v / GIB for k, v in c.predicted.memory.items()} for c in shown])

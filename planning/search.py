@@ -88,12 +88,15 @@ def flags_of(config: Config) -> str:
     return " ".join(f"--{flag} {value_of(config, flag)}" for flag in FREE)
 
 
-def meshes(chips: int) -> list[MeshShape]:
-    """All (fsdp, pipeline, tensor) of so many chips."""
+def meshes(chips: int, replica: int = 1) -> list[MeshShape]:
+    """All (fsdp, pipeline, tensor) of each of so many replicas, which have so many chips in all."""
+    if chips % replica:
+        return []
+    each = chips // replica
     return [
-        (chips // (pipeline * tensor), pipeline, tensor)
-        for pipeline in cost.divisors(chips)
-        for tensor in cost.divisors(chips // pipeline)
+        (each // (pipeline * tensor), pipeline, tensor)
+        for pipeline in cost.divisors(each)
+        for tensor in cost.divisors(each // pipeline)
     ]
 
 
@@ -146,10 +149,12 @@ def allowed(config: Config, chips: int, fixed: frozenset[str]) -> list[MeshShape
     sizes = {flag: value_of(config, flag) for flag in MESH_FLAGS if flag in fixed}
     found = [
         mesh
-        for mesh in meshes(chips)
+        for mesh in meshes(chips, config.mesh.replica)
         if all(mesh[MESH_FLAGS.index(flag)] == size for flag, size in sizes.items())
     ]
     if not found:
+        if config.mesh.replica > 1:
+            sizes["mesh.replica"] = config.mesh.replica
         given, needed = " ".join(f"--{f} {n}" for f, n in sizes.items()), math.prod(sizes.values())
         raise ValueError(
             f"--chips {chips} cannot be had with {given}. Use a multiple of {needed}, or leave "
@@ -174,7 +179,7 @@ def candidates_on(
 def ways(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     """What to try on a mesh: {flag: value} without train.remat."""
     fsdp, pipeline, _ = mesh
-    blocks, sequences = config.model.blocks, config.train.sequences
+    blocks, sequences = config.model.blocks, config.train.sequences // config.mesh.replica
     virtual = cost.divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
     microbatches = cost.divisors(sequences // fsdp) if sequences % fsdp == 0 else [1]
     choices = {"mesh.virtual": virtual, "train.microbatches": microbatches}
@@ -245,9 +250,9 @@ def no_mesh(config: Config, chips: int, fixed: frozenset[str], out: dict[MeshSha
 def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
     """Whether the model can be cut over any mesh of so many chips."""
     m, t = config.model, config.train
-    for mesh in meshes(chips):
+    for mesh in meshes(chips, config.mesh.replica):
         fsdp, pipeline, tensor = mesh
-        parts = ((t.sequences, fsdp), (m.blocks, pipeline), (m.heads, tensor))
+        parts = ((t.sequences, fsdp * config.mesh.replica), (m.blocks, pipeline), (m.heads, tensor))
         if any(size % ranks for size, ranks in parts):  # most are seen to be out at once
             continue
         for values in ways(config, mesh, fixed):

@@ -25,7 +25,7 @@ import train
 import utils
 from planning import jaxpr
 from planning.jaxpr import Op, Program, Value
-from utils import MESH_AXES, Config
+from utils import MESH_AXES, TOKEN_AXES, Config
 from weights import vary
 
 LAYER = "layer_"  # begins the name of a layer's call in a trace
@@ -205,7 +205,7 @@ def after(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
     def at(run: pipeline.Executor) -> None:
         gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
         y = jnp.zeros((b, config.train.sequence_length // config.mesh.tensor, config.model.width))
-        y = vary(y.astype(config.model.compute_dtype), ("fsdp", "tensor"))
+        y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         last = jax.make_jaxpr(gradient)(run.w.ends, run.microbatch(0), y)
         found.append(jaxpr.Reader(sizes, 1.0).read(last))
 

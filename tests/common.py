@@ -46,6 +46,7 @@ RUN_MESHES = {
     "2x2x2": ((2, 2, 2), 1),
     "1x4x2": ((1, 4, 2), 1),
     "2x2x2_virtual": ((2, 2, 2), 2),
+    "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
 }
 
 # How to compile what is only read: the text is the same, and the time half, as no machine code is
@@ -58,9 +59,10 @@ def config_of(
 ):
     """A tiny run on a mesh of `shape`; `fields` are those of the model."""
     small = {"microbatches": 4, "sequences": 16, "sequence_length": 16, "loss_chunk_tokens": 16}
-    fsdp, pipeline, tensor = shape
+    replica, fsdp, pipeline, tensor = (1, *shape)[-4:]
+    mesh = utils.Mesh(replica=replica, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual)
     return utils.Config(
-        mesh=utils.Mesh(fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual),
+        mesh=mesh,
         fsdp=utils.Fsdp(gather=gather),
         model=utils.Model(**(SIZES | fields)),
         train=utils.Train(**(small | (train or {}))),

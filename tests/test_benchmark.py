@@ -485,7 +485,9 @@ def test_as_many_steps_run_with_a_save_as_without_and_what_is_saved_is_whole(tmp
     saved.close()
 
     told = list(benchmark_checkpoint.lines(training, stretches))
-    assert told[0].endswith("on 1 x cpu, mesh (1, 1, 1); 8 x 32 tokens per step")
+    assert told[0].endswith(
+        "on 1 x cpu, mesh (fsdp, pipeline, tensor) = (1, 1, 1); 8 x 32 tokens per step"
+    )
     names = ["between saves", "without a save", "with a save", "ratio", "ratio of CPU"]
     names += ["in save()", "on disk after", "waited for", "checkpoint"]
     assert [line[:16].strip() for line in told[1:-1]] == names

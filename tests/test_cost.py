@@ -96,6 +96,7 @@ CPU_CASES = {
         tied=False,
         train={"remat": "latents,attention_out,hidden,expert_in,expert_out"},
     ),
+    "2 replicas of 2x1x2": config_of((2, 2, 1, 2), shared_experts=1),
 }
 
 

@@ -440,3 +440,22 @@ def test_what_a_tpu_fuses_and_overlaps_is_read_from_its_text():
     whole = FUSED.replace("dynamic-slice(%flat, %i, %z), dynamic_slice_sizes={4,128}", "add(%i)")
     kept = hlo.Collective(("fsdp",), "all-reduce", False, False)
     assert hlo.collectives(whole, {"fsdp": 2})[kept] == 8 * 128 * 4
+
+
+def test_what_libtpu_sends_between_slices_is_a_collective_along_the_outermost_axis():
+    how = 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
+    text = f"""
+ENTRY %main (p: f32[2752,8]) -> f32[2752,8] {{
+  %p = f32[2752,8]{{1,0}} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[2752,8]{{1,0}}, u32[], token[]) send(%p, %token), channel_id=2, {how}
+  %recv = (f32[2752,8]{{1,0}}, u32[], token[]) recv(%token), channel_id=3, {how}
+  %product = f32[8,8]{{1,0}} dot(%p, %p), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+  %send-done = token[] send-done(%send), channel_id=2
+  %recv-done = (f32[2752,8]{{1,0}}, token[]) recv-done(%recv), channel_id=3
+  ROOT %sum = f32[2752,8]{{1,0}} get-tuple-element(%recv-done), index=0
+}}
+"""
+    [(found, size)] = hlo.collectives(text, {"replica": 2, "fsdp": 4}).items()
+    assert found == (("replica",), "all-reduce", True, True)
+    assert size == 4 * 2752 * 8

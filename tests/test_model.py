@@ -129,8 +129,17 @@ CASES = {
         prefix_layers=1,
         **hf_case.YARN,
     ),
+    "2x2x2x1": config_of((2, 2, 2, 1), segments=True, **BASE),
+    "2x1x2x2_virtual": config_of(
+        (2, 1, 2, 2),
+        virtual=2,
+        gather="layer",
+        train={"remat": "latents,hidden"},
+        tied=False,
+        experts_layout="gathered",
+    ),
 }
-SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual"]
+SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual", "2x2x2x1"]
 
 
 class Trained(NamedTuple):
@@ -211,7 +220,7 @@ def gradient_norm(grads):
 
 def test_balance_loss_and_gradient_norm_depend_on_neither_mesh_nor_microbatches():
     runs = [trained(name) for name in SAME_MODEL]
-    assert len({(r.config.mesh.shape, r.config.train.microbatches) for r in runs}) == 3
+    assert len({(r.config.mesh.shape, r.config.train.microbatches) for r in runs}) == 4
     for other in runs[1:]:
         assert relative_error(other.stats.balance, runs[0].stats.balance) <= BOUND
         norms = gradient_norm(other.grads), gradient_norm(runs[0].grads)
@@ -379,7 +388,7 @@ class Layer(NamedTuple):
 
     @property
     def x_spec(self):
-        return P("fsdp", "tensor")
+        return P(utils.BATCH_AXES, "tensor")
 
     def local(self, w, x, segments):
         """(y, [1] dropped choices, [1, E] tokens per expert); nothing of the latter but in moe."""
@@ -395,7 +404,7 @@ class Layer(NamedTuple):
 
     def sharded(self):
         """(weights, x [B, T, D], segments [B, T]) -> results of `local`, one row a rank."""
-        ranks = P(utils.EXPERT_AXES)
+        ranks = P(utils.TOKEN_AXES)
         return jax.shard_map(
             self.local,
             mesh=mesh_of(self.config),
@@ -648,7 +657,7 @@ def dropped_out(shape, at, branch=0, rate=0.25):
     def local(x):
         return model.drop(x, how, model.At(*map(jnp.int32, at)), branch)
 
-    spec = P("fsdp", "tensor")
+    spec = P(utils.BATCH_AXES, "tensor")
     run = jax.shard_map(local, mesh=mesh_of(config), in_specs=spec, out_specs=spec)
     return np.asarray(jax.jit(run)(np.ones((8, 16, 64), np.float32)))
 
@@ -722,7 +731,7 @@ def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
         return lax.psum(x, ("pipeline",))
 
     specs = (weights.specs(declared), passes.BATCH_SPEC)
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("fsdp", "tensor"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(utils.BATCH_AXES, "tensor"))
     w = transformer_of(config, mesh, tree_of(config.model))
     x = np.asarray(jax.jit(run)(w, on_mesh(config, mesh, batch_of(config))))
     layers = 2 + 3 * (2 + 1)
@@ -755,7 +764,7 @@ def test_gradient_of_taking_rows_is_that_of_indexing():
 def chunked(shape, chunk):
     """(value, both sums), (gradients of table and h) of the loss, by chunks of tokens."""
     table, h, targets, token_weights = loss_inputs()
-    mesh = jax.make_mesh(shape, utils.MESH_AXES, (jax.sharding.AxisType.Auto,) * 3)
+    mesh = mesh_of(config_of(shape))
 
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pipeline
 from schedule import Schedule
-from utils import MESH_AXES
+from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES
 from weights import vary
 
 B, D, V = 4, 5, 12
@@ -114,12 +114,12 @@ def plain(w, data):
 
 
 def mesh_of(ranks, fsdp):
-    devices = np.array(jax.devices()[: fsdp * ranks]).reshape(fsdp, ranks, 1)
+    devices = np.array(jax.devices()[: fsdp * ranks]).reshape(1, fsdp, ranks, 1)
     return jax.sharding.Mesh(devices, MESH_AXES)
 
 
 WEIGHT_SPECS = pipeline.Parameters(Ends(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
-DATA_SPEC = P(None, "fsdp")
+DATA_SPEC = P(None, BATCH_AXES)
 
 
 def per_chunk(tree, schedule):
@@ -154,15 +154,15 @@ def train(schedule, functions=FUNCTIONS, fsdp=1):
 
     def local(w, data):
         grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
-        blocks = lax.psum(per_chunk(grads.blocks, schedule), ("fsdp", "tensor"))
+        blocks = lax.psum(per_chunk(grads.blocks, schedule), TOKEN_AXES)
         ends = Ends(
             lax.psum(grads.ends.first, MESH_AXES),
-            lax.psum(grads.ends.last, ("fsdp", "tensor")),
+            lax.psum(grads.ends.last, TOKEN_AXES),
             lax.psum(grads.ends.shift, MESH_AXES),
         )
         whole = pipeline.Parameters(ends, blocks)
-        stats = lax.psum(per_chunk(stats, schedule), ("fsdp", "tensor"))
-        return whole, stats, lax.psum(results, "fsdp")
+        stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
+        return whole, stats, lax.psum(results, BATCH_AXES)
 
     return on_ranks(schedule, local, (WEIGHT_SPECS, P(None, "pipeline"), P()), fsdp)
 
@@ -219,9 +219,9 @@ def test_evaluation_gives_each_microbatch_its_result_in_order(sizes):
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
 
     def local(w, data):
-        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule, ("fsdp",))
-        stats = lax.psum(per_chunk(stats, schedule), ("fsdp", "tensor"))
-        return stats, lax.psum(results, "fsdp")
+        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule, BATCH_AXES)
+        stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
+        return stats, lax.psum(results, BATCH_AXES)
 
     stats, results = on_ranks(schedule, local, (P(None, "pipeline"), P()))(w, data)
     _, (errors, sums) = plain(w, data)

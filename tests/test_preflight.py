@@ -81,6 +81,14 @@ def test_what_is_wrong_on_one_host_ends_all_with_its_mend():
         assert "unset MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID" in text
 
 
+@pytest.mark.parametrize("given", [["--mesh.replica", "2"], ["--mesh.replica=2"]])
+def test_what_several_slices_need_is_not_refused_where_there_are_some(monkeypatch, given):
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    assert any("MEGASCALE" in line for line in preflight.wrong_here(["python", "main.py"]))
+    told = preflight.wrong_here(["python", "main.py", *given])
+    assert not any("MEGASCALE" in line for line in told)
+
+
 def test_a_process_that_does_not_come_is_named_with_the_port(monkeypatch):
     monkeypatch.setattr(preflight, "START_S", 0.3)
     port = free_port()
@@ -138,7 +146,7 @@ def test_facts_have_the_commit_changes_packages_and_the_config_file(tmp_path, mo
 
 def test_a_host_without_disk_is_told(monkeypatch):
     monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
-    lines = list(preflight.wrong_here())
+    lines = list(preflight.wrong_here([]))
     assert all("GiB are free for" in line and "Remove what" in line for line in lines) and lines
 
 

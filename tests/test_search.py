@@ -22,10 +22,11 @@ def found():
 def test_all_meshes_of_a_number_of_chips_are_listed():
     assert len(search.meshes(32)) == 21 == len(set(search.meshes(32)))
     assert all(math.prod(mesh) == 32 for mesh in search.meshes(32))
+    assert search.meshes(64, replica=2) == search.meshes(32) and not search.meshes(33, replica=2)
 
 
 def test_every_mesh_is_either_ranked_or_out_with_a_reason(found):
-    ranked = {c.config.mesh.shape for c in found.best}
+    ranked = {c.config.mesh.shape[1:] for c in found.best}
     assert ranked | set(found.out) == set(search.meshes(32))
     assert not ranked & set(found.out)
     assert "--model.heads 12 cannot be cut over --mesh.tensor 8" in found.out[4, 1, 8]

@@ -21,7 +21,14 @@ from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
-MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "2x2x2": 4, "1x4x2": 8, "2x2x2_virtual": 2}
+MICROBATCHES = {
+    "1x1x1": 2,
+    "8x1x1": 1,
+    "2x2x2": 4,
+    "1x4x2": 8,
+    "2x2x2_virtual": 2,
+    "2x1x2x2_virtual": 2,
+}
 
 
 class Run(NamedTuple):

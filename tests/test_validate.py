@@ -78,7 +78,7 @@ def test_another_mesh_gives_the_same_loss(whole, told, monkeypatch):
     shapes, make = [], train.make_mesh
     monkeypatch.setattr(train, "make_mesh", lambda c: shapes.append(c.mesh.shape) or make(c))
     found = json.loads(told("--json", *OTHER_MESH.split(), "--train.microbatches", "2"))
-    assert shapes == [(4, 2, 1)]
+    assert shapes == [(1, 4, 2, 1)]
     assert found["loss/val"] == pytest.approx(recorded(whole, 6)["loss/val"], abs=1e-5)
 
 

@@ -114,7 +114,7 @@ def test_weights_are_named_by_their_path():
     ],
 )
 def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, size, works):
-    by_axis = dict(zip(MESH_AXES, ranks, strict=True))
+    by_axis = dict(zip(MESH_AXES, (1, *ranks), strict=True))
 
     def check(size):
         sizes = SIZE | {letter: SIZE[letter]._replace(size=size)}
@@ -135,7 +135,7 @@ def test_a_value_that_sets_several_dimensions_is_refused_with_one_that_works_for
 
     def check(value):
         sizes = SIZE | {"G": Size(value, "model.hidden"), "X": Size(6 * value, "model.hidden", 6)}
-        ranks = dict(zip(MESH_AXES, (3, 1, 8), strict=True))
+        ranks = dict(zip(MESH_AXES, (1, 3, 1, 8), strict=True))
         weights.check_cuts(weights.declare(Two, sizes), ranks)
 
     message = "hidden 31 .*wide has 6 times as many.*Use --model.hidden 36, or --mesh.tensor 2.$"
@@ -332,7 +332,7 @@ def test_each_rank_gets_its_own_slice_of_a_sum(dim, shape):
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
     """Each rank's part is its number (a power of two), so a sum tells which ranks are in it."""
     declared, here = toy(), mesh(shape)
