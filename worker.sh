@@ -58,7 +58,7 @@ start() {
   rm -f "$state"/{up,stop,pid}
   [[ ! -e $state/log ]] || mv "$state/log" "$state/log.before"
   note "starting"
-  tmux new-session -d -s "$name" "./worker.sh run $name $number"
+  new_session
   while [[ ! -e $state/up ]]; do
     if ! is_running; then
       [[ $(noted) != "ended with 0" ]] || break # it was short
@@ -67,6 +67,15 @@ start() {
       exit 1
     fi
     sleep 0.2
+  done
+}
+
+# A tmux whose last session has just ended may take this one along.
+new_session() {
+  local tries=3
+  until tmux new-session -d -s "$name" "./worker.sh run $name $number"; do
+    ((--tries)) || exit 1
+    sleep 0.5
   done
 }
 

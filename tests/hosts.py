@@ -23,6 +23,7 @@ TOOLS = ("sshd", "tmux", "ip", "unshare", "nsenter", "setpriv", "git")
 SHARED = "/mnt/shared"
 FOLDER = "tree"  # of the tree on the hosts, in root's home
 DISK_MB = 1300
+SOON_S = 120.0  # on a machine that has other work, which can be slow at times
 
 INSIDE = """
 set -e
@@ -127,7 +128,7 @@ class Host:
     def _child(self) -> str:
         """The first process of the host, in its namespaces; its id is as this machine sees it."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return wait_for(lambda: path.read_text().strip(), 10)
+        return wait_for(lambda: path.read_text().strip())
 
     def __call__(self, command: str, check: bool = True) -> str:
         """What a shell on the host says, not by its network."""
@@ -171,7 +172,7 @@ class Net:
                 host.start(self, self.shared)
             self._ssh()
             for host in self.hosts:
-                wait_for(lambda host=host: self.answers(host), 20)
+                wait_for(lambda host=host: self.answers(host))
         except BaseException:
             self.__exit__()
             raise
@@ -215,7 +216,7 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def wait_for(asked, within_s: float):
+def wait_for(asked, within_s: float = SOON_S):
     """What asked() is, once that is true."""
     ends = time.monotonic() + within_s
     while True:

@@ -58,17 +58,17 @@ def test_a_command_runs_on_all_hosts_at_once_and_keys_go_to_all(net, tmux):
     assert panes(tmux, "command") == panes(tmux, "monitor") == ["0"] * 4
     at = f"of 4 at {net.hosts[0].address}:8476 a 'b"
     for number, host in enumerate(net.hosts):
-        wait_for(lambda h=host, n=number: h("cat place", check=False) == f"{n} {at}", 10)
+        wait_for(lambda h=host, n=number: h("cat place", check=False) == f"{n} {at}")
     tmux("send-keys", "-t", "=debug:command.0", "hostname >~/typed", "Enter")
     for host in net.hosts:
-        wait_for(lambda h=host: h("cat typed", check=False) == h.name, 10)
+        wait_for(lambda h=host: h("cat typed", check=False) == h.name)
         monitor = "tpu-info" if host is net.hosts[2] else "top"
-        wait_for(lambda h=host, m=monitor: any(m in p for p in h.processes()), 10)
+        wait_for(lambda h=host, m=monitor: any(m in p for p in h.processes()))
     again = debug(tmux, file, bin, "--detach")
     assert again.returncode == 2 and "tmux kill-session -t debug ends it" in again.stderr
     tmux("kill-session", "-t", "debug")
     for host in net.hosts:
-        wait_for(lambda h=host: not h.processes(), 10)
+        wait_for(lambda h=host: not h.processes())
 
 
 def test_there_is_a_pane_for_each_of_any_number_of_hosts(tmux, tmp_path):

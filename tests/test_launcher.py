@@ -16,8 +16,7 @@ import tiny_run
 from conftest import ROOT
 from hosts import FOLDER, SHARED, wait_for
 
-FOUND_S = 30  # in which `status` has to name what happened
-STAND_IN = ["python", "tests/stand_in.py", "--peer-seconds", "3", "--steps"]
+STAND_IN = ["python", "tests/stand_in.py", "--steps"]
 
 
 class Cluster:
@@ -27,7 +26,7 @@ class Cluster:
         self.net, self.tree, self.bin = net, tree, net.folder / "bin"
         self.all, self.two = net.hosts, net.file(net.hosts[:2])
 
-    def __call__(self, *words: str, file: str | None = None, limit_s: float = 120, **more: str):
+    def __call__(self, *words: str, file: str | None = None, limit_s: float = 300, **more: str):
         """What ./launcher.sh WORDS does; on two hosts, if no others are named."""
         where = [] if "--tpu" in words else ["--hosts", file or self.two]
         return subprocess.run(
@@ -51,14 +50,14 @@ class Cluster:
         lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[1:]]
         return done.returncode, {name.split("@")[-1]: rest for name, rest in lines}, done.stderr
 
-    def comes(self, host: hosts.Host, text: str, within_s: float = FOUND_S) -> tuple[int, str]:
-        """What is wrong, once status says `text` of this host, which has to be soon."""
+    def comes(self, host: hosts.Host, text: str) -> tuple[int, str]:
+        """(exit code, what is wrong), once status says `text` of this host."""
 
         def said():
             code, lines, wrong = self.status()
             return (code, wrong) if text in lines.get(host.address, "") else None
 
-        return wait_for(said, within_s)
+        return wait_for(said)
 
     def log(self, host: hosts.Host, number: int, name: str = "train") -> str:
         return host(f"cat {FOLDER}/.launch/{name}/{number}/log")
@@ -80,8 +79,12 @@ def two(cluster):
     yield cluster
     cluster("stop", "--wait", "20", file=cluster.net.file(cluster.all, "all.txt"))
     for host in cluster.all:
-        wait_for(lambda host=host: not host.processes(), 10)
-        host(f"rm -rf {FOLDER}/.launch {FOLDER}/stand_in_*")
+        wait_for(lambda host=host: not host.processes())
+        host(
+            f"rm -rf {FOLDER}/.launch {FOLDER}/.venv {FOLDER}/stand_in_* /mnt/bin/* big starts away"
+        )
+        host(f"mkdir -p {FOLDER} && cd {FOLDER} && ln -s /mnt/venv .venv")
+        host(f"cd {FOLDER} && git reset -q --hard", check=False)  # where there is a tree as yet
 
 
 # --- what needs no hosts --------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def test_words_reach_the_command_as_typed_and_secrets_by_a_file_alone(two):
     show += "; import time; time.sleep(99)"
     two.start("--env", str(secret), "--", "python", "-c", show, *typed)
     for number, host in enumerate(two.all[:2]):
-        wait_for(lambda host=host, n=number: f"{typed} se'cr et$1" in two.log(host, n), 10)
+        wait_for(lambda host=host, n=number: f"{typed} se'cr et$1" in two.log(host, n))
         mode = host(f"stat -c %a {FOLDER}/.launch/train/{number}/secrets")
         assert mode == "600"
         assert any("time.sleep(99)" in line for line in host.processes())
@@ -216,7 +219,7 @@ def refused(cluster, file, message):
     done = cluster("--", *STAND_IN, "500", file=file)
     assert done.returncode == 1, done.stderr
     assert message in done.stderr
-    wait_for(lambda: not any(host.processes() for host in cluster.all), 5)
+    wait_for(lambda: not any(host.processes() for host in cluster.all))
     return done.stderr
 
 
@@ -279,7 +282,7 @@ def test_a_run_goes_on_when_connections_are_cut_and_status_finds_it_again(two):
     code, lines, _ = two.status()
     assert code == 0, lines
     step = int(lines[a.address].split()[3].split("/")[0])
-    later = wait_for(lambda: int(two.status()[1][a.address].split()[3].split("/")[0]) > step, 10)
+    later = wait_for(lambda: int(two.status()[1][a.address].split()[3].split("/")[0]) > step)
     assert later
     told = two("logs", a.address)
     assert told.returncode == 0 and f"{a.address}: step " in told.stdout
@@ -299,19 +302,19 @@ def test_a_killed_process_is_named_with_the_exit_codes_of_all(two):
 
 
 def test_a_host_whose_network_is_cut_is_named(two):
-    two.start("--", *STAND_IN, "2000")
+    two.start("--", *STAND_IN, "2000", "--peer-seconds", "3")
     a, b = two.all[:2]
-    wait_for(lambda: "step 1/" in two.log(a, 0) and "step 1/" in two.log(b, 1), 30)
+    wait_for(lambda: "step 1/" in two.log(a, 0) and "step 1/" in two.log(b, 1))
     b.connect(False)
     try:
         code, wrong = two.comes(b, "no answer")
         assert code == 1 and f"root@{b.address}: no answer" in wrong
-        two.comes(a, "ended with 75", within_s=90)  # on a busy machine silence counts slowly
+        two.comes(a, "ended with 75")
         assert "process 1 (h1) is lost: not heard of for 3 s" in two.log(a, 0)
     finally:
         b.connect(True)
-    wait_for(lambda: two.net.answers(b), 10)
-    two.comes(b, "ended with 75", within_s=90)
+    wait_for(lambda: two.net.answers(b))
+    two.comes(b, "ended with 75")
 
 
 def test_a_host_whose_disk_is_full_is_named_also_when_it_ends(two):
@@ -330,18 +333,18 @@ def test_a_killed_tmux_takes_its_run_along(two):
     two.start("--", *STAND_IN, "2000")
     two.all[1]("tmux kill-server")
     two.comes(two.all[0], "ended with 143")
-    wait_for(lambda: not two.all[1].processes(), 10)
+    wait_for(lambda: not two.all[1].processes())
 
 
 def test_a_restart_stops_a_run_and_goes_on_with_it(two):
-    two.start("--", *STAND_IN, "40")
+    two.start("--", *STAND_IN, "500")
     done = two("restart")
     assert done.returncode == 0 and "2 hosts are up" in done.stderr, done.stderr
     a = two.all[0]
     before = a(f"cat {FOLDER}/.launch/train/0/log.before")
-    last = int(re.findall(r"step (\d+)/40", before)[-1])
-    wait_for(lambda: f"step {last + 1}/40" in two.log(a, 0), 10)
-    assert "step 1/40" not in two.log(a, 0)
+    last = int(re.findall(r"step (\d+)/500", before)[-1])
+    wait_for(lambda: f"step {last + 1}/500" in two.log(a, 0))
+    assert "step 1/500" not in two.log(a, 0)
 
 
 # --- keeping alive, and the end -------------------------------------------------------------------
@@ -354,7 +357,7 @@ def test_only_what_starting_again_can_help_is_started_again_and_only_so_often(tw
         ends = f"codes=({' '.join(map(str, codes))}); exit ${{codes[JAX_PROCESS_ID]}}"
         two.start(*keep, "--", "bash", "-c", f"echo >>~/starts; sleep 1; {ends}", file=all_four)
         for code, host in zip(codes, two.all, strict=True):
-            wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False), 20)
+            wait_for(lambda host=host: not host("tmux ls 2>/dev/null", check=False))
             assert host("wc -l <starts && rm starts") == str(expected[code]), code
     assert "ended with 0" in two.status(file=all_four)[1][two.all[3].address]
 
@@ -364,16 +367,16 @@ def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     two.all[1](f"kill -9 {two.pid(1)}")
     two.comes(two.all[1], "ended with 137, again in 300 s (1 of 9)")
     assert two("stop").returncode == 1  # for the run had not ended well
-    wait_for(lambda: not any(host.processes() for host in two.all), 5)
+    wait_for(lambda: not any(host.processes() for host in two.all))
     a = two.all[0]
     place = "JAX_COORDINATOR_ADDRESS=h0:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"
     waits = f"./worker.sh start train 0 {place} -- {' '.join(STAND_IN)} 5"
     a(f"cd {FOLDER} && (setsid {waits} </dev/null >/dev/null 2>&1 &)")
     one = two.net.file([a], "one.txt")
-    wait_for(lambda: any("preflight.py" in line for line in a.processes()), 10)
+    wait_for(lambda: any("preflight.py" in line for line in a.processes()))
     assert "starting" in two.status(file=one)[1][a.address]
     assert two("stop", file=one).returncode == 0
-    wait_for(lambda: not any(host.processes() for host in two.all), 5)
+    wait_for(lambda: not any(host.processes() for host in two.all))
 
 
 def test_setup_prepares_all_hosts_and_sums_over_the_devices_of_all_also_again(two):
@@ -506,7 +509,7 @@ def test_a_stop_ends_all_with_a_checkpoint_and_leaves_nothing(two, undisturbed):
     folder = checkpoint_of(two, "stopped", SAVES).parent.parent
     done = two("stop")
     assert done.returncode == 0 and done.stdout.count("ended with 143") == 2
-    wait_for(lambda: not any(host.processes() for host in two.all), 5)
+    wait_for(lambda: not any(host.processes() for host in two.all))
     said = two.log(two.all[0], 0)
     step = re.search(r"SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", said)[1]
     assert (folder / "checkpoints" / step).is_dir() and SAVES < int(step) < STEPS

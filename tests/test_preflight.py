@@ -35,7 +35,7 @@ def together(count=2, command=(), more=None, first=0.0):
             )
         )
         time.sleep(first)
-    return [(process.communicate(timeout=60)[0], process.wait()) for process in started]
+    return [(process.communicate(timeout=200)[0], process.wait()) for process in started]
 
 
 def test_processes_that_are_alike_become_the_command_and_say_that_they_are_up(tmp_path):
@@ -194,7 +194,7 @@ command_line(lambda: peers.Peers(peers.Place(sys.argv[1], 2, int(sys.argv[2])), 
             for number, stage in (("0", hub), ("1", other))
         ]
         for process in both:
-            text = process.communicate(timeout=60)[1]
+            text = process.communicate(timeout=200)[1]
             assert process.returncode == 75 and "one of them was started again" in text
 
 
