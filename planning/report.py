@@ -216,6 +216,11 @@ def compiled_table(plan: Plan) -> Group:
         f"Compiled in {c.compile_s:.0f} s; the program itself is {gib(c.program_bytes)}. Kernels "
         f"that are not counted: {calls}."
     )
+    if plan.chip and not plan.chip.is_tpu:
+        note += (
+            " Where there is a GPU, XLA also times kernels to choose from, and cuDNN's may ask for "
+            "memory of their own: neither is in this."
+        )
     if not plan.chip and plan.config.model.compute_dtype == "bfloat16":
         note += " A CPU's compiler holds and sends bfloat16 as float32, twice as large."
     columns = ("per chip", "predicted", "compiled", "ratio")
