@@ -5,7 +5,7 @@
 counts are of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
-are opaque: those of splash attention are counted by rule, and of any other call of foreign code
+are opaque: those of attention are counted by rule, and of any other call of foreign code
 `custom_calls` says how often it runs.
 """
 
@@ -18,6 +18,8 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from kernels import CUDNN_BLOCK
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
 Cost = dict[Any, float]  # what is counted: how much
@@ -39,6 +41,7 @@ CALLS = ("fusion", "call", "async-start")
 # Kernels of splash attention: matrix products as wide as queries, and as values. Backward, each of
 # two makes the scores and the probabilities' gradient of its own.
 SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
+CUDNN = {"__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2)}
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -302,6 +305,8 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     call = instruction.opcode == "custom-call"
     if call and _splash(instruction):
         return splash_flops(instruction, computation)
+    if call and _target(instruction) in CUDNN:
+        return cudnn_flops(instruction, computation)
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
     if instruction.opcode != "dot" and not (call and _is_gemm(instruction)):
@@ -339,6 +344,15 @@ def splash_flops(call: Instruction, computation: Computation) -> int:
     by_query, by_value = _splash(call)
     pairs = T * T * (rows + 1) // (2 * rows)
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
+
+
+def cudnn_flops(call: Instruction, computation: Computation) -> int:
+    """As of splash, for queries of [b, T, n, A] and values as wide as W."""
+    (b, T, n, A), _, (*_, W) = [computation[name].shapes[0][1] for name in call.operands[:3]]
+    by_query, by_value = CUDNN[_target(call)]
+    blocks = -(-T // CUDNN_BLOCK)
+    pairs = T * T * (blocks + 1) // (2 * blocks)
+    return 2 * b * n * pairs * (by_query * A + by_value * W)
 
 
 def convolution_flops(convolution: Instruction, computation: Computation) -> int:
@@ -390,9 +404,10 @@ def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
     """How often each foreign function runs that is not counted as a matrix product."""
 
     def cost(instruction: Instruction, _: Computation) -> Cost:
-        if instruction.opcode != "custom-call" or _is_gemm(instruction) or _splash(instruction):
+        call = instruction.opcode == "custom-call"
+        if not call or _is_gemm(instruction) or _splash(instruction):
             return {}
-        return {_target(instruction): 1}
+        return {} if _target(instruction) in CUDNN else {_target(instruction): 1}
 
     return executed(text, cost, branch_share)
 
