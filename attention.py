@@ -13,6 +13,7 @@ import kernels
 import utils
 from utils import LANES
 
+KERNELS = {"tpu": "splash", "gpu": "cudnn"}  # that platforms have
 MASKED = -1e30  # added to a score; finite, so that a row with nothing to see stays finite
 
 
@@ -36,7 +37,13 @@ def chosen(config: utils.Config, platform: str) -> str:
     return wanted
 
 
-KERNELS = {"tpu": "splash", "gpu": "cudnn"}
+def told(config: utils.Config, platform: str) -> str:
+    """What is chosen and, where a platform's own kernel is not, why."""
+    kernel, own = chosen(config, platform), KERNELS.get(platform[:3], "")
+    if config.model.attention != "auto" or kernel == own or not own:
+        return kernel
+    why = why_not(config, platform, own) or f"not for {config.model.compute_dtype}"
+    return f"{kernel} ({own}: {why})"
 
 
 def why_not(config: utils.Config, platform: str, kernel: str) -> str:

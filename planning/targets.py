@@ -56,7 +56,7 @@ def check(chip: Chip | None) -> None:
         needs = " and ".join(missing)
         raise ValueError(
             f"--compile --chip {chip.name} needs {needs}, which is not installed in the version "
-            f"that it takes (no device is needed). Use: {install} --no-deps {packages}"
+            f"that it takes (no device is needed). Use: {install} {packages}"
         )
 
 

@@ -153,6 +153,9 @@ def test_auto_is_splash_on_a_tpu_where_the_kernel_can_be_used():
     assert attention.chosen(config(sequence_length=1000), "tpu") == "xla"
     assert attention.chosen(config(attention="xla"), "tpu") == "xla"
     assert attention.chosen(config(attention="splash"), "cpu") == "splash"
+    assert attention.told(config(), "tpu") == "splash" and attention.told(config(), "cpu") == "xla"
+    assert attention.told(config(compute_dtype="float32"), "tpu") == "xla (splash: not for float32)"
+    assert attention.told(config(attention="xla"), "tpu") == "xla"
 
 
 def test_splash_is_refused_where_it_cannot_run():
@@ -197,6 +200,7 @@ def test_cudnn_is_taken_on_a_gpu_where_it_can_be_used_and_else_why_not_is_said(
 def test_documents_are_not_given_to_cudnn():
     packed = dataclasses.replace(config(), data=utils.Data(segments=True))
     assert attention.chosen(packed, "gpu9") == "xla"
+    assert attention.told(packed, "gpu9") == "xla (cudnn: it knows no documents (--data.segments))"
     packed = dataclasses.replace(packed, model=config(attention="cudnn").model)
     with pytest.raises(ValueError, match=r"it knows no documents \(--data.segments\)"):
         attention.chosen(packed, "gpu9")

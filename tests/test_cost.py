@@ -21,28 +21,32 @@ import pipeline
 import train
 import utils
 from common import UNUSED, config_of, mesh_of
-from planning import compiler, cost, hlo, trace
+from planning import compiler, cost, hlo, targets, trace
 
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
 LIBTPU = importlib.util.find_spec("libtpu") is not None
+CUDA = importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 
-# --- TPU programs ---------------------------------------------------------------------------------
+# --- TPU and GPU programs -------------------------------------------------------------------------
 
 
-def test_a_dozen_steps_are_recorded_for_two_chips():
-    wanted = {f"{name} {chip}" for name in make_compiled.CASES for chip in ("v4", "v5p")}
-    assert set(RECORDED) == wanted and len(make_compiled.CASES) >= 12
+def test_steps_are_recorded_for_two_tpus_and_a_gpu():
+    both, gpu = make_compiled.CASES, make_compiled.GPU_CASES
+    wanted = {f"{name} {chip}" for name in both for chip in ("v4", "v5p")}
+    assert set(RECORDED) == wanted | {f"{name} h100" for name in gpu}
+    assert len(both) >= 12 and len(gpu) >= 6
 
 
 @pytest.mark.parametrize("key", RECORDED)
-def test_predictions_match_what_libtpu_planned(key):
+def test_predictions_match_what_compilers_planned(key):
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
     far = {p: r for p, r in found.items() if abs(r - 1) > (0.10 if p == "memory" else 0.005)}
     assert not far
-    assert len(found) > 2  # some axis carries traffic
+    one = math.prod(make_compiled.config_of(name)[1].mesh.shape) == 1
+    assert one or len(found) > 2  # some axis carries traffic
     predicted = cost.predict(make_compiled.config_of(name)[1], chips.chip_named(chip))
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
@@ -56,7 +60,7 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert compiled.flops_per_chip == pytest.approx(before["flops_per_chip"], rel=0.001)
     for axes, size in before["collective_bytes_per_chip"].items():
         assert compiled.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02)
-    if importlib.metadata.version("libtpu") == compiler.LIBTPU:
+    if importlib.metadata.version("libtpu") == targets.LIBTPU:
         assert compiled.memory_bytes_per_chip == pytest.approx(
             before["memory_bytes_per_chip"], rel=0.02
         )
@@ -64,6 +68,16 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
     assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
+
+
+@pytest.mark.skipif(not CUDA, reason="jax's CUDA plugin is not installed")
+def test_the_compiler_for_gpus_still_plans_what_is_recorded():
+    name = "gpu-dense-124m"
+    compiled, text = compiler.compile_step(make_compiled.config_of(name)[1], H100, "")
+    before = RECORDED[f"{name} h100"]
+    for what in ("flops_per_chip", "memory_bytes_per_chip"):
+        assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
+    assert compiled.custom_calls == {} and "__cudnn$fmhaSoftmaxBackward" in text
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])
