@@ -44,7 +44,13 @@ import weights
 from planning import cost, hlo
 from utils import Config
 
-PARTS = ("gpu", "checkpoint", "data", "tokenize")  # files that take from this one, imported late
+PARTS = (
+    "gpu",
+    "checkpoint",
+    "data",
+    "tokenize",
+    "links",
+)  # files that take from this one, imported late
 STEPS = 8  # timed ones, after one that is not
 ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
@@ -84,9 +90,13 @@ class Program:
         return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
 
 
-def compiled(config: Config) -> Program:
-    """The step of train.py, compiled for this config."""
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+def compiled(config: Config, anew: bool = True) -> Program:
+    """The step of train.py, compiled for this config.
+
+    anew  also where it was compiled before, for the time that takes.
+    """
+    if anew:
+        jax.config.update("jax_enable_compilation_cache", False)
     utils.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
