@@ -54,6 +54,7 @@ from benchmark import Program, compiled, with_values
 from chips import Chip
 from faults import Fault
 from metrics import say
+from plan import check_writable
 from planning import cost, hlo
 from pretend_hosts import Host, Network
 from utils import GIB, MESH_AXES, Config
@@ -504,12 +505,20 @@ def parse(arguments: list[str]) -> tuple[Flags, Config]:
             "nothing can be measured so: use --steps 1 or more, --mbit with one number or more, 0 "
             "for a link that is not throttled, and no number below 0."
         )
+    if flags.png:
+        check_writable("png", flags.png)
     own = tuple(field.name for field in dataclasses.fields(Flags))
     config = utils.parse([*MODEL.split(), *rest], own, checked=False)
     if config.mesh != utils.Mesh():
         raise ValueError("the meshes are those of the layouts: leave --mesh out.")
     for name in (ALONE, *LAYOUTS):
         utils.check(layout_of(config, name))
+    most = HOSTS * max(mesh["virtual"] for mesh in LAYOUTS.values())
+    if config.model.blocks % most:
+        raise ValueError(
+            f"--model.blocks {config.model.blocks} cannot be cut into the {most} stages of the "
+            f"interleaved layout. Use --model.blocks {-(-config.model.blocks // most) * most}."
+        )
     return flags, config
 
 
@@ -520,7 +529,7 @@ def main(arguments: list[str]) -> None:
     flags, config = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="links-") as folder:
         found = measured(config, flags, Path(folder))
-    Console(width=140).print(table(found))
+    Console(width=160).print(table(found))
     print("\n".join(lines(found)))
     if flags.png:
         draw(found, flags.png)
