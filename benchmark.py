@@ -6,13 +6,14 @@
     ./run.sh python benchmark.py checkpoint           steps with a save over steps without
     ./run.sh python benchmark.py data                 batches alone, from a disk and a bucket
     ./run.sh python benchmark.py tokenize             text to tokens, beside tiktoken alone
+    ./run.sh python benchmark.py links                three layouts over links from fast to slow
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
-`step` and `checkpoint` take main.py's flags; `gpu`, `checkpoint`, `data` and `tokenize` have flags
-of their own, which --help tells. Compiled FLOPs are the matrix products in the compiled program,
-loops counted with their trip counts; model FLOPs those of a program without waste (see
-cost.model_flops).
+`step`, `checkpoint` and `links` take main.py's flags; `gpu`, `checkpoint`, `data`, `tokenize` and
+`links` have flags of their own, which --help tells. Compiled FLOPs are the matrix products in the
+compiled program, loops counted with their trip counts; model FLOPs those of a program without waste
+(see cost.model_flops).
 """
 
 import dataclasses
@@ -65,9 +66,13 @@ class Program:
     step: Any
     compile_s: float
 
-    def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
+    def state(self) -> train.State:
+        """Before the first step."""
+        return train.initial_state(self.config, self.declared, self.mesh)
+
+    def steps(self, state: train.State | None = None) -> Iterator[tuple[float, dict[str, Any]]]:
         """(seconds, report) of one step after the other, without end; the first ones are slower."""
-        state = train.initial_state(self.config, self.declared, self.mesh)
+        state = self.state() if state is None else state
         batch = random_batch(self.config, self.mesh)
         while True:
             start = time.perf_counter()
@@ -295,8 +300,8 @@ def run() -> None:
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "decode, checkpoint, data, tokenize, gpu with names of rows, or step with flags of "
-            "main.py."
+            "decode, checkpoint, data, tokenize, links, gpu with names of rows, or step with flags "
+            "of main.py."
         )
 
 

@@ -29,6 +29,7 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2"} | dict.fromkeys(
 ENVIRONMENT = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 ENDS = ("setpriv", "--pdeathsig", "KILL")  # a process with the thread that started it
 NET = 0x40000000  # CLONE_NEWNET
+SILENCE_S = 20.0  # in which a link has to carry something while it is measured
 
 # Without the sysctl a connection that waited for a computation begins slowly again, and the delay
 # of a link would be paid many times over.
@@ -207,6 +208,7 @@ class Network:
             far, _ = listening.accept()
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.settimeout(SILENCE_S)
         return near, far
 
     def bandwidth(self, seconds: float = 1.0) -> float:
