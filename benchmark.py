@@ -66,13 +66,9 @@ class Program:
     step: Any
     compile_s: float
 
-    def state(self) -> train.State:
-        """Before the first step."""
-        return train.initial_state(self.config, self.declared, self.mesh)
-
-    def steps(self, state: train.State | None = None) -> Iterator[tuple[float, dict[str, Any]]]:
+    def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
         """(seconds, report) of one step after the other, without end; the first ones are slower."""
-        state = self.state() if state is None else state
+        state = train.initial_state(self.config, self.declared, self.mesh)
         batch = random_batch(self.config, self.mesh)
         while True:
             start = time.perf_counter()

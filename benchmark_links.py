@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
@@ -110,9 +111,12 @@ def work(config: Config) -> None:
     os.dup2(2, 1)  # gloo writes to stdout, which is for answers
     try:
         train.start_processes()
-        program = compiled(config, anew=False)
-        steps = program.steps(program.state())
+        if several := jax.process_count() > 1:
+            multihost_utils.sync_global_devices("start")  # gloo waits 30 s to connect, and no more
+        # Of several processes the first alone finds what was compiled before, and would wait.
+        program = compiled(config, anew=several)
         print(json.dumps(messages(program)), file=answers)
+        steps = program.steps()
         for line in sys.stdin:
             found = paces() if line == "paces\n" else next(steps)[0]
             print(json.dumps(found), file=answers)
@@ -215,7 +219,7 @@ class Job:
             self._processes.append(process)
 
     def started(self) -> None:
-        """Once all can step: gloo waits 30 s for the last to be compiled, and no longer."""
+        """Once all are compiled, they make a step, which is slower."""
         self.messages: dict[str, float] = self._answers()[0]
         self.step()
 

@@ -16,10 +16,12 @@ import hosts
 import pretend_hosts
 from conftest import ROOT
 
+# What a shell starts behind itself ignores SIGINT, and so would all that the tests start.
 HOLD = """
-import sys, tempfile, time
+import signal, tempfile, time
 from pathlib import Path
 from pretend_hosts import Network
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with tempfile.TemporaryDirectory() as folder, Network(2, Path(folder)) as network:
     network.delay(1e-3)
     print(*(host.process for host in network.hosts), flush=True)
