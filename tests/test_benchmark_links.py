@@ -105,6 +105,7 @@ def test_two_lines_cross_where_both_take_as_long():
     assert links.crossing(mbit, falling, level) == pytest.approx(250)
     assert links.crossing(mbit, level, falling) == pytest.approx(250)
     assert links.crossing(mbit, falling, [m * 2 for m in falling]) is None
+    assert links.crossing(mbit, falling, [0.5] * 3) is None  # only beyond what was measured
 
 
 def test_crossings_are_those_of_the_plan_where_all_is_as_planned(found):
