@@ -72,7 +72,6 @@ go_back() {
     return
   }
   say "ended with $1, and goes back into the queue ($((times + 1)) of $again)"
-  trap "" TERM # by which this script is told of that
   scontrol requeue "$SLURM_JOB_ID"
 }
 

@@ -31,6 +31,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 KillWait=10
+KillOnBadExit=1
+SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1
 StateSaveLocation=/run/slurmctld
 SlurmctldPidFile=/run/slurmctld.pid
@@ -38,7 +40,7 @@ SlurmctldLogFile={shared}/slurm/slurmctld.log
 SlurmdSpoolDir=/run/slurmd
 SlurmdPidFile=/run/slurmd.pid
 SlurmdLogFile={shared}/slurm/slurmd-%n.log
-NodeName=h[0-1]
+NodeName=h[0-1] CPUs=4
 PartitionName=all Nodes=h[0-1] Default=YES OverSubscribe=FORCE:8
 """
 
@@ -116,8 +118,10 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limited(slurm):
-    """A job of a minute, which Slurm looks at every half minute: submitted before the others."""
-    return slurm.stand_in("limited", 250, options="--time=1 --signal=TERM@50")
+    """A job that is told at once of its limit, which Slurm looks at every half minute: so it is
+    submitted before the others.
+    """
+    return slurm.stand_in("limited", 250, options="--time=1")
 
 
 # --- what needs no Slurm --------------------------------------------------------------------------
@@ -204,8 +208,24 @@ def test_only_what_starting_again_can_help_goes_back_and_only_so_often(slurm, li
         assert ("it did so 1 times (AGAIN)" in jobs[code].log) == helps
 
 
-def test_before_its_time_limit_a_job_saves_and_goes_back(limited):
+def test_the_environment_is_set_up_before_all_look_for_it_and_each_has_its_cpus(slurm, limited):
+    subprocess.run(["cp", "-r", slurm.tree, slurm.net.shared / "new"], check=True)
+    (slurm.net.shared / "new" / ".venv").unlink()
+    uv = "[[ $1 == pip ]] || mkdir -p .venv/bin && ln -sf /usr/bin/true .venv/bin/python\n"
+    hosts.script(slurm.net.shared / "uv", uv)
+    for host in slurm.net.hosts:
+        host(f"ln -s {SHARED}/uv /mnt/bin/uv")
+    words = ["bash", "-c", "echo $SLURM_CPUS_PER_TASK"]
+    job = slurm.start(*words, options="--cpus-per-task 2", folder="new")
+    assert job.ends() == ("COMPLETED", "0"), job.log
+    lines = job.log.splitlines()
+    assert lines[0].startswith("run.sh: setting up .venv") and lines[1].startswith("run.sh: set up")
+    assert sorted(lines[2:]) == ["0: 2", "1: 2"]
+
+
+def test_before_its_time_limit_a_job_saves_and_goes_back(slurm, limited):
     limited.comes_back()
+    slurm(f"scontrol update JobId={limited.number} TimeLimit=60")
     assert limited.ends() == ("COMPLETED", "0"), limited.log
     before, after = limited.log.split("slurm.sh: ended with 143, and goes back into the queue")
     saved = int(re.search(r"0: SIGTERM: stopped, and step (\d+) is saved", before)[1])
