@@ -192,6 +192,12 @@ def test_what_a_lost_process_leaves_is_said_and_the_job_goes_back(slurm, limited
     assert "ended with 137, and does not go back into the queue: it did so 0 times" in job.log
 
 
+def test_a_process_that_fails_leaves_the_others_time_to_end(slurm, limited):
+    job = slurm.start("bash", "-c", "((SLURM_PROCID == 0)) || exit 2; sleep 2; echo later")
+    assert job.ends() == ("FAILED", "2")
+    assert "0: later" in job.log
+
+
 def test_only_what_starting_again_can_help_goes_back_and_only_so_often(slurm, limited):
     codes = {75: True, 134: True, 137: True, 139: True, 0: False, 1: False, 2: False, 130: False}
     jobs = {}
@@ -215,12 +221,13 @@ def test_the_environment_is_set_up_before_all_look_for_it_and_each_has_its_cpus(
     hosts.script(slurm.net.shared / "uv", uv)
     for host in slurm.net.hosts:
         host(f"ln -s {SHARED}/uv /mnt/bin/uv")
-    words = ["bash", "-c", "echo $SLURM_CPUS_PER_TASK"]
+    step = "scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID"
+    words = ["bash", "-c", f"{step} | grep -o 'CPUs=[0-9]*'"]
     job = slurm.start(*words, options="--cpus-per-task 2", folder="new")
     assert job.ends() == ("COMPLETED", "0"), job.log
     lines = job.log.splitlines()
     assert lines[0].startswith("run.sh: setting up .venv") and lines[1].startswith("run.sh: set up")
-    assert sorted(lines[2:]) == ["0: 2", "1: 2"]
+    assert sorted(lines[2:]) == ["0: CPUs=4", "1: CPUs=4"]  # of both
 
 
 def test_before_its_time_limit_a_job_saves_and_goes_back(slurm, limited):
