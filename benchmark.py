@@ -6,13 +6,14 @@
     ./run.sh python benchmark.py checkpoint           steps with a save over steps without
     ./run.sh python benchmark.py data                 batches alone, from a disk and a bucket
     ./run.sh python benchmark.py tokenize             text to tokens, beside tiktoken alone
+    ./run.sh python benchmark.py links                three layouts over links from fast to slow
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
-`step` and `checkpoint` take main.py's flags; `gpu`, `checkpoint`, `data` and `tokenize` have flags
-of their own, which --help tells. Compiled FLOPs are the matrix products in the compiled program,
-loops counted with their trip counts; model FLOPs those of a program without waste (see
-cost.model_flops).
+`step`, `checkpoint` and `links` take main.py's flags; `gpu`, `checkpoint`, `data`, `tokenize` and
+`links` have flags of their own, which --help tells. Compiled FLOPs are the matrix products in the
+compiled program, loops counted with their trip counts; model FLOPs those of a program without waste
+(see cost.model_flops).
 """
 
 import dataclasses
@@ -44,7 +45,13 @@ import weights
 from planning import cost, hlo
 from utils import Config
 
-PARTS = ("gpu", "checkpoint", "data", "tokenize")  # files that take from this one, imported late
+PARTS = (
+    "gpu",
+    "checkpoint",
+    "data",
+    "tokenize",
+    "links",
+)  # files that take from this one, imported late
 STEPS = 8  # timed ones, after one that is not
 ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
@@ -84,9 +91,13 @@ class Program:
         return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
 
 
-def compiled(config: Config) -> Program:
-    """The step of train.py, compiled for this config."""
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+def compiled(config: Config, anew: bool = True) -> Program:
+    """The step of train.py, compiled for this config.
+
+    anew  also where it was compiled before, for the time that takes.
+    """
+    if anew:
+        jax.config.update("jax_enable_compilation_cache", False)
     utils.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
@@ -285,8 +296,8 @@ def run() -> None:
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "decode, checkpoint, data, tokenize, gpu with names of rows, or step with flags of "
-            "main.py."
+            "decode, checkpoint, data, tokenize, links, gpu with names of rows, or step with flags "
+            "of main.py."
         )
 
 

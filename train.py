@@ -44,11 +44,15 @@ def start_processes(peer_s: float = 30.0) -> None:
     """
     # Its handler of SIGTERM would take the place of the watch's.
     jax.config.update("jax_enable_preemption_service", False)
-    patience = {"heartbeat_timeout_seconds": max(100, int(4 * peer_s))}
+    how: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, int(4 * peer_s))}
+    tasks, hosts = (os.environ.get(name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_NODES"))
+    if tasks and tasks == hosts:
+        # A task of Slurm would get the one GPU that has the task's number on its host.
+        how["cluster_detection_method"] = "deactivate"
     if place := peers.place():
-        jax.distributed.initialize(*place, **patience)
+        jax.distributed.initialize(*place, **how)
     elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        jax.distributed.initialize(**patience)
+        jax.distributed.initialize(**how)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -20,6 +20,8 @@ import pytest
 from processes import ROOT
 
 TOOLS = ("sshd", "tmux", "ip", "unshare", "nsenter", "setpriv", "git")
+# Of Debian, where a package has another name than its program.
+PACKAGES = {"sshd": "openssh-server", "ip": "iproute2", "sbatch": "slurm-client"}
 SHARED = "/mnt/shared"
 FOLDER = "tree"  # of the tree on the hosts, in root's home
 DISK_MB = 1300
@@ -67,15 +69,14 @@ SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin XLA_FLAGS="{fl
 """
 
 
-def missing() -> str:
-    """Why there can be no hosts here; empty where there can."""
+def missing(*more: str) -> str:
+    """Why there can be no hosts here that have TOOLS and `more`; empty where there can."""
     if sys.platform != "linux" or os.geteuid():
         return "hosts of the tests' own need root on Linux"
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    absent = [tool for tool in TOOLS if not shutil.which(tool)]
-    return (
-        f"apt-get install openssh-server tmux iproute2: there is no {absent[0]}" if absent else ""
-    )
+    absent = [tool for tool in (*TOOLS, *more) if not shutil.which(tool)]
+    packages = " ".join(PACKAGES.get(tool, tool) for tool in absent)
+    return f"apt-get install {packages}: there is no {absent[0]}" if absent else ""
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess:
@@ -255,20 +256,20 @@ def commit(folder: Path, text: str) -> str:
     return run("git", "rev-parse", "HEAD", cwd=folder).stdout.strip()
 
 
-def need_hosts() -> None:
-    """Skips a test where there can be no hosts; with REQUIRE_HOSTS=1 it fails there, and with 0 it
-    is skipped everywhere.
+def need_hosts(*more: str) -> None:
+    """Skips a test where there can be no hosts, with these tools too; with REQUIRE_HOSTS=1 it fails
+    there, and with 0 it is skipped everywhere.
     """
     if os.environ.get("REQUIRE_HOSTS") == "0":
         pytest.skip("REQUIRE_HOSTS=0: hosts are not asked for")
-    if why := missing():
+    if why := missing(*more):
         if os.environ.get("REQUIRE_HOSTS") == "1":
             pytest.fail(f"REQUIRE_HOSTS=1, and {why}")
         pytest.skip(why)
 
 
 @contextlib.contextmanager
-def net_of(folder: Path, count: int) -> Iterator[Net]:
-    need_hosts()
+def net_of(folder: Path, count: int, *more: str) -> Iterator[Net]:
+    need_hosts(*more)
     with Net(folder, count) as net:
         yield net

@@ -454,7 +454,7 @@ OTHERWISE = f"""
 --checkpoint.every_steps {SAVES} --eval.every_steps 0 --run.peer_seconds 10
 --data.train {SHARED}/data/train --data.val {SHARED}/data/val --run.dir {SHARED}/runs
 """
-LONG_S = 300  # that a run may take on a machine that has other work
+LONG_S = 900  # that a run may take on a machine that has other work
 
 
 def train(name: str) -> list[str]:

@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,15 @@ def test_the_environment_is_set_up_once(checkout):
     second = checkout.run("true")
     assert checkout.calls == []
     assert "setting up" not in second.stderr
+
+
+def test_two_that_start_at_once_set_up_one_environment(checkout):
+    script(checkout.stubs / "uv", UV.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.5"))
+    (checkout.stubs / "sleep").symlink_to(shutil.which("sleep"))
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: checkout.run("true"), range(2)))
+    assert [done.returncode for done in both] == [0, 0]
+    assert [call.split()[1] for call in checkout.calls] == ["venv", "pip"]
 
 
 def test_changed_requirements_are_installed_into_the_same_environment(ready):

@@ -1,0 +1,239 @@
+"""slurm.sh with Slurm's own daemons on two hosts of the tests' own (hosts.py), and one that trains.
+
+Most jobs are stand_in.py, which meets, watches and ends as main.py does.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import hosts
+import tiny_run
+from conftest import ROOT
+from hosts import SHARED, wait_for
+
+TOOLS = ("slurmctld", "slurmd", "sbatch")
+LONG_S = 300  # that a job may take on a machine that has other work
+
+# As root, without munge, accounts and cgroups; jobs share the nodes, so that tests need not wait.
+CONF = """
+ClusterName=tests
+SlurmctldHost=h0
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+KillWait=10
+KillOnBadExit=1
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1
+StateSaveLocation=/run/slurmctld
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmctldLogFile={shared}/slurm/slurmctld.log
+SlurmdSpoolDir=/run/slurmd
+SlurmdPidFile=/run/slurmd.pid
+SlurmdLogFile={shared}/slurm/slurmd-%n.log
+NodeName=h[0-1] CPUs=4
+PartitionName=all Nodes=h[0-1] Default=YES OverSubscribe=FORCE:8
+"""
+
+
+class Slurm:
+    """Two nodes that share a tree; commands come by ssh to the first, as a user's do."""
+
+    def __init__(self, net: hosts.Net):
+        self.net, self.tree = net, net.shared / "tree"
+        self.known = {"SLURM_CONF": f"{SHARED}/slurm/slurm.conf"}
+        (net.shared / "slurm").mkdir()
+        (net.shared / "slurm" / "slurm.conf").write_text(CONF.format(shared=SHARED))
+        daemons = ["mkdir /run/slurmctld; slurmctld; slurmd", "slurmd"]
+        for host, started in zip(net.hosts, daemons, strict=True):
+            host(f"export SLURM_CONF={self.known['SLURM_CONF']}; {started}")
+        wait_for(lambda: self("sinfo -h -o %D%t") == "2idle", 30)
+
+    def __call__(self, command: str, folder: str = "tree", **more: str) -> str:
+        """What a shell on the first host says."""
+        variables = " ".join(f"{n}={shlex.quote(v)}" for n, v in (self.known | more).items())
+        text = f"cd {SHARED}/{folder} && export {variables} && {command}"
+        ssh = [self.net.folder / "bin" / "ssh", self.net.hosts[0].address, text]
+        done = subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def start(self, *words: str, options: str = "", folder: str = "tree", **more: str) -> "Job":
+        number = self(
+            f"sbatch --parsable {options} slurm.sh {shlex.join(words)}", folder=folder, **more
+        )
+        return Job(self, number, self.net.shared / folder / f"slurm-{number}.log")
+
+    def stand_in(self, name: str, steps: int, options: str = "", **more: str) -> "Job":
+        """A job in a tree of its own, since stand-ins save where they are."""
+        subprocess.run(["cp", "-r", self.tree, self.net.shared / name], check=True)
+        words = ["python", "tests/stand_in.py", "--peer-seconds", "3", "--steps", str(steps)]
+        return self.start(*words, options=options, folder=name, **more)
+
+
+class Job:
+    def __init__(self, slurm: Slurm, number: str, log: Path):
+        self.slurm, self.number, self._log = slurm, number, log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def field(self, name: str) -> str:
+        """Of what scontrol knows, as State and Restarts."""
+        return re.search(rf"\b{name}=(\S+)", self.slurm(f"scontrol show job {self.number}"))[1]
+
+    def says(self, text: str, within_s: float = LONG_S) -> None:
+        wait_for(lambda: text in self.log, within_s)
+
+    def ends(self) -> tuple[str, str]:
+        """(state, exit code), once it has ended and is not in the queue."""
+        wait_for(lambda: self.field("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), LONG_S)
+        return self.field("JobState"), self.field("ExitCode").split(":")[0]
+
+    def comes_back(self) -> None:
+        """Slurm has it wait two minutes in the queue, and here not so long."""
+        wait_for(lambda: self.field("Restarts") == "1", LONG_S)
+        wait_for(lambda: self.field("JobState") != "COMPLETING", LONG_S)
+        if self.field("JobState") == "PENDING":
+            self.slurm(f"scontrol update JobId={self.number} StartTime=now")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with hosts.net_of(tmp_path_factory.mktemp("hosts"), 2, *TOOLS) as net:
+        tree = hosts.checkout(net.shared / "tree")
+        (tree / ".venv").symlink_to("/mnt/venv")
+        yield Slurm(net)
+
+
+@pytest.fixture(scope="module")
+def limited(slurm):
+    """A job that is told at once of its limit, which Slurm looks at every half minute: so it is
+    submitted before the others.
+    """
+    return slurm.stand_in("limited", 250, options="--time=1")
+
+
+# --- what needs no Slurm --------------------------------------------------------------------------
+
+
+def test_it_tells_its_use():
+    told = subprocess.run([ROOT / "slurm.sh", "--help"], capture_output=True, text=True)
+    assert told.returncode == 0 and "sbatch slurm.sh python main.py" in told.stdout
+    assert "set -euo" not in told.stdout and "SBATCH --" not in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "message"),
+    [
+        ([], {}, "what is to be run?"),
+        (["--speed", "9"], {}, "there is no option --speed: ./slurm.sh --help"),
+        (["python", "main.py"], {}, "this is no job of Slurm: sbatch slurm.sh python main.py"),
+        (["x"], {"SLURM_JOB_ID": "1"}, "has no run.sh: give --chdir"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(tmp_path, words, job, message):
+    command = [ROOT / "slurm.sh", *words]
+    done = subprocess.run(command, env=job, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def test_two_nodes_train_as_one_process_does_also_when_it_is_put_back(slurm, limited, data, whole):
+    subprocess.run(["cp", "-r", Path(data[1]).parent, slurm.net.shared / "data"], check=True)
+    otherwise = f"""
+    --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1 --train.steps 24
+    --checkpoint.every_steps 100 --eval.every_steps 0 --run.name slurm --run.dir {SHARED}/runs
+    --data.train {SHARED}/data/train --data.val {SHARED}/data/val --sample.prompts
+    """
+    job = slurm.start("python", "main.py", *tiny_run.FLAGS, *otherwise.split())
+    job.says("step 1/24")
+    slurm(f"scancel --signal=TERM {job.number}")
+    job.comes_back()
+    assert job.ends() == ("COMPLETED", "0"), job.log
+    saved = re.search(r"0: SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", job.log)[1]
+    assert 1 <= int(saved) < 24
+    assert f"continues after step {saved}" in job.log
+    assert "slurm.sh: ended with 143, and goes back into the queue (1 of 20)" in job.log
+    losses = tiny_run.losses(slurm.net.shared / "runs" / "slurm")
+    assert len(losses) == 24
+    assert losses[:6] == pytest.approx(tiny_run.losses(whole), abs=1e-4)
+
+
+@pytest.mark.parametrize(("how", "state"), [("--batch --signal=TERM", "FAILED"), ("", "CANCELLED")])
+def test_a_job_that_is_stopped_has_saved_and_does_not_come_back(slurm, limited, how, state):
+    job = slurm.stand_in(f"stopped{len(how)}", 900)
+    job.says("1: step 2/900")
+    slurm(f"scancel {how} {job.number}")
+    assert job.ends()[0] == state
+    assert job.log.count("SIGTERM: stopped, and step") == 2, job.log
+    assert "into the queue" not in job.log and job.field("Restarts") == "0"
+
+
+def test_what_a_lost_process_leaves_is_said_and_the_job_goes_back(slurm, limited):
+    job = slurm.stand_in("killed", 900, AGAIN="0")
+    job.says("1: step 2/900")
+    slurm.net.hosts[1]("pkill -9 -f 'stand_in.py .*--steps 900'")
+    assert job.ends() == ("FAILED", "137")
+    assert "0: process 0 (h0): process 1 (h1) is lost: its connection closed" in job.log
+    assert "ended with 137, and does not go back into the queue: it did so 0 times" in job.log
+
+
+def test_a_process_that_fails_leaves_the_others_time_to_end(slurm, limited):
+    job = slurm.start("bash", "-c", "((SLURM_PROCID == 0)) || exit 2; sleep 2; echo later")
+    assert job.ends() == ("FAILED", "2")
+    assert "0: later" in job.log
+
+
+def test_only_what_starting_again_can_help_goes_back_and_only_so_often(slurm, limited):
+    codes = {75: True, 134: True, 137: True, 139: True, 0: False, 1: False, 2: False, 130: False}
+    jobs = {}
+    for code in codes:
+        words = ["bash", "-c", f"echo started; exit {code}"]
+        jobs[code] = slurm.start(*words, options="--nodes 1", AGAIN="1")
+    for code, helps in codes.items():
+        if helps:
+            jobs[code].comes_back()
+    for code, helps in codes.items():
+        state = "FAILED" if code else "COMPLETED"
+        assert jobs[code].ends() == (state, str(code)), jobs[code].log
+        assert jobs[code].log.count("0: started") == 1 + helps
+        assert ("it did so 1 times (AGAIN)" in jobs[code].log) == helps
+
+
+def test_the_environment_is_set_up_before_all_look_for_it_and_each_has_its_cpus(slurm, limited):
+    subprocess.run(["cp", "-r", slurm.tree, slurm.net.shared / "new"], check=True)
+    (slurm.net.shared / "new" / ".venv").unlink()
+    uv = "[[ $1 == pip ]] || mkdir -p .venv/bin && ln -sf /usr/bin/true .venv/bin/python\n"
+    hosts.script(slurm.net.shared / "uv", uv)
+    for host in slurm.net.hosts:
+        host(f"ln -s {SHARED}/uv /mnt/bin/uv")
+    step = "scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID"
+    words = ["bash", "-c", f"{step} | grep -o 'CPUs=[0-9]*'"]
+    job = slurm.start(*words, options="--cpus-per-task 2", folder="new")
+    assert job.ends() == ("COMPLETED", "0"), job.log
+    lines = job.log.splitlines()
+    assert lines[0].startswith("run.sh: setting up .venv") and lines[1].startswith("run.sh: set up")
+    assert sorted(lines[2:]) == ["0: CPUs=4", "1: CPUs=4"]  # of both
+
+
+def test_before_its_time_limit_a_job_saves_and_goes_back(slurm, limited):
+    limited.comes_back()
+    slurm(f"scontrol update JobId={limited.number} TimeLimit=60")
+    assert limited.ends() == ("COMPLETED", "0"), limited.log
+    before, after = limited.log.split("slurm.sh: ended with 143, and goes back into the queue")
+    saved = int(re.search(r"0: SIGTERM: stopped, and step (\d+) is saved", before)[1])
+    assert re.search(r"0: step (\d+)/250", after)[1] == str(saved + 1)
