@@ -134,7 +134,11 @@ GPU_CASES = {
         "moe_1b",
         {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.remat": "none"},
     ),
-    "gpu-moe-names-2x2x2-interleaved": ("", "moe_1b", {"mesh": (2, 2, 2)}),
+    "gpu-dense-names-2x2x2-interleaved": (
+        "",
+        "dense_1b",
+        {"mesh": (2, 2, 2), "mesh.virtual": 2, "train.microbatches": 16},
+    ),
     "gpu-moe-full-layer-16x1x1": (
         "",
         "moe_1b",
