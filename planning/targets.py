@@ -1,5 +1,7 @@
 """Devices to compile for that are not on this machine, and what has to be installed for that.
 
+    python -m planning.targets v4 h100     what pip has to install to compile for these
+
 libtpu knows its topologies by name. XLA's compiler for NVIDIA GPUs, which jax's CUDA plugin brings
 along, takes a description of the GPU, and wants neither a GPU nor a driver.
 """
@@ -52,7 +54,7 @@ def check(chip: Chip | None) -> None:
         install = f"{sys.executable} -m pip install"
         if importlib.util.find_spec("pip") is None:  # an environment that uv made
             install = f"uv pip install --python {sys.executable}"
-        packages = " ".join(f"{name}=={version}" for name, version in wanted(chip).items())
+        packages = " ".join(pinned(chip))
         needs = " and ".join(missing)
         raise ValueError(
             f"--compile --chip {chip.name} needs {needs}, which is not installed in the version "
@@ -66,6 +68,10 @@ def wanted(chip: Chip) -> dict[str, str]:
         return {"libtpu": LIBTPU}
     jax = importlib.metadata.version("jax")
     return {"jax-cuda12-plugin": jax, "jax-cuda12-pjrt": jax, "nvidia-cuda-nvcc-cu12": NVCC}
+
+
+def pinned(chip: Chip) -> list[str]:
+    return [f"{name}=={version}" for name, version in wanted(chip).items()]
 
 
 def _has(name: str, version: str) -> bool:
@@ -146,3 +152,7 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{chip.kinds[0]}"
 """
+
+
+if __name__ == "__main__":
+    print(*(package for name in sys.argv[1:] for package in pinned(chips.CHIPS[name])))

@@ -49,10 +49,6 @@ RUN_MESHES = {
     "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
 }
 
-# How to compile what is only read: the text is the same, and the time half, as no machine code is
-# made well.
-UNUSED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def config_of(
     shape=(1, 1, 1), virtual=1, gather="step", segments=False, train=None, optimizer=None, **fields

@@ -8,9 +8,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Devices that share two cores meet late: a slow test is slow, and no collective is given up.
+# Devices that share two cores meet late: a slow test is slow, and no collective is given up. What
+# is compiled runs a few times, and to make it fast would be most of a test's time; what is fused,
+# summed and sent is the same.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
     "--xla_cpu_collective_timeout_seconds=3600",

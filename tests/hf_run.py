@@ -109,6 +109,5 @@ def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (1, B, T))
-    fast = {"xla_backend_optimization_level": 0}  # to compile
-    run = jax.jit(passes.logits(config, declared, mesh), compiler_options=fast)
+    run = jax.jit(passes.logits(config, declared, mesh))
     return np.asarray(run(w, batch, places))[0, :, :, : config.model.vocabulary]

@@ -20,7 +20,7 @@ import passes
 import pipeline
 import train
 import utils
-from common import UNUSED, config_of, mesh_of
+from common import config_of, mesh_of
 from planning import compiler, cost, hlo, targets, trace
 
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
@@ -118,7 +118,7 @@ def compiled_text(config):
     mesh, declared = mesh_of(config), model.declare(config)
     shapes = train.abstract_state(config, declared, mesh), train.abstract_batch(config, mesh)
     lowered = train.jitted_step(config, declared, mesh).lower(*shapes)
-    return lowered.compile(compiler_options=UNUSED).as_text()
+    return lowered.compile().as_text()
 
 
 def assert_planned_as_compiled(config, bound):

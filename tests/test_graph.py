@@ -12,7 +12,7 @@ import pytest
 import model
 import passes
 import pipeline
-from common import UNUSED, batch_of, collective_bytes, config_of, mesh_of, on_mesh
+from common import batch_of, collective_bytes, config_of, mesh_of, on_mesh
 from planning import graph, hlo
 from planning.graph import Place
 
@@ -35,7 +35,7 @@ def step():
     )
     data = on_mesh(config, mesh, batch_of(config))
     run = jax.jit(passes.loss_and_gradients(config, model.declare(config), mesh))
-    text = run.lower(weights, data, jnp.int32(0)).compile(compiler_options=UNUSED).as_text()
+    text = run.lower(weights, data, jnp.int32(0)).compile().as_text()
     share = pipeline.branch_share(passes.schedule_of(config))
     return Step(text, share, graph.graph(text, share))
 

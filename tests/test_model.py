@@ -181,11 +181,7 @@ def expected_of(fields, segments, sequences, length):
     batch = batch_of(dataclasses.replace(small, model=fields))
     if not segments:
         batch["segments"] = np.zeros_like(batch["segments"])
-    run = jax.jit(
-        jax.value_and_grad(reference.loss, has_aux=True),
-        static_argnums=2,
-        compiler_options={"xla_backend_optimization_level": 0},  # compiles faster, runs once
-    )
+    run = jax.jit(jax.value_and_grad(reference.loss, has_aux=True), static_argnums=2)
     return run(tree_of(fields), batch, fields)
 
 

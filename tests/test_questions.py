@@ -42,10 +42,7 @@ def expected(whole):
     _, w, told = resume.weights_of(run_folder.at(whole), None, shapes)
     tree = canonical(config, w)
     tokenizer = load_tokenizer(told["tokens"]["tokenizer"])
-    run = jax.jit(
-        lambda batch: reference.loss(tree, batch, config.model)[1]["cross_entropy"],
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
+    run = jax.jit(lambda batch: reference.loss(tree, batch, config.model)[1]["cross_entropy"])
 
     def score(prompt, choice):
         text = tokenizer.encode_ordinary(choice)

@@ -102,7 +102,7 @@ class Job:
 
     def comes_back(self) -> None:
         """Slurm has it wait two minutes in the queue, and here not so long."""
-        wait_for(lambda: self.field("Restarts") == "1", LONG_S)
+        wait_for(lambda: self.field("Restarts") != "0", LONG_S)
         wait_for(lambda: self.field("JobState") != "COMPLETING", LONG_S)
         if self.field("JobState") == "PENDING":
             self.slurm(f"scontrol update JobId={self.number} StartTime=now")
@@ -234,6 +234,6 @@ def test_before_its_time_limit_a_job_saves_and_goes_back(slurm, limited):
     limited.comes_back()
     slurm(f"scontrol update JobId={limited.number} TimeLimit=60")
     assert limited.ends() == ("COMPLETED", "0"), limited.log
-    before, after = limited.log.split("slurm.sh: ended with 143, and goes back into the queue")
+    before, after, *_ = limited.log.split("slurm.sh: ended with 143, and goes back into the queue")
     saved = int(re.search(r"0: SIGTERM: stopped, and step (\d+) is saved", before)[1])
     assert re.search(r"0: step (\d+)/250", after)[1] == str(saved + 1)
