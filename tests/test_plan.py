@@ -133,7 +133,7 @@ def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_table
     monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
     monkeypatch.setattr(targets, "check", lambda _: None)
     config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
-    needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Of single flags --tr"
+    needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Of single flags --t"
     with pytest.raises(ValueError, match=needs):
         plan.main([*config, "--chip", "h100", "--compile"])
     assert "neither is in this" in " ".join(capsys.readouterr().out.split())
