@@ -68,7 +68,7 @@ def compile_step(
         (Path(folder) / "config.toml").write_text(utils.to_toml(config))
         asked = {"chip": chip.name if chip else "cpu", "topology": topology}
         request.write_text(json.dumps(asked))
-        run_child(request, name, {})
+        run_child(request, name, targets.environment(chip))
         if not (Path(folder) / "program.hlo").exists():
             # jax cannot read back some programs of a newer libtpu: let that write its own text.
             dump = Path(folder) / "dump"

@@ -1,6 +1,6 @@
 """Devices to compile for that are not on this machine, and what has to be installed for that.
 
-    python -m planning.targets v4 h100     what pip has to install to compile for these
+    python -m planning.targets h100        what pip has to be given to compile for it
 
 libtpu knows its topologies by name. XLA's compiler for NVIDIA GPUs, which jax's CUDA plugin brings
 along, takes a description of the GPU, and wants neither a GPU nor a driver.
@@ -9,8 +9,10 @@ along, takes a description of the GPU, and wants neither a GPU nor a driver.
 import importlib.metadata
 import importlib.util
 import math
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import chips
@@ -20,6 +22,8 @@ from chips import GPUS_PER_HOST, Chip
 LIBTPU = "0.0.51"
 # ptxas and libdevice, with which XLA ends what it compiles for a GPU.
 NVCC = "12.9.86"
+# For the process that compiles alone: the plugin complains wherever it finds no driver.
+GPU_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "gpu_compiler"
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,11 @@ def check(chip: Chip | None) -> None:
             f"--compile --chip {chip.name}: this GPU is not described to a compiler. Use one of "
             f"{', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
         )
-    missing = [name for name, version in wanted(chip).items() if not _has(name, version)]
-    if missing:
+    if lacks := missing(chip):
         install = f"{sys.executable} -m pip install"
         if importlib.util.find_spec("pip") is None:  # an environment that uv made
             install = f"uv pip install --python {sys.executable}"
-        packages = " ".join(pinned(chip))
-        needs = " and ".join(missing)
+        packages, needs = " ".join(to_install(chip)), " and ".join(lacks)
         raise ValueError(
             f"--compile --chip {chip.name} needs {needs}, which is not installed in the version "
             f"that it takes (no device is needed). Use: {install} {packages}"
@@ -70,24 +72,36 @@ def wanted(chip: Chip) -> dict[str, str]:
     return {"jax-cuda12-plugin": jax, "jax-cuda12-pjrt": jax, "nvidia-cuda-nvcc-cu12": NVCC}
 
 
-def pinned(chip: Chip) -> list[str]:
-    return [f"{name}=={version}" for name, version in wanted(chip).items()]
+def missing(chip: Chip) -> list[str]:
+    """The packages of `wanted` that are not installed."""
+    return [name for name, version in wanted(chip).items() if not _has(name, version)]
+
+
+def to_install(chip: Chip) -> list[str]:
+    """What pip is given."""
+    where = [] if chip.is_tpu else ["--target", str(GPU_FOLDER)]
+    return where + [f"{name}=={version}" for name, version in wanted(chip).items()]
+
+
+def environment(chip: Chip | None) -> dict[str, str]:
+    """Of the process that compiles."""
+    if chip is None or chip.is_tpu:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([str(GPU_FOLDER), os.environ.get("PYTHONPATH", "")])}
 
 
 def _has(name: str, version: str) -> bool:
     """A libtpu and an nvcc of another version serve too; a plugin is of one jax."""
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return not name.startswith("jax") or found == version
+    where = [str(GPU_FOLDER), *sys.path]
+    found = [d.version for d in importlib.metadata.distributions(name=name, path=where)]
+    return version in found or (bool(found) and not name.startswith("jax"))
 
 
 def compiler_of(chip: Chip | None) -> str:
     """Its name and version, as what it planned is reported."""
     name = f"jax {importlib.metadata.version('jax')}"
     if chip:
-        package = [*wanted(chip)][-1]
+        package = [*wanted(chip)][-1]  # which the process that compiles can import
         name += f", {package} {importlib.metadata.version(package)}"
     return name
 
@@ -155,4 +169,4 @@ device_description_str: "{chip.kinds[0]}"
 
 
 if __name__ == "__main__":
-    print(*(package for name in sys.argv[1:] for package in pinned(chips.CHIPS[name])))
+    print(*(word for name in sys.argv[1:] for word in to_install(chips.CHIPS[name])))

@@ -1,5 +1,6 @@
 import importlib.metadata
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,16 +104,16 @@ def test_a_gpu_that_is_not_described_is_refused_with_those_that_are():
 def test_without_the_wheels_for_gpus_or_with_others_the_way_to_get_them_is_said(
     monkeypatch, installed, named
 ):
-    def version(name):
-        if name not in {"jax": JAX} | installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return ({"jax": JAX} | installed)[name]
+    def distributions(name, path):
+        assert path[0] == str(targets.GPU_FOLDER)
+        return [SimpleNamespace(version=installed[name])] if name in installed else []
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
     with pytest.raises(ValueError, match=named) as told:
         compiler.compile_step(config_of(), chips.CHIPS["h100"], "")
+    where = f"--target {targets.GPU_FOLDER} "
     packages = f"jax-cuda12-plugin=={JAX} jax-cuda12-pjrt=={JAX} nvidia-cuda-nvcc-cu12=="
-    assert f"-m pip install {packages}{targets.NVCC}" in str(told.value)
+    assert f"-m pip install {where}{packages}{targets.NVCC}" in str(told.value)
 
 
 @pytest.mark.parametrize("name", targets.GPUS)

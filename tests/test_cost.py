@@ -26,7 +26,6 @@ from planning import compiler, cost, hlo, targets, trace
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
 LIBTPU = importlib.util.find_spec("libtpu") is not None
-CUDA = importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 
 # --- TPU and GPU programs -------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
 
 
-@pytest.mark.skipif(not CUDA, reason="jax's CUDA plugin is not installed")
+@pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
 def test_the_compiler_for_gpus_still_plans_what_is_recorded():
     name = "gpu-dense-124m"
     compiled, text = compiler.compile_step(make_compiled.config_of(name)[1], H100, "")
