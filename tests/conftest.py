@@ -8,17 +8,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Devices that share two cores meet late: a slow test is slow, and no collective is given up. What
-# is compiled runs a few times, and to make it fast would be most of a test's time; what is fused,
-# summed and sent is the same.
+# Devices that share two cores meet late: a slow test is slow, and no collective is given up.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
     "--xla_cpu_collective_timeout_seconds=3600",
 )
+
+# What is compiled runs a few times, and to make it fast would be most of a test's time; what is
+# fused, summed and sent is the same.
+FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 
 
 def with_flags(given: str, flags: tuple[str, ...]) -> str:
@@ -29,7 +29,7 @@ def with_flags(given: str, flags: tuple[str, ...]) -> str:
 
 # Read once, when jax is imported, so set before that.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS)
+os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS + FAST)
 os.environ.setdefault("PJRT_NPROC", "32")  # as run.sh does, and for its reason
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

@@ -232,8 +232,8 @@ def test_what_a_trace_does_not_tell_is_refused(monkeypatch):
 
 
 def sizes(config, **values):
-    """The config with fields of train or mesh replaced."""
-    for section in ("train", "mesh", "fsdp"):
+    """The config with fields of some sections replaced."""
+    for section in ("train", "mesh", "fsdp", "model"):
         part = getattr(config, section)
         names = {f.name for f in dataclasses.fields(part)} & values.keys()
         part = dataclasses.replace(part, **{name: values[name] for name in names})
@@ -245,7 +245,7 @@ JAXFORMER = make_compiled.config_of("jaxformer")[1]
 
 
 def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
-    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
+    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none", attention="xla")
     predicted = cost.predict(config, H100)
     assert predicted.flops_per_chip == pytest.approx(predicted.model_flops_per_chip, rel=1e-3)
     assert predicted.bubble == 0
@@ -253,13 +253,24 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
 
 def test_splash_saves_the_blocks_above_the_diagonal_and_makes_scores_again():
     config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
-    xla, splash = (cost.predict(config, chip).flops["attention scores"] for chip in (H100, V4))
+    plain = sizes(config, attention="xla")
+    xla, splash = (cost.predict(c, V4).flops["attention scores"] for c in (plain, config))
     assert splash["forward"] == 0.75 * xla["forward"]  # of 2 x 2 blocks 3
     # Beside the gradients twice the scores, and once more the probabilities' gradient: 192 and 64
     # wide.
     again = splash["forward"] * (2 * 192 + 64) / (192 + 64)
     assert splash["backward"] == 2 * splash["forward"] + again
     assert xla["backward"] == 2 * xla["forward"] and xla["recomputed"] == 0
+
+
+def test_cudnn_saves_the_tiles_above_the_diagonal_and_makes_scores_again():
+    config = sizes(JAXFORMER, fsdp=8, pipeline=1, tensor=1, remat="none")
+    plain = sizes(config, attention="xla")
+    xla, cudnn = (cost.predict(c, H100).flops["attention scores"] for c in (plain, config))
+    assert cudnn["forward"] == 36 / 64 * xla["forward"]  # of 8 x 8 tiles
+    # Beside the gradients the scores, 192 wide, where values are 64 wide.
+    again = cudnn["forward"] * 192 / (192 + 64)
+    assert cudnn["backward"] == 2 * cudnn["forward"] + again
 
 
 def test_one_chip_sends_nothing():
@@ -285,8 +296,8 @@ def test_a_step_takes_at_least_its_longest_part_and_at_most_their_sum():
 
 
 def test_an_unknown_chip_is_planned_as_its_platform_runs():
-    found = [cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu", "tpu")]
-    assert [p.attention for p in found] == ["xla", "xla", "splash"]
+    found = [cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu9", "tpu")]
+    assert [p.attention for p in found] == ["xla", "cudnn", "splash"]
     assert cost.predict(JAXFORMER, V4).memory == found[2].memory
 
 

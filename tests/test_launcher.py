@@ -59,6 +59,11 @@ class Cluster:
 
         return wait_for(said)
 
+    def steps(self) -> None:
+        """Returns once the processes on two hosts take steps."""
+        for number, host in enumerate(self.all[:2]):
+            wait_for(lambda h=host, n=number: re.search(r"step \d+/", self.log(h, n)))
+
     def log(self, host: hosts.Host, number: int, name: str = "train") -> str:
         return host(f"cat {FOLDER}/.launch/{name}/{number}/log")
 
@@ -274,6 +279,7 @@ def test_a_host_with_another_python_or_without_disk_is_named_and_nothing_starts(
 def test_a_run_goes_on_when_connections_are_cut_and_status_finds_it_again(two):
     two.start("--", *STAND_IN, "2000")
     a, b = two.all[:2]
+    two.steps()
     for host in (a, b):
         host("pkill -f 'sshd: root'", check=False)
     b.connect(False)
@@ -291,6 +297,7 @@ def test_a_run_goes_on_when_connections_are_cut_and_status_finds_it_again(two):
 
 def test_a_killed_process_is_named_with_the_exit_codes_of_all(two):
     two.start("--", *STAND_IN, "2000")
+    two.steps()
     a, b = two.all[:2]
     b(f"kill -9 {two.pid(1)}")
     code, wrong = two.comes(a, "ended with 75")
@@ -304,7 +311,7 @@ def test_a_killed_process_is_named_with_the_exit_codes_of_all(two):
 def test_a_host_whose_network_is_cut_is_named(two):
     two.start("--", *STAND_IN, "2000", "--peer-seconds", "3")
     a, b = two.all[:2]
-    wait_for(lambda: "step 1/" in two.log(a, 0) and "step 1/" in two.log(b, 1))
+    two.steps()
     b.connect(False)
     try:
         code, wrong = two.comes(b, "no answer")
@@ -319,6 +326,7 @@ def test_a_host_whose_network_is_cut_is_named(two):
 
 def test_a_host_whose_disk_is_full_is_named_also_when_it_ends(two):
     two.start("--", *STAND_IN, "2000")
+    two.steps()
     b = two.all[1]
     b("dd if=/dev/zero of=big bs=1M", check=False)
     code, _, wrong = two.status()
@@ -331,6 +339,7 @@ def test_a_host_whose_disk_is_full_is_named_also_when_it_ends(two):
 
 def test_a_killed_tmux_takes_its_run_along(two):
     two.start("--", *STAND_IN, "2000")
+    two.steps()
     two.all[1]("tmux kill-server")
     two.comes(two.all[0], "ended with 143")
     wait_for(lambda: not two.all[1].processes())
@@ -338,6 +347,7 @@ def test_a_killed_tmux_takes_its_run_along(two):
 
 def test_a_restart_stops_a_run_and_goes_on_with_it(two):
     two.start("--", *STAND_IN, "500")
+    two.steps()
     done = two("restart")
     assert done.returncode == 0 and "2 hosts are up" in done.stderr, done.stderr
     a = two.all[0]
@@ -364,6 +374,7 @@ def test_only_what_starting_again_can_help_is_started_again_and_only_so_often(tw
 
 def test_a_stop_ends_what_waits_to_be_started_again_and_what_is_not_up_yet(two):
     two.start("--keep-alive", "9", "--pause", "600", "--", *STAND_IN, "2000")
+    two.steps()
     two.all[1](f"kill -9 {two.pid(1)}")
     two.comes(two.all[1], "ended with 137, again in 300 s (1 of 9)")
     assert two("stop").returncode == 1  # for the run had not ended well
