@@ -13,37 +13,68 @@ import kernels
 import utils
 from utils import LANES
 
+KERNELS = {"tpu": "splash", "gpu": "cudnn"}  # that platforms have
 MASKED = -1e30  # added to a score; finite, so that a row with nothing to see stays finite
 
 
 def chosen(config: utils.Config, platform: str) -> str:
-    """The implementation that `--model.attention` asks for on this platform: xla or splash.
+    """The implementation that `--model.attention` asks for on this platform: xla, splash or cudnn.
 
-    auto is splash on a TPU where it can be used, else XLA.
+    auto is the platform's kernel where it can be used, else XLA.
 
-    platform  as jax names it: cpu, gpu or tpu. On a CPU splash is interpreted, which is slow.
-    Raises    ValueError where splash is asked for and cannot run.
+    platform  as of chips.platform_of. On a CPU kernels are interpreted, which is slow.
+    Raises    ValueError where a kernel is asked for and cannot run.
     """
-    wanted, T = config.model.attention, config.train.sequence_length
+    wanted = config.model.attention
     if wanted == "auto":
+        kernel = KERNELS.get(platform[:3])
         # float32 is for checking against other devices, and XLA is on all of them.
-        fits = T % LANES == 0 and config.model.compute_dtype == "bfloat16"
-        return "splash" if platform == "tpu" and fits else "xla"
+        narrow = config.model.compute_dtype == "bfloat16"
+        return kernel if kernel and narrow and not why_not(config, platform, kernel) else "xla"
     utils.check_attention(config)
-    if wanted == "splash" and platform == "gpu":
-        raise ValueError(
-            "--model.attention splash is a kernel for TPUs, and these devices are GPUs. Use "
-            "--model.attention auto."
-        )
+    if wanted != "xla" and (why := why_not(config, platform, wanted)):
+        raise ValueError(f"--model.attention {wanted}: {why}. Use --model.attention auto.")
     return wanted
 
 
+def told(config: utils.Config, platform: str) -> str:
+    """What is chosen and, where a platform's own kernel is not, why."""
+    kernel, own = chosen(config, platform), KERNELS.get(platform[:3], "")
+    if config.model.attention != "auto" or kernel == own or not own:
+        return kernel
+    why = why_not(config, platform, own) or f"not for {config.model.compute_dtype}"
+    return f"{kernel} ({own}: {why})"
+
+
+def why_not(config: utils.Config, platform: str, kernel: str) -> str:
+    """Why a kernel cannot run there; empty where it can."""
+    m, T = config.model, config.train.sequence_length
+    own = KERNELS.get(platform[:3], kernel)
+    if kernel != own:
+        return f"it is no kernel for these devices, whose is {own}"
+    if kernel == "splash":
+        return f"sequences of {T} are no multiple of its {LANES}" if T % LANES else ""
+    wide, narrow = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
+    if config.data.segments:
+        return "it knows no documents (--data.segments)"
+    if m.compute_dtype != "bfloat16" and platform != "cpu":
+        return f"it does not compute in {m.compute_dtype}"
+    if wide % 8 or narrow % 8:
+        return f"heads of {wide} and {narrow} are no multiples of 8"
+    if platform == "gpu8" and (wide != narrow or wide > 128):
+        return f"before Hopper heads have one width, up to 128, and these have {wide} and {narrow}"
+    return f"heads of {wide} are wider than 256" if wide > 256 else ""
+
+
 def computed_share(config: utils.Config, platform: str) -> float:
-    """Share of the rectangle of scores that is computed: splash passes over the blocks that
+    """Share of the rectangle of scores that is computed: kernels pass over the blocks that
     causality masks whole.
     """
-    T = config.train.sequence_length
-    blocks = T // kernels.block_size(T) if chosen(config, platform) == "splash" else 1
+    T, kernel = config.train.sequence_length, chosen(config, platform)
+    size = T
+    if kernel != "xla":
+        size = kernels.CUDNN_BLOCK if kernel == "cudnn" else kernels.block_size(T)
+    blocks = -(-T // size)
     return (blocks + 1) / (2 * blocks)
 
 
@@ -63,7 +94,7 @@ def attend(
     segments_bS  number of the document that a position belongs to; None where a window is one
                  document. With T < S (XLA only) the queries are the last T positions.
     """
-    function = {"xla": _xla, "splash": kernels.splash}[implementation]
+    function = {"xla": _xla, "splash": kernels.splash, "cudnn": kernels.cudnn}[implementation]
     return function(q_bTnA, k_bSnA, v_bSnW, segments_bS, scale)
 
 

@@ -7,6 +7,7 @@
     ./run.sh python benchmark.py data                 batches alone, from a disk and a bucket
     ./run.sh python benchmark.py tokenize             text to tokens, beside tiktoken alone
     ./run.sh python benchmark.py links                three layouts over links from fast to slow
+    ./run.sh python benchmark.py peer                 training, beside PyTorch and transformers
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
@@ -47,6 +48,7 @@ from utils import Config
 
 PARTS = (
     "gpu",
+    "peer",
     "checkpoint",
     "data",
     "tokenize",

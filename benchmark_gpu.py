@@ -99,7 +99,7 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         yield from check(device, toy)
     else:
         config = config_of(row, toy)
-        found = cost.predict(config, chip, device.platform)
+        found = cost.predict(config, chip, passes.platform(train.make_mesh(config, [device])))
         yield {
             "model": vars(config.model),
             "train": vars(config.train),

@@ -32,6 +32,7 @@ class Chip:
     memory_bandwidth: float  # bytes per second
     link_bandwidth: float  # bytes per second of one link in one direction
     dims: int = 0  # of a TPU's torus; 0: a GPU behind a switch
+    generation: int = 0  # of a GPU: 8 of Ampere, 9 of Hopper, the first of its compute capability
     # of a chip to other hosts, or of a TPU to other slices, bytes per second in one direction
     network_bandwidth: float = 0.0
 
@@ -121,13 +122,13 @@ def sides_of(dims: int, ranks: int, sides: tuple[int, ...]) -> tuple[tuple[int, 
 
 def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:
     rates = (flops * TERA, flops * TERA / BF16_PASSES)
-    speeds = (bandwidth * GB, link * GB, dims, network * GB)
-    return Chip(name, kinds, *rates, memory * 2**30, *speeds)
+    speeds = (bandwidth * GB, link * GB, dims)
+    return Chip(name, kinds, *rates, memory * 2**30, *speeds, network_bandwidth=network * GB)
 
 
-def _gpu(name, kinds, flops, float32, memory, bandwidth, link, network) -> Chip:
+def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network) -> Chip:
     figures = (flops * TERA, float32 * TERA, memory * 2**20, bandwidth * GB, link * GB)
-    return Chip(name, kinds, *figures, network_bandwidth=network * GB)
+    return Chip(name, kinds, *figures, generation=generation, network_bandwidth=network * GB)
 
 
 # bf16 (and for GPUs float32) TFLOP/s; memory in GiB (TPU) or MiB (GPU); GB/s of memory, of a link,
@@ -140,13 +141,13 @@ CHIPS = {
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 50, 2, 3.125),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2765, 100, 3, 6.25),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1638, 100, 2, 12.5),
-        _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 312, 19.5, 81920, 2039, 300, 25),
-        _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 312, 19.5, 40960, 1555, 300, 25),
-        _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 312, 19.5, 81920, 1935, 32, 25),
-        _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 312, 19.5, 40960, 1555, 32, 25),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 989, 67, 81559, 3350, 450, 50),
-        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 756, 51, 81559, 2000, 64, 50),
-        _gpu("h200", ("NVIDIA H200",), 989, 67, 143771, 4800, 450, 50),
+        _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 8, 312, 19.5, 81920, 2039, 300, 25),
+        _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 8, 312, 19.5, 40960, 1555, 300, 25),
+        _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 8, 312, 19.5, 81920, 1935, 32, 25),
+        _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 8, 312, 19.5, 40960, 1555, 32, 25),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50),
+        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50),
+        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50),
     )
 }  # fmt: skip
 
@@ -182,10 +183,10 @@ def chip_named(name: str) -> Chip | None:
 
 
 def platform_of(chip: Chip | None) -> str:
-    """As jax names it; the CPU where there is no chip."""
+    """tpu, or gpu with the generation, as gpu9; cpu where there is no chip."""
     if chip is None:
         return "cpu"
-    return "tpu" if chip.is_tpu else "gpu"
+    return "tpu" if chip.is_tpu else f"gpu{chip.generation}"
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:

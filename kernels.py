@@ -1,5 +1,6 @@
-"""The splash kernel of attention for TPUs, and what makes a kernel that is not the project's own
-work where shard_map checks types. All of jax that is private is named here, and only here.
+"""Kernels of attention, splash for TPUs and cuDNN's for NVIDIA GPUs, and what makes a kernel that
+is not the project's own work where shard_map checks types. All of jax that is private is named
+here, and only here.
 
 Letters: b sequences of this rank, T positions, n heads of this rank.
 """
@@ -26,6 +27,9 @@ CHECK = "jax._src.config._check_vma"
 BACKWARD = (
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
 )
+# Calls of cuDNN without questions to the device, which may not be here.
+CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+CUDNN_BLOCK = 128  # positions at once: those of its kernels' tiles
 
 
 def private(name: str) -> Any:
@@ -38,19 +42,19 @@ def private(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"jax {jax.__version__} has no {name}, which is private and which splash attention "
-            "needs. Use --model.attention xla, or a jax that requirements.txt allows."
+            f"jax {jax.__version__} has no {name}, which is private and which kernels of attention "
+            "need. Use --model.attention xla, or a jax that requirements.txt allows."
         ) from error
 
 
 class Kernel(NamedTuple):
-    """A kernel and its gradient, as functions of arrays without varying-axes types.
+    """A kernel and its gradient, as functions of arrays [b, T, n, .] without varying-axes types.
 
     All also take `interpret`: to run as operations of jax, on a device that the kernel is not for.
     """
 
     plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
-    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores)))
+    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores))) of [b, n, T]
     backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
 
 
@@ -71,16 +75,14 @@ def splash(
 def _call(
     kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """[b, T, n, .] in and out; the kernel wants heads before positions."""
-    [out] = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.plain)
-    return out.swapaxes(1, 2)
+    [out] = foreign_p.bind(q, k, v, *extra, function=kernel.plain)
+    return out
 
 
 def _call_forward(
     kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
-    out, logsumexp = foreign_p.bind(*swapped(q, k, v), *extra, function=kernel.forward)
-    [out] = swapped(out)
+    out, logsumexp = foreign_p.bind(q, k, v, *extra, function=kernel.forward)
     # Kept with its heads side by side: a TPU pads a last dimension to 128.
     out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
     out = out.reshape(v.shape)
@@ -89,9 +91,8 @@ def _call_forward(
 
 def _call_backward(kernel: Kernel, kept: Any, grad: jax.Array) -> Any:
     q, k, v, out, logsumexp, extra = kept
-    arrays = swapped(grad, q, k, v, out)
-    found = foreign_p.bind(*arrays, logsumexp, *extra, function=kernel.backward)
-    return *swapped(*found), None
+    arrays = grad, q, k, v, out, logsumexp
+    return *foreign_p.bind(*arrays, *extra, function=kernel.backward), None
 
 
 _call.defvjp(_call_forward, _call_backward)
@@ -109,7 +110,7 @@ def block_size(T: int) -> int:
 
 @cache  # one object for one size: programs that hold it compare as equal
 def splash_kernel(n: int, T: int) -> Kernel:
-    """Of arrays [b, n, T, .]."""
+    """Of n heads and T positions. Inside it heads come before positions."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -125,20 +126,24 @@ def splash_kernel(n: int, T: int) -> Kernel:
     def ids(segments: tuple[jax.Array, ...]) -> Any:
         return library.SegmentIds(*segments, *segments) if segments else None
 
-    def plain(*arrays: jax.Array, interpret: bool) -> Any:
+    def splash_plain(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
         kernel = make(save_residuals=False, interpret=interpret)
-        return [jax.vmap(lambda q, k, v, *segments: kernel(q, k, v, ids(segments)))(*arrays)]
+        run = jax.vmap(lambda q, k, v, *segments: kernel(q, k, v, ids(segments)))
+        return swapped(run(*swapped(q, k, v), *segments))
 
-    def forward(*arrays: jax.Array, interpret: bool) -> Any:
+    def splash_forward(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
         kernel = make(save_residuals=True, interpret=interpret)
 
         def one(q, k, v, *segments):
             out, (logsumexp,) = kernel(q, k, v, ids(segments))
             return out, logsumexp
 
-        return jax.vmap(one)(*arrays)
+        out, logsumexp = jax.vmap(one)(*swapped(q, k, v), *segments)
+        return *swapped(out), logsumexp
 
-    def backward(*arrays: jax.Array, interpret: bool) -> Any:
+    def splash_backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, *others: jax.Array, interpret: bool
+    ) -> Any:
         # jax offers no call of the backward pass alone. This is the rule of its own vjp.
         kernel = make(save_residuals=False, interpret=interpret)
         infos = kernel.dq_mask_info, kernel.dkv_mask_info
@@ -148,9 +153,82 @@ def splash_kernel(n: int, T: int) -> Kernel:
             kept = (q, k, v, ids(segments), sinks, out, logsumexp, *infos)
             return private(BACKWARD)(**kernel.kwargs, res=kept, do=grad)[3:6]
 
-        return jax.vmap(one)(*arrays)
+        return swapped(*jax.vmap(one)(*swapped(grad, q, k, v, out), *others))
 
-    return Kernel(plain, forward, backward)
+    return Kernel(splash_plain, splash_forward, splash_backward)
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+
+def cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
+    """The kernel of NVIDIA's library, called as jax's own attention calls it (its `implementation=
+    "cudnn"` refuses values that are narrower than queries, which the library takes on Hopper).
+    """
+    assert segments is None, "see attention.chosen"
+    arrays = q, k, v
+    return _call(cudnn_kernel(scale), *vary(arrays, varying(arrays)), ())
+
+
+@cache
+def cudnn_kernel(scale: float) -> Kernel:
+    """Causal, and where it is interpreted by the formulas of arXiv:2307.08691, section 2.3.2."""
+
+    def library(name: str) -> Any:
+        return private(f"{CUDNN}.{name}")
+
+    def how() -> dict[str, Any]:
+        return {
+            "scale": scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (False, False),  # no bias and so no gradient of one
+            "mask_type": library("MaskType").CAUSAL,
+            "layout": library("AttentionLayout").BTNH.value,
+            "sliding_window_length": None,
+        }
+
+    def none(q: Any) -> list[jax.Array]:
+        """For a bias, lengths and offsets of queries and keys, tables of pages."""
+        return [jnp.zeros(0, q.dtype)] * 7
+
+    def scores(q: Any, k: Any) -> jax.Array:
+        T = q.shape[1]
+        product = jnp.einsum("bTnA,bSnA->bnTS", q, k, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.tri(T, dtype=bool), scale * product, -jnp.inf)
+
+    def cudnn_plain(q: Any, k: Any, v: Any, interpret: bool) -> Any:
+        if interpret:
+            return cudnn_forward(q, k, v, interpret)[:1]
+        call = library("_dot_product_attention_fwd_p")
+        return call.bind(q, k, v, *none(q), is_training=False, **how())
+
+    def cudnn_forward(q: Any, k: Any, v: Any, interpret: bool) -> Any:
+        if not interpret:
+            call = library("_dot_product_attention_fwd_p")
+            return call.bind(q, k, v, *none(q), is_training=True, **how())
+        S = scores(q, k)
+        logsumexp = jax.nn.logsumexp(S, axis=-1)
+        P = jnp.exp(S - logsumexp[..., None]).astype(v.dtype)
+        return jnp.einsum("bnTS,bSnW->bTnW", P, v), logsumexp
+
+    def cudnn_backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, interpret: bool
+    ) -> Any:
+        if not interpret:
+            call = library("_dot_product_attention_bwd_p")
+            return call.bind(q, k, v, *none(q), logsumexp, out, grad, **how())
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        P = jnp.exp(scores(q, k) - logsumexp[..., None])
+        D = product("bTnW,bTnW->bnT", grad, out)
+        dS = scale * P * (product("bTnW,bSnW->bnTS", grad, v) - D[..., None])
+        dS, P = dS.astype(q.dtype), P.astype(q.dtype)
+        found = ("bnTS,bSnA->bTnA", dS, k), ("bnTS,bTnA->bSnA", dS, q), ("bnTS,bTnW->bSnW", P, grad)
+        return [product(*one).astype(q.dtype) for one in found]
+
+    return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)
 
 
 # --- a kernel where types are checked -------------------------------------------------------------
@@ -190,3 +268,4 @@ def _lower(ctx: Any, *args: Any, function: Callable[..., Any], interpret: bool) 
 
 mlir.register_lowering(foreign_p, partial(_lower, interpret=True))
 mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="tpu")
+mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="cuda")

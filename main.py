@@ -285,7 +285,7 @@ def begin(
     """
     folder, m = folder_of(config), config.model
     total, active = weights.count(declared)
-    device, kernel = mesh.devices.flat[0], attention.chosen(config, passes.platform(mesh))
+    device, kernel = mesh.devices.flat[0], attention.told(config, passes.platform(mesh))
     say(
         f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh "
         f"{config.mesh} on {mesh.devices.size} x {device.device_kind}, attention "

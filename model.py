@@ -302,6 +302,13 @@ def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(formula, x, w, precision="highest" if x.dtype == jnp.float32 else None)
 
 
+# Of elementwise work the backward pass finds the arguments alone, which are narrow, and makes the
+# rest again: arithmetic is cheaper than a way through memory. Forward and backward passes are loops
+# of their own, so compilers find nothing that they could share.
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+
+@partial(recomputed, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32, for the sum of squares."""
     x32 = x.astype(jnp.float32)
@@ -461,12 +468,18 @@ def attention(
 # guide: end
 
 
+@recomputed
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What SwiGLU (arXiv:2002.05202) multiplies by `down`."""
+    return jax.nn.silu(gate) * up
+
+
 def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate h) * up h): this tensor rank's part of the sum over F."""
     # Both products are named, and not what is made of them: its gradient would need them again.
     gate_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, gate), "hidden")
     up_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, up), "hidden")
-    return matmul("bTf,fD->bTD", jax.nn.silu(gate_bTf) * up_bTf, down)
+    return matmul("bTf,fD->bTD", gated(gate_bTf, up_bTf), down)
 
 
 # guide: mlp
@@ -624,7 +637,7 @@ def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array
 def _experts(w: SpreadExperts | GatheredExperts, box_ECD: jax.Array) -> jax.Array:
     gate_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.gate), "expert_hidden")
     up_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.up), "expert_hidden")
-    return matmul("ECG,EGD->ECD", jax.nn.silu(gate_ECG) * up_ECG, w.down)
+    return matmul("ECG,EGD->ECD", gated(gate_ECG, up_ECG), w.down)
 
 
 @jax.named_scope("shared")

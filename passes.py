@@ -255,8 +255,11 @@ def numbered(data: Batch) -> Batch:
 
 
 def platform(mesh: Mesh) -> str:
-    """As jax names it: cpu, gpu or tpu."""
-    return mesh.devices.flat[0].platform
+    """Of devices that are here or are compiled for, as of chips.platform_of."""
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return device.platform
+    return f"gpu{device.compute_capability.partition('.')[0]}"
 
 
 def schedule_of(config: Config) -> Schedule:

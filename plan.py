@@ -27,7 +27,7 @@ import chips
 import faults
 import utils
 from chips import Chip
-from planning import compiler, cost, report, search
+from planning import compiler, cost, report, search, targets
 from planning.compiler import Compiled
 from planning.report import Plan, gib
 from planning.search import Found
@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(report.as_json(plan), indent=1, allow_nan=False))
     elif plan.compiled:
         report.print_compiled(plan, console)
+    check_memory(plan)
     if flags.png:
         report.draw(plan, flags.png)
     for path in (flags.png, flags.hlo, flags.svg):
@@ -86,9 +87,11 @@ def make(flags: Flags, rest: list[str]) -> Plan:
     own = tuple(field.name for field in dataclasses.fields(Flags))
     config = utils.parse([*named, *rest], own, checked=False)
     chip = chips.chip_named(flags.chip)
+    if flags.topology and not (chip and chip.is_tpu):
+        raise ValueError(f"--topology is of a TPU's slice, and --chip is {flags.chip}.")
     attention.chosen(config, chips.platform_of(chip))
     if flags.compile:
-        compiler.check_compiler(chip)
+        targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
     fixed = frozenset(search.FREE) & given
     count = flags.chips or math.prod(config.mesh.shape)
@@ -113,6 +116,26 @@ def check(flags: Flags) -> None:
             check_writable(name, path)
     if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
         raise ValueError("--chips and --tokens are counts. Use 0 or more.")
+
+
+def check_memory(plan: Plan) -> None:
+    """Raises ValueError for a compiled step that is larger than its chip: libtpu refuses such a one
+    itself, and the compiler for GPUs does not.
+    """
+    if not (plan.compiled and plan.chip):
+        return
+    need, have = plan.compiled.memory_bytes_per_chip, plan.chip.memory_bytes
+    if need > have:
+        raise ValueError(
+            f"the compiled step needs {gib(need)} and a {plan.chip.name} has {gib(have)}: "
+            f"{gib(need - have)} are missing.{advice(plan.config, plan.chip)}"
+        )
+
+
+def advice(config: utils.Config, chip: Chip) -> str:
+    """How to make it smaller on as many chips; empty where no flag does."""
+    saves = search.savings(config, chip, same_chips=True)
+    return f" Of single flags {report.saving(*saves[0])} saves most." if saves else ""
 
 
 def check_writable(name: str, path: Path) -> None:
@@ -150,20 +173,18 @@ def searched(
     if found.best:
         return found
     least, usable = found.smallest, search.usable_bytes(chip)
-    saves = search.savings(least.config, chip, same_chips=True)
-    advice = f" Of single flags {report.saving(*saves[0])} saves most." if saves else ""
     raise ValueError(
         f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
         f"per chip are missing. Needed are {gib(least.memory)}, and usable {gib(usable)} "
         f"({search.USABLE:.0%} of {gib(chip.memory_bytes)}), with "
-        f"{search.flags_of(least.config)}.{advice}"
+        f"{search.flags_of(least.config)}.{advice(least.config, chip)}"
     )
 
 
 def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     """The compiled step, its text and graph kept where they are asked for."""
     topology = flags.topology or (
-        chips.topology(chip, math.prod(config.mesh.shape[1:])) if chip else ""
+        chips.topology(chip, math.prod(config.mesh.shape[1:])) if chip and chip.is_tpu else ""
     )
     compiled, text = compiler.compile_step(config, chip, topology, flags.hlo)
     if flags.svg:

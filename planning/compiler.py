@@ -1,12 +1,10 @@
 """The training step as its compiler builds it, on a machine without the devices.
 
-libtpu compiles ahead of time for a named TPU topology; a CPU's devices are pretended. The step is
-the one of train.py. It is compiled in a child process, for a compiler that aborts takes its process
-with it: `compile_step` starts the child, which is `python -m planning.compiler REQUEST`.
+For a TPU or a GPU that is not here (planning/targets.py), or pretended devices of a CPU. The step
+is the one of train.py. It is compiled in a child process, for a compiler that aborts takes its
+process with it: `compile_step` starts the child, `python -m planning.compiler REQUEST`.
 """
 
-import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -23,9 +21,7 @@ import chips
 import faults
 import utils
 from chips import Chip
-
-# The libtpu that predictions are compared with; others plan some buffers differently.
-LIBTPU = "0.0.51"
+from planning import targets
 
 # libtpu's own text of a program, for what jax's text of it cannot be made from.
 DUMP_FLAGS = (
@@ -60,18 +56,19 @@ def compile_step(
     """The compiled step of this config, and the text of the program.
 
     chip       None for the CPU's devices, of which as many are pretended as the mesh has.
-    topology   sides of the slice, as 2x4x4.
+    topology   sides of a TPU's slice, as 2x4x4.
     hlo_file   also keep the text there.
 
     Raises  ValueError for what the user can mend, and for a compiler that failed or stopped.
     """
-    check_compiler(chip)
+    targets.check(chip)
     with tempfile.TemporaryDirectory() as folder:
         request = Path(folder) / "request.json"
-        name = f"{chip.name}:{topology}" if chip else "cpu"
+        name = f"{chip.name}:{topology}".strip(":") if chip else "cpu"
         (Path(folder) / "config.toml").write_text(utils.to_toml(config))
-        request.write_text(json.dumps({"topology": name}))
-        run_child(request, name, {})
+        asked = {"chip": chip.name if chip else "cpu", "topology": topology}
+        request.write_text(json.dumps(asked))
+        run_child(request, name, targets.environment(chip))
         if not (Path(folder) / "program.hlo").exists():
             # jax cannot read back some programs of a newer libtpu: let that write its own text.
             dump = Path(folder) / "dump"
@@ -83,25 +80,6 @@ def compile_step(
         hlo_file.parent.mkdir(parents=True, exist_ok=True)
         hlo_file.write_text(text)
     return Compiled(**found, **counted(config, chip, text)), text
-
-
-def check_compiler(chip: Chip | None) -> None:
-    """Raises ValueError where there is no compiler for this chip."""
-    if chip is None:
-        return
-    if not chip.is_tpu:
-        raise ValueError(
-            f"--compile --chip {chip.name}: only TPU programs can be compiled without the chip. "
-            "Use --chip v4, or benchmark.py step on a machine with that GPU."
-        )
-    if importlib.util.find_spec("libtpu") is None:
-        install = f"{sys.executable} -m pip install"
-        if importlib.util.find_spec("pip") is None:  # an environment that uv made
-            install = f"uv pip install --python {sys.executable}"
-        raise ValueError(
-            f"--compile --chip {chip.name} needs libtpu, which is not installed (no TPU is "
-            f"needed). Use: {install} libtpu=={LIBTPU}"
-        )
 
 
 def run_child(request: Path, name: str, environment: dict[str, str]) -> None:
@@ -137,7 +115,7 @@ def run_child(request: Path, name: str, environment: dict[str, str]) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment in which libtpu compiles without looking for a TPU."""
+    """The environment in which nothing looks for a device: compilers are named."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     count = "--xla_force_host_platform_device_count="  # the child pretends as many as it needs
     return os.environ | {
@@ -189,39 +167,15 @@ def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any
 # --- the child ------------------------------------------------------------------------------------
 
 
-def devices_of(name: str, count: int, slices: int = 1) -> list[Any]:
-    """Devices to compile for: of so many slices of a TPU topology, as v4:2x4x4, or this machine's
-    CPU.
-
-    Raises  ValueError for a topology that libtpu refuses.
-    """
-    import jax
-    from jax.experimental import topologies
-
-    if name == "cpu":
-        jax.config.update("jax_num_cpu_devices", count)
-        return jax.devices("cpu")
-    chip = chips.CHIPS[name.partition(":")[0]]
-    # A v4 or v5p chip has two cores, which act as one device.
-    options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
-    if slices > 1:
-        options["num_slices"] = slices
-    try:
-        return topologies.get_topology_desc(name, platform="tpu", **options).devices
-    except jax.errors.JaxRuntimeError as error:
-        usual = ", ".join(chips.TOPOLOGIES[chip.dims].values())
-        first = str(error).splitlines()[0][:200]
-        raise ValueError(
-            f"libtpu refuses the topology {name}: {first}. Use --topology with one of {usual}."
-        ) from None
-
-
 def build(request: Path) -> None:
     """Compile what the request asks for; the figures and the text are left beside it."""
     folder = request.parent
     config = utils.load(folder / "config.toml")
-    name = json.loads(request.read_text())["topology"]
-    devices = devices_of(name, math.prod(config.mesh.shape), config.mesh.replica)
+    asked = json.loads(request.read_text())
+    chip = chips.chip_named(asked["chip"])
+    devices = targets.devices(
+        chip, asked["topology"], math.prod(config.mesh.shape), config.mesh.replica
+    )
 
     import jax
 
@@ -243,8 +197,7 @@ def build(request: Path) -> None:
         "temporary_bytes": plan.temp_size_in_bytes,
         "program_bytes": plan.generated_code_size_in_bytes,
         "compile_s": seconds,
-        "compiler": f"jax {jax.__version__}"
-        + ("" if name == "cpu" else f", libtpu {importlib.metadata.version('libtpu')}"),
+        "compiler": targets.compiler_of(chip),
     }
     figures = folder / "compiled.json"
     if not figures.exists():  # of two compilations the first is timed: the other writes a dump

@@ -5,7 +5,7 @@
 counts are of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
-are opaque: those of splash attention are counted by rule, and of any other call of foreign code
+are opaque: those of attention are counted by rule, and of any other call of foreign code
 `custom_calls` says how often it runs.
 """
 
@@ -18,6 +18,8 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from kernels import CUDNN_BLOCK
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
 Cost = dict[Any, float]  # what is counted: how much
@@ -39,6 +41,7 @@ CALLS = ("fusion", "call", "async-start")
 # Kernels of splash attention: matrix products as wide as queries, and as values. Backward, each of
 # two makes the scores and the probabilities' gradient of its own.
 SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
+CUDNN = {"__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2)}
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -302,6 +305,8 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     call = instruction.opcode == "custom-call"
     if call and _splash(instruction):
         return splash_flops(instruction, computation)
+    if call and _target(instruction) in CUDNN:
+        return cudnn_flops(instruction, computation)
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
     if instruction.opcode != "dot" and not (call and _is_gemm(instruction)):
@@ -341,6 +346,15 @@ def splash_flops(call: Instruction, computation: Computation) -> int:
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 
 
+def cudnn_flops(call: Instruction, computation: Computation) -> int:
+    """As of splash, for queries of [b, T, n, A] and values as wide as W."""
+    (b, T, n, A), _, (*_, W) = [computation[name].shapes[0][1] for name in call.operands[:3]]
+    by_query, by_value = CUDNN[_target(call)]
+    blocks = -(-T // CUDNN_BLOCK)
+    pairs = T * T * (blocks + 1) // (2 * blocks)
+    return 2 * b * n * pairs * (by_query * A + by_value * W)
+
+
 def convolution_flops(convolution: Instruction, computation: Computation) -> int:
     """2 * batch * features in and out * pairs of output and kernel position that meet an input.
 
@@ -370,6 +384,80 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     return found
 
 
+# --- what goes through memory ---------------------------------------------------------------------
+
+# What moves no bytes: names of values, and what runs something else.
+NO_TRAFFIC = frozenset([
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while",
+    "conditional", "call", "partition-id", "replica-id", "iota", "opt-barrier",
+])  # fmt: skip
+_INSIDE = "inside a fusion"
+
+
+def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
+    """Bytes of operands and results of all kernels, by the named scopes of each: what would go
+    through memory if nothing stayed in a cache between two kernels.
+
+    Of what is sliced the slice counts, and of what is updated in place the update.
+    """
+    program = parse(text)
+
+    def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, Any, Value]:
+        if frame.place == _INSIDE:
+            return {}, _INSIDE, NOTHING
+        size = kernel_bytes(instruction, frame.computation, program)
+        place = _INSIDE if instruction.opcode == "fusion" else None
+        return {_scope(instruction): size} if size else {}, place, NOTHING
+
+    return dict(Walk(program, branch_share, visit).run(program.entry)[0])
+
+
+def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
+    """Of one execution of an instruction that is not part of a fusion."""
+    if kernel.opcode in NO_TRAFFIC or kernel.opcode.endswith("-start"):
+        return 0
+    operands = [computation[name] for name in kernel.operands]
+    if kernel.opcode == "fusion":
+        [name] = kernel.computations("calls")
+        inside = program.computations[name]
+        arguments = {int(i.argument): i for i in inside.values() if i.opcode == "parameter"}
+        read = sum(_read_bytes(arguments[n], inside) for n in range(len(operands)))
+        return read + _written_bytes([*inside.values()][-1], inside)
+    if kernel.opcode in SLICES:
+        return 2 * result_bytes(kernel)
+    if kernel.opcode == "dynamic-update-slice":
+        return 2 * result_bytes(operands[1])
+    if kernel.opcode.endswith("-done"):  # a collective's result; what starts it has read as much
+        return 2 * result_bytes(kernel)
+    return result_bytes(kernel) + sum(map(result_bytes, operands))
+
+
+SLICES = ("dynamic-slice", "slice", "gather")
+
+
+def _read_bytes(value: Instruction, inside: Computation) -> int:
+    """What a fusion reads of one of its parameters, or of another name of it."""
+    found = 0
+    for user in (i for i in inside.values() if value.name in i.operands):
+        if user.opcode == "bitcast":
+            found += _read_bytes(user, inside)
+        elif user.opcode in SLICES and user.operands[0] == value.name:
+            found += result_bytes(user)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != value.name:
+            return result_bytes(value)
+    return min(found, result_bytes(value))
+
+
+def _written_bytes(root: Instruction, inside: Computation) -> int:
+    if root.opcode == "tuple":
+        return sum(_written_bytes(inside[name], inside) for name in root.operands)
+    if root.opcode == "bitcast":
+        return _written_bytes(inside[root.operands[0]], inside)
+    if root.opcode == "dynamic-update-slice":
+        return result_bytes(inside[root.operands[1]])
+    return result_bytes(root)
+
+
 # What jax's own transformations put between the named scopes of an operation.
 _NO_SCOPE = re.compile(
     r"jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map"
@@ -381,18 +469,23 @@ def scopes(text: str) -> dict[str, str]:
     """{instruction: the named scopes that it is in}, e.g. {"dot.7": "steady/jvp(attention)"}."""
     names = {}
     for instruction in (i for c in parse(text).computations.values() for i in c.values()):
-        parts = instruction.op_name.split("/")[:-1]
-        names[instruction.name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+        names[instruction.name] = _scope(instruction)
     return names
+
+
+def _scope(instruction: Instruction) -> str:
+    parts = instruction.op_name.split("/")[:-1]
+    return "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
 
 
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
     """How often each foreign function runs that is not counted as a matrix product."""
 
     def cost(instruction: Instruction, _: Computation) -> Cost:
-        if instruction.opcode != "custom-call" or _is_gemm(instruction) or _splash(instruction):
+        call = instruction.opcode == "custom-call"
+        if not call or _is_gemm(instruction) or _splash(instruction):
             return {}
-        return {_target(instruction): 1}
+        return {} if _target(instruction) in CUDNN else {_target(instruction): 1}
 
     return executed(text, cost, branch_share)
 

@@ -37,9 +37,12 @@ COLLECTIVES = {
 # Products and loops whose cost a trace does not tell.
 OPAQUE = ("conv_general_dilated", "pallas_call", "ragged_dot_general", "while", "cond")
 # Functions of a kernels.Kernel: matrix products as wide as queries and as values. The backward pass
-# is two kernels, of keys and values and of queries: each makes the scores and the probabilities'
-# gradient of its own.
-SPLASH = {"plain": (1, 1), "forward": (1, 1), "backward": (4, 3)}
+# of splash is two kernels, of keys and values and of queries: each makes the scores and the
+# probabilities' gradient of its own.
+KERNELS = {
+    "splash_plain": (1, 1), "splash_forward": (1, 1), "splash_backward": (4, 3),
+    "cudnn_plain": (1, 1), "cudnn_forward": (1, 1), "cudnn_backward": (3, 2),
+}  # fmt: skip
 # What compilers compute where it is read, in one loop with what reads it.
 FUSED = frozenset([
     "abs", "add", "add_any", "and", "broadcast_in_dim", "concatenate", "convert_element_type",
@@ -168,7 +171,7 @@ class Reader:
     """
 
     sizes: Sizes
-    splash_share: float  # of the rectangle of scores, that the kernel computes
+    kernel_share: float  # of the rectangle of scores, that the kernel computes
     skipped: str = ""
 
     def read(self, closed: Any) -> Program:
@@ -236,10 +239,10 @@ class Reader:
             (summed, _), _ = eqn.params["dimension_numbers"]
             return 2 * eqn.outvars[0].aval.size * math.prod(shapes[0][dim] for dim in summed)
         if eqn.primitive.name == "foreign_kernel":
-            by_query, by_value = SPLASH[eqn.params["function"].__name__]
+            by_query, by_value = KERNELS[eqn.params["function"].__name__]
             first = int(by_query > 1)  # the gradient comes first
-            (b, n, T, A), W = shapes[first], shapes[first + 2][-1]
-            return round(2 * b * n * T * T * self.splash_share * (by_query * A + by_value * W))
+            (b, T, n, A), W = shapes[first], shapes[first + 2][-1]
+            return round(2 * b * n * T * T * self.kernel_share * (by_query * A + by_value * W))
         return 0
 
 
@@ -399,5 +402,6 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
 
 def _scratch(op: Op) -> Count | int:
     """The forward kernel of splash writes its log-sum-exp as wide as a TPU's registers."""
-    is_splash = op.eqn.primitive.name == "foreign_kernel" and len(op.outputs) == 2
+    foreign = op.eqn.primitive.name == "foreign_kernel"
+    is_splash = foreign and op.eqn.params["function"].__name__ == "splash_forward"
     return LANES * op.outputs[1].bytes if is_splash else 0

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
+import attention
 import chips
 import flops
 import utils
@@ -106,7 +107,7 @@ def header(plan: Plan) -> str:
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {plan.where}, mesh {c.mesh}, virtual "
         f"{c.mesh.virtual}, {c.train.microbatches} microbatches, remat {c.train.remat}, gather "
-        f"{c.fsdp.gather}, attention {p.attention}",
+        f"{c.fsdp.gather}, attention {attention.told(c, chips.platform_of(plan.chip))}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
     if plan.chip and plan.chip.is_tpu and p.chips not in chips.TOPOLOGIES[plan.chip.dims]:
@@ -216,6 +217,11 @@ def compiled_table(plan: Plan) -> Group:
         f"Compiled in {c.compile_s:.0f} s; the program itself is {gib(c.program_bytes)}. Kernels "
         f"that are not counted: {calls}."
     )
+    if plan.chip and not plan.chip.is_tpu:
+        note += (
+            " Where there is a GPU, XLA also times kernels to choose from, and cuDNN's may ask for "
+            "memory of their own: neither is in this."
+        )
     if not plan.chip and plan.config.model.compute_dtype == "bfloat16":
         note += " A CPU's compiler holds and sends bfloat16 as float32, twice as large."
     columns = ("per chip", "predicted", "compiled", "ratio")

@@ -1,12 +1,12 @@
-"""Compile training steps for TPU v4 and v5p, and compare plan.py's predictions with each.
+"""Compile training steps for TPU v4 and v5p and for H100s, and compare plan.py's predictions.
 
     ./run.sh python tests/make_compiled.py                all of them: about 40 minutes
     ./run.sh python tests/make_compiled.py NAME ...       only these, e.g. jaxformer-full v5p
     ./run.sh python tests/make_compiled.py --print        the table of what is recorded
 
 Writes what the compiler planned to tests/compiled.json, which tests/test_cost.py reads, and prints
-a table of ratios, predicted over compiled. Needs libtpu (plan.py --compile says how to get it). One
-at a time: each writes the whole file.
+a table of ratios, predicted over compiled. Needs libtpu, and jax's CUDA plugin (plan.py --compile
+says how to get them). One at a time: each writes the whole file.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import utils  # noqa: E402
 from planning import compiler, cost  # noqa: E402
 
 RECORDED = Path(__file__).with_name("compiled.json")
-CHIPS = ("v4", "v5p")
+CHIPS = ("v4", "v5p")  # that CASES are compiled for; GPU_CASES for h100
 ALL_NAMES = ",".join(utils.REMAT_NAMES)
 
 # {name: (topology, config, flags)}
@@ -123,11 +123,42 @@ CASES = {
         {"mesh": (8, 1, 1), "train.microbatches": 8, "train.sequences": 256, "train.remat": "none"},
     ),
 }
+ONE = {"mesh": (1, 1, 1)}
+GPU_CASES = {
+    "gpu-dense-124m": ("", "dense_124m", ONE),
+    "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention": "xla"}),
+    "gpu-dense-names-8x1x1": ("", "dense_1b", {"mesh": (8, 1, 1), "train.microbatches": 4}),
+    "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.sequences": 64}),
+    "gpu-moe-none-8x1x1": (
+        "",
+        "moe_1b",
+        {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.remat": "none"},
+    ),
+    "gpu-dense-names-2x2x2-interleaved": (
+        "",
+        "dense_1b",
+        {"mesh": (2, 2, 2), "mesh.virtual": 2, "train.microbatches": 16},
+    ),
+    "gpu-moe-full-layer-16x1x1": (
+        "",
+        "moe_1b",
+        {
+            "mesh": (16, 1, 1),
+            "mesh.virtual": 1,
+            "train.remat": "full",
+            "fsdp.gather": "layer",
+        },
+    ),
+}
+
+
+def chips_of(name: str) -> tuple[str, ...]:
+    return CHIPS if name in CASES else ("h100",)
 
 
 def config_of(name: str) -> tuple[str, utils.Config]:
     """(topology, config) of a case."""
-    topology, file, changes = CASES[name]
+    topology, file, changes = (CASES | GPU_CASES)[name]
     flags = []
     for key, value in changes.items():
         keys = [key] if key != "mesh" else ["mesh.fsdp", "mesh.pipeline", "mesh.tensor"]
@@ -161,11 +192,11 @@ def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a row per step, with the chips' numbers beside each other."""
     lines = [
-        f"| step | GiB per chip, {' and '.join(CHIPS)} | memory | FLOPs | traffic by mesh axes |",
+        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic by mesh axes |",
         "|---|---|---|---|---|",
     ]
-    for name in CASES:
-        chips_here = [chip for chip in CHIPS if f"{name} {chip}" in rows]
+    for name in CASES | GPU_CASES:
+        chips_here = [chip for chip in chips_of(name) if f"{name} {chip}" in rows]
         found = [rows[f"{name} {chip}"] for chip in chips_here]
         if not found:
             continue
@@ -187,15 +218,17 @@ def span(values: list[float]) -> str:
 def main() -> None:
     words = sys.argv[1:]
     if words != ["--print"]:
-        wanted = [w for w in words if w in chips.CHIPS] or CHIPS
-        names = [w for w in words if w not in chips.CHIPS] or list(CASES)
-        unknown = set(names) - set(CASES)
+        cases = list(CASES | GPU_CASES)
+        wanted = [w for w in words if w in chips.CHIPS]
+        names = [w for w in words if w not in chips.CHIPS] or cases
+        unknown = set(names) - set(cases)
         if unknown:
-            raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(CASES)}.")
-        for chip in wanted:
-            for name in names:
-                print(name, chip, flush=True)
-                record(name, chip)
+            raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(cases)}.")
+        for name in names:
+            for chip in chips_of(name):
+                if not wanted or chip in wanted:
+                    print(name, chip, flush=True)
+                    record(name, chip)
     print(table(recorded()))
 
 

@@ -1,7 +1,9 @@
-"""The splash kernel, interpreted, against attention written out, inside what the model puts it in.
+"""Kernels, interpreted, against attention written out, inside what the model puts them in.
 
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import attention
 import reference
+import utils
 from common import config_of, mesh_of, relative_error
 
 B, T, N, A, W = 4, 640, 4, 24, 16  # five blocks of 128 positions
@@ -59,26 +62,31 @@ def rematted(layer, remat):
 
 
 @pytest.mark.parametrize(
-    ("shape", "remat", "segments"),
+    ("shape", "remat", "kernel", "segments"),
     [
-        ((1, 1, 1), "none", True),
-        ((2, 1, 4), "attention", True),
-        ((2, 2, 2), "full", False),
-        ((4, 1, 2), "none", False),
+        ((1, 1, 1), "none", "splash", True),
+        ((2, 1, 4), "attention", "splash", True),
+        ((2, 2, 2), "full", "splash", False),
+        ((4, 1, 2), "none", "splash", False),
+        ((1, 1, 1), "none", "cudnn", False),
+        ((2, 1, 4), "attention", "cudnn", False),
+        ((2, 2, 2), "full", "cudnn", False),
     ],
 )
-def test_splash_and_its_gradient_are_attention_written_out_on_every_mesh(shape, remat, segments):
+def test_a_kernel_and_its_gradient_are_attention_written_out_on_every_mesh(
+    shape, remat, kernel, segments
+):
     inputs, ids = arrays(), (documents(),) if segments else ()
     plain = twice(
         lambda q, k, v, *ids: written_out(q, k, v, ids[0] if ids else np.zeros((B, T))), "none"
     )
     expected, gradients = jax.value_and_grad(plain, argnums=(0, 1, 2))(*inputs, *ids)
 
-    def splash(q, k, v, *ids):
-        return attention.attend(q, k, v, ids[0] if ids else None, "splash", SCALE)
+    def attend(q, k, v, *ids):
+        return attention.attend(q, k, v, ids[0] if ids else None, kernel, SCALE)
 
     def local(*args):
-        return lax.psum(twice(splash, remat)(*args), ("fsdp", "tensor"))
+        return lax.psum(twice(attend, remat)(*args), ("fsdp", "tensor"))
 
     sharded = jax.shard_map(
         local,
@@ -93,10 +101,13 @@ def test_splash_and_its_gradient_are_attention_written_out_on_every_mesh(shape, 
         assert relative_error(mine, theirs) <= 1e-5, name
 
 
-def test_in_bfloat16_splash_is_as_close_to_float32_as_xla_is():
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
+    ids = documents() if kernel == "splash" else None
+
     def gradients(kernel, dtype):
         def loss(q, k, v):
-            out = attention.attend(q, k, v, documents(), kernel, SCALE)
+            out = attention.attend(q, k, v, ids, kernel, SCALE)
             return (out.astype(jnp.float32) * factors).sum()
 
         *inputs, factors = arrays()
@@ -110,17 +121,18 @@ def test_in_bfloat16_splash_is_as_close_to_float32_as_xla_is():
         )
 
     exact = gradients("xla", jnp.float32)
-    splash, xla = (gradients(kernel, jnp.bfloat16) for kernel in ("splash", "xla"))
-    assert all(a.dtype == jnp.bfloat16 for a in splash)
-    # The scale is rounded with the queries.
-    assert error(splash) <= 2 * error(xla) <= 0.02
+    mine, xla = (gradients(name, jnp.bfloat16) for name in (kernel, "xla"))
+    assert all(a.dtype == jnp.bfloat16 for a in mine)
+    # Splash rounds the scale with the queries.
+    assert error(mine) <= 2 * error(xla) <= 0.02
 
 
-def test_a_kept_result_of_splash_is_not_computed_again():
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_a_kept_result_of_a_kernel_is_not_computed_again(kernel):
     inputs = [jnp.zeros((1, 128, 2, w)) for w in (A, A, W, W)]
 
     def kernels(remat):
-        step = jax.grad(twice(lambda *a: attention.attend(*a, None, "splash", SCALE), remat))
+        step = jax.grad(twice(lambda *a: attention.attend(*a, None, kernel, SCALE), remat))
         return str(jax.make_jaxpr(step)(*inputs)).count("foreign_kernel[")
 
     # One in the scan and one after it, forward; as many backward; and where nothing is kept the
@@ -136,25 +148,73 @@ def config(**changes):
 
 def test_auto_is_splash_on_a_tpu_where_the_kernel_can_be_used():
     assert attention.chosen(config(), "tpu") == "splash"
-    assert attention.chosen(config(), "cpu") == attention.chosen(config(), "gpu") == "xla"
+    assert attention.chosen(config(), "cpu") == "xla"
     assert attention.chosen(config(compute_dtype="float32"), "tpu") == "xla"
     assert attention.chosen(config(sequence_length=1000), "tpu") == "xla"
     assert attention.chosen(config(attention="xla"), "tpu") == "xla"
     assert attention.chosen(config(attention="splash"), "cpu") == "splash"
+    assert attention.told(config(), "tpu") == "splash" and attention.told(config(), "cpu") == "xla"
+    assert attention.told(config(compute_dtype="float32"), "tpu") == "xla (splash: not for float32)"
+    assert attention.told(config(attention="xla"), "tpu") == "xla"
 
 
 def test_splash_is_refused_where_it_cannot_run():
     with pytest.raises(ValueError, match=r"sequence_length 1000.*Use --train.sequence_length 1024"):
         attention.chosen(config(attention="splash", sequence_length=1000), "tpu")
-    with pytest.raises(ValueError, match=r"these devices are GPUs\. Use --model.attention auto"):
-        attention.chosen(config(attention="splash"), "gpu")
+    for words, platform in (("splash", "gpu9"), ("cudnn", "tpu")):
+        with pytest.raises(ValueError, match=rf"attention {words}: it is no kernel for these devi"):
+            attention.chosen(config(attention=words), platform)
+
+
+LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "why"),
+    [
+        ({}, "gpu9", ""),
+        (LATENT, "gpu9", ""),
+        ({}, "gpu10", ""),
+        ({"v_head_dim": 24}, "gpu8", ""),
+        ({"sequence_length": 1000}, "gpu9", ""),
+        (LATENT, "gpu8", "before Hopper heads have one width, up to 128, and these have 192 and"),
+        ({"v_head_dim": 12}, "gpu9", "heads of 24 and 12 are no multiples of 8"),
+        ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
+        ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),
+    ],
+)
+def test_cudnn_is_taken_on_a_gpu_where_it_can_be_used_and_else_why_not_is_said(
+    changes, platform, why
+):
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    wanted = config(**sizes | changes)
+    assert attention.chosen(wanted, platform) == ("xla" if why else "cudnn")
+    asked = config(attention="cudnn", **sizes | changes)
+    if why:
+        with pytest.raises(ValueError, match=rf"--model.attention cudnn: {why}"):
+            attention.chosen(asked, platform)
+    else:
+        assert attention.chosen(asked, platform) == "cudnn"
+
+
+def test_documents_are_not_given_to_cudnn():
+    packed = dataclasses.replace(config(), data=utils.Data(segments=True))
+    assert attention.chosen(packed, "gpu9") == "xla"
+    assert attention.told(packed, "gpu9") == "xla (cudnn: it knows no documents (--data.segments))"
+    packed = dataclasses.replace(packed, model=config(attention="cudnn").model)
+    with pytest.raises(ValueError, match=r"it knows no documents \(--data.segments\)"):
+        attention.chosen(packed, "gpu9")
 
 
 @pytest.mark.parametrize(
     ("length", "blocks"), [(128, 1), (512, 1), (640, 5), (768, 2), (1024, 2), (4096, 8)]
 )
-def test_splash_computes_the_blocks_at_and_below_the_diagonal(length, blocks):
+def test_kernels_compute_the_blocks_at_and_below_the_diagonal(length, blocks):
     share = attention.computed_share(config(sequence_length=length), "tpu")
     computed = sum(row >= column for row in range(blocks) for column in range(blocks))
     assert share == computed / blocks**2
     assert attention.computed_share(config(sequence_length=length), "cpu") == 1
+    tiles = length // 128
+    wide = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    share = attention.computed_share(config(sequence_length=length, **wide), "gpu9")
+    assert share == (tiles + 1) / (2 * tiles)

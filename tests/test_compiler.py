@@ -1,12 +1,15 @@
+import importlib.metadata
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
 import chips
 from common import config_of
-from planning import compiler, cost
+from planning import compiler, cost, targets
 
 V4 = chips.CHIPS["v4"]
+JAX = importlib.metadata.version("jax")
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -70,17 +73,56 @@ def test_a_config_that_the_child_refuses_is_refused_in_its_words():
     ],
 )
 def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch, missing, command):
+    monkeypatch.setattr(targets, "_has", lambda name, _: name not in missing)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else object()
     )
-    with pytest.raises(ValueError, match=f"{command}=={compiler.LIBTPU}"):
+    with pytest.raises(ValueError, match=f"{command}=={targets.LIBTPU}"):
         compiler.compile_step(config_of(), V4, "2x2x1")
-    compiler.check_compiler(None)
+    targets.check(None)
 
 
-def test_a_gpu_program_is_not_compiled_without_the_gpu():
-    with pytest.raises(ValueError, match=r"--chip h100: only TPU programs .* Use --chip v4"):
+def test_a_gpu_that_is_not_described_is_refused_with_those_that_are():
+    known = r"Use one of a100, a100-40gb, h100, h200, or benchmark.py step"
+    with pytest.raises(
+        ValueError, match=rf"--chip h100-pcie: this GPU is not described .* {known}"
+    ):
+        compiler.compile_step(config_of(), chips.CHIPS["h100-pcie"], "")
+
+
+@pytest.mark.parametrize(
+    ("installed", "named"),
+    [
+        ({}, "jax-cuda12-plugin and jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, which"),
+        (
+            {"jax-cuda12-plugin": "0.1", "jax-cuda12-pjrt": JAX},
+            "jax-cuda12-plugin and nvidia-cuda-n",
+        ),
+        ({"jax-cuda12-plugin": JAX, "jax-cuda12-pjrt": JAX}, "needs nvidia-cuda-nvcc-cu12, which"),
+    ],
+)
+def test_without_the_wheels_for_gpus_or_with_others_the_way_to_get_them_is_said(
+    monkeypatch, installed, named
+):
+    def distributions(name, path):
+        assert path[0] == str(targets.GPU_FOLDER)
+        return [SimpleNamespace(version=installed[name])] if name in installed else []
+
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
+    with pytest.raises(ValueError, match=named) as told:
         compiler.compile_step(config_of(), chips.CHIPS["h100"], "")
+    where = f"--target {targets.GPU_FOLDER} "
+    packages = f"jax-cuda12-plugin=={JAX} jax-cuda12-pjrt=={JAX} nvidia-cuda-nvcc-cu12=="
+    assert f"-m pip install {where}{packages}{targets.NVCC}" in str(told.value)
+
+
+@pytest.mark.parametrize("name", targets.GPUS)
+def test_a_gpu_is_described_with_its_own_figures(name):
+    chip, text = chips.CHIPS[name], targets.described(chips.CHIPS[name])
+    assert text.count("{") == text.count("}")
+    assert f"device_memory_size: {chip.memory_bytes} " in text
+    assert f"memory_bandwidth: {round(chip.memory_bandwidth)}\n" in text
+    assert f"major: {chip.generation}" in text
 
 
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")

@@ -21,28 +21,31 @@ import pipeline
 import train
 import utils
 from common import config_of, mesh_of
-from planning import compiler, cost, hlo, trace
+from planning import compiler, cost, hlo, targets, trace
 
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
-# --- TPU programs ---------------------------------------------------------------------------------
+# --- TPU and GPU programs -------------------------------------------------------------------------
 
 
-def test_a_dozen_steps_are_recorded_for_two_chips():
-    wanted = {f"{name} {chip}" for name in make_compiled.CASES for chip in ("v4", "v5p")}
-    assert set(RECORDED) == wanted and len(make_compiled.CASES) >= 12
+def test_steps_are_recorded_for_two_tpus_and_a_gpu():
+    both, gpu = make_compiled.CASES, make_compiled.GPU_CASES
+    wanted = {f"{name} {chip}" for name in both for chip in ("v4", "v5p")}
+    assert set(RECORDED) == wanted | {f"{name} h100" for name in gpu}
+    assert len(both) >= 12 and len(gpu) >= 6
 
 
 @pytest.mark.parametrize("key", RECORDED)
-def test_predictions_match_what_libtpu_planned(key):
+def test_predictions_match_what_compilers_planned(key):
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
     far = {p: r for p, r in found.items() if abs(r - 1) > (0.10 if p == "memory" else 0.005)}
     assert not far
-    assert len(found) > 2  # some axis carries traffic
+    one = math.prod(make_compiled.config_of(name)[1].mesh.shape) == 1
+    assert one or len(found) > 2  # some axis carries traffic
     predicted = cost.predict(make_compiled.config_of(name)[1], chips.chip_named(chip))
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
@@ -56,7 +59,7 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert compiled.flops_per_chip == pytest.approx(before["flops_per_chip"], rel=0.001)
     for axes, size in before["collective_bytes_per_chip"].items():
         assert compiled.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02)
-    if importlib.metadata.version("libtpu") == compiler.LIBTPU:
+    if importlib.metadata.version("libtpu") == targets.LIBTPU:
         assert compiled.memory_bytes_per_chip == pytest.approx(
             before["memory_bytes_per_chip"], rel=0.02
         )
@@ -64,6 +67,16 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
     assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
+
+
+@pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
+def test_the_compiler_for_gpus_still_plans_what_is_recorded():
+    name = "gpu-dense-124m"
+    compiled, text = compiler.compile_step(make_compiled.config_of(name)[1], H100, "")
+    before = RECORDED[f"{name} h100"]
+    for what in ("flops_per_chip", "memory_bytes_per_chip"):
+        assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
+    assert compiled.custom_calls == {} and "__cudnn$fmhaSoftmaxBackward" in text
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])
@@ -219,8 +232,8 @@ def test_what_a_trace_does_not_tell_is_refused(monkeypatch):
 
 
 def sizes(config, **values):
-    """The config with fields of train or mesh replaced."""
-    for section in ("train", "mesh", "fsdp"):
+    """The config with fields of some sections replaced."""
+    for section in ("train", "mesh", "fsdp", "model"):
         part = getattr(config, section)
         names = {f.name for f in dataclasses.fields(part)} & values.keys()
         part = dataclasses.replace(part, **{name: values[name] for name in names})
@@ -232,7 +245,7 @@ JAXFORMER = make_compiled.config_of("jaxformer")[1]
 
 
 def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
-    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
+    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none", attention="xla")
     predicted = cost.predict(config, H100)
     assert predicted.flops_per_chip == pytest.approx(predicted.model_flops_per_chip, rel=1e-3)
     assert predicted.bubble == 0
@@ -240,13 +253,24 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
 
 def test_splash_saves_the_blocks_above_the_diagonal_and_makes_scores_again():
     config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
-    xla, splash = (cost.predict(config, chip).flops["attention scores"] for chip in (H100, V4))
+    plain = sizes(config, attention="xla")
+    xla, splash = (cost.predict(c, V4).flops["attention scores"] for c in (plain, config))
     assert splash["forward"] == 0.75 * xla["forward"]  # of 2 x 2 blocks 3
     # Beside the gradients twice the scores, and once more the probabilities' gradient: 192 and 64
     # wide.
     again = splash["forward"] * (2 * 192 + 64) / (192 + 64)
     assert splash["backward"] == 2 * splash["forward"] + again
     assert xla["backward"] == 2 * xla["forward"] and xla["recomputed"] == 0
+
+
+def test_cudnn_saves_the_tiles_above_the_diagonal_and_makes_scores_again():
+    config = sizes(JAXFORMER, fsdp=8, pipeline=1, tensor=1, remat="none")
+    plain = sizes(config, attention="xla")
+    xla, cudnn = (cost.predict(c, H100).flops["attention scores"] for c in (plain, config))
+    assert cudnn["forward"] == 36 / 64 * xla["forward"]  # of 8 x 8 tiles
+    # Beside the gradients the scores, 192 wide, where values are 64 wide.
+    again = cudnn["forward"] * 192 / (192 + 64)
+    assert cudnn["backward"] == 2 * cudnn["forward"] + again
 
 
 def test_one_chip_sends_nothing():
@@ -272,8 +296,8 @@ def test_a_step_takes_at_least_its_longest_part_and_at_most_their_sum():
 
 
 def test_an_unknown_chip_is_planned_as_its_platform_runs():
-    found = [cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu", "tpu")]
-    assert [p.attention for p in found] == ["xla", "xla", "splash"]
+    found = [cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu9", "tpu")]
+    assert [p.attention for p in found] == ["xla", "cudnn", "splash"]
     assert cost.predict(JAXFORMER, V4).memory == found[2].memory
 
 

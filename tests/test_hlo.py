@@ -249,6 +249,81 @@ def test_kernels_of_splash_count_by_the_blocks_that_they_compute():
         hlo.dot_flops(oblong)
 
 
+CUDNN = """ENTRY %main (q: bf16[4,1024,6,96], v: bf16[4,1024,6,64]) -> bf16[4,1024,6,64] {
+  %q = bf16[4,1024,6,96]{3,2,1,0} parameter(0)
+  %v = bf16[4,1024,6,64]{3,2,1,0} parameter(1)
+  %f = (bf16[4,6,1024,64]{3,1,2,0}, f32[4,6,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %v), \
+custom_call_target="__cudnn$fmhaSoftmax"
+  %l = f32[4,6,1024]{2,1,0} get-tuple-element(%f), index=1
+  %b = (bf16[4,6,1024,96]{3,1,2,0}, bf16[4,6,1024,96]{3,1,2,0}, bf16[4,6,1024,64]{3,1,2,0}, \
+u8[0]{0}) custom-call(%q, %q, %v, %l, %v, /*index=5*/%v), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  ROOT %out = bf16[4,6,1024,64]{3,2,1,0} get-tuple-element(%b), index=2
+}
+"""
+
+
+def test_kernels_of_cudnn_count_by_tiles_of_128():
+    pairs = 4 * 6 * 36 * 128 * 128  # of 8 x 8 tiles those not above the diagonal
+    assert hlo.dot_flops(CUDNN) == 2 * pairs * ((96 + 64) + (3 * 96 + 2 * 64))
+    assert hlo.custom_calls(CUDNN) == {}
+
+
+IN_MEMORY = """
+%add_one (a: f32[4,100], b: s32[]) -> f32[4,100] {
+  %a = f32[4,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,100]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,100}
+  %more = f32[1,100]{1,0} add(%row, %row)
+  ROOT %out = f32[4,100]{1,0} dynamic-update-slice(%a, %more, %i, %i)
+}
+
+%whole (c: f32[4,100], d: f32[4,100]) -> f32[4,100] {
+  %c = f32[4,100]{1,0} parameter(0)
+  %d = f32[4,100]{1,0} parameter(1)
+  ROOT %sum = f32[4,100]{1,0} add(%c, %d)
+}
+
+%body (s: (s32[], f32[4,100])) -> (s32[], f32[4,100]) {
+  %s = (s32[], f32[4,100]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,100]{1,0} get-tuple-element(%s), index=1
+  %f = f32[4,100]{1,0} fusion(%x, %n), kind=kLoop, calls=%add_one, \
+metadata={op_name="jit(step)/steady/mlp/add"}
+  ROOT %t = (s32[], f32[4,100]{1,0}) tuple(%n, %f)
+}
+
+%check (s: (s32[], f32[4,100])) -> pred[] {
+  %s = (s32[], f32[4,100]{1,0}) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4,100]) -> f32[4,100] {
+  %x = f32[4,100]{1,0} parameter(0)
+  %z = s32[] constant(0)
+  %t = (s32[], f32[4,100]{1,0}) tuple(%z, %x)
+  %w = (s32[], f32[4,100]{1,0}) while(%t), condition=%check, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %y = f32[4,100]{1,0} get-tuple-element(%w), index=1
+  %sum = f32[4,100]{1,0} fusion(%x, %y), kind=kLoop, calls=%whole, \
+metadata={op_name="jit(step)/optimizer/add"}
+  %start = (f32[4,100]{1,0}, f32[8,100]{1,0}) all-gather-start(%sum)
+  %done = f32[8,100]{1,0} all-gather-done(%start), metadata={op_name="jit(step)/gather/all"}
+  ROOT %copy = f32[8,100]{0,1} copy(%done)
+}
+"""
+
+
+def test_what_kernels_read_and_write_goes_through_memory_slices_and_updates_by_their_own_size():
+    row, four, eight = 400, 1600, 3200
+    assert hlo.memory_bytes(IN_MEMORY) == {
+        "steady/mlp": 3 * (row + 4 + row),  # read, the index, written: the rest stays in its place
+        "optimizer": 3 * four,
+        "gather": 2 * eight,
+        "": 2 * eight,
+    }
+
+
 def test_a_kernel_is_in_its_scopes_though_its_attributes_take_three_lines():
     scopes = hlo.scopes(SPLASH)
     assert scopes["splash_mha_fwd_residuals.15"] == "steady/attention"

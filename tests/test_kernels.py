@@ -1,4 +1,4 @@
-"""The splash kernel by itself, and the names of jax that it needs; attention by it is in
+"""Kernels by themselves, and the names of jax that it needs; attention by it is in
 test_attention.py.
 
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
@@ -18,9 +18,14 @@ from conftest import ROOT
 B, T, N, A, W = 4, 640, 4, 24, 16
 
 
-@pytest.mark.parametrize("name", [kernels.CHECK, kernels.BACKWARD])
+CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p")
+
+
+@pytest.mark.parametrize(
+    "name", [kernels.CHECK, kernels.BACKWARD, *(f"{kernels.CUDNN}.{name}" for name in CALLS)]
+)
 def test_this_jax_has_what_is_used_of_it_though_it_is_private(name):
-    assert callable(kernels.private(name))
+    assert kernels.private(name) is not None
 
 
 @pytest.mark.parametrize("name", ["jax._src.config._gone", "jax._src.gone.name"])
@@ -43,7 +48,7 @@ def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
     function = kernels.untyped(getattr(kernels.splash_kernel(N, T), name), interpret=False)
 
     def precisions(dtype, default):
-        wide, narrow = (jnp.zeros((B, N, T, w), dtype) for w in (A, W))
+        wide, narrow = (jnp.zeros((B, T, N, w), dtype) for w in (A, W))
         args = [wide, wide, narrow]
         if name == "backward":
             args = [narrow, *args, narrow, jnp.zeros((B, N, T))]
@@ -60,7 +65,7 @@ def test_a_kernel_whose_arguments_differ_along_different_axes_is_refused():
     kernel = kernels.splash_kernel(N, T)
 
     def local(*args):
-        return kernels.foreign_p.bind(*kernels.swapped(*args), function=kernel.plain)[0]
+        return kernels.foreign_p.bind(*args, function=kernel.plain)[0]
 
     run = jax.shard_map(
         local,

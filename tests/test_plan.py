@@ -9,7 +9,7 @@ import chips
 import make_compiled
 import plan
 from conftest import ROOT
-from planning import compiler, cost, report, search
+from planning import compiler, cost, report, search, targets
 
 JAXFORMER = ["--config", str(ROOT / "configs" / "jaxformer_1b.toml")]
 SMALL = [
@@ -64,7 +64,7 @@ def test_tables_show_every_part(capsys):
         "moe dispatch, backward",
         "the links along fsdp+tensor",
         "hours to 6.5e+09 tokens",
-        "Bound by memory",
+        "Bound by compute",
         "fits: ",
     ):
         assert words in text, words
@@ -118,11 +118,25 @@ def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
 def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
     row = make_compiled.recorded()["jaxformer v4"]
     monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
-    monkeypatch.setattr(compiler, "check_compiler", lambda _: None)  # as if libtpu were here
+    monkeypatch.setattr(targets, "check", lambda _: None)  # as if libtpu were here
     plan.main([*JAXFORMER, "--chip", "v4", "--compile"])
     text = capsys.readouterr().out
     assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
     assert "times the model's" in text
+
+
+def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_tables(
+    capsys, monkeypatch
+):
+    row = make_compiled.recorded()["gpu-dense-124m-xla h100"]
+    row |= {"memory_bytes_per_chip": 100 * 2**30}
+    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(targets, "check", lambda _: None)
+    config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
+    needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Of single flags --t"
+    with pytest.raises(ValueError, match=needs):
+        plan.main([*config, "--chip", "h100", "--compile"])
+    assert "neither is in this" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
@@ -159,7 +173,8 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
         (["--svg", "x.png", "--compile"], "Use --svg x.svg"),
         (["--png", "x.jpg"], "Use --png x.png"),
         (["--tokens", "-1"], "Use 0 or more"),
-        (["--chip", "h200", "--compile"], "only TPU programs"),
+        (["--chip", "h100-pcie", "--compile"], "this GPU is not described to a compiler"),
+        (["--chip", "h100", "--compile", "--topology", "2x2"], "--topology is of a TPU's slice"),
         (["--chp", "v4"], "unknown flag --chp: did you mean --chip"),
         (
             ["--chips=4", "--mesh.fsdp=2", "--mesh.pipeline=2", "--mesh.tensor=2"],
@@ -180,7 +195,7 @@ def test_bad_input_is_refused_with_what_would_work(flags, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--chip", "h100"], "splash is a kernel for TPUs, and these devices are GPUs. Use "),
+        (["--chip", "h100"], "splash: it is no kernel for these devices, whose is cudnn. Use "),
         (["--train.sequence_length", "1000"], "splash cannot take --train.sequence_length 1000"),
     ],
 )

@@ -1,0 +1,319 @@
+"""Training steps of one model here and in PyTorch, on the same device; a part of benchmark.py.
+
+    ./run.sh python benchmark.py peer           needs the packages of requirements-hf.txt
+    ./run.sh python benchmark.py peer dense     one model: moe, or dense, which wants a GPU
+    ./run.sh python benchmark.py peer --help    its flags
+
+`moe` is the mixture of experts of `benchmark.py reference`, with its dense layers first, as
+transformers' DeepseekV3ForCausalLM has them: that trains from the same first weights on the same
+tokens. `dense` is configs/dense_124m.toml beside a GPT of as many layers and heads, as wide, of
+PyTorch's own modules. Each takes a step in turn, so that what slows the machine slows all.
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import model
+import train
+import utils
+import weights
+from benchmark import ONE_DEVICE, compiled, random_batch, reference_config, spread, with_values
+from benchmark_decode import exported
+from utils import Config
+
+if TYPE_CHECKING:  # imported late below: it is optional
+    import torch
+
+ROOT = Path(__file__).resolve().parent
+UNTIMED = 2  # first steps of each
+FIRST_LOSS = 0.02  # by which those of the same weights may differ: rounding chooses other experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `benchmark.py peer`."""
+
+    models: tyro.conf.Positional[tuple[str, ...]] = ()  # moe, dense; both on a GPU, moe elsewhere
+    steps: int = 8  # timed, of each
+    microbatches: int = 0  # of a step, here and there; 0: as few as the memory has room for
+    compile: bool = True  # also what torch.compile makes of theirs, which takes minutes
+
+
+class Trainer(Protocol):
+    """Of a model, on one device."""
+
+    name: str
+    ready_s: float  # to compile it, and to make its first steps
+
+    def step(self) -> tuple[float, float]:
+        """(seconds, loss before the step)"""
+
+
+def moe(microbatches: int) -> Config:
+    config = reference_config()
+    m = config.model
+    layers = {"prefix_layers": m.blocks * m.dense_layers, "dense_layers": 0}
+    train = {"microbatches": microbatches or 1}
+    return with_values(config, mesh=ONE_DEVICE, model=layers, train=train)
+
+
+def dense(microbatches: int) -> Config:
+    config = utils.load(ROOT / "configs" / "dense_124m.toml")
+    return with_values(config, train={"microbatches": microbatches or config.train.microbatches})
+
+
+CONFIGS: dict[str, Callable[[int], Config]] = {"moe": moe, "dense": dense}
+
+
+# --- this project ---------------------------------------------------------------------------------
+
+
+class Ours:
+    """The step of train.py. Weights are float32, and in use as compute_dtype says."""
+
+    def __init__(self, config: Config):
+        self.program = compiled(config)
+        self.name, self.ready_s = "this project", self.program.compile_s
+        self._steps, m = self.program.steps(), config.model
+        self._choices = m.blocks * m.moe_layers * m.experts_per_token * self.program.tokens
+
+    def step(self) -> tuple[float, float]:
+        seconds, report = next(self._steps)
+        stats = report["stats"]
+        self.dropped = int(stats.dropped) / max(1, self._choices)
+        return seconds, float(stats.cross_entropy)
+
+
+# --- PyTorch --------------------------------------------------------------------------------------
+
+
+class Theirs:
+    """A step of PyTorch: loss of all microbatches, gradients, their norm, AdamW."""
+
+    def __init__(self, name: str, network: "torch.nn.Module", config: Config, compile: bool):
+        """network  ids [b, T] -> logits [b, T, vocabulary]."""
+        import torch
+
+        self.name = f"{name}, torch.compile" if compile else f"{name}, eager"
+        self._torch, o = torch, config.optimizer
+        self._clip = o.clip_norm or math.inf
+        self._device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        network = network.to(self._device).train()
+        self._parameters = list(network.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            weight_decay=o.weight_decay,
+            fused=True,
+        )
+        self._type = getattr(torch, config.model.compute_dtype)
+        self._ids, self._targets = (self._tensor(a) for a in tokens_of(config))
+        self._loss = torch.compile(self._loss_of(network)) if compile else self._loss_of(network)
+        started = time.perf_counter()
+        self.first_loss = self.step()[1]
+        self.ready_s = time.perf_counter() - started
+
+    def _tensor(self, ids: np.ndarray) -> "torch.Tensor":
+        return self._torch.tensor(ids.astype(np.int64), device=self._device)
+
+    def _loss_of(self, network: "torch.nn.Module") -> Callable:
+        torch = self._torch
+
+        def loss(ids: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
+            narrow = self._type != torch.float32
+            with torch.autocast(self._device, dtype=self._type, enabled=narrow):
+                logits = network(ids)
+            flat = logits.float().flatten(0, 1)
+            return torch.nn.functional.cross_entropy(flat, targets.flatten())
+
+        return loss
+
+    def step(self) -> tuple[float, float]:
+        start, total = time.perf_counter(), 0.0
+        for ids, targets in zip(self._ids, self._targets, strict=True):
+            loss = self._loss(ids, targets) / len(self._ids)
+            loss.backward()
+            total += loss.detach()
+        self._torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        total = float(total)  # which waits for the device
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+        return time.perf_counter() - start, total
+
+
+def tokens_of(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets [M, B, T] of the steps that are timed here."""
+    batch = random_batch(config, train.make_mesh(config))
+    return np.asarray(batch.tokens), np.asarray(batch.targets)
+
+
+def deepseek(config: Config) -> "torch.nn.Module":
+    """transformers' class with the first weights of this project."""
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = exported(config, Path(folder))
+        found = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found = found
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.found(ids, use_cache=False).logits
+
+    return Logits()
+
+
+def gpt(config: Config) -> "torch.nn.Module":
+    """Pre-norm layers of attention and GELU, learned positions, tied output."""
+    import torch
+    from torch import nn
+
+    m, T = config.model, config.train.sequence_length
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(m.width, bias=False) for _ in range(2))
+            self.qkv = nn.Linear(m.width, 3 * m.width, bias=False)
+            self.out = nn.Linear(m.width, m.width, bias=False)
+            self.up = nn.Linear(m.width, 4 * m.width, bias=False)
+            self.down = nn.Linear(4 * m.width, m.width, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            split = self.qkv(self.norms[0](x)).unflatten(-1, (3, m.heads, -1))
+            q, k, v = split.permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+            return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(m.padded_vocabulary, m.width)
+            self.positions = nn.Embedding(T, m.width)
+            self.layers = nn.Sequential(*(Layer() for _ in range(m.blocks)))
+            self.norm = nn.LayerNorm(m.width, bias=False)
+            nn.init.normal_(self.table.weight, std=0.02)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.table(ids) + self.positions.weight[: ids.shape[1]]
+            return self.norm(self.layers(x)) @ self.table.weight.T
+
+    return Gpt()
+
+
+PEERS: dict[str, tuple[str, Callable[[Config], "torch.nn.Module"]]] = {
+    "moe": ("DeepseekV3ForCausalLM", deepseek),
+    "dense": ("GPT", gpt),
+}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> None:
+    flags = tyro.cli(
+        Flags, args=arguments, use_underscores=True, description=__doc__, prog="benchmark.py peer"
+    )
+    check(flags)
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA computes with
+    on_gpu = jax.default_backend() == "gpu"
+    for name in flags.models or (("moe", "dense") if on_gpu else ("moe",)):
+        compare(name, flags)
+
+
+def check(flags: Flags) -> None:
+    """Raises ValueError for what cannot be compared here."""
+    if unknown := set(flags.models) - set(CONFIGS):
+        raise ValueError(f"{sorted(unknown)[0]} is no model: use {' or '.join(CONFIGS)}.")
+    if flags.steps < 1 or flags.microbatches < 0:
+        raise ValueError("--steps and --microbatches are counts. Use 1 or more.")
+    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        raise ValueError(
+            "benchmark.py peer needs torch and transformers: "
+            "./run.sh python -m pip install -r requirements-hf.txt"
+        )
+    import torch
+
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        raise ValueError("this torch does not see the GPU: install one that is built for CUDA.")
+
+
+def compare(name: str, flags: Flags) -> None:
+    """Prints a row for each trainer of a model."""
+    config = CONFIGS[name](flags.microbatches)
+    peer, make = PEERS[name]
+    trainers: list[Trainer] = [Ours(config), Theirs(peer, make(config), config, compile=False)]
+    if flags.compile:
+        trainers.append(Theirs(peer, make(config), config, compile=True))
+    console = Console(stderr=True)
+    turns = track(
+        range(UNTIMED + flags.steps),
+        f"steps of {name}",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    taken = [[trainer.step() for trainer in trainers] for _ in turns]
+    timed = np.array([[seconds for seconds, _ in turn] for turn in taken[UNTIMED:]])
+    if name == "moe":
+        same_start(taken[0][0][1], trainers[1:])
+    Console(width=120).print(table(config, trainers, timed))
+    ours, theirs = timed[:, 0], timed[:, 1:]
+    best = theirs[:, np.argmin(np.median(theirs, axis=0))]
+    print(f"this project over the better of the others: {spread((best / ours).tolist())}")
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "torch"))
+    kind = jax.devices()[0].device_kind
+    print(
+        f"On {kind}, {config.model.compute_dtype}, microbatches {config.train.microbatches}, "
+        f"{config.train.sequences} x {config.train.sequence_length} tokens: {versions}, "
+        f"transformers {importlib.metadata.version('transformers')}. Here "
+        f"{trainers[0].dropped:.1%} of choices found no room in an expert; theirs drop none."
+    )
+
+
+def same_start(ours: float, theirs: list[Theirs]) -> None:
+    """Raises ValueError where first losses say that models, weights or tokens differ."""
+    for one in theirs:
+        if abs(one.first_loss - ours) > FIRST_LOSS:
+            raise ValueError(
+                f"the first loss is {ours:.4f} here and {one.first_loss:.4f} by {one.name}: "
+                "weights or tokens are not the same."
+            )
+
+
+def table(config: Config, trainers: list[Trainer], seconds: np.ndarray) -> Table:
+    """seconds  [turns, trainers]"""
+    tokens = config.train.sequences * config.train.sequence_length
+    total, active = weights.count(model.declare(config))
+    made = Table("trainer", "tokens/s", "seconds of a step", "to the first step, s")
+    made.title = f"{total:,} parameters, {active:,} active"
+    for trainer, column in zip(trainers, seconds.T, strict=True):
+        rate = tokens / statistics.median(column)
+        made.add_row(trainer.name, f"{rate:,.0f}", spread(column, 3), f"{trainer.ready_s:.0f}")
+    return made
