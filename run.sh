@@ -20,8 +20,9 @@
 # Read from the environment, and given a value here if they have none:
 #   PYTHON                     the Python to make .venv from, 3.11 or newer
 #   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
-#   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, and patience with
-#                              devices that share a core; each flag only where it is not given
+#   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, patience with devices
+#                              that share a core, and collectives in one order; each flag only where
+#                              it is not given
 #   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
 #   JAX_PLATFORMS              there also: cpu, or an installed libtpu looks for a TPU
 #   XLA_PYTHON_CLIENT_MEM_FRACTION
@@ -34,11 +35,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 root=$PWD
 
+# The last: by its own scheduler XLA starts collectives that do not depend on each other beside loops
+# with others in them, in an order that can differ between devices, which then wait for each other
+# for ever. One step in some hundreds did, and none is slower without.
 cpu_flags=(
   --xla_force_host_platform_device_count=8
   --xla_cpu_collective_call_warn_stuck_timeout_seconds=600
   --xla_cpu_collective_call_terminate_timeout_seconds=3600
   --xla_cpu_collective_timeout_seconds=3600
+  --xla_cpu_enable_concurrency_optimized_scheduler=false
 )
 
 say() {

@@ -14,6 +14,7 @@ XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
     "--xla_cpu_collective_timeout_seconds=3600",
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # run.sh says why
 )
 
 # What is compiled runs a few times, and to make it fast would be most of a test's time; what is
