@@ -42,6 +42,7 @@ class Compiled:
     model_flops_per_chip: float  # as executed without waste: see cost.model_flops
     collective_bytes_per_chip: dict[str, float]  # by mesh axes, by the size of results
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
+    memory_traffic_bytes: float | None  # of GPUs: what kernels read and write
     custom_calls: dict[str, float]  # how often each opaque kernel runs
     compile_s: float
     compiler: str
@@ -155,11 +156,15 @@ def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any
         axes = "+".join(found.axes)
         by_axis[axes] = by_axis.get(axes, 0.0) + float(size)
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
+    is_gpu = chip is not None and not chip.is_tpu
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, chips.platform_of(chip))),
         "collective_bytes_per_chip": by_axis,
         "collectives": rows,
+        "memory_traffic_bytes": float(sum(hlo.memory_bytes(text, share).values()))
+        if is_gpu
+        else None,
         "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},
     }
 

@@ -459,6 +459,11 @@ class Prediction:
         links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
         return max(self.seconds["compute"], self.seconds["memory"]) + links
 
+    def with_memory_traffic(self, size: float) -> "Prediction":
+        """The same, with the time that so many bytes take through memory."""
+        memory_s = size / self.chip.memory_bandwidth
+        return dataclasses.replace(self, seconds=self.seconds | {"memory": memory_s})
+
     def over(self, compiled: Mapping[str, Any]) -> dict[str, float]:
         """Predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or more.
 

@@ -33,9 +33,13 @@ FLOPS_RULE = (
     "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
-    "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. "
-    "How often results go through memory is an estimate (see cost.memory_traffic). At best all are "
-    "at work at once; without overlap the links wait for the chip and the chip for them."
+    "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. At "
+    "best all are at work at once; without overlap the links wait for the chip and it for them."
+)
+TRAFFIC_RULE = "How often results go through memory is an estimate (see cost.memory_traffic)."
+COMPILED_TRAFFIC_RULE = (
+    "What goes through memory is what the compiled kernels read and write, as if no cache kept "
+    "anything from one to the next."
 )
 
 
@@ -62,6 +66,10 @@ class Plan:
 def print_compiled(plan: Plan, console: Console) -> None:
     console.print(compiled_table(plan))
     console.print(kinds_table(plan.compiled))
+    if size := plan.compiled.memory_traffic_bytes:
+        as_compiled = plan.predicted.with_memory_traffic(size)
+        title = "Time of a step, by what its kernels read and write"
+        console.print(times(plan, as_compiled, title, COMPILED_TRAFFIC_RULE))
 
 
 def print_predicted(plan: Plan, console: Console) -> None:
@@ -169,9 +177,12 @@ def traffic_table(plan: Plan) -> Group:
 
 
 def time_table(plan: Plan) -> Group | str:
-    p = plan.predicted
     if not plan.chip:
         return "No times: no figures of this chip are known.\n"
+    return times(plan, plan.predicted, "Time of a step", TRAFFIC_RULE)
+
+
+def times(plan: Plan, p: Prediction, title: str, traffic_rule: str) -> Group:
     causes = sorted(p.seconds.items(), key=lambda item: -item[1])
     rows = [(resource(name), f"{1e3 * seconds:,.3g}") for name, seconds in causes]
     steps = []
@@ -180,8 +191,8 @@ def time_table(plan: Plan) -> Group | str:
         told = f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
         told += f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens"
         steps.append((told, f"{1e3 * seconds:,.3g}"))
-    note = f"Bound by {resource(p.bound_by)}. {TIME_RULE} {flops.MFU_RULE}"
-    return table("Time of a step", ("at work", "ms"), rows, steps, note=note)
+    note = f"Bound by {resource(p.bound_by)}. {TIME_RULE} {traffic_rule} {flops.MFU_RULE}"
+    return table(title, ("at work", "ms"), rows, steps, note=note)
 
 
 def resource(name: str) -> str:
@@ -207,6 +218,9 @@ def compiled_table(plan: Plan) -> Group:
         ),
         ("collectives, GB", 1e9, *sums, sums[0] / sums[1] if sums[1] else None),
     ]
+    if c.memory_traffic_bytes:
+        through = sum(p.memory_traffic.values()), c.memory_traffic_bytes
+        found.append(("through memory, GB", 1e9, *through, through[0] / through[1]))
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", "" if ratio is None else f"{ratio:.3f}")
         for name, unit, a, b, ratio in found

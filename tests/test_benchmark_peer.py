@@ -40,7 +40,7 @@ def test_bad_input_is_refused(flags, message):
 
 def test_without_its_packages_the_way_to_get_them_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install -r requirements-hf.txt"):
+    with pytest.raises(ValueError, match=r"pip install -r requirements-hf\.txt"):
         peer.main([])
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -123,6 +124,20 @@ def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
     assert "times the model's" in text
+    assert "through memory, GB" not in text  # TPUs keep results beside their units
+
+
+def test_the_time_of_a_step_follows_what_compiled_kernels_read_and_write(capsys, monkeypatch):
+    row = make_compiled.recorded()["gpu-dense-124m h100"]
+    row |= {"memory_traffic_bytes": 3.35e12 / 2}  # half a second of its memory
+    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(targets, "check", lambda _: None)
+    config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
+    plan.main([*config, "--chip", "h100", "--compile"])
+    predicted, compiled = capsys.readouterr().out.split("As compiled by")
+    assert re.search(r"through memory, GB +[\d,.]+ +1,675.000 ", compiled)
+    assert re.search(r"memory +500 *\n", compiled) and "Bound by memory" in compiled
+    assert "as if no cache" in compiled and "is an estimate" in predicted
 
 
 def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_tables(
