@@ -61,6 +61,9 @@ def why_not(config: utils.Config, platform: str, kernel: str) -> str:
         return f"it does not compute in {m.compute_dtype}"
     if wide % 8 or narrow % 8:
         return f"heads of {wide} and {narrow} are no multiples of 8"
+    generation = platform.removeprefix("gpu")
+    if platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8):
+        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     if platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper heads have one width, up to 128, and these have {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""

@@ -51,7 +51,9 @@ class Flags:
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()  # moe, dense; both on a GPU, moe elsewhere
     steps: int = 8  # timed, of each
-    microbatches: int = 0  # of a step, here and there; 0: as few as the memory has room for
+    microbatches: int = (
+        0  # of a step, here and there; 0: 1 of moe, and those of its config of dense
+    )
     compile: bool = True  # also what torch.compile makes of theirs, which takes minutes
 
 
@@ -59,7 +61,7 @@ class Trainer(Protocol):
     """Of a model, on one device."""
 
     name: str
-    ready_s: float  # to compile it, and to make its first steps
+    ready_s: float  # to compile it; of PyTorch the first step, in which it does
 
     def step(self) -> tuple[float, float]:
         """(seconds, loss before the step)"""
@@ -238,6 +240,7 @@ def main(arguments: list[str]) -> None:
     flags = tyro.cli(
         Flags, args=arguments, use_underscores=True, description=__doc__, prog="benchmark.py peer"
     )
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room too
     check(flags)
     import torch
 
@@ -284,9 +287,7 @@ def compare(name: str, flags: Flags) -> None:
     if name == "moe":
         same_start(taken[0][0][1], trainers[1:])
     Console(width=120).print(table(config, trainers, timed))
-    ours, theirs = timed[:, 0], timed[:, 1:]
-    best = theirs[:, np.argmin(np.median(theirs, axis=0))]
-    print(f"this project over the better of the others: {spread((best / ours).tolist())}")
+    print(f"this project over the better of the others: {spread(over_the_better(timed))}")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "torch"))
     kind = jax.devices()[0].device_kind
     print(
@@ -295,6 +296,15 @@ def compare(name: str, flags: Flags) -> None:
         f"transformers {importlib.metadata.version('transformers')}. Here "
         f"{trainers[0].dropped:.1%} of choices found no room in an expert; theirs drop none."
     )
+
+
+def over_the_better(seconds: np.ndarray) -> list[float]:
+    """How much faster the first trainer is than the best of the others, turn by turn.
+
+    seconds  [turns, trainers]
+    """
+    ours, theirs = seconds[:, 0], seconds[:, 1:]
+    return (theirs[:, np.argmin(np.median(theirs, axis=0))] / ours).tolist()
 
 
 def same_start(ours: float, theirs: list[Theirs]) -> None:
@@ -311,7 +321,7 @@ def table(config: Config, trainers: list[Trainer], seconds: np.ndarray) -> Table
     """seconds  [turns, trainers]"""
     tokens = config.train.sequences * config.train.sequence_length
     total, active = weights.count(model.declare(config))
-    made = Table("trainer", "tokens/s", "seconds of a step", "to the first step, s")
+    made = Table("trainer", "tokens/s", "seconds of a step", "to compile, s")
     made.title = f"{total:,} parameters, {active:,} active"
     for trainer, column in zip(trainers, seconds.T, strict=True):
         rate = tokens / statistics.median(column)

@@ -165,7 +165,8 @@ def cudnn(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
 ) -> jax.Array:
     """The kernel of NVIDIA's library, called as jax's own attention calls it (its `implementation=
-    "cudnn"` refuses values that are narrower than queries, which the library takes on Hopper).
+    "cudnn"` refuses values that are narrower than queries, which the library takes on Hopper
+    from version 9.10 on).
     """
     assert segments is None, "see attention.chosen"
     arrays = q, k, v
@@ -209,10 +210,10 @@ def cudnn_kernel(scale: float) -> Kernel:
         if not interpret:
             call = library("_dot_product_attention_fwd_p")
             return call.bind(q, k, v, *none(q), is_training=True, **how())
-        S = scores(q, k)
-        logsumexp = jax.nn.logsumexp(S, axis=-1)
-        P = jnp.exp(S - logsumexp[..., None]).astype(v.dtype)
-        return jnp.einsum("bnTS,bSnW->bTnW", P, v), logsumexp
+        scores_bnTS = scores(q, k)
+        logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
+        share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)
+        return jnp.einsum("bnTS,bSnW->bTnW", share_bnTS, v), logsumexp
 
     def cudnn_backward(
         grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, interpret: bool
@@ -221,12 +222,14 @@ def cudnn_kernel(scale: float) -> Kernel:
             call = library("_dot_product_attention_bwd_p")
             return call.bind(q, k, v, *none(q), logsumexp, out, grad, **how())
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        P = jnp.exp(scores(q, k) - logsumexp[..., None])
-        D = product("bTnW,bTnW->bnT", grad, out)
-        dS = scale * P * (product("bTnW,bSnW->bnTS", grad, v) - D[..., None])
-        dS, P = dS.astype(q.dtype), P.astype(q.dtype)
-        found = ("bnTS,bSnA->bTnA", dS, k), ("bnTS,bTnA->bSnA", dS, q), ("bnTS,bTnW->bSnW", P, grad)
-        return [product(*one).astype(q.dtype) for one in found]
+        share_bnTS = jnp.exp(scores(q, k) - logsumexp[..., None])
+        sum_bnT = product("bTnW,bTnW->bnT", grad, out)
+        d_bnTS = product("bTnW,bSnW->bnTS", grad, v) - sum_bnT[..., None]
+        d_bnTS = (scale * share_bnTS * d_bnTS).astype(q.dtype)
+        d_q = product("bnTS,bSnA->bTnA", d_bnTS, k)
+        d_k = product("bnTS,bTnA->bSnA", d_bnTS, q)
+        d_v = product("bnTS,bTnW->bSnW", share_bnTS.astype(q.dtype), grad)
+        return [d.astype(q.dtype) for d in (d_q, d_k, d_v)]
 
     return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)
 

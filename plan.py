@@ -68,12 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(report.as_json(plan), indent=1, allow_nan=False))
     elif plan.compiled:
         report.print_compiled(plan, console)
-    check_memory(plan)
     if flags.png:
         report.draw(plan, flags.png)
     for path in (flags.png, flags.hlo, flags.svg):
         if path and not flags.json:
             print(f"written: {path}")
+    check_memory(plan)
 
 
 def make(flags: Flags, rest: list[str]) -> Plan:

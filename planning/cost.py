@@ -426,7 +426,7 @@ class Prediction:
     parameters: int
     active_parameters: int
     tokens_per_step: int
-    attention: str  # xla or splash
+    attention: str  # xla, splash or cudnn
     memory_bytes_per_chip: int
     flops_per_chip: int
     model_flops_per_chip: float  # as executed without waste: see model_flops

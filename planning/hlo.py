@@ -425,14 +425,16 @@ def kernel_bytes(kernel: Instruction, computation: Computation, program: Program
         return read + _written_bytes([*inside.values()][-1], inside)
     if kernel.opcode in SLICES:
         return 2 * result_bytes(kernel)
-    if kernel.opcode == "dynamic-update-slice":
-        return 2 * result_bytes(operands[1])
-    if kernel.opcode.endswith("-done"):  # a collective's result; what starts it has read as much
-        return 2 * result_bytes(kernel)
+    if kernel.opcode in UPDATES:
+        return 2 * result_bytes(operands[UPDATES[kernel.opcode]])
+    if kernel.opcode.endswith("-done"):  # of a collective, and of what starts it
+        read = [computation[name] for name in operands[0].operands]
+        return result_bytes(kernel) + sum(map(result_bytes, read))
     return result_bytes(kernel) + sum(map(result_bytes, operands))
 
 
 SLICES = ("dynamic-slice", "slice", "gather")
+UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is put into the first one
 
 
 def _read_bytes(value: Instruction, inside: Computation) -> int:
@@ -443,7 +445,7 @@ def _read_bytes(value: Instruction, inside: Computation) -> int:
             found += _read_bytes(user, inside)
         elif user.opcode in SLICES and user.operands[0] == value.name:
             found += result_bytes(user)
-        elif user.opcode != "dynamic-update-slice" or user.operands[0] != value.name:
+        elif user.opcode not in UPDATES or user.operands[0] != value.name:
             return result_bytes(value)
     return min(found, result_bytes(value))
 
@@ -453,8 +455,8 @@ def _written_bytes(root: Instruction, inside: Computation) -> int:
         return sum(_written_bytes(inside[name], inside) for name in root.operands)
     if root.opcode == "bitcast":
         return _written_bytes(inside[root.operands[0]], inside)
-    if root.opcode == "dynamic-update-slice":
-        return result_bytes(inside[root.operands[1]])
+    if root.opcode in UPDATES:
+        return result_bytes(inside[root.operands[UPDATES[root.opcode]]])
     return result_bytes(root)
 
 

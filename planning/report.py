@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts
 
 FLOPS_RULE = (
     "FLOPs are 2 per multiplication and addition of matrix products: of attention its whole "
-    "rectangle, or the blocks of it that splash computes; every capacity slot, the padded "
-    "vocabulary. Backward is twice forward, and with splash what its kernels make anew; recomputed "
-    "is what train.remat does not keep; bubble is what a pipeline rank runs without a task."
+    "rectangle, or the blocks of it that a kernel computes; every capacity slot, the padded "
+    "vocabulary. Backward is twice forward, and what kernels of attention make anew; recomputed is "
+    "what train.remat does not keep; bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
     "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. At "

@@ -1,6 +1,6 @@
 """Devices to compile for that are not on this machine, and what has to be installed for that.
 
-    python -m planning.targets h100        what pip has to be given to compile for it
+    python -m planning.targets h100        what pip has to be given to compile for it, a word a line
 
 libtpu knows its topologies by name. XLA's compiler for NVIDIA GPUs, which jax's CUDA plugin brings
 along, takes a description of the GPU, and wants neither a GPU nor a driver.
@@ -10,20 +10,25 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import chips
+import faults
 from chips import GPUS_PER_HOST, Chip
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # The libtpu that predictions are compared with; others plan some buffers differently.
 LIBTPU = "0.0.51"
 # ptxas and libdevice, with which XLA ends what it compiles for a GPU.
 NVCC = "12.9.86"
-# For the process that compiles alone: the plugin complains wherever it finds no driver.
-GPU_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "gpu_compiler"
+# For the process that compiles alone: the plugin complains wherever it finds no driver. One of each
+# jax, for pip leaves alone what it finds in a folder.
+GPU_FOLDER = ROOT / ".cache" / "gpu_compiler" / importlib.metadata.version("jax")
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,12 @@ class Gpu:
     clock_ghz: float
     l2_mib: int
     shared_kib: int  # of a multiprocessor; a block can have one less
+    float32_units: int  # of a multiprocessor
+    links: int  # of NVLink
 
 
-AMPERE = Gpu("major: 8", 108, 1.41, 40, 164)
-HOPPER = Gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 1.98, 50, 228)
+AMPERE = Gpu("major: 8", 108, 1.41, 40, 164, 64, 12)
+HOPPER = Gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 1.98, 50, 228, 128, 18)
 GPUS = {"a100": AMPERE, "a100-40gb": AMPERE, "h100": HOPPER, "h200": HOPPER}
 
 
@@ -54,13 +61,13 @@ def check(chip: Chip | None) -> None:
             f"{', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
         )
     if lacks := missing(chip):
-        install = f"{sys.executable} -m pip install"
+        install = [sys.executable, "-m", "pip", "install"]
         if importlib.util.find_spec("pip") is None:  # an environment that uv made
-            install = f"uv pip install --python {sys.executable}"
-        packages, needs = " ".join(to_install(chip)), " and ".join(lacks)
+            install = ["uv", "pip", "install", "--python", sys.executable]
+        command, needs = shlex.join(install + to_install(chip)), " and ".join(lacks)
         raise ValueError(
             f"--compile --chip {chip.name} needs {needs}, which is not installed in the version "
-            f"that it takes (no device is needed). Use: {install} {packages}"
+            f"that it takes (no device is needed). Use: {command}"
         )
 
 
@@ -107,8 +114,9 @@ def compiler_of(chip: Chip | None) -> str:
 
 
 def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> list[Any]:
-    """Devices to compile for: of so many slices of a TPU topology, as 2x4x4; so many GPUs, 8 of a
-    host; or this machine's CPU, which pretends to be as many.
+    """Devices to compile for: of so many slices of a TPU topology, as 2x4x4; so many GPUs, of
+    one host where they are fewer than 8, else in hosts of a part of 8; or this machine's CPU, which
+    pretends to be as many.
 
     Raises  ValueError for a topology that libtpu refuses.
     """
@@ -119,7 +127,7 @@ def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> li
         jax.config.update("jax_num_cpu_devices", count)
         return jax.devices("cpu")
     if not chip.is_tpu:
-        here = math.gcd(count, GPUS_PER_HOST)
+        here = count if count < GPUS_PER_HOST else math.gcd(count, GPUS_PER_HOST)
         return topologies.get_topology_desc(
             "", platform="cuda", target_config=described(chip), topology=f"1x{count // here}x{here}"
         ).devices
@@ -148,7 +156,8 @@ def described(chip: Chip) -> str:
 gpu_device_info {{
   name: "{chip.kinds[0]}" device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ {gpu.capability} }}
-  core_count: {gpu.multiprocessors} fpus_per_core: 128 clock_rate_ghz: {gpu.clock_ghz}
+  core_count: {gpu.multiprocessors} fpus_per_core: {gpu.float32_units}
+  clock_rate_ghz: {gpu.clock_ghz}
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
   shared_memory_per_block: 49152
@@ -160,7 +169,7 @@ gpu_device_info {{
   device_memory_size: {chip.memory_bytes} device_address_bits: 64
   pcie_bandwidth: 34359738368 ecc_enabled: true
   driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
-  dnn_version: "9.10.0" device_interconnect_info {{ active_links: 18 }}
+  dnn_version: "9.10.0" device_interconnect_info {{ active_links: {gpu.links} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
@@ -168,5 +177,13 @@ device_description_str: "{chip.kinds[0]}"
 """
 
 
+def main() -> None:
+    for name in sys.argv[1:]:
+        chip = chips.chip_named(name)
+        if chip is None or not (chip.is_tpu or name in GPUS):
+            raise ValueError(f"nothing compiles for {name} but a machine that has it.")
+        print(*to_install(chip), sep="\n")
+
+
 if __name__ == "__main__":
-    print(*(word for name in sys.argv[1:] for word in to_install(chips.CHIPS[name])))
+    faults.command_line(main)

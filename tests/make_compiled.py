@@ -224,11 +224,12 @@ def main() -> None:
         unknown = set(names) - set(cases)
         if unknown:
             raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(cases)}.")
-        for name in names:
-            for chip in chips_of(name):
-                if not wanted or chip in wanted:
-                    print(name, chip, flush=True)
-                    record(name, chip)
+        pairs = [(n, c) for n in names for c in chips_of(n) if not wanted or c in wanted]
+        if not pairs:
+            raise ValueError(f"{' and '.join(names)} is not compiled for {' or '.join(wanted)}.")
+        for name, chip in pairs:
+            print(name, chip, flush=True)
+            record(name, chip)
     print(table(recorded()))
 
 

@@ -178,6 +178,8 @@ LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
         ({"v_head_dim": 24}, "gpu8", ""),
         ({"sequence_length": 1000}, "gpu9", ""),
         (LATENT, "gpu8", "before Hopper heads have one width, up to 128, and these have 192 and"),
+        ({}, "gpu7", "it needs an NVIDIA GPU of compute capability 8.0 or later"),
+        ({}, "gpugfx942", "it needs an NVIDIA GPU of compute capability 8.0 or later"),
         ({"v_head_dim": 12}, "gpu9", "heads of 24 and 12 are no multiples of 8"),
         ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
         ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),

@@ -56,7 +56,7 @@ def test_the_experts_are_those_of_the_reference_in_an_order_that_transformers_ha
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=needs_torch) for n in ("moe", "dense")])
-def test_both_train_and_the_ratio_is_of_the_same_turns(name, monkeypatch, capsys):
+def test_both_train_in_turns(name, monkeypatch, capsys):
     config = small(name)
     monkeypatch.setitem(peer.CONFIGS, name, lambda _: config)
     peer.main([name, "--steps", "2", "--no-compile"])
@@ -72,6 +72,11 @@ def test_a_step_of_theirs_makes_the_loss_smaller(name):
     losses = [theirs.step()[1] for _ in range(5)]
     assert losses[-1] < losses[0] <= theirs.first_loss + 1e-3
     assert np.isfinite(losses).all()
+
+
+def test_the_ratio_is_that_of_each_turn_over_the_better_of_the_others():
+    seconds = np.array([[1.0, 4.0, 3.0], [2.0, 4.0, 3.0], [3.0, 1.0, 3.0]])
+    assert peer.over_the_better(seconds) == [3.0, 1.5, 1.0]
 
 
 @dataclasses.dataclass

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-import attention
 import chips
 import make_compiled
 import model
@@ -74,7 +73,7 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
     name = "gpu-dense-124m"
     compiled, text = compiler.compile_step(make_compiled.config_of(name)[1], H100, "")
     before = RECORDED[f"{name} h100"]
-    for what in ("flops_per_chip", "memory_bytes_per_chip"):
+    for what in ("flops_per_chip", "memory_bytes_per_chip", "memory_traffic_bytes"):
         assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
     assert compiled.custom_calls == {} and "__cudnn$fmhaSoftmaxBackward" in text
 
@@ -163,12 +162,12 @@ def planned_bytes(config, platform):
 POLICIES = ["full", "none", ",".join(utils.REMAT_NAMES), *utils.REMAT_NAMES]
 
 
-@pytest.mark.parametrize("chip", [V4, H100], ids=["splash", "xla"])
+@pytest.mark.parametrize("chip, kernel", [(V4, "splash"), (H100, "cudnn"), (H100, "xla")])
 @pytest.mark.parametrize("remat", POLICIES)
-def test_what_a_block_keeps_is_what_jax_keeps(remat, chip):
-    config = sizes(make_compiled.config_of("jaxformer")[1], remat=remat)
+def test_what_a_block_keeps_is_what_jax_keeps(remat, chip, kernel):
+    config = sizes(make_compiled.config_of("jaxformer")[1], remat=remat, attention=kernel)
     platform = chips.platform_of(chip)
-    expected = kept_bytes(config, attention.chosen(config, platform))
+    expected = kept_bytes(config, kernel)
     assert planned_bytes(config, platform) == pytest.approx(expected, rel=0.005)
 
 

@@ -284,6 +284,13 @@ IN_MEMORY = """
   ROOT %sum = f32[4,100]{1,0} add(%c, %d)
 }
 
+%put (e: f32[4,100], k: s32[2,1], u: f32[2,100]) -> f32[4,100] {
+  %e = f32[4,100]{1,0} parameter(0)
+  %k = s32[2,1]{1,0} parameter(1)
+  %u = f32[2,100]{1,0} parameter(2)
+  ROOT %at = f32[4,100]{1,0} scatter(%e, %k, %u), update_window_dims={1}
+}
+
 %body (s: (s32[], f32[4,100])) -> (s32[], f32[4,100]) {
   %s = (s32[], f32[4,100]{1,0}) parameter(0)
   %n = s32[] get-tuple-element(%s), index=0
@@ -298,8 +305,10 @@ metadata={op_name="jit(step)/steady/mlp/add"}
   ROOT %p = pred[] constant(true)
 }
 
-ENTRY %main (x: f32[4,100]) -> f32[4,100] {
+ENTRY %main (x: f32[4,100], u: f32[2,100]) -> f32[4,100] {
   %x = f32[4,100]{1,0} parameter(0)
+  %u = f32[2,100]{1,0} parameter(1)
+  %k = s32[2,1]{1,0} constant({ {0}, {1} })
   %z = s32[] constant(0)
   %t = (s32[], f32[4,100]{1,0}) tuple(%z, %x)
   %w = (s32[], f32[4,100]{1,0}) while(%t), condition=%check, body=%body, \
@@ -307,7 +316,9 @@ backend_config={"known_trip_count":{"n":"3"}}
   %y = f32[4,100]{1,0} get-tuple-element(%w), index=1
   %sum = f32[4,100]{1,0} fusion(%x, %y), kind=kLoop, calls=%whole, \
 metadata={op_name="jit(step)/optimizer/add"}
-  %start = (f32[4,100]{1,0}, f32[8,100]{1,0}) all-gather-start(%sum)
+  %put.1 = f32[4,100]{1,0} fusion(%sum, %k, %u), kind=kInput, calls=%put, \
+metadata={op_name="jit(step)/embedding/add"}
+  %start = (f32[4,100]{1,0}, f32[8,100]{1,0}) all-gather-start(%put.1)
   %done = f32[8,100]{1,0} all-gather-done(%start), metadata={op_name="jit(step)/gather/all"}
   ROOT %copy = f32[8,100]{0,1} copy(%done)
 }
@@ -319,7 +330,8 @@ def test_what_kernels_read_and_write_goes_through_memory_slices_and_updates_by_t
     assert hlo.memory_bytes(IN_MEMORY) == {
         "steady/mlp": 3 * (row + 4 + row),  # read, the index, written: the rest stays in its place
         "optimizer": 3 * four,
-        "gather": 2 * eight,
+        "embedding": 2 * (row + 4 + row),  # rows and their numbers read, rows written
+        "gather": four + eight,
         "": 2 * eight,
     }
 

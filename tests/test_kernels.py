@@ -1,4 +1,4 @@
-"""Kernels by themselves, and the names of jax that it needs; attention by it is in
+"""Kernels by themselves, and the names of jax that they need; attention by it is in
 test_attention.py.
 
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
@@ -18,7 +18,7 @@ from conftest import ROOT
 B, T, N, A, W = 4, 640, 4, 24, 16
 
 
-CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p")
+CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskType")
 
 
 @pytest.mark.parametrize(
