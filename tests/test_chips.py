@@ -104,3 +104,11 @@ def test_gpus_of_one_host_use_nvlink_and_others_the_network():
 def test_axes_with_another_between_them_reach_further():
     """fsdp and tensor of a mesh (2, 4, 2): devices 0, 1, 8 and 9, on two hosts."""
     assert seconds(H100, "all-to-all", (2, 8), (2, 1)) == 8e9 / 2 / H100.network_bandwidth
+
+
+@pytest.mark.parametrize("slices, share", [(2, 1 / 2), (4, 3 / 4)])
+def test_between_slices_a_ring_sends_all_but_its_own_part_once_and_sums_twice(slices, share):
+    chip = chips.CHIPS["v4"]
+    gather = chip.between_slices_s("all-gather", 1e9, slices)
+    assert gather == pytest.approx(share * 1e9 / chip.network_bandwidth)
+    assert chip.between_slices_s("all-reduce", 1e9, slices) == pytest.approx(2 * gather)
