@@ -114,9 +114,8 @@ def compiler_of(chip: Chip | None) -> str:
 
 
 def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> list[Any]:
-    """Devices to compile for: of so many slices of a TPU topology, as 2x4x4; so many GPUs, of
-    one host where they are fewer than 8, else in hosts of a part of 8; or this machine's CPU, which
-    pretends to be as many.
+    """Devices to compile for: of so many slices of a TPU topology, as 2x4x4; so many GPUs; or
+    this machine's CPU, which pretends to be as many.
 
     Raises  ValueError for a topology that libtpu refuses.
     """
@@ -127,9 +126,8 @@ def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> li
         jax.config.update("jax_num_cpu_devices", count)
         return jax.devices("cpu")
     if not chip.is_tpu:
-        here = count if count < GPUS_PER_HOST else math.gcd(count, GPUS_PER_HOST)
         return topologies.get_topology_desc(
-            "", platform="cuda", target_config=described(chip), topology=f"1x{count // here}x{here}"
+            "", platform="cuda", target_config=described(chip), topology=gpu_topology(count)
         ).devices
     # A v4 or v5p chip has two cores, which act as one device.
     options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
@@ -144,6 +142,12 @@ def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> li
         raise ValueError(
             f"libtpu refuses the topology {name}: {first}. Use --topology with one of {usual}."
         ) from None
+
+
+def gpu_topology(count: int) -> str:
+    """Partitions, hosts and GPUs of each: one host where all fit, else hosts of a part of 8."""
+    here = count if count < GPUS_PER_HOST else math.gcd(count, GPUS_PER_HOST)
+    return f"1x{count // here}x{here}"
 
 
 def described(chip: Chip) -> str:

@@ -116,6 +116,13 @@ def test_without_the_wheels_for_gpus_or_with_others_the_way_to_get_them_is_said(
     assert f"{where}{packages}{targets.NVCC}" in str(told.value)
 
 
+def test_gpus_are_on_as_few_hosts_as_they_fill():
+    assert [targets.gpu_topology(n) for n in (1, 6, 8, 12, 16)] == [
+        *("1x1x1", "1x1x6", "1x1x8"),
+        *("1x3x4", "1x2x8"),
+    ]
+
+
 @pytest.mark.parametrize("name", targets.GPUS)
 def test_a_gpu_is_described_with_its_own_figures(name):
     chip, text = chips.CHIPS[name], targets.described(chips.CHIPS[name])

@@ -671,8 +671,9 @@ def test_dropout_differs_between_steps_microbatches_layers_and_branches_and_noth
         assert abs(agreement(base, dropped_out((1, 1, 1), at, branch)) - 0.625) < 0.03, at
 
 
-def test_dropout_differs_between_ranks_that_hold_different_data():
-    slices = dropped_out((2, 1, 2), (5, 1, 2)).reshape(2, 4, 2, 8, 64)
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 1, 2)])
+def test_dropout_differs_between_ranks_that_hold_different_data(shape):
+    slices = dropped_out(shape, (5, 1, 2)).reshape(2, 4, 2, 8, 64)
     ranks = [slices[i, :, j] for i in (0, 1) for j in (0, 1)]
     for i in range(4):
         for j in range(i):

@@ -40,6 +40,7 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--model.no_tied", "True"], "'True' follows no flag"),
         (["--config", "absent.toml"], "absent.toml cannot be read"),
         (["--train.sequences", "9"], "9 is not a multiple .*Use --train.sequences 16"),
+        (["--mesh.replica", "3"], "is not a multiple of .* x --mesh.fsdp x --mesh.replica = "),
         (["--train.sequence_length", "255"], "Use --train.sequence_length 256"),
         (["--eval.sequences", "12"], "Use --eval.sequences 16"),
         (["--mesh.virtual", "0"], "--mesh.virtual 0 is below 1"),
