@@ -51,9 +51,7 @@ class Flags:
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()  # moe, dense; both on a GPU, moe elsewhere
     steps: int = 8  # timed, of each
-    microbatches: int = (
-        0  # of a step, here and there; 0: 1 of moe, and those of its config of dense
-    )
+    microbatches: int = 0  # of a step, here and there; 0: 1 of moe, of dense those of its config
     compile: bool = True  # also what torch.compile makes of theirs, which takes minutes
 
 
@@ -271,10 +269,12 @@ def compare(name: str, flags: Flags) -> None:
     """Prints a row for each trainer of a model."""
     config = CONFIGS[name](flags.microbatches)
     peer, make = PEERS[name]
-    trainers: list[Trainer] = [Ours(config), Theirs(peer, make(config), config, compile=False)]
-    if flags.compile:
-        trainers.append(Theirs(peer, make(config), config, compile=True))
     console = Console(stderr=True)
+    with console.status(f"{name}: compiling"):
+        trainers: list[Trainer] = [Ours(config)]
+    for compile in (False, True)[: 1 + flags.compile]:
+        with console.status(f"{name}: the first step of PyTorch" + ", compiling" * compile):
+            trainers.append(Theirs(peer, make(config), config, compile))
     turns = track(
         range(UNTIMED + flags.steps),
         f"steps of {name}",

@@ -137,19 +137,22 @@ def functions(
         loss = balance_scale * routing.part_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
-    def last(ends: Ends, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        h_bTD = final_hidden(config, ends, y_btD)
-        n = data.targets.size
-        c = chunks(n, config.train.loss_chunk_tokens)
-        # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of
-        # the vocabulary.
-        h_cnD = vary(h_bTD).reshape(c, n // c, -1)
-        targets, token_weights = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
-        return chunked_loss(
-            (m.vocabulary, m.z_loss), ends.output, h_cnD, targets, token_weights * token_scale
-        )
+    return pipeline.Functions(first, block, partial(last_loss, config, token_scale))
 
-    return pipeline.Functions(first, block, last)
+
+def last_loss(
+    config: Config, token_scale: jax.Array, ends: Ends, data: Batch, y_btD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A microbatch's loss, of what the last block made, and its sums: see chunked_loss."""
+    h_bTD = final_hidden(config, ends, y_btD)
+    n = data.targets.size
+    c = chunks(n, config.train.loss_chunk_tokens)
+    # h differs between pipeline ranks from here on, by type: each multiplies it by its slice of the
+    # vocabulary.
+    h_cnD = vary(h_bTD).reshape(c, n // c, -1)
+    targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
+    options = config.model.vocabulary, config.model.z_loss
+    return chunked_loss(options, ends.output, h_cnD, targets_cn, weights_cn * token_scale)
 
 
 @jax.named_scope("loss")

@@ -37,7 +37,7 @@ root=$PWD
 
 # The last: by its own scheduler XLA starts collectives that do not depend on each other beside loops
 # with others in them, in an order that can differ between devices, which then wait for each other
-# for ever: 5 of 8 starts of a mixture of experts on (2, 2, 2). No step is slower without.
+# for ever: 5 of 8 starts of a mixture of experts on (2, 2, 2). Steps take as long without.
 cpu_flags=(
   --xla_force_host_platform_device_count=8
   --xla_cpu_collective_call_warn_stuck_timeout_seconds=600

@@ -156,15 +156,13 @@ def counted(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any
         axes = "+".join(found.axes)
         by_axis[axes] = by_axis.get(axes, 0.0) + float(size)
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
-    is_gpu = chip is not None and not chip.is_tpu
+    through = sum(hlo.memory_bytes(text, share).values()) if chip and not chip.is_tpu else None
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, chips.platform_of(chip))),
         "collective_bytes_per_chip": by_axis,
         "collectives": rows,
-        "memory_traffic_bytes": float(sum(hlo.memory_bytes(text, share).values()))
-        if is_gpu
-        else None,
+        "memory_traffic_bytes": through and float(through),
         "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},
     }
 

@@ -53,14 +53,7 @@ GPUS = {"a100": AMPERE, "a100-40gb": AMPERE, "h100": HOPPER, "h200": HOPPER}
 
 def check(chip: Chip | None) -> None:
     """Raises ValueError where nothing here compiles for this chip: what to install, if it helps."""
-    if chip is None:
-        return
-    if not chip.is_tpu and chip.name not in GPUS:
-        raise ValueError(
-            f"--compile --chip {chip.name}: this GPU is not described to a compiler. Use one of "
-            f"{', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
-        )
-    if lacks := missing(chip):
+    if chip and (lacks := missing(chip)):
         install = [sys.executable, "-m", "pip", "install"]
         if importlib.util.find_spec("pip") is None:  # an environment that uv made
             install = ["uv", "pip", "install", "--python", sys.executable]
@@ -72,9 +65,17 @@ def check(chip: Chip | None) -> None:
 
 
 def wanted(chip: Chip) -> dict[str, str]:
-    """{package: version} that compile for this chip, beside jax."""
+    """{package: version} that compile for this chip, beside jax.
+
+    Raises  ValueError for a GPU that is not described here.
+    """
     if chip.is_tpu:
         return {"libtpu": LIBTPU}
+    if chip.name not in GPUS:
+        raise ValueError(
+            f"--compile --chip {chip.name}: this GPU is not described to a compiler. Use one of "
+            f"{', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
+        )
     jax = importlib.metadata.version("jax")
     return {"jax-cuda12-plugin": jax, "jax-cuda12-pjrt": jax, "nvidia-cuda-nvcc-cu12": NVCC}
 
@@ -183,10 +184,8 @@ device_description_str: "{chip.kinds[0]}"
 
 def main() -> None:
     for name in sys.argv[1:]:
-        chip = chips.chip_named(name)
-        if chip is None or not (chip.is_tpu or name in GPUS):
-            raise ValueError(f"nothing compiles for {name} but a machine that has it.")
-        print(*to_install(chip), sep="\n")
+        if chip := chips.chip_named(name):
+            print(*to_install(chip), sep="\n")
 
 
 if __name__ == "__main__":

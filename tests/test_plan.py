@@ -141,7 +141,7 @@ def test_the_time_of_a_step_follows_what_compiled_kernels_read_and_write(capsys,
 
 
 def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_tables(
-    capsys, monkeypatch
+    capsys, monkeypatch, tmp_path
 ):
     row = make_compiled.recorded()["gpu-dense-124m-xla h100"]
     row |= {"memory_bytes_per_chip": 100 * 2**30}
@@ -150,7 +150,8 @@ def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_table
     config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
     needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Of single flags --t"
     with pytest.raises(ValueError, match=needs):
-        plan.main([*config, "--chip", "h100", "--compile"])
+        plan.main([*config, "--chip", "h100", "--compile", "--png", str(tmp_path / "plan.png")])
+    assert (tmp_path / "plan.png").exists()
     assert "neither is in this" in " ".join(capsys.readouterr().out.split())
 
 
