@@ -114,13 +114,13 @@ def test_workers_end_with_a_preparation_that_is_killed(source, tmp_path):
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", "python-stdlib"]
     process = subprocess.Popen([*command, "--out", tmp_path, "--workers", "2"])
     children, end = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 60
-    while not list(tmp_path.rglob("*.partial")):
+    workers = []
+    while len(workers) < 2 or not list(tmp_path.rglob("*.partial")):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
-    workers = children.read_text().split()
+        workers = children.read_text().split()
     process.kill()
     process.wait()
-    assert len(workers) >= 2
     while any(Path("/proc", worker).exists() for worker in workers):
         assert time.monotonic() < end
         time.sleep(0.02)
