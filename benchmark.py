@@ -212,7 +212,7 @@ def reference_config(**train: Any) -> Config:
 
 def reference() -> None:
     """Waste without rematerialisation against its bound, and speed with the best remat policy."""
-    policies = ["none", "full", "latents,attention,hidden,expert_hidden,expert_out"]
+    policies = ["none", "full", "latents,attention,hidden,expert_hidden"]
     programs = [compiled(reference_config(remat=policy)) for policy in policies]
     programs.append(compiled(with_values(programs[0].config, mesh={"virtual": 2})))
     print(f"{weights.count(programs[0].declared)[0]:,} parameters, mesh (2, 2, 2)")

@@ -302,13 +302,6 @@ def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(formula, x, w, precision="highest" if x.dtype == jnp.float32 else None)
 
 
-# Of elementwise work the backward pass finds the arguments alone, which are narrow, and makes the
-# rest again: arithmetic is cheaper than a way through memory. Forward and backward passes are loops
-# of their own, so compilers find nothing that they could share.
-recomputed = partial(jax.checkpoint, prevent_cse=False)
-
-
-@partial(recomputed, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467); float32, for the sum of squares."""
     x32 = x.astype(jnp.float32)
@@ -468,7 +461,6 @@ def attention(
 # guide: end
 
 
-@recomputed
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """What SwiGLU (arXiv:2002.05202) multiplies by `down`."""
     return jax.nn.silu(gate) * up
@@ -596,48 +588,69 @@ def take_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def _take_rows_forward(
-    x: jax.Array, index: jax.Array, back: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return take_rows(x, index, back), back
+@jax.custom_vjp
+def add_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
+    """Sum over j of x[index[:, j]], which is what take_rows does backward, and the reverse.
 
-
-def _take_rows_backward(back: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, None]:
-    return grad.at[back].get(mode="fill", fill_value=0).sum(1), None, None
-
-
-take_rows.defvjp(_take_rows_forward, _take_rows_backward)
-
-
-def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.
-
-    Sends  all_to_all(fsdp x tensor) of the slots, there and back.
+    back  [rows of x]: the place in the result that each row is added to.
     """
-    with jax.named_scope("dispatch"):  # -> [E/ranks, ranks * slots, D]
-        box_eCD = lax.all_to_all(box_ECD, EXPERT_AXES, 0, 1, tiled=True)
-    y_eCD = _experts(w, checkpoint_name(box_eCD, "expert_in"))
+    return x.at[index].get(mode="fill", fill_value=0).sum(1)
+
+
+take_rows.defvjp(
+    lambda x, index, back: (take_rows(x, index, back), (index, back)),
+    lambda kept, grad: (add_rows(grad, kept[1], kept[0]), None, None),
+)
+add_rows.defvjp(
+    lambda x, index, back: (add_rows(x, index, back), (index, back)),
+    lambda kept, grad: (take_rows(grad, kept[1], kept[0]), None, None),
+)
+
+
+def spread_experts_swiglu(w: SpreadExperts, box_ECD: jax.Array, weight_EC: jax.Array) -> jax.Array:
+    """Each slot through its expert, times its weight.
+
+    Sends  all_to_all(fsdp x tensor) of the slots, there and back, and of their weights.
+    """
+    exchange = partial(lax.all_to_all, axis_name=EXPERT_AXES, tiled=True)
+    with jax.named_scope("dispatch"):  # -> [E/ranks, ranks * slots, ...]
+        box_eCD, weight_eC = (
+            exchange(a, split_axis=0, concat_axis=1) for a in (box_ECD, weight_EC)
+        )
+    y_eCD = _experts(w, box_eCD, weight_eC)
     with jax.named_scope("return"):
-        return lax.all_to_all(y_eCD, EXPERT_AXES, 1, 0, tiled=True)
+        return exchange(y_eCD, split_axis=1, concat_axis=0)
 
 
-def gathered_experts_swiglu(w: GatheredExperts, box_ECD: jax.Array) -> jax.Array:
-    """Each slot through its expert.
+def gathered_experts_swiglu(
+    w: GatheredExperts, box_ECD: jax.Array, weight_EC: jax.Array
+) -> jax.Array:
+    """Each slot through its expert, times its weight.
 
-    Sends  all_gather(tensor) and psum_scatter(tensor) of the slots.
+    Sends  all_gather(tensor) and psum_scatter(tensor) of the slots, all_gather of their weights.
     """
     with jax.named_scope("dispatch"):
         box_ECD = lax.all_gather(box_ECD, "tensor", axis=1, tiled=True)
-    part_ECD = _experts(w, checkpoint_name(box_ECD, "expert_in"))
+        weight_EC = lax.all_gather(weight_EC, "tensor", axis=1, tiled=True)
+    part_ECD = _experts(w, box_ECD, weight_EC)
     with jax.named_scope("return"):
         return lax.psum_scatter(part_ECD, "tensor", scatter_dimension=1, tiled=True)
 
 
 @jax.named_scope("experts")
-def _experts(w: SpreadExperts | GatheredExperts, box_ECD: jax.Array) -> jax.Array:
-    gate_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.gate), "expert_hidden")
-    up_ECG = checkpoint_name(matmul("ECD,EDG->ECG", box_ECD, w.up), "expert_hidden")
-    return matmul("ECG,EGD->ECD", gated(gate_ECG, up_ECG), w.down)
+def _experts(
+    w: SpreadExperts | GatheredExperts, box_ECD: jax.Array, weight_EC: jax.Array
+) -> jax.Array:
+    box_ECD = checkpoint_name(box_ECD, "expert_in")
+    # One product, which reads the slots once, as its gradient does.
+    both = matmul("ECD,EDG->ECG", box_ECD, jnp.concatenate([w.gate, w.up], axis=-1))
+    gate_ECG, up_ECG = jnp.split(checkpoint_name(both, "expert_hidden"), 2, axis=-1)
+    return matmul("ECG,EGD->ECD", weighted(gate_ECG, up_ECG, weight_EC), w.down)
+
+
+def weighted(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
+    """`gated` times a weight of each row; float32, for the sum over a row in its gradient."""
+    return (gated(gate, up).astype(jnp.float32) * weight[..., None]).astype(gate.dtype)
 
 
 @jax.named_scope("shared")
@@ -669,11 +682,15 @@ def moe(w: Moe, x_btD: jax.Array, how: How, at: At) -> tuple[jax.Array, Routing]
     dropped = tokens_per_expert.sum() - (slot_nK < m.experts * slots).sum(dtype=jnp.int32)
 
     box_sD = take_rows(h_btD.reshape(b * t, D), choice_s // m.experts_per_token, slot_nK)
+    # Weights go along, and are multiplied by where the hidden values are: so nobody needs what each
+    # expert returned for the gradient of its weight.
+    weight_s = take_rows(weight_btK.reshape(-1), choice_s, slot_nK.reshape(-1, 1))
     run = spread_experts_swiglu if isinstance(w.experts, SpreadExperts) else gathered_experts_swiglu
-    box_ECD = run(w.experts, box_sD.reshape(m.experts, slots, D))
-    y_kD = take_rows(box_ECD.reshape(-1, D), slot_nK.reshape(-1), choice_s[:, None])
-    y_btKD = checkpoint_name(y_kD.reshape(b, t, m.experts_per_token, D), "expert_out")
-    y_btD = (y_btKD * weight_btK[..., None].astype(y_btKD.dtype)).sum(2)
+    box_ECD = run(
+        w.experts, box_sD.reshape(m.experts, slots, D), weight_s.reshape(m.experts, slots)
+    )
+    y_nD = add_rows(box_ECD.reshape(-1, D), slot_nK, choice_s // m.experts_per_token)
+    y_btD = y_nD.reshape(b, t, D)
     if w.shared is not None:
         y_btD += shared_experts(w.shared, h_btD)
     return x_btD + drop(y_btD, how, at, 1), Routing(part_balance, tokens_per_expert, dropped)
@@ -749,8 +766,13 @@ def embed(table_vD: jax.Array, tokens_bT: jax.Array) -> jax.Array:
 def slice_logits(table_vD: jax.Array, h_nD: jax.Array, vocabulary: int) -> jax.Array:
     """This rank's columns of the logits, float32; those of pad ids are -inf."""
     logits_nv = matmul("nD,vD->nv", h_nD, table_vD).astype(jnp.float32)
-    ids_v = lax.axis_index(VOCABULARY_AXES) * table_vD.shape[0] + jnp.arange(table_vD.shape[0])
-    return jnp.where(ids_v[None, :] < vocabulary, logits_nv, -jnp.inf)
+    return jnp.where(local_ids(table_vD)[None, :] < vocabulary, logits_nv, -jnp.inf)
+
+
+def local_ids(table_vD: jax.Array) -> jax.Array:
+    """The ids [v] whose rows this rank has."""
+    rows = table_vD.shape[0]
+    return lax.axis_index(VOCABULARY_AXES) * rows + jnp.arange(rows, dtype=jnp.int32)
 
 
 # guide: loss
@@ -766,9 +788,9 @@ def log_loss(
     # Any constant would do, so it needs no gradient; the largest logit keeps exp from overflowing.
     top_n = lax.pmax(lax.stop_gradient(logits_nv.max(-1)), VOCABULARY_AXES)
     Z_n = lax.psum(jnp.exp(logits_nv - top_n[:, None]).sum(-1), VOCABULARY_AXES)
-    row_n, held_n = local_rows(targets_n, table_vD.shape[0])
-    picked_n = jnp.take_along_axis(logits_nv, row_n[:, None], axis=-1)[:, 0]
-    picked_n = lax.psum(jnp.where(held_n, picked_n, 0), VOCABULARY_AXES)
+    # Compared rather than indexed: the gradient of an index is a scatter into zeros of all logits.
+    is_target_nv = local_ids(table_vD)[None, :] == targets_n[:, None]
+    picked_n = lax.psum(jnp.where(is_target_nv, logits_nv, 0).sum(-1), VOCABULARY_AXES)
     log_Z_n = jnp.log(Z_n) + top_n
     return log_Z_n - picked_n, log_Z_n
 

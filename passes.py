@@ -53,34 +53,35 @@ Policy = Callable[..., bool]  # of jax.checkpoint: whether a primitive's results
 # --- what the backward pass finds -----------------------------------------------------------------
 
 
-def policy(remat: str) -> Policy | None:
-    """What `train.remat` keeps of a layer for its backward pass; None where that is all."""
+# Primitives that multiply, meet other ranks or look up. All else is elementwise or a sum: to make
+# it again takes the way through memory that to keep it would take, and no room.
+COSTLY = frozenset([
+    "all_gather", "all_to_all", "cumsum", "dot_general", "foreign_kernel", "gather", "ppermute",
+    "psum", "psum_invariant", "reduce_scatter", "scatter", "sort", "top_k",
+])  # fmt: skip
+
+
+def policy(remat: str) -> Policy:
+    """What `train.remat` keeps of a layer for its backward pass, which makes the rest again."""
     if remat == "none":
-        return None
+        return _costly
     policies = jax.checkpoint_policies
     if remat == "full":
         return policies.nothing_saveable
     return policies.save_only_these_names(*remat.split(","))
 
 
-def _all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
+    """But for weights that are gathered in their layer, which are never kept."""
     axes = params.get("axis_name", ())
-    return not (
-        primitive.name == "all_gather" and "fsdp" in (axes if isinstance(axes, tuple) else (axes,))
-    )
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return primitive.name in COSTLY and not (primitive.name == "all_gather" and "fsdp" in axes)
 
 
 def remat(config: Config) -> Callable[[Callable], Callable]:
-    """The wrapper of a layer whose backward pass finds what `policy` keeps, and computes the rest
-    again. Weights gathered in the layer are never kept.
-    """
-    keep = policy(config.train.remat)
-    if keep is None and config.fsdp.gather == "layer":
-        keep = _all_but_gathered_weights
-    if keep is None:
-        return lambda layer: layer
+    """The wrapper of a layer whose backward pass finds what `policy` keeps."""
     # Forward and backward run in different loops: there is nothing that could be merged by mistake.
-    return partial(jax.checkpoint, policy=keep, prevent_cse=False)
+    return partial(jax.checkpoint, policy=policy(config.train.remat), prevent_cse=False)
 
 
 # --- the model as the pipeline runs it ------------------------------------------------------------

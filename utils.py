@@ -36,7 +36,6 @@ REMAT_NAMES = (
     "hidden",
     "expert_in",
     "expert_hidden",
-    "expert_out",
 )
 
 

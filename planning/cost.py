@@ -6,8 +6,8 @@ optimizer is asked for its state. How often each runs is the schedule's arithmet
 einsums, scans and collectives is planned without another line.
 
 What no trace can tell is a rule, each in one place: what libtpu makes of a sum over a whole slice
-(`sums_everywhere`), what the pipeline's executor sends and holds (`_executor_sends`, `memory`), how
-often results go through memory (`memory_traffic`), and how fast links are (`link_seconds`).
+(`sums_everywhere`), what the pipeline's executor sends, holds and moves (`_executor_sends`,
+`memory`, `memory_traffic`), what compilers fuse (fusion.py), how fast links are (`link_seconds`).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ import passes
 import train
 import weights
 from chips import Chip, platform_of
-from planning import jaxpr, trace
+from planning import fusion, jaxpr, trace
 from planning.trace import Piece
 from utils import GIB, MESH_AXES, Config, Mesh
 from weights import Weight
@@ -386,37 +386,46 @@ def working(step: Step) -> dict[str, int]:
 
 # --- prediction -----------------------------------------------------------------------------------
 
-USES = {"forward": 2, "recomputed": 2, "backward": 3}  # of a layer's results: written and read
-
 
 def memory_traffic(step: Step) -> dict[str, int]:
-    """Bytes that go through a chip's memory in a step, by cause.
+    """Bytes that go through a chip's memory in a step, by cause: what kernels read and write, as
+    `fusion` tells them, and what the pipeline's executor and the optimizer do with the results.
 
-    An estimate, by rule: what the backward pass finds of a layer is written and read once in its
-    forward pass, as often where it is computed again and not kept, and read, read and written once
-    more in its backward pass; each pass over a block reads its weights, and a backward one adds to
-    float32 gradients, as does each chunk of the loss; the optimizer reads gradients twice, and
-    reads and writes weights and its state.
+    By rule: what a layer keeps is put into the ring of slots, and sliced out of it where a product
+    reads it; a layer's weights are sliced out of their stack for each pass, and their gradients
+    added to float32 ones; so are the table's, after each microbatch. Of the optimizer, all
+    arguments and results once.
     """
-    found = {piece: step.number(piece.residual_bytes) for piece, _ in step.block + step.prefix}
+    c = step.config
+    found = Counter()
+    for r in runs(step):
+        forward, backward = through_layer(step, r.piece)
+        found["layers, forward"] += forward * (r.times + r.anew + r.idle)
+        found["layers, backward"] += backward * (r.times + r.idle)
+    found["embedding"] = step.M * sum(
+        step.number(fusion.Fused(ops, step.ranks).bytes) for ops in step.first.ways
+    )
+    found["loss"] = step.last_M * step.of_last(fusion.Fused(step.last.ops, step.ranks).bytes)
+    table = step.v * c.model.width
+    found["weights in use"] = 4 * step.run * step.block_elements * step.byte
+    found["gradients"] = (2 * FLOAT + step.byte) * (
+        step.run * step.block_elements + 2 * step.M * table
+    )
+    here, whole = sum(h.own for h in step.held), sum(h.whole for h in step.held)
+    kept = sum(step.kept(layer) * count for layer, count in step.block)
+    found["zeros"] = whole * FLOAT + step.schedule.slots * step.per_chunk * kept
+    found["optimizer"] = 6 * FLOAT * here + 2 * step.optimizer_bytes
+    return dict(found)
 
-    def results(piece: Piece) -> int:
-        again = USES["recomputed"] * max(0, found[piece] - step.kept(piece))
-        return (USES["forward"] + USES["backward"]) * found[piece] + again
 
-    here = sum(h.own for h in step.held)
-    chunks = step.M * model.chunks(step.bT, step.config.train.loss_chunk_tokens)
-    table = step.v * step.config.model.width
-    reads = 2 + (step.config.train.remat != "none")
-    anew = step.M * USES["forward"]
-    return {
-        "activations": step.run * sum(results(piece) * count for piece, count in step.block)
-        + sum((step.M * results(p) + anew * found[p]) * count for p, count in step.prefix),
-        "weights in use": (reads * step.run * step.block_elements + 2 * chunks * table) * step.byte,
-        "gradients": 2 * FLOAT * (step.run * step.block_elements + (chunks + step.M) * table),
-        "logits": 5 * step.M * step.bT * step.v * (FLOAT + step.byte),
-        "optimizer": 4 * FLOAT * here + 2 * step.optimizer_bytes,
-    }
+def through_layer(step: Step, piece: Piece) -> tuple[int, int]:
+    """Bytes through memory of a layer's (forward, backward) pass, with the ring's."""
+    remat, (forward, backward) = step.remat(piece), piece.ways
+    ahead = fusion.Fused(forward, step.ranks, remat.kept)
+    back = fusion.Fused(remat.ops + backward, step.ranks)
+    put = sum(value.bytes * n * ahead.stored(value) for value, n in remat.kept.items())
+    taken = sum(value.bytes * n * back.sliced(value) for value, n in remat.kept.items())
+    return step.number(ahead.bytes + put), step.number(back.bytes + taken)
 
 
 @dataclass(frozen=True)
@@ -465,7 +474,8 @@ class Prediction:
         return dataclasses.replace(self, seconds=self.seconds | {"memory": memory_s})
 
     def over(self, compiled: Mapping[str, Any]) -> dict[str, float]:
-        """Predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or more.
+        """Predicted over compiled: memory, FLOPs, bytes through memory where they are counted, and
+        bytes along axes that carry 1 % or more.
 
         compiled  the fields of a compiler.Compiled.
         """
@@ -473,6 +483,8 @@ class Prediction:
             "memory": self.memory_bytes_per_chip / compiled["memory_bytes_per_chip"],
             "FLOPs": self.flops_per_chip / compiled["flops_per_chip"],
         }
+        if through := compiled["memory_traffic_bytes"]:
+            found["memory traffic"] = sum(self.memory_traffic.values()) / through
         by_axes = compiled["collective_bytes_per_chip"]
         return found | {
             axes: self.collective_bytes_per_chip.get(axes, 0.0) / size

@@ -36,7 +36,10 @@ TIME_RULE = (
     "Time is FLOPs at the chip's peak, and bytes at the memory's and the links' full bandwidth. At "
     "best all are at work at once; without overlap the links wait for the chip and it for them."
 )
-TRAFFIC_RULE = "How often results go through memory is an estimate (see cost.memory_traffic)."
+TRAFFIC_RULE = (
+    "What goes through memory is what kernels read and write, as compilers for GPUs fuse them, and "
+    "as if no cache kept anything from one to the next."
+)
 COMPILED_TRAFFIC_RULE = (
     "What goes through memory is what the compiled kernels read and write, as if no cache kept "
     "anything from one to the next."
@@ -220,7 +223,7 @@ def compiled_table(plan: Plan) -> Group:
     ]
     if c.memory_traffic_bytes:
         through = sum(p.memory_traffic.values()), c.memory_traffic_bytes
-        found.append(("through memory, GB", 1e9, *through, through[0] / through[1]))
+        found.append(("through memory, GB", 1e9, *through, r["memory traffic"]))
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", "" if ratio is None else f"{ratio:.3f}")
         for name, unit, a, b, ratio in found

@@ -66,11 +66,8 @@ class Piece:
     @cache  # noqa: B019  a piece lives as long as the process
     def remat(self, names: str) -> jaxpr.Remat:
         """What `train.remat` keeps and computes again."""
-        policy = passes.policy(names)
-        if policy is None:
-            return jaxpr.Remat(dict.fromkeys(self.residuals, 1))
         forward = Program(self.program.inputs, ops=self.ways[0])
-        return jaxpr.remat(forward, self.residuals, set(self.known), policy)
+        return jaxpr.remat(forward, self.residuals, set(self.known), passes.policy(names))
 
     @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:

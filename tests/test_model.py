@@ -89,7 +89,7 @@ CASES = {
         (2, 2, 2),
         virtual=2,
         segments=True,
-        train={"microbatches": 2, "remat": "attention,expert_out"},
+        train={"microbatches": 2, "remat": "attention,expert_hidden"},
         **BASE,
     ),
     "2x2x2_dense": config_of(
@@ -314,7 +314,7 @@ def test_the_program_grows_with_neither_blocks_nor_dense_layers_nor_microbatches
 
 
 def kept_for_backward(config):
-    """Shapes of what waits between the forward and backward pass of a block."""
+    """Shapes and types of what waits between the forward and backward pass of a block."""
     mesh, found = mesh_of(config), []
     declared = model.declare(config)
     how = model.How(config.model, 0, config.model.capacity_factor)
@@ -324,7 +324,7 @@ def kept_for_backward(config):
         prepared, data = passes.prepare(config, declared, w), passes.numbered(data)
         run = pipeline.Executor(run, prepared, data, passes.schedule_of(config))
         ring, _, _ = run.probe(run.empty_x())
-        found.extend(a.shape[2:] for a in jax.tree.leaves(ring))
+        found.extend((a.shape[2:], a.dtype) for a in jax.tree.leaves(ring))
         return jnp.zeros(())
 
     in_specs = (weights.specs(declared), passes.BATCH_SPEC)
@@ -337,7 +337,7 @@ def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again()
     train = {"remat": "full", "sequences": 24}
     config = config_of((2, 1, 2), train=train, dense_layers=3, q_lora_rank=24)
     b, t, D = 24 // 4 // 2, 16 // 2, 48
-    large = [shape for shape in kept_for_backward(config) if np.prod(shape) > 3]
+    large = [shape for shape, _ in kept_for_backward(config) if np.prod(shape) > 3]
     assert sorted(large, key=len) == [(b, t, D), (3, b, t, D)]
 
 
@@ -345,12 +345,25 @@ def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again()
 @pytest.mark.parametrize("layout", ["spread", "gathered"])
 def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
     config = config_of((2, 1, 2), gather=gather, experts_layout=layout, q_lora_rank=24)
-    kept = kept_for_backward(config)
-    D, N, Q, C, F, E, G = 48, 2, 24, 32, 36, 8, 56  # of a tensor rank
-    whole = [(D, Q), (Q, N, 32), (D, C + 12), (C, N, 48), (N, 28, D), (D, F), (F, D), (D, G)]
-    experts = [(E, D, G // 2), (E, G // 2, D), (E // 4, D, G), (E // 4, G, D)]
+    kept = {shape for shape, _ in kept_for_backward(config)}
+    D, N, Q, C, F, E, G = 48, 2, 24, 32, 36, 8, 28  # of a tensor rank
+    whole = [(D, Q), (Q, N, 32), (D, C + 12), (C, N, 48), (N, 28, D), (D, F), (F, D), (D, 2 * G)]
+    experts = [(E, D, G), (E, G, D), (E // 4, D, 2 * G), (E // 4, 2 * G, D), (E // 4, D, 4 * G)]
     assert not {*whole, *experts, (D, E)} & {shape[-3:] for shape in kept}
     assert not {*whole, (D, E)} & {shape[-2:] for shape in kept}
+
+
+@pytest.mark.parametrize("gather", ["step", "layer"])
+def test_nothing_wide_is_kept_that_is_made_again_in_one_way_through_memory(gather):
+    """Of a layer that keeps all: no values of norms, of SwiGLU or of rotary, which are float32."""
+    layers = {"gather": gather, "experts_layout": "spread", "q_lora_rank": 24}
+    kept = kept_for_backward(config_of((2, 1, 2), compute_dtype="bfloat16", **layers))
+    wide = [(shape, dtype) for shape, dtype in kept if shape and shape[-1] >= 12]
+    scores = (2, 2, 16, 16)  # of attention by XLA
+    assert {s[-4:] for s, dtype in wide if dtype == jnp.float32 and len(s) > 2} == {scores}
+    # Gate and up of the shared experts and of the dense layer, and both of the routed ones.
+    hidden = sorted(shape[-1] for shape, _ in wide if shape[-1] in (28, 36, 56, 112))
+    assert hidden == [28, 28, 36, 36, 112]
 
 
 # --- layers by themselves ----------------------------------------------------------------------

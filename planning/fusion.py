@@ -1,0 +1,167 @@
+"""Bytes that a program moves through a chip's memory: its operations as kernels, after a compiler
+has fused them.
+
+Elementwise operations, sums and lookups are computed in one kernel with what reads them, up to a
+value that must exist: one that a product, a collective or a loop reads or makes, a sum, what is
+returned. Kernels that read the same and do not wait for each other are one. Of a kernel, operands
+and results go through memory once each. Views of a value are that value.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from planning.jaxpr import Count, Op, Value
+
+# Another name or another order of the same numbers: who reads them reads them so.
+VIEWS = frozenset([
+    "copy", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "squeeze",
+    "stop_gradient", "transpose",
+])  # fmt: skip
+SUMS = frozenset(["argmax", "reduce_and", "reduce_max", "reduce_or", "reduce_sum"])
+PARTS = frozenset(["dynamic_slice", "gather", "slice", "split"])  # of which the result is read
+FEW = 32
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place, by which input
+
+
+@dataclass(eq=False)
+class Kernel:
+    """What is read and written, and what had to be there before."""
+
+    fused: bool  # of operations that others may join
+    reads: dict[Value, Count] = field(default_factory=dict)
+    writes: dict[Value, Count] = field(default_factory=dict)
+    after: set["Kernel"] = field(default_factory=set)  # and all that those wait for
+
+    @property
+    def bytes(self) -> Count:
+        return sum(self.reads.values(), 0) + sum(self.writes.values(), 0)
+
+
+def _is_sum(op: Op) -> bool:
+    """Of many; a few numbers are added up where the sum is read."""
+    if op.eqn.primitive.name not in SUMS:
+        return False
+    shape = op.eqn.invars[0].aval.shape
+    return math.prod(shape[axis] for axis in op.eqn.params["axes"]) > FEW
+
+
+class Fused:
+    """The kernels of a program's operations."""
+
+    def __init__(self, ops: list[Op], ranks: Mapping[str, int], results: Iterable[Value] = ()):
+        """ranks    of each axis of the mesh: between one there is nothing to send.
+        results  values that must exist, beside those that no operation reads.
+        """
+        self.ranks = ranks
+        self.source: dict[Value, Value] = {}  # of a view
+        self.maker: dict[Value, Op] = {}
+        for op in ops:
+            if self._is_view(op):
+                self.source |= zip(op.outputs, map(self.of, op.inputs), strict=True)
+            else:
+                self.maker |= dict.fromkeys(op.outputs, op)
+        ops = [op for op in ops if not self._is_view(op)]
+        read = {self.of(value) for op in ops for value in op.inputs}
+        self.exist = {self.of(value) for value in results}
+        self.exist |= {self.of(value) for op in ops for value in op.outputs} - read
+        # What an operation that is a kernel of its own reads.
+        self.whole = {self.of(v) for op in ops if not op.reads_fused for v in op.inputs}
+        self.exist |= self.whole
+        for op in ops:
+            if not op.reads_fused or _is_sum(op):
+                self.exist |= {*op.outputs}
+        self.kernels: list[Kernel] = []
+        self.made_by: dict[Value, Kernel] = {}
+        self.bytes: Count = 0
+        for op in ops:
+            self._add(op)
+        self.bytes = self.bytes + sum((kernel.bytes for kernel in self.kernels), 0)
+
+    def of(self, value: Value) -> Value:
+        return self.source.get(value, value)
+
+    def _is_view(self, op: Op) -> bool:
+        if op.send:
+            return all(self.ranks[axis] == 1 for axis in op.send.axes)
+        name = op.eqn.primitive.name
+        sizes = [v.aval.size for v in (*op.eqn.outvars[:1], *op.eqn.invars[:1])]
+        return name in VIEWS or (name == "broadcast_in_dim" and sizes[0] == sizes[-1])
+
+    def stored(self, value: Value) -> int:
+        """How often a value goes through memory more where it is also put into a larger array: a
+        fused operation writes it there, all else is copied.
+        """
+        maker = self.maker.get(self.of(value))
+        return 1 if maker is None or maker.reads_fused else 2
+
+    def sliced(self, value: Value) -> int:
+        """The same, where it has to be taken out of one: fused operations read it there."""
+        return 2 if self.of(value) in self.whole else 0
+
+    def _add(self, op: Op) -> None:
+        new = [value for value in op.outputs if value in self.exist]
+        if op.body:
+            inside = Fused(op.body.ops, self.ranks, op.body.outputs)
+            self.bytes = self.bytes + op.times * inside.bytes
+            self._alone(op, {}, {})
+        elif not op.reads_fused:
+            self._alone(op, *self._of_one(op))
+        elif new:
+            reads = self._leaves(op)
+            kernel = self._joined(reads)
+            kernel.reads |= reads
+            kernel.writes |= {value: value.bytes for value in new}
+            self.made_by |= dict.fromkeys(new, kernel)
+
+    def _of_one(self, op: Op) -> tuple[dict[Value, Count], dict[Value, Count]]:
+        """What an operation reads and writes that is a kernel of its own."""
+        name, inputs = op.eqn.primitive.name, [self.of(value) for value in op.inputs]
+        if name in UPDATES:
+            part = inputs[UPDATES[name]].bytes
+            return {inputs[0]: part}, dict.fromkeys(op.outputs, part)
+        if name in PARTS:
+            size = sum((value.bytes for value in op.outputs), 0)
+            return {inputs[0]: size}, {value: value.bytes for value in op.outputs}
+        return {v: v.bytes for v in inputs}, {value: value.bytes for value in op.outputs}
+
+    def _alone(self, op: Op, reads: dict[Value, Count], writes: dict[Value, Count]) -> None:
+        kernel = Kernel(False, reads, writes)
+        kernel.after = self._before(self.of(value) for value in op.inputs)
+        self.kernels.append(kernel)
+        self.made_by |= dict.fromkeys(op.outputs, kernel)
+
+    def _leaves(self, op: Op) -> dict[Value, Count]:
+        """What exists that the results of a fused operation are computed from."""
+        found: dict[Value, Count] = {}
+        todo, seen = [op], {op}
+        while todo:
+            one = todo.pop()
+            part = one.eqn.primitive.name in PARTS
+            for number, value in enumerate(map(self.of, one.inputs)):
+                maker = self.maker.get(value)
+                if value in self.exist or maker is None:
+                    size = value.bytes
+                    if part and number == 0:
+                        size = sum((v.bytes for v in one.outputs), 0)
+                        size = found.get(value, 0) + size
+                    found[value] = size
+                elif maker not in seen:
+                    seen.add(maker)
+                    todo.append(maker)
+        return found
+
+    def _joined(self, reads: dict[Value, Count]) -> Kernel:
+        """A kernel that reads some of these and need not wait for the others, or a new one."""
+        after = self._before(reads)
+        for kernel in self.kernels:
+            shared = any(v in kernel.reads and v.bytes.max() > 0 for v in reads)
+            if kernel.fused and shared and kernel not in after and not (kernel.after - after):
+                return kernel
+        kernel = Kernel(True, after=after)
+        self.kernels.append(kernel)
+        return kernel
+
+    def _before(self, values: Iterable[Value]) -> set[Kernel]:
+        made = {self.made_by[value] for value in values if value in self.made_by}
+        return made.union(*(kernel.after for kernel in made))

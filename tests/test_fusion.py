@@ -1,0 +1,99 @@
+"""Bytes of kernels in small programs, against counts written out by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from planning import fusion, jaxpr
+
+N = 64  # floats of a row: more than a sum that is no kernel of its own
+ROW, SQUARE = 4 * N, 4 * N * N  # bytes
+RANKS = {"one": 1, "two": 2}
+
+
+def fused(function, *shapes, axes=()):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = jax.make_jaxpr(function, axis_env=[(axis, RANKS[axis]) for axis in axes])(*args)
+    return fusion.Fused(jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(traced).ops, RANKS)
+
+
+def moved(function, *shapes, **options):
+    return int(fused(function, *shapes, **options).bytes[0])
+
+
+def test_what_is_elementwise_between_two_products_is_one_kernel():
+    found = moved(lambda x, w: (2 * jnp.tanh(x @ w) + x) @ w, (N, N), (N, N))
+    assert found == (3 + 3 + 3) * SQUARE
+
+
+def test_what_nobody_else_reads_does_not_exist():
+    assert moved(lambda x: jnp.exp(jnp.tanh(2 * x)), (N, N)) == 2 * SQUARE
+
+
+def test_two_results_of_the_same_are_read_once():
+    assert moved(lambda x, y: (jnp.tanh(x + y), x * y), (N, N), (N, N)) == (2 + 2) * SQUARE
+
+
+def test_a_kernel_that_waits_for_another_reads_again():
+    def centred(x):
+        return x - x.sum(1, keepdims=True)
+
+    assert moved(centred, (N, N)) == (SQUARE + ROW) + (SQUARE + ROW + SQUARE)
+
+
+def test_kernels_that_read_the_same_are_one_unless_one_waits_for_the_other():
+    def both(x):
+        sums = x.sum(1)
+        return sums, jnp.tanh(x), x * sums[:, None]
+
+    first = SQUARE + ROW + SQUARE  # the sum and tanh
+    assert moved(both, (N, N)) == first + (SQUARE + ROW + SQUARE)
+
+
+@pytest.mark.parametrize(("summed", "sums"), [(2, 0), (fusion.FEW + 1, 2)])
+def test_a_few_numbers_are_added_where_the_sum_is_read(summed, sums):
+    found = moved(lambda x: jnp.tanh(x.sum(1)), (N, summed))
+    assert found == 4 * N * summed + ROW + sums * ROW
+
+
+def test_of_parts_the_part_is_read():
+    assert moved(lambda x: jnp.tanh(x[:, : N // 4]), (N, N)) == SQUARE // 2
+    rows = moved(lambda x: jnp.tanh(x[jnp.arange(8)]), (N, N))
+    assert rows == 8 * ROW + 8 * ROW
+
+
+def test_views_and_the_order_of_dimensions_cost_nothing():
+    plain = moved(lambda x, w: x @ w, (N, N), (N, N))
+    turned = moved(lambda x, w: (x.T.reshape(N, 1, N)[:, 0] @ w).T, (N, N), (N, N))
+    assert turned == plain == 3 * SQUARE
+
+
+def test_an_update_moves_what_it_updates():
+    found = moved(lambda x, row: lax.dynamic_update_slice(x, row, (3, 0)), (N, N), (1, N))
+    assert found == 2 * ROW
+
+
+def test_a_loop_moves_what_its_body_moves_as_often_as_it_runs():
+    def trip(x, _):
+        return jnp.tanh(x), None
+
+    found = moved(lambda x: lax.scan(trip, x, None, length=5)[0], (N, N))
+    assert found == 5 * 2 * SQUARE
+
+
+@pytest.mark.parametrize(("axis", "through"), [("one", 2), ("two", 6)])
+def test_what_is_sent_goes_through_memory_where_there_is_somebody_to_send_to(axis, through):
+    def summed(x):
+        return 2 * lax.psum(jnp.tanh(x), axis)
+
+    assert moved(summed, (N, N), axes=[axis]) == through * SQUARE
+
+
+def test_what_is_put_into_an_array_or_taken_out_of_one_moves_more_where_products_are_beside_it():
+    kernels = fused(lambda x, w: jnp.tanh(x @ w) * 2, (N, N), (N, N))
+    product, doubled = (kernels.maker[v] for v in kernels.made_by)
+    assert kernels.stored(product.outputs[0]) == 2 and kernels.stored(doubled.outputs[0]) == 1
+    x, w = product.inputs
+    assert kernels.sliced(x) == kernels.sliced(w) == 2
+    assert kernels.sliced(product.outputs[0]) == 0
