@@ -46,6 +46,23 @@ def _is_sum(op: Op) -> bool:
     return math.prod(shape[axis] for axis in op.eqn.params["axes"]) > FEW
 
 
+def _ordered(op: Op) -> Count | int:
+    """Of bringing a collective's parts in order: ranks' parts lie one after the other, and belong
+    side by side where it cuts or joins another dimension than the outermost.
+    """
+    params, found = op.eqn.params, 0
+    before, after = params.get("scatter_dimension", 0), params.get("all_gather_dimension", 0)
+    if op.eqn.primitive.name == "all_to_all":
+        before, after = params["split_axis"], params["concat_axis"]
+    for dim, values, variables in (
+        (before, op.inputs, op.eqn.invars),
+        (after, op.outputs, op.eqn.outvars),
+    ):
+        if math.prod(variables[0].aval.shape[:dim]) > 1:
+            found = found + 2 * values[0].bytes
+    return found
+
+
 class Fused:
     """The kernels of a program's operations."""
 
@@ -123,7 +140,10 @@ class Fused:
         if name in PARTS:
             size = sum((value.bytes for value in op.outputs), 0)
             return {inputs[0]: size}, {value: value.bytes for value in op.outputs}
-        return {v: v.bytes for v in inputs}, {value: value.bytes for value in op.outputs}
+        found = {v: v.bytes for v in inputs}, {value: value.bytes for value in op.outputs}
+        if op.send:
+            self.bytes = self.bytes + _ordered(op)
+        return found
 
     def _alone(self, op: Op, reads: dict[Value, Count], writes: dict[Value, Count]) -> None:
         kernel = Kernel(False, reads, writes)

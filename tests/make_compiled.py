@@ -134,6 +134,20 @@ GPU_CASES = {
         "moe_1b",
         {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.remat": "none"},
     ),
+    # What MEASURED.md tells of experts on one host of 8 GPUs.
+    "gpu-moe-gathered-8x1x1": (
+        "",
+        "moe_1b",
+        {
+            "mesh": (8, 1, 1),
+            "mesh.virtual": 1,
+            "model.experts-layout": "gathered",
+            "train.microbatches": 2,
+            "train.loss-chunk-tokens": 8192,
+            "train.remat": "attention,attention_out,hidden,expert_hidden",
+        },
+    ),
+    "gpu-moe-names-2x2x2-interleaved": ("", "moe_1b", {"mesh": (2, 2, 2)}),
     "gpu-dense-names-2x2x2-interleaved": (
         "",
         "dense_1b",
