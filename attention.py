@@ -13,57 +13,69 @@ import kernels
 import utils
 from utils import LANES
 
-KERNELS = {"tpu": "splash", "gpu": "cudnn"}  # that platforms have
+KERNELS = {"tpu": ("splash",), "gpu": ("cudnn", "triton")}  # that platforms have, best first
 MASKED = -1e30  # added to a score; finite, so that a row with nothing to see stays finite
 
 
 def chosen(config: utils.Config, platform: str) -> str:
-    """The implementation that `--model.attention` asks for on this platform: xla, splash or cudnn.
+    """The implementation that `--model.attention` asks for on this platform: xla or a kernel.
 
-    auto is the platform's kernel where it can be used, else XLA.
+    auto is the first of the platform's kernels that can be used, else XLA.
 
     platform  as of chips.platform_of. On a CPU kernels are interpreted, which is slow.
     Raises    ValueError where a kernel is asked for and cannot run.
     """
     wanted = config.model.attention
     if wanted == "auto":
-        kernel = KERNELS.get(platform[:3])
         # float32 is for checking against other devices, and XLA is on all of them.
         narrow = config.model.compute_dtype == "bfloat16"
-        return kernel if kernel and narrow and not why_not(config, platform, kernel) else "xla"
+        usable = [k for k in kernels_of(platform) if narrow and not why_not(config, platform, k)]
+        return (*usable, "xla")[0]
     utils.check_attention(config)
     if wanted != "xla" and (why := why_not(config, platform, wanted)):
         raise ValueError(f"--model.attention {wanted}: {why}. Use --model.attention auto.")
     return wanted
 
 
+def kernels_of(platform: str) -> tuple[str, ...]:
+    return KERNELS.get(platform[:3], ())
+
+
 def told(config: utils.Config, platform: str) -> str:
-    """What is chosen and, where a platform's own kernel is not, why."""
-    kernel, own = chosen(config, platform), KERNELS.get(platform[:3], "")
-    if config.model.attention != "auto" or kernel == own or not own:
+    """What is chosen and, where a better kernel of the platform is not, why."""
+    kernel, own = chosen(config, platform), kernels_of(platform)
+    if config.model.attention != "auto" or kernel in own[:1] or not own:
         return kernel
-    why = why_not(config, platform, own) or f"not for {config.model.compute_dtype}"
-    return f"{kernel} ({own}: {why})"
+    if config.model.compute_dtype != "bfloat16":
+        return f"{kernel} ({own[0]}: not for {config.model.compute_dtype})"
+    better = own[: own.index(kernel)] if kernel in own else own
+    return f"{kernel} ({'; '.join(f'{k}: {why_not(config, platform, k)}' for k in better)})"
 
 
 def why_not(config: utils.Config, platform: str, kernel: str) -> str:
     """Why a kernel cannot run there; empty where it can."""
     m, T = config.model, config.train.sequence_length
-    own = KERNELS.get(platform[:3], kernel)
-    if kernel != own:
-        return f"it is no kernel for these devices, whose is {own}"
+    own = kernels_of(platform) or (kernel,)
+    if kernel not in own:
+        return f"it is no kernel for these devices, which have {' and '.join(own)}"
     if kernel == "splash":
         return f"sequences of {T} are no multiple of its {LANES}" if T % LANES else ""
-    wide, narrow = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
-    if config.data.segments:
-        return "it knows no documents (--data.segments)"
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not compute in {m.compute_dtype}"
-    if wide % 8 or narrow % 8:
-        return f"heads of {wide} and {narrow} are no multiples of 8"
     generation = platform.removeprefix("gpu")
     if platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    wide, narrow = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
+    if kernel == "triton":
+        if T % kernels.GPU_BLOCK:
+            return f"sequences of {T} are no multiple of its {kernels.GPU_BLOCK}"
+        if narrow > wide:
+            return f"values of {narrow} are wider than queries of {wide}"
+        return f"heads of {wide} are wider than 256" if wide > 256 else ""
+    if config.data.segments:
+        return "it knows no documents (--data.segments)"
+    if wide % 8 or narrow % 8:
+        return f"heads of {wide} and {narrow} are no multiples of 8"
     if platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper heads have one width, up to 128, and these have {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
@@ -76,7 +88,7 @@ def computed_share(config: utils.Config, platform: str) -> float:
     T, kernel = config.train.sequence_length, chosen(config, platform)
     size = T
     if kernel != "xla":
-        size = kernels.CUDNN_BLOCK if kernel == "cudnn" else kernels.block_size(T)
+        size = kernels.block_size(T) if kernel == "splash" else kernels.GPU_BLOCK
     blocks = -(-T // size)
     return (blocks + 1) / (2 * blocks)
 
@@ -97,7 +109,7 @@ def attend(
     segments_bS  number of the document that a position belongs to; None where a window is one
                  document. With T < S (XLA only) the queries are the last T positions.
     """
-    function = {"xla": _xla, "splash": kernels.splash, "cudnn": kernels.cudnn}[implementation]
+    function = _xla if implementation == "xla" else getattr(kernels, implementation)
     return function(q_bTnA, k_bSnA, v_bSnW, segments_bS, scale)
 
 

@@ -1,10 +1,11 @@
-"""Kernels of attention, splash for TPUs and cuDNN's for NVIDIA GPUs, and what makes a kernel that
-is not the project's own work where shard_map checks types. All of jax that is private is named
-here, and only here.
+"""Kernels of attention, splash for TPUs, cuDNN's and Triton's for NVIDIA GPUs, and what makes a
+kernel that is not the project's own work where shard_map checks types. All of jax that is private
+is named here, and only here.
 
 Letters: b sequences of this rank, T positions, n heads of this rank.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from functools import cache, partial, wraps
@@ -27,9 +28,10 @@ CHECK = "jax._src.config._check_vma"
 BACKWARD = (
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
 )
+TRITON_BACKWARD = "jax.experimental.pallas.ops.gpu.attention._mha_backward"
 # Calls of cuDNN without questions to the device, which may not be here.
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
-CUDNN_BLOCK = 128  # positions at once: those of its kernels' tiles
+GPU_BLOCK = 128  # positions at once on GPUs: those of most kernels' tiles
 
 
 def private(name: str) -> Any:
@@ -54,7 +56,8 @@ class Kernel(NamedTuple):
     """
 
     plain: Callable[..., Any]  # q, k, v[, segments] -> out, alone
-    forward: Callable[..., Any]  # the same -> out, log(sum(exp(scores))) of [b, n, T]
+    # The same -> out, and what its backward pass needs of log(sum(exp(scores))): [b, n, T].
+    forward: Callable[..., Any]
     backward: Callable[..., Any]  # gradient of out, q, k, v, and these -> gradients of q, k, v
 
 
@@ -234,6 +237,64 @@ def cudnn_kernel(scale: float) -> Kernel:
     return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)
 
 
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+def triton(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
+    """The kernel for NVIDIA GPUs that ships with jax. It knows documents, and heads of one width:
+    values that are narrower than queries are given zeros.
+    """
+    wide = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
+    arrays = q, k, wide, () if segments is None else (segments,)
+    return _call(triton_kernel(scale, q.shape[-1]), *vary(arrays, varying(arrays)))[
+        ..., : v.shape[-1]
+    ]
+
+
+@cache
+def triton_kernel(scale: float, width: int) -> Kernel:
+    """Causal, of heads of a width."""
+    from jax.experimental.pallas.ops.gpu import attention as library
+
+    # The largest tiles of the forward pass that the shared memory of an A100 has room for.
+    size = GPU_BLOCK if width <= 128 else GPU_BLOCK // 2
+    blocks = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
+    how = {
+        "sm_scale": scale,
+        "causal": True,
+        "block_sizes": blocks,
+        "backward_pass_impl": "triton",
+        "num_warps": None,
+        "num_stages": 2,
+        "grid": None,
+        "debug": False,
+    }
+
+    def triton_plain(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
+        return triton_forward(q, k, v, *segments, interpret=interpret)[:1]
+
+    def triton_forward(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
+        return library.mha(
+            q, k, v, *(segments or [None]), interpret=interpret, return_residuals=True, **how
+        )
+
+    def triton_backward(grad: Any, *kept: jax.Array, interpret: bool) -> Any:
+        # As of splash: jax offers no call of the backward pass alone.
+        q, k, v, out, logsumexp, *segments = kept
+        found = private(TRITON_BACKWARD)(
+            interpret=interpret,
+            return_residuals=False,
+            res=(q, k, v, *(segments or [None]), out, logsumexp),
+            do=grad,
+            **how,
+        )
+        return found[:3]
+
+    return Kernel(triton_plain, triton_forward, triton_backward)
+
+
 # --- a kernel where types are checked -------------------------------------------------------------
 
 # A stock Pallas kernel knows nothing of varying-axes types and is refused where shard_map checks
@@ -266,7 +327,10 @@ def _shapes(*avals: Any, function: Callable[..., Any]) -> list[Any]:
 
 
 def _lower(ctx: Any, *args: Any, function: Callable[..., Any], interpret: bool) -> Any:
-    return mlir.lower_fun(untyped(function, interpret), multiple_results=True)(ctx, *args)
+    # Types without axes: some operations look at them even where nothing is checked.
+    plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    lower = mlir.lower_fun(untyped(function, interpret), multiple_results=True)
+    return lower(ctx.replace(avals_in=plain), *args)
 
 
 mlir.register_lowering(foreign_p, partial(_lower, interpret=True))

@@ -128,9 +128,9 @@ class Model:
     latent_norm_epsilon: float = 0.0
     # of matmuls and activations; weights are float32 at rest
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    # kernel; auto is in bfloat16 splash on a TPU, for sequences of a multiple of 128, and cudnn on
-    # an NVIDIA GPU, for windows of one document; else XLA
-    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    # kernel; auto is in bfloat16 splash on a TPU, for sequences of a multiple of 128, and on an
+    # NVIDIA GPU cudnn, or triton where windows have several documents; else XLA
+    attention: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
 
     @property
     def padded_vocabulary(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import CUDNN_BLOCK
+from kernels import GPU_BLOCK
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
 Cost = dict[Any, float]  # what is counted: how much
@@ -42,6 +42,7 @@ CALLS = ("fusion", "call", "async-start")
 # two makes the scores and the probabilities' gradient of its own.
 SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
 CUDNN = {"__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2)}
+TRITON = {"mha_forward": (1, 1), "mha_preprocess_backward": (0, 0), "mha_backward": (4, 3)}
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -305,8 +306,8 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     call = instruction.opcode == "custom-call"
     if call and _splash(instruction):
         return splash_flops(instruction, computation)
-    if call and _target(instruction) in CUDNN:
-        return cudnn_flops(instruction, computation)
+    if call and _on_gpu(instruction):
+        return gpu_flops(instruction, computation)
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
     if instruction.opcode != "dot" and not (call and _is_gemm(instruction)):
@@ -331,6 +332,14 @@ def _splash(call: Instruction) -> tuple[int, int] | None:
     return next((found for name, found in SPLASH.items() if call.name.startswith(name)), None)
 
 
+def _on_gpu(call: Instruction) -> tuple[int, int] | None:
+    """The entry of CUDNN or TRITON that a call has."""
+    if _target(call) != "__gpu$xla.gpu.triton":
+        return CUDNN.get(_target(call))
+    name = re.search(r'[{ ]name = "(\w+)"', call.attributes)
+    return TRITON.get(name[1]) if name else None
+
+
 def splash_flops(call: Instruction, computation: Computation) -> int:
     """2 * pairs of positions in the blocks that are computed * what is multiplied at each, by rule:
     nothing in the text tells. The blocks are those at and below the diagonal.
@@ -346,11 +355,11 @@ def splash_flops(call: Instruction, computation: Computation) -> int:
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 
 
-def cudnn_flops(call: Instruction, computation: Computation) -> int:
+def gpu_flops(call: Instruction, computation: Computation) -> int:
     """As of splash, for queries of [b, T, n, A] and values as wide as W."""
-    (b, T, n, A), _, (*_, W) = [computation[name].shapes[0][1] for name in call.operands[:3]]
-    by_query, by_value = CUDNN[_target(call)]
-    blocks = -(-T // CUDNN_BLOCK)
+    (b, T, n, A), *_, (*_, W) = [computation[name].shapes[0][1] for name in call.operands[:3]]
+    by_query, by_value = _on_gpu(call)
+    blocks = -(-T // GPU_BLOCK)
     pairs = T * T * (blocks + 1) // (2 * blocks)
     return 2 * b * n * pairs * (by_query * A + by_value * W)
 
@@ -485,9 +494,9 @@ def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
 
     def cost(instruction: Instruction, _: Computation) -> Cost:
         call = instruction.opcode == "custom-call"
-        if not call or _is_gemm(instruction) or _splash(instruction):
+        if not call or _is_gemm(instruction) or _splash(instruction) or _on_gpu(instruction):
             return {}
-        return {} if _target(instruction) in CUDNN else {_target(instruction): 1}
+        return {_target(instruction): 1}
 
     return executed(text, cost, branch_share)
 

@@ -127,6 +127,7 @@ ONE = {"mesh": (1, 1, 1)}
 GPU_CASES = {
     "gpu-dense-124m": ("", "dense_124m", ONE),
     "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention": "xla"}),
+    "gpu-dense-124m-documents": ("", "dense_124m", ONE | {"data.segments": None}),
     "gpu-dense-names-8x1x1": ("", "dense_1b", {"mesh": (8, 1, 1), "train.microbatches": 4}),
     "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.sequences": 64}),
     "gpu-moe-none-8x1x1": (
@@ -206,8 +207,9 @@ def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a row per step, with the chips' numbers beside each other."""
     lines = [
-        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic by mesh axes |",
-        "|---|---|---|---|---|",
+        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic through memory | "
+        "traffic by mesh axes |",
+        "|---|---|---|---|---|---|",
     ]
     for name in CASES | GPU_CASES:
         chips_here = [chip for chip in chips_of(name) if f"{name} {chip}" in rows]
@@ -217,9 +219,12 @@ def table(rows: dict[str, dict]) -> str:
         each = [ratios(name, chip, row) for chip, row in zip(chips_here, found, strict=True)]
         gib = ", ".join(f"{row['memory_bytes_per_chip'] / 2**30:.2f}" for row in found)
         parts = {part: [r[part] for r in each if part in r] for part in each[0]}
-        memory, flops = (", ".join(f"{v:.3f}" for v in parts.pop(p)) for p in ("memory", "FLOPs"))
+        columns = [
+            ", ".join(f"{ratio:.3f}" for ratio in parts.pop(part, []))
+            for part in ("memory", "FLOPs", "memory traffic")
+        ]
         axes = ", ".join(f"{axes} {span(values)}" for axes, values in parts.items())
-        lines.append(f"| {name} | {gib} | {memory} | {flops} | {axes} |")
+        lines.append(f"| {name} | {gib} | {' | '.join(columns)} | {axes} |")
     return "\n".join(lines)
 
 

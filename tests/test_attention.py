@@ -71,6 +71,9 @@ def rematted(layer, remat):
         ((1, 1, 1), "none", "cudnn", False),
         ((2, 1, 4), "attention", "cudnn", False),
         ((2, 2, 2), "full", "cudnn", False),
+        ((1, 1, 1), "none", "triton", True),
+        ((2, 1, 4), "attention", "triton", True),
+        ((2, 2, 2), "full", "triton", False),
     ],
 )
 def test_a_kernel_and_its_gradient_are_attention_written_out_on_every_mesh(
@@ -101,9 +104,9 @@ def test_a_kernel_and_its_gradient_are_attention_written_out_on_every_mesh(
         assert relative_error(mine, theirs) <= 1e-5, name
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
 def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
-    ids = documents() if kernel == "splash" else None
+    ids = None if kernel == "cudnn" else documents()
 
     def gradients(kernel, dtype):
         def loss(q, k, v):
@@ -127,7 +130,7 @@ def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
     assert error(mine) <= 2 * error(xla) <= 0.02
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
 def test_a_kept_result_of_a_kernel_is_not_computed_again(kernel):
     inputs = [jnp.zeros((1, 128, 2, w)) for w in (A, A, W, W)]
 
@@ -161,12 +164,13 @@ def test_auto_is_splash_on_a_tpu_where_the_kernel_can_be_used():
 def test_splash_is_refused_where_it_cannot_run():
     with pytest.raises(ValueError, match=r"sequence_length 1000.*Use --train.sequence_length 1024"):
         attention.chosen(config(attention="splash", sequence_length=1000), "tpu")
-    for words, platform in (("splash", "gpu9"), ("cudnn", "tpu")):
+    for words, platform in (("splash", "gpu9"), ("cudnn", "tpu"), ("triton", "tpu")):
         with pytest.raises(ValueError, match=rf"attention {words}: it is no kernel for these devi"):
             attention.chosen(config(attention=words), platform)
 
 
 LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+NO_GPU = "it needs an NVIDIA GPU of compute capability 8.0 or later"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +181,10 @@ LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
         ({}, "gpu10", ""),
         ({"v_head_dim": 24}, "gpu8", ""),
         ({"sequence_length": 1000}, "gpu9", ""),
+        ({}, "gpu8", "before Hopper heads have one width, up to 128, and these have 24 and 16"),
         (LATENT, "gpu8", "before Hopper heads have one width, up to 128, and these have 192 and"),
-        ({}, "gpu7", "it needs an NVIDIA GPU of compute capability 8.0 or later"),
-        ({}, "gpugfx942", "it needs an NVIDIA GPU of compute capability 8.0 or later"),
+        ({}, "gpu7", NO_GPU),
+        ({}, "gpugfx942", NO_GPU),
         ({"v_head_dim": 12}, "gpu9", "heads of 24 and 12 are no multiples of 8"),
         ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
         ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),
@@ -188,21 +193,53 @@ LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 def test_cudnn_is_taken_on_a_gpu_where_it_can_be_used_and_else_why_not_is_said(
     changes, platform, why
 ):
+    said_of("cudnn", changes, platform, why)
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "why"),
+    [
+        ({}, "gpu9", ""),
+        ({}, "gpu8", ""),
+        ({"v_head_dim": 12}, "gpu9", ""),
+        (LATENT, "gpu8", ""),
+        ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
+        ({"v_head_dim": 32}, "gpu9", "values of 32 are wider than queries of 24"),
+        ({}, "gpu7", NO_GPU),
+        ({"sequence_length": 1000}, "gpu9", "sequences of 1000 are no multiple of its 128"),
+        ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),
+    ],
+)
+def test_triton_is_taken_for_documents_where_it_can_be_used_and_else_why_not_is_said(
+    changes, platform, why
+):
+    said_of("triton", changes, platform, why, segments=True)
+
+
+def said_of(kernel, changes, platform, why, **data):
+    """Which is chosen for these sizes, and what is said where this kernel is asked for."""
     sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    wanted = config(**sizes | changes)
-    assert attention.chosen(wanted, platform) == ("xla" if why else "cudnn")
-    asked = config(attention="cudnn", **sizes | changes)
+    data = utils.Data(**data)
+    wanted = dataclasses.replace(config(**sizes | changes), data=data)
+    found = attention.chosen(wanted, platform)
+    assert (found == kernel) == (not why)
+    asked = config(attention=kernel, **sizes | changes)
+    asked = dataclasses.replace(asked, data=data)
     if why:
-        with pytest.raises(ValueError, match=rf"--model.attention cudnn: {why}"):
+        with pytest.raises(ValueError, match=rf"--model.attention {kernel}: {why}"):
             attention.chosen(asked, platform)
     else:
-        assert attention.chosen(asked, platform) == "cudnn"
+        assert attention.chosen(asked, platform) == kernel
 
 
-def test_documents_are_not_given_to_cudnn():
+def test_where_cudnn_cannot_be_used_triton_is_and_why_is_said():
     packed = dataclasses.replace(config(), data=utils.Data(segments=True))
-    assert attention.chosen(packed, "gpu9") == "xla"
-    assert attention.told(packed, "gpu9") == "xla (cudnn: it knows no documents (--data.segments))"
+    documents = "cudnn: it knows no documents (--data.segments)"
+    assert attention.told(packed, "gpu9") == f"triton ({documents})"
+    both = dataclasses.replace(config(sequence_length=1000), data=packed.data)
+    blocks = "triton: sequences of 1000 are no multiple of its 128"
+    assert attention.told(both, "gpu9") == f"xla ({documents}; {blocks})"
+    assert attention.told(config(compute_dtype="float32"), "gpu9").startswith("xla (cudnn: not for")
     packed = dataclasses.replace(packed, model=config(attention="cudnn").model)
     with pytest.raises(ValueError, match=r"it knows no documents \(--data.segments\)"):
         attention.chosen(packed, "gpu9")

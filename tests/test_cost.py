@@ -162,7 +162,9 @@ def planned_bytes(config, platform):
 POLICIES = ["full", "none", ",".join(utils.REMAT_NAMES), *utils.REMAT_NAMES]
 
 
-@pytest.mark.parametrize("chip, kernel", [(V4, "splash"), (H100, "cudnn"), (H100, "xla")])
+@pytest.mark.parametrize(
+    "chip, kernel", [(V4, "splash"), (H100, "cudnn"), (H100, "triton"), (H100, "xla")]
+)
 @pytest.mark.parametrize("remat", POLICIES)
 def test_what_a_block_keeps_is_what_jax_keeps(remat, chip, kernel):
     config = sizes(make_compiled.config_of("jaxformer")[1], remat=remat, attention=kernel)

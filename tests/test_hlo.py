@@ -269,6 +269,24 @@ def test_kernels_of_cudnn_count_by_tiles_of_128():
     assert hlo.custom_calls(CUDNN) == {}
 
 
+def test_kernels_of_triton_count_as_those_of_cudnn_by_what_each_multiplies():
+    def named(name):
+        call = 'custom_call_target="__gpu$xla.gpu.triton"'
+        return f'{call}, backend_config={{ir = "mha{{", name = "{name}", '
+
+    text = CUDNN.replace("bf16[4,1024,6,64]", "bf16[4,1024,6,96]")
+    forward, backward = (f'custom_call_target="{name}"' for name in hlo.CUDNN)
+    text = text.replace(backward, named("mha_backward")).replace(forward, named("mha_forward"))
+    pairs = 4 * 6 * 36 * 128 * 128
+    assert hlo.dot_flops(text) == 2 * pairs * (2 * 96 + 7 * 96)
+    assert hlo.custom_calls(text) == {}
+    other = text.replace('name = "mha_forward"', 'name = "mine"')
+    assert hlo.custom_calls(other) == {"__gpu$xla.gpu.triton": 1}
+    assert hlo.dot_flops(other) == 2 * pairs * 7 * 96
+    before = text.replace('name = "mha_forward"', 'name = "mha_preprocess_backward"')
+    assert hlo.dot_flops(before) == hlo.dot_flops(other) and hlo.custom_calls(before) == {}
+
+
 IN_MEMORY = """
 %add_one (a: f32[4,100], b: s32[]) -> f32[4,100] {
   %a = f32[4,100]{1,0} parameter(0)

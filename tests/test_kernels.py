@@ -22,7 +22,13 @@ CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskTy
 
 
 @pytest.mark.parametrize(
-    "name", [kernels.CHECK, kernels.BACKWARD, *(f"{kernels.CUDNN}.{name}" for name in CALLS)]
+    "name",
+    [
+        kernels.CHECK,
+        kernels.BACKWARD,
+        kernels.TRITON_BACKWARD,
+        *(f"{kernels.CUDNN}.{name}" for name in CALLS),
+    ],
 )
 def test_this_jax_has_what_is_used_of_it_though_it_is_private(name):
     assert kernels.private(name) is not None
