@@ -30,7 +30,8 @@ import passes
 import train
 import weights
 from chips import Chip, platform_of
-from planning import fusion, jaxpr, trace
+from planning import jaxpr, trace
+from planning.fusion import Fused
 from planning.trace import Piece
 from utils import GIB, MESH_AXES, Config, Mesh
 from weights import Weight
@@ -67,6 +68,7 @@ class Step:
         """shared  traces serve other batch sizes and numbers of stages too, as a search needs."""
         t, mesh = config.train, config.mesh
         self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
+        self.platform = platform
         self.schedule, self.M = passes.schedule_of(config), t.microbatches
         self.kernel = attention.chosen(config, platform)
         self.share = attention.computed_share(config, platform)
@@ -82,6 +84,7 @@ class Step:
         )
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
+        self.alone = frozenset(axis for axis, ranks in self.ranks.items() if ranks == 1)
         self.chips = math.prod(mesh.shape)
         self.per_chunk = config.model.blocks // (mesh.pipeline * mesh.virtual)
         # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
@@ -389,26 +392,26 @@ def working(step: Step) -> dict[str, int]:
 
 def memory_traffic(step: Step) -> dict[str, int]:
     """Bytes that go through a chip's memory in a step, by cause: what kernels read and write, as
-    `fusion` tells them, and what the pipeline's executor and the optimizer do with the results.
+    fusion.py tells them, and what the pipeline's executor and the optimizer do with the results.
 
     By rule: what a layer keeps is put into the ring of slots, and sliced out of it where a product
     reads it; a layer's weights are sliced out of their stack for each pass, and their gradients
-    added to float32 ones; so are the table's, after each microbatch. Of the optimizer, all
-    arguments and results once.
+    added to float32 ones; so are the table's, after each microbatch. A TPU's products read slices
+    where they lie and add their results there. Of the optimizer, all arguments and results once.
     """
-    c = step.config
+    c, apart = step.config, 0 if step.platform == "tpu" else 1
     found = Counter()
     for r in runs(step):
         forward, backward = through_layer(step, r.piece)
         found["layers, forward"] += forward * (r.times + r.anew + r.idle)
         found["layers, backward"] += backward * (r.times + r.idle)
-    found["embedding"] = step.M * sum(
-        step.number(fusion.Fused(ops, step.ranks).bytes) for ops in step.first.ways
-    )
-    found["loss"] = step.last_M * step.of_last(fusion.Fused(step.last.ops, step.ranks).bytes)
+    first = step.first.kernels("none", step.alone)
+    found["embedding"] = step.M * sum(step.number(kernels.bytes) for kernels in first)
+    found["loss"] = step.last_M * step.of_last(_fused(step.last, step.alone).bytes)
     table = step.v * c.model.width
-    found["weights in use"] = 4 * step.run * step.block_elements * step.byte
-    found["gradients"] = (2 * FLOAT + step.byte) * (
+    found["weights in use"] = apart * 4 * step.run * step.block_elements * step.byte
+    # A TPU does not write what it adds, which the layers' and the loss's products are counted with.
+    found["gradients"] = (2 * FLOAT + (1 if apart else -1) * step.byte) * (
         step.run * step.block_elements + 2 * step.M * table
     )
     here, whole = sum(h.own for h in step.held), sum(h.whole for h in step.held)
@@ -418,13 +421,18 @@ def memory_traffic(step: Step) -> dict[str, int]:
     return dict(found)
 
 
+@cache
+def _fused(program: jaxpr.Program, alone: frozenset[str]) -> Fused:
+    return Fused(program.ops, alone)
+
+
 def through_layer(step: Step, piece: Piece) -> tuple[int, int]:
     """Bytes through memory of a layer's (forward, backward) pass, with the ring's."""
-    remat, (forward, backward) = step.remat(piece), piece.ways
-    ahead = fusion.Fused(forward, step.ranks, remat.kept)
-    back = fusion.Fused(remat.ops + backward, step.ranks)
-    put = sum(value.bytes * n * ahead.stored(value) for value, n in remat.kept.items())
-    taken = sum(value.bytes * n * back.sliced(value) for value, n in remat.kept.items())
+    ahead, back = piece.kernels(step.config.train.remat, step.alone)
+    remat = step.remat(piece)
+    tpu = step.platform == "tpu"
+    put = sum(v.bytes * n * (1 if tpu else ahead.stored(v)) for v, n in remat.kept.items())
+    taken = sum(v.bytes * n * (0 if tpu else back.sliced(v)) for v, n in remat.kept.items())
     return step.number(ahead.bytes + put), step.number(back.bytes + taken)
 
 

@@ -8,7 +8,7 @@ and results go through memory once each. Views of a value are that value.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planning.jaxpr import Count, Op, Value
@@ -66,11 +66,11 @@ def _ordered(op: Op) -> Count | int:
 class Fused:
     """The kernels of a program's operations."""
 
-    def __init__(self, ops: list[Op], ranks: Mapping[str, int], results: Iterable[Value] = ()):
-        """ranks    of each axis of the mesh: between one there is nothing to send.
+    def __init__(self, ops: list[Op], alone: frozenset[str], results: Iterable[Value] = ()):
+        """alone    axes of the mesh with one rank, which has nobody to send to.
         results  values that must exist, beside those that no operation reads.
         """
-        self.ranks = ranks
+        self.alone = alone
         self.source: dict[Value, Value] = {}  # of a view
         self.maker: dict[Value, Op] = {}
         for op in ops:
@@ -100,7 +100,7 @@ class Fused:
 
     def _is_view(self, op: Op) -> bool:
         if op.send:
-            return all(self.ranks[axis] == 1 for axis in op.send.axes)
+            return self.alone.issuperset(op.send.axes)
         name = op.eqn.primitive.name
         sizes = [v.aval.size for v in (*op.eqn.outvars[:1], *op.eqn.invars[:1])]
         return name in VIEWS or (name == "broadcast_in_dim" and sizes[0] == sizes[-1])
@@ -119,7 +119,7 @@ class Fused:
     def _add(self, op: Op) -> None:
         new = [value for value in op.outputs if value in self.exist]
         if op.body:
-            inside = Fused(op.body.ops, self.ranks, op.body.outputs)
+            inside = Fused(op.body.ops, self.alone, op.body.outputs)
             self.bytes = self.bytes + op.times * inside.bytes
             self._alone(op, {}, {})
         elif not op.reads_fused:

@@ -146,7 +146,7 @@ class Op:
         return bool(policy(self.eqn.primitive, *avals, **self.eqn.params))
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """Operations in order, with calls written out."""
 

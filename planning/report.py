@@ -37,8 +37,8 @@ TIME_RULE = (
     "best all are at work at once; without overlap the links wait for the chip and it for them."
 )
 TRAFFIC_RULE = (
-    "What goes through memory is what kernels read and write, as compilers for GPUs fuse them, and "
-    "as if no cache kept anything from one to the next."
+    "What goes through memory is what kernels would read and write, as compilers fuse operations, "
+    "and as if no cache kept anything from one to the next."
 )
 COMPILED_TRAFFIC_RULE = (
     "What goes through memory is what the compiled kernels read and write, as if no cache kept "
@@ -265,11 +265,13 @@ def kinds_table(compiled: Compiled) -> Group:
 def search_table(found: Found) -> Group:
     title = f"Meshes that fit: {len(found.best)}, best of {found.tried} ways to use them"
     times = ("ms at best", "no overlap")
-    columns = ("mesh", "virtual", "microbatches", "gather", "GiB", *times, "remat")
+    columns = ("mesh", "virtual", "microbatches", "gather", "experts", "GiB", *times, "remat")
     rows = []
     for candidate in found.best:
         c, p = candidate.config, candidate.predicted
-        use = (c.mesh.virtual, c.train.microbatches, c.fsdp.gather, f"{candidate.memory / GIB:.2f}")
+        experts = c.model.experts_layout if c.model.moe_layers else ""
+        use = c.mesh.virtual, c.train.microbatches, c.fsdp.gather, experts
+        use = *use, f"{candidate.memory / GIB:.2f}"
         times = (f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s))
         remat = c.train.remat.replace(",", ", ")
         rows.append((mesh_name(c.mesh.shape[c.mesh.replica == 1 :]), *map(str, use), *times, remat))

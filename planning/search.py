@@ -1,8 +1,9 @@
 """Which mesh, schedule, recomputation and gathering a number of chips is best used with.
 
-Every mesh that the model divides over is tried with every number of virtual stages and microbatches
-and both ways to gather; of the things that `train.remat` may keep, the most that fits. Ranked by
-the time of a step in which nothing overlaps, then by memory.
+Every mesh that the model divides over is tried with every number of virtual stages and
+microbatches, both ways to gather, both layouts of experts, and keeping from all to nothing of what
+`train.remat` may keep. What fits is ranked by the time of a step in which nothing overlaps, then by
+memory.
 """
 
 import dataclasses
@@ -25,7 +26,14 @@ from utils import GIB, Config
 # for itself.
 USABLE = 0.85
 MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.tensor")
-FREE = (*MESH_FLAGS, "mesh.virtual", "train.microbatches", "train.remat", "fsdp.gather")
+FREE = (
+    *MESH_FLAGS,
+    "mesh.virtual",
+    "train.microbatches",
+    "train.remat",
+    "fsdp.gather",
+    "model.experts_layout",
+)
 MOST_CHIPS = 2**17
 
 MeshShape = tuple[int, int, int]
@@ -170,7 +178,7 @@ def candidates_on(
     candidates, reason = [], ""
     for values in ways(config, mesh, fixed):
         try:
-            candidates.append(with_most_kept(config, chip, values, fixed))
+            candidates.append(quickest(config, chip, values, fixed))
         except ValueError as error:
             reason = reason or str(error)
     return candidates, reason
@@ -184,31 +192,30 @@ def ways(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dic
     microbatches = cost.divisors(sequences // fsdp) if sequences % fsdp == 0 else [1]
     choices = {"mesh.virtual": virtual, "train.microbatches": microbatches}
     choices["fsdp.gather"] = ["step", "layer"] if fsdp > 1 else ["step"]
+    choices["model.experts_layout"] = [config.model.experts_layout]
+    if config.model.moe_layers:
+        choices["model.experts_layout"] = ["spread", "gathered"]
     for flag in fixed & choices.keys():
         choices[flag] = [value_of(config, flag)]
-    for v in choices["mesh.virtual"]:
-        for m in choices["train.microbatches"]:
-            if v > 1 and m % pipeline:
-                continue
-            for gather in choices["fsdp.gather"]:
-                yield dict(zip(MESH_FLAGS, mesh, strict=True)) | {
-                    "mesh.virtual": v,
-                    "train.microbatches": m,
-                    "fsdp.gather": gather,
-                }
+    for values in itertools.product(*choices.values()):
+        way = dict(zip(MESH_FLAGS, mesh, strict=True)) | dict(zip(choices, values, strict=True))
+        if way["mesh.virtual"] == 1 or way["train.microbatches"] % pipeline == 0:
+            yield way
 
 
-def with_most_kept(
+def quickest(
     config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
 ) -> Candidate:
-    """The candidate whose backward pass finds the most that fits; the smallest if none does."""
-    config = changed(config, values)
+    """With what is best kept for the backward pass, of what fits; the smallest if nothing does."""
+    config, fit = changed(config, values), []
     keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         config = changed(config, {"train.remat": policy})
         step = cost.Step(config, platform_of(chip), shared=True)
         if sum(cost.memory(step).values()) <= usable_bytes(chip):
-            break
+            fit.append(Candidate(config, cost.predict(config, chip, shared=True)))
+    if fit:
+        return min(fit, key=lambda candidate: candidate.order)
     return Candidate(config, cost.predict(config, chip, shared=True))
 
 

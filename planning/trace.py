@@ -24,6 +24,7 @@ import pipeline
 import train
 import utils
 from planning import jaxpr
+from planning.fusion import Fused
 from planning.jaxpr import Op, Program, Value
 from utils import MESH_AXES, TOKEN_AXES, Config
 from weights import vary
@@ -68,6 +69,12 @@ class Piece:
         """What `train.remat` keeps and computes again."""
         forward = Program(self.program.inputs, ops=self.ways[0])
         return jaxpr.remat(forward, self.residuals, set(self.known), passes.policy(names))
+
+    @cache  # noqa: B019
+    def kernels(self, names: str, alone: frozenset[str]) -> tuple[Fused, Fused]:
+        """Of the forward and of the backward pass; alone as there."""
+        remat, (forward, backward) = self.remat(names), self.ways
+        return Fused(forward, alone, remat.kept), Fused(remat.ops + backward, alone)
 
     @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:

@@ -91,6 +91,13 @@ def test_a_v4_computes_while_it_gathers_and_exchanges(kind):
     assert share("jaxformer", "overlapped") > 0.95
 
 
+@pytest.mark.parametrize("kind", ["all-gather", "all-to-all", "reduce-scatter"])
+def test_an_h100_computes_while_it_sends_unasked(kind):
+    rows = [r for key in RECORDED if "h100" in key for r in RECORDED[key]["collectives"]]
+    rows = [r for r in rows if r["kind"] == kind]
+    assert sum(r["bytes"] * r["overlapped"] for r in rows) > 0.6 * sum(r["bytes"] for r in rows) > 0
+
+
 # --- the program of this machine's compiler -------------------------------------------------------
 
 CPU_CASES = {

@@ -9,8 +9,9 @@ import chips
 import make_compiled
 from planning import cost, search
 
-V4, V5E = chips.CHIPS["v4"], chips.CHIPS["v5e"]
+V4, V5E, H100 = (chips.CHIPS[name] for name in ("v4", "v5e", "h100"))
 _, JAXFORMER = make_compiled.config_of("jaxformer")
+_, MOE = make_compiled.config_of("moe-full-interleaved")
 _, DENSE = make_compiled.config_of("dense-names-4x4x2")
 
 
@@ -45,6 +46,8 @@ def test_traces_that_serve_many_meshes_tell_what_one_of_its_own_tells(found):
         assert shared.memory_bytes_per_chip == close(own.memory_bytes_per_chip)
         assert shared.flops_per_chip == close(own.flops_per_chip)
         assert shared.collective_bytes_per_chip == close(own.collective_bytes_per_chip)
+        # What the loss does once for all its chunks is counted for every two of them.
+        assert shared.serial_step_s == pytest.approx(own.serial_step_s, rel=0.02)
 
 
 def test_no_neighbour_of_the_best_is_faster(found):
@@ -54,10 +57,12 @@ def test_no_neighbour_of_the_best_is_faster(found):
         {"train.remat": "full"},
         {"fsdp.gather": "layer"},
         {"fsdp.gather": "step"},
+        {"model.experts_layout": "spread"},
+        {"model.experts_layout": "gathered"},
     ]
     for change in changes:
         try:
-            other = cost.predict(search.changed(best.config, change), V4)
+            other = cost.predict(search.changed(best.config, change), V4, shared=True)
         except ValueError:
             continue
         fits = other.memory_bytes_per_chip <= search.usable_bytes(V4)
@@ -74,14 +79,40 @@ def test_flags_that_are_given_stay_as_they_are():
         assert c.mesh.tensor == 2 and c.train.microbatches == 8
 
 
-def test_less_memory_makes_more_be_computed_again():
-    """On a v5e, which has half the memory of a v4."""
+def test_of_what_fits_the_quickest_is_kept():
+    """On a v4, and one that has half the memory."""
     mesh = dict(zip(search.MESH_FLAGS, (4, 2, 2), strict=True))
     values = mesh | {"mesh.virtual": 1, "train.microbatches": 8, "fsdp.gather": "step"}
-    kept = [search.with_most_kept(JAXFORMER, chip, values, frozenset()) for chip in (V4, V5E)]
-    assert kept[0].config.train.remat == "none"
-    assert kept[1].config.train.remat not in ("none", "full")
-    assert kept[1].predicted.memory_bytes_per_chip <= search.usable_bytes(V5E)
+    small = dataclasses.replace(V4, memory_bytes=V4.memory_bytes // 4)
+    for chip in (V4, small):
+        found = search.quickest(JAXFORMER, chip, values, frozenset())
+        fits, seconds = [], []
+        for policy in search.remat_policies(JAXFORMER, chip):
+            other = search.changed(JAXFORMER, values | {"train.remat": policy})
+            p = cost.predict(other, chip, shared=True)
+            fits.append(p.memory_bytes_per_chip <= search.usable_bytes(chip))
+            seconds.append(p.serial_step_s)
+        assert all(fits) == (chip is V4) and any(fits)
+        best = min(s for s, fit in zip(seconds, fits, strict=True) if fit)
+        assert found.predicted.serial_step_s == best
+        assert found.memory <= search.usable_bytes(chip)
+
+
+def test_the_smallest_is_told_where_nothing_fits():
+    tiny = dataclasses.replace(V4, memory_bytes=2**30)
+    found = search.search(JAXFORMER, tiny, 8)
+    assert not found.best and found.smallest.config.train.remat == "full"
+
+
+def test_experts_are_gathered_where_links_are_slower_than_memory_is_small():
+    """One host of H100s has room for all experts, and no reason to send every token to them."""
+    flags = dict.fromkeys(search.MESH_FLAGS, 1) | {"mesh.fsdp": 8}
+    fixed = frozenset(search.MESH_FLAGS)
+    found = search.search(search.changed(MOE, flags | {"mesh.virtual": 1}), H100, 8, fixed)
+    assert found.best[0].config.model.experts_layout == "gathered"
+    spread = {"model.experts_layout": "spread"}
+    other = cost.predict(search.changed(found.best[0].config, spread), H100)
+    assert other.serial_step_s > 1.1 * found.best[0].predicted.serial_step_s
 
 
 def test_remat_policies_keep_less_and_less_of_what_the_model_has():
