@@ -281,8 +281,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
     """What the compiler is asked for beside its defaults.
 
     By default a TPU v4 waits for every gather and all-to-all where it stands; so asked, it computes
-    meanwhile what does not need them. Later TPUs refuse this or gain nothing. GPUs compute meanwhile
-    by default, and no option that was tried there moves less through memory (MEASURED.md). What
+    meanwhile what does not need them. Later TPUs refuse this or gain nothing. GPUs do it unasked,
+    and none of the options that were tried there moves less through memory (MEASURED.md). What
     LIBTPU_INIT_ARGS asks for is read by libtpu itself.
     """
     if mesh.devices.flat[0].device_kind not in chips.CHIPS["v4"].kinds:
