@@ -585,7 +585,7 @@ def take_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
           it the backward pass is a gather too; without, it would be a scatter of rows, which runs
           one row after the other on a CPU.
     """
-    return x.at[index].get(mode="fill", fill_value=0)
+    return _rows(x, index)
 
 
 @jax.custom_vjp
@@ -594,16 +594,20 @@ def add_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
 
     back  [rows of x]: the place in the result that each row is added to.
     """
-    return x.at[index].get(mode="fill", fill_value=0).sum(1)
+    return _rows(x, index).sum(1)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 take_rows.defvjp(
-    lambda x, index, back: (take_rows(x, index, back), (index, back)),
-    lambda kept, grad: (add_rows(grad, kept[1], kept[0]), None, None),
+    lambda x, index, back: (_rows(x, index), back),
+    lambda back, grad: (_rows(grad, back).sum(1), None, None),
 )
 add_rows.defvjp(
-    lambda x, index, back: (add_rows(x, index, back), (index, back)),
-    lambda kept, grad: (take_rows(grad, kept[1], kept[0]), None, None),
+    lambda x, index, back: (_rows(x, index).sum(1), back),
+    lambda back, grad: (_rows(grad, back), None, None),
 )
 
 
@@ -641,16 +645,15 @@ def gathered_experts_swiglu(
 def _experts(
     w: SpreadExperts | GatheredExperts, box_ECD: jax.Array, weight_EC: jax.Array
 ) -> jax.Array:
-    box_ECD = checkpoint_name(box_ECD, "expert_in")
-    # One product, which reads the slots once, as its gradient does.
+    box_ECD, weight_EC = checkpoint_name((box_ECD, weight_EC), "expert_in")
+    # One product, which reads the slots once, as its gradient does; there are more of them than of
+    # hidden values, or the weights side by side would cost more.
     both = matmul("ECD,EDG->ECG", box_ECD, jnp.concatenate([w.gate, w.up], axis=-1))
     gate_ECG, up_ECG = jnp.split(checkpoint_name(both, "expert_hidden"), 2, axis=-1)
-    return matmul("ECG,EGD->ECD", weighted(gate_ECG, up_ECG, weight_EC), w.down)
-
-
-def weighted(gate: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
-    """`gated` times a weight of each row; float32, for the sum over a row in its gradient."""
-    return (gated(gate, up).astype(jnp.float32) * weight[..., None]).astype(gate.dtype)
+    hidden_ECG = gated(gate_ECG, up_ECG)
+    # float32, for the sum over G in the gradient of a weight.
+    weighted_ECG = hidden_ECG.astype(jnp.float32) * weight_EC[..., None]
+    return matmul("ECG,EGD->ECD", weighted_ECG.astype(hidden_ECG.dtype), w.down)
 
 
 @jax.named_scope("shared")

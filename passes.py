@@ -36,7 +36,7 @@ from model import (
     dense_layers,
     embed,
     gather_sequence,
-    local_rows,
+    local_ids,
     log_loss,
     moe_layer,
     rms_norm,
@@ -56,8 +56,8 @@ Policy = Callable[..., bool]  # of jax.checkpoint: whether a primitive's results
 # Primitives that multiply, meet other ranks or look up. All else is elementwise or a sum: to make
 # it again takes the way through memory that to keep it would take, and no room.
 COSTLY = frozenset([
-    "all_gather", "all_to_all", "cumsum", "dot_general", "foreign_kernel", "gather", "ppermute",
-    "psum", "psum_invariant", "reduce_scatter", "scatter", "sort", "top_k",
+    "all_gather", "all_to_all", "cumsum", "dot_general", "foreign_kernel", "gather", "pmax",
+    "ppermute", "psum", "psum_invariant", "reduce_scatter", "scatter", "sort", "top_k",
 ])  # fmt: skip
 
 
@@ -72,10 +72,14 @@ def policy(remat: str) -> Policy:
 
 
 def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
-    """But for weights that are gathered in their layer, which are never kept."""
-    axes = params.get("axis_name", ())
+    """But for weights that are gathered in their layer, which are never kept, and what a rank has
+    gathered of itself alone.
+    """
+    if primitive.name != "all_gather":
+        return primitive.name in COSTLY
+    axes = params["axis_name"]
     axes = axes if isinstance(axes, tuple) else (axes,)
-    return primitive.name in COSTLY and not (primitive.name == "all_gather" and "fsdp" in axes)
+    return "fsdp" not in axes and params["axis_size"] > 1
 
 
 def remat(config: Config) -> Callable[[Callable], Callable]:
@@ -372,9 +376,8 @@ def is_likeliest(
 ) -> jax.Array:
     """Whether no logit is above the target's, of each token [n].  Sends two pmax of [n]."""
     logits_nv = slice_logits(table_vD, h_nD, vocabulary)
-    row_n, held_n = local_rows(targets_n, table_vD.shape[0])
-    picked_n = jnp.take_along_axis(logits_nv, row_n[:, None], axis=-1)[:, 0]
-    picked_n = lax.pmax(jnp.where(held_n, picked_n, -jnp.inf), VOCABULARY_AXES)
+    is_target_nv = local_ids(table_vD)[None, :] == targets_n[:, None]
+    picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
     return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
 
 

@@ -397,7 +397,9 @@ def memory_traffic(step: Step) -> dict[str, int]:
     By rule: what a layer keeps is put into the ring of slots, and sliced out of it where a product
     reads it; a layer's weights are sliced out of their stack for each pass, and their gradients
     added to float32 ones; so are the table's, after each microbatch. A TPU's products read slices
-    where they lie and add their results there. Of the optimizer, all arguments and results once.
+    where they lie and add their results there. Weights are cast and gathered, and their gradients
+    summed over fsdp, once in a step or in the layers: about as many bytes. The optimizer reads
+    gradients twice, for their norm, and reads and writes weights and its state.
     """
     c, apart = step.config, 0 if step.platform == "tpu" else 1
     found = Counter()
@@ -405,7 +407,7 @@ def memory_traffic(step: Step) -> dict[str, int]:
         forward, backward = through_layer(step, r.piece)
         found["layers, forward"] += forward * (r.times + r.anew + r.idle)
         found["layers, backward"] += backward * (r.times + r.idle)
-    first = step.first.kernels("none", step.alone)
+    first = step.first.kernels("full", step.alone)
     found["embedding"] = step.M * sum(step.number(kernels.bytes) for kernels in first)
     found["loss"] = step.last_M * step.of_last(_fused(step.last, step.alone).bytes)
     table = step.v * c.model.width
@@ -417,13 +419,15 @@ def memory_traffic(step: Step) -> dict[str, int]:
     here, whole = sum(h.own for h in step.held), sum(h.whole for h in step.held)
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     found["zeros"] = whole * FLOAT + step.schedule.slots * step.per_chunk * kept
-    found["optimizer"] = 6 * FLOAT * here + 2 * step.optimizer_bytes
+    found["gathering"] = sum(h.own * (FLOAT + h.byte) for h in step.held)
+    found["gathering"] += sum((h.whole + h.own) * (h.byte + FLOAT) for h in step.held if h.gathered)
+    found["optimizer"] = 4 * FLOAT * here + 2 * step.optimizer_bytes
     return dict(found)
 
 
 @cache
 def _fused(program: jaxpr.Program, alone: frozenset[str]) -> Fused:
-    return Fused(program.ops, alone)
+    return Fused(program.ops, alone, program.outputs)
 
 
 def through_layer(step: Step, piece: Piece) -> tuple[int, int]:
@@ -443,7 +447,7 @@ class Prediction:
     parameters: int
     active_parameters: int
     tokens_per_step: int
-    attention: str  # xla, splash or cudnn
+    attention: str  # as of attention.chosen
     memory_bytes_per_chip: int
     flops_per_chip: int
     model_flops_per_chip: float  # as executed without waste: see model_flops

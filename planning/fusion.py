@@ -8,8 +8,10 @@ and results go through memory once each. Views of a value are that value.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from planning.jaxpr import Count, Op, Value
 
@@ -18,24 +20,39 @@ VIEWS = frozenset([
     "copy", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "squeeze",
     "stop_gradient", "transpose",
 ])  # fmt: skip
-SUMS = frozenset(["argmax", "reduce_and", "reduce_max", "reduce_or", "reduce_sum"])
+SUMS = frozenset(["reduce_max", "reduce_sum"])
 PARTS = frozenset(["dynamic_slice", "gather", "slice", "split"])  # of which the result is read
-FEW = 32
+FEW = 32  # numbers to a sum, that one thread adds up as it goes
 UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place, by which input
 
 
 @dataclass(eq=False)
 class Kernel:
-    """What is read and written, and what had to be there before."""
+    """What is read and written at once, and the kernels that have to run before."""
 
     fused: bool  # of operations that others may join
-    reads: dict[Value, Count] = field(default_factory=dict)
+    reads: dict[Value, dict[Value, Count]] = field(default_factory=dict)  # the parts of each
     writes: dict[Value, Count] = field(default_factory=dict)
-    after: set["Kernel"] = field(default_factory=set)  # and all that those wait for
+    needs: set["Kernel"] = field(default_factory=set)
 
     @property
     def bytes(self) -> Count:
-        return sum(self.reads.values(), 0) + sum(self.writes.values(), 0)
+        read = (np.minimum(v.bytes, sum(parts.values())) for v, parts in self.reads.items())
+        return sum(read, 0) + sum(self.writes.values(), 0)
+
+    def read(self, reads: Mapping[Value, Mapping[Value, Count]]) -> None:
+        for value, parts in reads.items():
+            self.reads.setdefault(value, {}).update(parts)
+
+    def waits_for(self, other: "Kernel") -> bool:
+        todo, seen = [self], {self}
+        while todo:
+            kernel = todo.pop()
+            if kernel is other:
+                return True
+            todo += kernel.needs - seen
+            seen |= kernel.needs
+        return False
 
 
 def _is_sum(op: Op) -> bool:
@@ -66,9 +83,9 @@ def _ordered(op: Op) -> Count | int:
 class Fused:
     """The kernels of a program's operations."""
 
-    def __init__(self, ops: list[Op], alone: frozenset[str], results: Iterable[Value] = ()):
-        """alone    axes of the mesh with one rank, which has nobody to send to.
-        results  values that must exist, beside those that no operation reads.
+    def __init__(self, ops: list[Op], alone: frozenset[str], results: Iterable[Value]):
+        """alone  axes of the mesh with one rank, which has nobody to send to.
+        results  values that must exist; what none of them needs is left out.
         """
         self.alone = alone
         self.source: dict[Value, Value] = {}  # of a view
@@ -78,10 +95,8 @@ class Fused:
                 self.source |= zip(op.outputs, map(self.of, op.inputs), strict=True)
             else:
                 self.maker |= dict.fromkeys(op.outputs, op)
-        ops = [op for op in ops if not self._is_view(op)]
-        read = {self.of(value) for op in ops for value in op.inputs}
         self.exist = {self.of(value) for value in results}
-        self.exist |= {self.of(value) for op in ops for value in op.outputs} - read
+        ops = self._needed(ops)
         # What an operation that is a kernel of its own reads.
         self.whole = {self.of(v) for op in ops if not op.reads_fused for v in op.inputs}
         self.exist |= self.whole
@@ -94,6 +109,15 @@ class Fused:
         for op in ops:
             self._add(op)
         self.bytes = self.bytes + sum((kernel.bytes for kernel in self.kernels), 0)
+
+    def _needed(self, ops: list[Op]) -> list[Op]:
+        """Those that results are made from, without views, in order."""
+        needed, wanted = [], set(self.exist)
+        for op in reversed(ops):
+            if not self._is_view(op) and not wanted.isdisjoint(op.outputs):
+                needed.insert(0, op)
+                wanted |= {self.of(value) for value in op.inputs}
+        return needed
 
     def of(self, value: Value) -> Value:
         return self.source.get(value, value)
@@ -125,9 +149,11 @@ class Fused:
         elif not op.reads_fused:
             self._alone(op, *self._of_one(op))
         elif new:
-            reads = self._leaves(op)
-            kernel = self._joined(reads)
-            kernel.reads |= reads
+            reads = self._leaves(new)
+            needs = self._before(reads)
+            kernel = self._joined(reads, needs)
+            kernel.read(reads)
+            kernel.needs |= needs
             kernel.writes |= {value: value.bytes for value in new}
             self.made_by |= dict.fromkeys(new, kernel)
 
@@ -146,42 +172,39 @@ class Fused:
         return found
 
     def _alone(self, op: Op, reads: dict[Value, Count], writes: dict[Value, Count]) -> None:
-        kernel = Kernel(False, reads, writes)
-        kernel.after = self._before(self.of(value) for value in op.inputs)
+        kernel = Kernel(False, {v: {v: size} for v, size in reads.items()}, writes)
+        kernel.needs = self._before(self.of(value) for value in op.inputs)
         self.kernels.append(kernel)
         self.made_by |= dict.fromkeys(op.outputs, kernel)
 
-    def _leaves(self, op: Op) -> dict[Value, Count]:
-        """What exists that the results of a fused operation are computed from."""
-        found: dict[Value, Count] = {}
-        todo, seen = [op], {op}
+    def _leaves(self, values: list[Value]) -> dict[Value, dict[Value, Count]]:
+        """What exists that fused operations compute these from, and the parts of it."""
+        found: dict[Value, dict[Value, Count]] = {}
+        todo, seen = list(values), set(values)
         while todo:
-            one = todo.pop()
-            part = one.eqn.primitive.name in PARTS
-            for number, value in enumerate(map(self.of, one.inputs)):
-                maker = self.maker.get(value)
-                if value in self.exist or maker is None:
-                    size = value.bytes
-                    if part and number == 0:
-                        size = sum((v.bytes for v in one.outputs), 0)
-                        size = found.get(value, 0) + size
-                    found[value] = size
-                elif maker not in seen:
-                    seen.add(maker)
-                    todo.append(maker)
+            value = todo.pop()
+            op = self.maker[value]
+            for number, source in enumerate(map(self.of, op.inputs)):
+                if source in self.exist or source not in self.maker:
+                    is_part = number == 0 and op.eqn.primitive.name in PARTS
+                    part = value if is_part else source
+                    found.setdefault(source, {})[part] = part.bytes
+                elif source not in seen:
+                    seen.add(source)
+                    todo.append(source)
         return found
 
-    def _joined(self, reads: dict[Value, Count]) -> Kernel:
-        """A kernel that reads some of these and need not wait for the others, or a new one."""
-        after = self._before(reads)
+    def _joined(self, reads: Iterable[Value], needs: set[Kernel]) -> Kernel:
+        """A kernel that reads some of these and that none of the needed ones waits for, or a new
+        one.
+        """
+        large = {value for value in reads if value.bytes.max() > 0}
         for kernel in self.kernels:
-            shared = any(v in kernel.reads and v.bytes.max() > 0 for v in reads)
-            if kernel.fused and shared and kernel not in after and not (kernel.after - after):
+            shared = kernel.fused and not large.isdisjoint(kernel.reads)
+            if shared and not any(before.waits_for(kernel) for before in needs):
                 return kernel
-        kernel = Kernel(True, after=after)
-        self.kernels.append(kernel)
-        return kernel
+        self.kernels.append(Kernel(True))
+        return self.kernels[-1]
 
     def _before(self, values: Iterable[Value]) -> set[Kernel]:
-        made = {self.made_by[value] for value in values if value in self.made_by}
-        return made.union(*(kernel.after for kernel in made))
+        return {self.made_by[value] for value in values if value in self.made_by}

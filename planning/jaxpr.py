@@ -46,12 +46,14 @@ KERNELS = {
 }  # fmt: skip
 # What compilers compute where it is read, in one loop with what reads it.
 FUSED = frozenset([
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "concatenate", "convert_element_type",
-    "cos", "div", "eq", "exp", "exp2", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
-    "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or",
-    "pad", "pow", "pvary", "reduce_max", "reduce_sum", "rem", "reshape", "round", "rsqrt",
-    "select_n", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient",
-    "sub", "tanh", "transpose",
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
+    "concatenate", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "floor", "ge", "gt",
+    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "name", "ne", "neg", "not", "or", "pad", "pow", "pvary", "random_bits", "random_fold_in",
+    "random_seed", "random_wrap", "reduce_max", "reduce_sum", "rem", "reshape", "rev", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh",
+    "transpose", "xor",
 ])  # fmt: skip
 
 READS = FUSED | {"gather"}

@@ -52,8 +52,9 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Smallest is best."""
-        return self.predicted.serial_step_s or 0.0, self.memory
+        """Smallest is best; FLOPs for a time where the chip is not known."""
+        p = self.predicted
+        return p.serial_step_s or p.flops_per_chip, self.memory
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def ways(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dic
     choices = {"mesh.virtual": virtual, "train.microbatches": microbatches}
     choices["fsdp.gather"] = ["step", "layer"] if fsdp > 1 else ["step"]
     choices["model.experts_layout"] = [config.model.experts_layout]
-    if config.model.moe_layers:
+    if config.model.moe_layers and math.prod(mesh) > pipeline:  # else they are the same
         choices["model.experts_layout"] = ["spread", "gathered"]
     for flag in fixed & choices.keys():
         choices[flag] = [value_of(config, flag)]
@@ -207,16 +208,15 @@ def quickest(
     config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
 ) -> Candidate:
     """With what is best kept for the backward pass, of what fits; the smallest if nothing does."""
-    config, fit = changed(config, values), []
+    config, found = changed(config, values), []
     keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
-        config = changed(config, {"train.remat": policy})
-        step = cost.Step(config, platform_of(chip), shared=True)
-        if sum(cost.memory(step).values()) <= usable_bytes(chip):
-            fit.append(Candidate(config, cost.predict(config, chip, shared=True)))
+        with_policy = changed(config, {"train.remat": policy})
+        found.append(Candidate(with_policy, cost.predict(with_policy, chip, shared=True)))
+    fit = [candidate for candidate in found if candidate.memory <= usable_bytes(chip)]
     if fit:
         return min(fit, key=lambda candidate: candidate.order)
-    return Candidate(config, cost.predict(config, chip, shared=True))
+    return min(found, key=lambda candidate: candidate.memory)
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:

@@ -40,6 +40,7 @@ class Piece:
     program: Program
     known: frozenset[Value]  # weights and data: held whatever this piece does
     gradients: frozenset[Value]  # of its results
+    results: int  # of the program's outputs; the others are gradients of its arguments
 
     @cached_property
     def ways(self) -> tuple[list[Op], list[Op]]:
@@ -50,10 +51,6 @@ class Piece:
     def residuals(self) -> list[Value]:
         """What the backward pass finds where nothing is computed again."""
         return jaxpr.residuals(self.program, set(self.gradients), set(self.known))
-
-    @cached_property
-    def residual_bytes(self) -> np.ndarray:
-        return sum(value.bytes for value in self.residuals)
 
     @cached_property
     def forward(self) -> list[tuple[Op, int]]:
@@ -74,7 +71,9 @@ class Piece:
     def kernels(self, names: str, alone: frozenset[str]) -> tuple[Fused, Fused]:
         """Of the forward and of the backward pass; alone as there."""
         remat, (forward, backward) = self.remat(names), self.ways
-        return Fused(forward, alone, remat.kept), Fused(remat.ops + backward, alone)
+        results = [*self.program.outputs[: self.results], *remat.kept]
+        gradients = self.program.outputs[self.results :]
+        return Fused(forward, alone, results), Fused(remat.ops + backward, alone, gradients)
 
     @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:
@@ -87,7 +86,8 @@ def piece(reader: jaxpr.Reader, function: Callable, result: Any, w: Any, *x: Any
     """Traces function(w, *x), whose result is given, and its gradient."""
 
     def both(w: Any, x: tuple, gradient: Any) -> Any:
-        return jax.vjp(function, w, *x)[1](gradient)
+        y, backward = jax.vjp(function, w, *x)
+        return y, backward(gradient)
 
     def gradient_of(a: jax.Array) -> Any:
         has_one = jnp.issubdtype(a.dtype, jnp.floating)
@@ -99,7 +99,8 @@ def piece(reader: jaxpr.Reader, function: Callable, result: Any, w: Any, *x: Any
     sizes = [len(jax.tree.leaves(part)) for part in (w, x)]
     inputs = program.inputs
     known = (*inputs[: sizes[0]], *program.constants)
-    return Piece(program, frozenset(known), frozenset(inputs[sum(sizes) :]))
+    gradients, results = frozenset(inputs[sum(sizes) :]), len(jax.tree.leaves(result))
+    return Piece(program, frozenset(known), gradients, results)
 
 
 def look(config: Config, kernel: str, wrapped: Callable, at: Callable) -> None:
@@ -227,7 +228,8 @@ def spread_bytes(config: Config) -> frozenset[int]:
             first = next(dim for dim, axes in enumerate(w.cuts) if "fsdp" in axes)
             size = math.prod(w.shape[first:]) // config.mesh.tensor
             dtypes = jnp.float32, config.model.compute_dtype
-            found |= {size * jnp.dtype(dtype).itemsize for dtype in dtypes}
+            # Alone, and as wide as two side by side.
+            found |= {n * size * jnp.dtype(dtype).itemsize for dtype in dtypes for n in (1, 2)}
     return frozenset(found)
 
 

@@ -58,15 +58,6 @@ CASES = {
         "moe_1b",
         {"train.remat": ALL_NAMES, "fsdp.gather": "layer"},
     ),
-    "moe-two-names-16x2x1": (
-        "2x4x4",
-        "moe_1b",
-        {
-            "mesh": (16, 2, 1),
-            "mesh.virtual": 1,
-            "train.remat": "latents,attention_out,expert_in,expert_hidden",
-        },
-    ),
     "jaxformer-prefix-untied-gathered-4x2x4": (
         "2x4x4",
         "jaxformer_1b",
@@ -102,11 +93,6 @@ CASES = {
         "dense_1b",
         {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
     ),
-    "jaxformer-none-xla": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"train.remat": "none", "model.attention": "xla"},
-    ),
     "dense-names-xla-4x4x2": (
         "2x4x4",
         "dense_1b",
@@ -135,7 +121,7 @@ GPU_CASES = {
         "moe_1b",
         {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.remat": "none"},
     ),
-    # What a search finds for one host of 8 GPUs; MEASURED.md tells of it.
+    # What a search finds for one host of 8 GPUs, and chunks of the loss that were given to it.
     "gpu-moe-gathered-8x1x1": (
         "",
         "moe_1b",

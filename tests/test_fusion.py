@@ -16,7 +16,7 @@ def fused(function, *shapes, axes=()):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     traced = jax.make_jaxpr(function, axis_env=[(axis, RANKS[axis]) for axis in axes])(*args)
     program = jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(traced)
-    return fusion.Fused(program.ops, frozenset(["one"]))
+    return fusion.Fused(program.ops, frozenset(["one"]), program.outputs)
 
 
 def moved(function, *shapes, **options):
@@ -52,6 +52,35 @@ def test_kernels_that_read_the_same_are_one_unless_one_waits_for_the_other():
     assert moved(both, (N, N)) == first + (SQUARE + ROW + SQUARE)
 
 
+def test_kernels_do_not_wait_for_each_other():
+    def crossed(x, y):
+        a, b = x.sum(1), y.sum(1)
+        return x * b[:, None], y * a[:, None]
+
+    # One of the two is read for its sum, and again once the other's sum is there.
+    assert moved(crossed, (N, N), (N, N)) == (3 + 2) * SQUARE + 4 * ROW
+
+
+def test_what_no_result_needs_is_not_made():
+    def first_half(x):
+        return jnp.tanh(jnp.split(x, 2, axis=1)[0])
+
+    assert moved(first_half, (N, N)) == SQUARE
+
+    def product_for_nothing(x):
+        x @ x
+        return jnp.tanh(x)
+
+    assert moved(product_for_nothing, (N, N)) == 2 * SQUARE
+
+
+def test_dropout_makes_its_bits_where_they_are_read():
+    def dropped(x):
+        return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)
+
+    assert moved(dropped, (N, N)) == pytest.approx(2 * SQUARE, rel=0.01)
+
+
 @pytest.mark.parametrize(("summed", "sums"), [(2, 0), (fusion.FEW + 1, 2)])
 def test_a_few_numbers_are_added_where_the_sum_is_read(summed, sums):
     found = moved(lambda x: jnp.tanh(x.sum(1)), (N, summed))
@@ -62,6 +91,10 @@ def test_of_parts_the_part_is_read():
     assert moved(lambda x: jnp.tanh(x[:, : N // 4]), (N, N)) == SQUARE // 2
     rows = moved(lambda x: jnp.tanh(x[jnp.arange(8)]), (N, N))
     assert rows == 8 * ROW + 8 * ROW
+    both = moved(lambda x: (jnp.tanh(x), jnp.tanh(x[:, : N // 4])), (N, N))
+    assert both == SQUARE + SQUARE + SQUARE // 4
+    often = moved(lambda x: jnp.tanh(x[jnp.zeros(4 * N, int)]), (N, N))
+    assert often == SQUARE + 4 * SQUARE
 
 
 def test_views_and_the_order_of_dimensions_cost_nothing():
@@ -89,6 +122,19 @@ def test_what_is_sent_goes_through_memory_where_there_is_somebody_to_send_to(axi
         return 2 * lax.psum(jnp.tanh(x), axis)
 
     assert moved(summed, (N, N), axes=[axis]) == through * SQUARE
+
+
+@pytest.mark.parametrize(("dim", "more"), [(0, 0), (1, 2)])
+def test_parts_of_ranks_are_brought_in_order_where_they_belong_side_by_side(dim, more):
+    def gathered(x):
+        return lax.all_gather(x, "two", axis=dim, tiled=True)
+
+    assert moved(gathered, (N, N), axes=["two"]) == (1 + 2 + 2 * more) * SQUARE
+
+    def exchanged(x):
+        return lax.all_to_all(x, "two", 0, dim, tiled=True)
+
+    assert moved(exchanged, (N, N), axes=["two"]) == (2 + more) * SQUARE
 
 
 def test_what_is_put_into_an_array_or_taken_out_of_one_moves_more_where_products_are_beside_it():

@@ -348,14 +348,16 @@ def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
     kept = {shape for shape, _ in kept_for_backward(config)}
     D, N, Q, C, F, E, G = 48, 2, 24, 32, 36, 8, 28  # of a tensor rank
     whole = [(D, Q), (Q, N, 32), (D, C + 12), (C, N, 48), (N, 28, D), (D, F), (F, D), (D, 2 * G)]
+    whole += [(D, G), (G, D)]
     experts = [(E, D, G), (E, G, D), (E // 4, D, 2 * G), (E // 4, 2 * G, D), (E // 4, D, 4 * G)]
+    experts += [(E, D, 2 * G)]
     assert not {*whole, *experts, (D, E)} & {shape[-3:] for shape in kept}
     assert not {*whole, (D, E)} & {shape[-2:] for shape in kept}
 
 
 @pytest.mark.parametrize("gather", ["step", "layer"])
 def test_nothing_wide_is_kept_that_is_made_again_in_one_way_through_memory(gather):
-    """Of a layer that keeps all: no values of norms, of SwiGLU or of rotary, which are float32."""
+    """Of a layer that keeps all: no float32 of norms and rotary, and nothing made of gate and up."""
     layers = {"gather": gather, "experts_layout": "spread", "q_lora_rank": 24}
     kept = kept_for_backward(config_of((2, 1, 2), compute_dtype="bfloat16", **layers))
     wide = [(shape, dtype) for shape, dtype in kept if shape and shape[-1] >= 12]
@@ -768,6 +770,10 @@ def test_gradient_of_taking_rows_is_that_of_indexing():
     wanted, plain_vjp = jax.vjp(plain, x)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_allclose(vjp(cotangent)[0], plain_vjp(cotangent)[0], rtol=1e-6)
+    # And the sum of rows, whose gradient is the first: the transpose of one is the other.
+    added, back_vjp = jax.vjp(lambda x: model.add_rows(x, jnp.asarray(back), index), cotangent)
+    np.testing.assert_allclose(added, vjp(cotangent)[0], rtol=1e-6)
+    np.testing.assert_array_equal(back_vjp(x)[0], found)
 
 
 @functools.cache
