@@ -20,7 +20,7 @@ import pipeline
 import train
 import utils
 from common import config_of, mesh_of
-from planning import compiler, cost, hlo, targets, trace
+from planning import compiler, cost, fusion, hlo, targets, trace
 
 V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
@@ -359,6 +359,42 @@ def test_a_prefix_is_alive_at_once_in_its_backward_pass():
     step = cost.Step(config, "tpu")
     [(layer, count)] = step.prefix
     assert count == 40 and cost.memory(step)["prefix layers"] > 40 * step.kept(layer)
+
+
+def with_layout(layout, remat):
+    m = dataclasses.replace(JAXFORMER.model, experts_layout=layout)
+    return cost.Step(sizes(dataclasses.replace(JAXFORMER, model=m), remat=remat), "tpu")
+
+
+@pytest.mark.parametrize("layout", ["spread", "gathered"])
+def test_where_all_is_kept_only_what_is_elementwise_is_made_again(layout):
+    step = with_layout(layout, "none")
+    for layer, _ in step.block + step.prefix:
+        again = step.remat(layer)
+        assert again.ops and not again.costs
+        assert all(op.reads_fused or op.eqn.primitive.name in fusion.VIEWS for op in again.ops)
+
+
+@pytest.mark.parametrize("layout", ["spread", "gathered"])
+def test_with_all_names_nothing_is_sent_to_experts_again(layout):
+    step = with_layout(layout, ",".join(utils.REMAT_NAMES))
+    for layer, _ in step.block:
+        sends = [op.send for op, _ in step.remat(layer).costs if op.send]
+        assert not [s for s in sends if "moe" in s.cause], [s.cause for s in sends]
+
+
+def test_what_is_made_again_goes_through_memory_in_the_backward_pass():
+    full, none = (cost.memory_traffic(with_layout("spread", r)) for r in ("full", "none"))
+    assert full["layers, backward"] > 1.1 * none["layers, backward"]
+    assert full["layers, forward"] < none["layers, forward"]  # which keeps more
+
+
+def test_a_tpu_s_products_read_and_add_where_things_lie():
+    config = sizes(JAXFORMER, remat="none")
+    tpu, gpu = (cost.memory_traffic(cost.Step(config, platform)) for platform in ("tpu", "gpu9"))
+    assert tpu["weights in use"] == 0 < gpu["weights in use"]
+    assert tpu["gradients"] < 0.7 * gpu["gradients"]
+    assert tpu["layers, forward"] < gpu["layers, forward"]
 
 
 def test_small_chunks_of_the_loss_read_the_table_often():

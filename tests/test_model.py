@@ -357,7 +357,7 @@ def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
 
 @pytest.mark.parametrize("gather", ["step", "layer"])
 def test_nothing_wide_is_kept_that_is_made_again_in_one_way_through_memory(gather):
-    """Of a layer that keeps all: no float32 of norms and rotary, and nothing made of gate and up."""
+    """Of a layer that keeps all: no float32 of norms and rotary, nothing made of gate and up."""
     layers = {"gather": gather, "experts_layout": "spread", "q_lora_rank": 24}
     kept = kept_for_backward(config_of((2, 1, 2), compute_dtype="bfloat16", **layers))
     wide = [(shape, dtype) for shape, dtype in kept if shape and shape[-1] >= 12]
