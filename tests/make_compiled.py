@@ -52,7 +52,6 @@ CASES = {
         {"mesh": (4, 2, 4), "mesh.virtual": 2, "train.remat": "full"},
     ),
     "jaxformer-none": ("2x4x4", "jaxformer_1b", {"train.remat": "none"}),
-    "moe-full-interleaved": ("2x4x4", "moe_1b", {"train.remat": "full"}),
     "moe-all-names-layer": (
         "2x4x4",
         "moe_1b",
@@ -157,7 +156,6 @@ GPU_CASES = {
 # the v4's by a few percent of memory alone.
 V4_ALONE = (
     "jaxformer-full",
-    "moe-full-interleaved",
     "moe-all-names-layer",
     "jaxformer-prefix-untied-gathered-4x2x4",
     "small-none-8x1x1",

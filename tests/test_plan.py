@@ -65,7 +65,7 @@ def test_tables_show_every_part(capsys):
         "moe dispatch, backward",
         "the links along fsdp+tensor",
         "hours to 6.5e+09 tokens",
-        "Bound by compute",
+        "Bound by ",
         "fits: ",
     ):
         assert words in text, words
@@ -137,7 +137,7 @@ def test_the_time_of_a_step_follows_what_compiled_kernels_read_and_write(capsys,
     predicted, compiled = capsys.readouterr().out.split("As compiled by")
     assert re.search(r"through memory, GB +[\d,.]+ +1,675.000 ", compiled)
     assert re.search(r"memory +500 *\n", compiled) and "Bound by memory" in compiled
-    assert "as if no cache" in compiled and "is an estimate" in predicted
+    assert "as if no cache" in compiled and "kernels would read and write" in predicted
 
 
 def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_tables(

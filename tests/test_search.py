@@ -11,7 +11,7 @@ from planning import cost, search
 
 V4, V5E, H100 = (chips.CHIPS[name] for name in ("v4", "v5e", "h100"))
 _, JAXFORMER = make_compiled.config_of("jaxformer")
-_, MOE = make_compiled.config_of("moe-full-interleaved")
+_, MOE = make_compiled.config_of("gpu-moe-none-8x1x1")
 _, DENSE = make_compiled.config_of("dense-names-4x4x2")
 
 
