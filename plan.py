@@ -44,7 +44,7 @@ class Flags:
     chips: int = 0  # 0: as many as the mesh has; for another number the best mesh is found
     topology: str = ""  # sides of the TPU slice to compile for, as 2x4x4; empty: the usual one
     tokens: float = 0  # of the whole run, for its days; 0: those of train.steps
-    search: Switch = False  # rank meshes, schedules, remat policies, gathering, layouts of experts
+    search: Switch = False  # rank all meshes, schedules, remat, gathering, layouts of experts
     compile: Switch = False  # also build the step with the chip's compiler; needs no chip
     json: Switch = False  # print JSON instead of tables
     png: Path | None = None  # draw memory by part and time by cause there

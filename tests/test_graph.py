@@ -66,7 +66,7 @@ def test_each_layer_is_in_the_phases_and_ways_in_which_it_runs(step):
         (layer, way) for layer in ("attention", "mlp", "moe") for way in ("recomputed", "backward")
     }
     again |= {("first_backward", "backward")}
-    loss = {("last", way) for way in ("forward", "recomputed", "backward")}  # its norm is made anew
+    loss = {("last", way) for way in ("forward", "backward")}
     expected = {
         "before": set(),
         "warmup": forward,

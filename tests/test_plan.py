@@ -211,7 +211,10 @@ def test_bad_input_is_refused_with_what_would_work(flags, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--chip", "h100"], "splash: it is no kernel for these devices, whose is cudnn. Use "),
+        (
+            ["--chip", "h100"],
+            "splash: it is no kernel for these devices, which have cudnn and triton. Use ",
+        ),
         (["--train.sequence_length", "1000"], "splash cannot take --train.sequence_length 1000"),
     ],
 )
