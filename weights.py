@@ -324,8 +324,19 @@ def _scatter(part: jax.Array, dim: int) -> jax.Array:
     # makes an all-reduce, which sends twice as much.
     minor = part.ndim - 1 if dim < part.ndim - 1 else part.ndim - 2
     order = (*(d for d in range(part.ndim) if d not in (dim, minor)), dim, minor)
-    part = with_layout_constraint(part, Layout(major_to_minor=order))
-    return lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
+    layout = Layout(major_to_minor=order)
+    part = with_layout_constraint(part, layout)
+    whole = lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
+    return with_layout_constraint(whole, layout)
+
+
+def _default_layout(grad: jax.Array) -> jax.Array:
+    """In the layout of its weight, or libtpu would copy weight and state of the optimizer to that
+    of the gradient, and back. A TPU's default is row-major where that fills its registers of 128.
+    """
+    if grad.shape[-1] % 128:
+        return grad
+    return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
 
 
 def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
@@ -340,7 +351,7 @@ def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
     def reduce(w: Weight, part: jax.Array) -> jax.Array:
         if gathered and w.gathered_dim is not None:
             dim = w.gathered_dim % part.ndim
-            part = _scatter(part, dim)
+            part = _default_layout(_scatter(part, dim))
         replicated = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
         part = lax.psum(part, replicated) if replicated else part
         return lax.psum(part, "replica")

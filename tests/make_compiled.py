@@ -52,10 +52,20 @@ CASES = {
         {"mesh": (4, 2, 4), "mesh.virtual": 2, "train.remat": "full"},
     ),
     "jaxformer-none": ("2x4x4", "jaxformer_1b", {"train.remat": "none"}),
+    "moe-full-interleaved": ("2x4x4", "moe_1b", {"train.remat": "full"}),
     "moe-all-names-layer": (
         "2x4x4",
         "moe_1b",
         {"train.remat": ALL_NAMES, "fsdp.gather": "layer"},
+    ),
+    "moe-two-names-16x2x1": (
+        "2x4x4",
+        "moe_1b",
+        {
+            "mesh": (16, 2, 1),
+            "mesh.virtual": 1,
+            "train.remat": "latents,attention_out,expert_in,expert_hidden",
+        },
     ),
     "jaxformer-prefix-untied-gathered-4x2x4": (
         "2x4x4",
@@ -91,6 +101,11 @@ CASES = {
         "2x4x4",
         "dense_1b",
         {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
+    ),
+    "jaxformer-none-xla": (
+        "2x4x4",
+        "jaxformer_1b",
+        {"train.remat": "none", "model.attention": "xla"},
     ),
     "dense-names-xla-4x4x2": (
         "2x4x4",
@@ -152,20 +167,8 @@ GPU_CASES = {
 }
 
 
-# Of these the v5p's program was not compiled since they last changed; of the others it differs from
-# the v4's by a few percent of memory alone.
-V4_ALONE = (
-    "jaxformer-full",
-    "moe-all-names-layer",
-    "jaxformer-prefix-untied-gathered-4x2x4",
-    "small-none-8x1x1",
-)
-
-
 def chips_of(name: str) -> tuple[str, ...]:
-    if name in GPU_CASES:
-        return ("h100",)
-    return CHIPS[:1] if name in V4_ALONE else CHIPS
+    return CHIPS if name in CASES else ("h100",)
 
 
 def config_of(name: str) -> tuple[str, utils.Config]:
