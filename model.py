@@ -646,8 +646,8 @@ def _experts(
     w: SpreadExperts | GatheredExperts, box_ECD: jax.Array, weight_EC: jax.Array
 ) -> jax.Array:
     box_ECD, weight_EC = checkpoint_name((box_ECD, weight_EC), "expert_in")
-    # One product, which reads the slots once, as its gradient does; there are more of them than of
-    # hidden values, or the weights side by side would cost more.
+    # One product, which reads the slots once, as its gradient does. The weights side by side are a
+    # copy, which that outweighs where an expert has more slots than about 4 G.
     both = matmul("ECD,EDG->ECG", box_ECD, jnp.concatenate([w.gate, w.up], axis=-1))
     gate_ECG, up_ECG = jnp.split(checkpoint_name(both, "expert_hidden"), 2, axis=-1)
     hidden_ECG = gated(gate_ECG, up_ECG)

@@ -50,7 +50,8 @@ CONFIGS = sorted(ROOT.glob("configs/*.toml"))
 
 
 def tokens(vocabulary, texts=2):
-    # Of which none has two experts so nearly tied that rounding chooses between them.
+    # With seed 1 the fourth and fifth best experts of one token of moonlight's are 6e-8 apart, less
+    # than rounding, which chooses between them.
     return np.random.default_rng(2).integers(0, vocabulary, (texts, T)).astype(np.int32)
 
 
