@@ -51,16 +51,16 @@ def table() -> Any:
 class Query:
     """Queries straight from the residual stream."""
 
-    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"))
+    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
 
 
 @flax.struct.dataclass
 class LowRankQuery:
     """Queries through a latent (arXiv:2405.04434, equations 12-13)."""
 
-    down: jax.Array = weight("D/fsdp Q", normal("D"))
+    down: jax.Array = weight("D/fsdp Q", normal("D"), matrix="D x Q")
     norm: jax.Array = weight("Q", ones, decay=False, float32=True)
-    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"))
+    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"), matrix="Q x N A")
 
 
 @flax.struct.dataclass
@@ -71,10 +71,10 @@ class Attention:
 
     query: Query | LowRankQuery
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
-    kv_down: jax.Array = weight("D/fsdp C+R", normal("D"))
+    kv_down: jax.Array = weight("D/fsdp C+R", normal("D"), matrix="D x C+R")
     kv_norm: jax.Array = weight("C", ones, decay=False, float32=True)
-    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"))
-    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL))
+    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x N H+W")
+    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL), matrix="N W x D")
 
 
 @flax.struct.dataclass
@@ -82,18 +82,20 @@ class Mlp:
     """Gated feed-forward network (arXiv:2002.05202, equation 6)."""
 
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
-    gate: jax.Array = weight("D/fsdp F/tensor", normal("D"))
-    up: jax.Array = weight("D/fsdp F/tensor", normal("D"))
-    down: jax.Array = weight("F/tensor D/fsdp", normal("F", RESIDUAL))
+    gate: jax.Array = weight("D/fsdp F/tensor", normal("D"), matrix="D x F")
+    up: jax.Array = weight("D/fsdp F/tensor", normal("D"), matrix="D x F")
+    down: jax.Array = weight("F/tensor D/fsdp", normal("F", RESIDUAL), matrix="F x D")
 
 
 @flax.struct.dataclass
 class SpreadExperts:
     """Routed experts, each whole on one rank of the fsdp x tensor plane."""
 
-    gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), active=("K", "E"))
-    up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), active=("K", "E"))
-    down: jax.Array = weight("E/fsdp+tensor G D", normal("G", RESIDUAL), active=("K", "E"))
+    gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
+    up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
+    down: jax.Array = weight(
+        "E/fsdp+tensor G D", normal("G", RESIDUAL), matrix="G x D", active=("K", "E")
+    )
 
 
 @flax.struct.dataclass
@@ -102,18 +104,20 @@ class GatheredExperts:
     use.
     """
 
-    gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
-    up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), active=("K", "E"))
-    down: jax.Array = weight("E G/tensor D/fsdp", normal("G", RESIDUAL), active=("K", "E"))
+    gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
+    up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
+    down: jax.Array = weight(
+        "E G/tensor D/fsdp", normal("G", RESIDUAL), matrix="G x D", active=("K", "E")
+    )
 
 
 @flax.struct.dataclass
 class SharedExperts:
     """The experts that every token passes through, as one gated network, X wide in all."""
 
-    gate: jax.Array = weight("D/fsdp X/tensor", normal("D"))
-    up: jax.Array = weight("D/fsdp X/tensor", normal("D"))
-    down: jax.Array = weight("X/tensor D/fsdp", normal("X", RESIDUAL))
+    gate: jax.Array = weight("D/fsdp X/tensor", normal("D"), matrix="D x X")
+    up: jax.Array = weight("D/fsdp X/tensor", normal("D"), matrix="D x X")
+    down: jax.Array = weight("X/tensor D/fsdp", normal("X", RESIDUAL), matrix="X x D")
 
 
 @flax.struct.dataclass

@@ -43,6 +43,8 @@ FREE_FIELDS = {
 }
 # These change rounding and nothing else.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
+# What a run had that was begun before there was such a field.
+ABSENT = {"optimizer.matrices": "adamw"}
 # Of [model], what weights of another run do not depend on: room, losses beside, how it computes.
 FREE_OF_WEIGHTS = WARNED_FIELDS | {
     "model.capacity_factor",
@@ -130,6 +132,7 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
     Raises      ValueError that names every field that differs, with both values.
     """
     old, new = _fields(saved), _fields(now)
+    old = {name: value for name, value in ABSENT.items() if name in new} | old
     changed = {
         name: f"{name} {old.get(name, 'absent')!r} -> {new.get(name, 'absent')!r}"
         for name in sorted(old.keys() | new.keys())

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import chips
+import muon
 import passes
 import peers
 import weights
@@ -138,19 +139,41 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
     return rate
 
 
-def optimizer(config: Config, declared: Transformer) -> optax.GradientTransformation:
-    """Clip by the whole model's norm, AdamW (arXiv:1711.05101) with decay where the weight's
-    declaration says; without the rate.
+def optimizer(
+    config: Config, declared: Transformer, mesh: Any = None
+) -> optax.GradientTransformation:
+    """Clip by the whole model's norm, AdamW (arXiv:1711.05101), for matrices Muon where it is asked
+    for, and decay where the weight's declaration says; without the rate.
+
+    mesh    where updates are computed; not needed for the state.
+    Raises  ValueError for a weight of a group that has no optimizer.
     """
     o = config.optimizer
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
     )
+    rules = {"adamw": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
+    scale = rules["adamw"]
+    if o.matrices == "muon":
+        dtype = jnp.dtype(config.model.compute_dtype)
+        rules["muon"] = muon.scale_by_muon(declared, mesh, o.muon_beta, dtype)
+        scale = optax.partition(rules, jax.tree.map(partial(rule_of, o.matrices), declared))
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
-        optax.scale_by_adam(o.beta1, o.beta2, o.epsilon),
+        scale,
         optax.add_decayed_weights(o.weight_decay, decayed),
     )
+
+
+def rule_of(matrices: str, w: weights.Weight) -> str:
+    """Which optimizer a weight has, by its group; `matrices` is that of matrices."""
+    groups = {"matrix": matrices, "embedding": "adamw", "rest": "adamw"}
+    if w.group not in groups:
+        raise ValueError(
+            f"{w.name} is of the group {w.group!r}, which has no optimizer. Groups are "
+            f"{', '.join(groups)}."
+        )
+    return groups[w.group]
 
 
 def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
@@ -161,8 +184,14 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
     norms = abstract_norms(NamedSharding(mesh, P())) if config.train.skip_spikes else None
     shapes = jax.eval_shape(lambda w: State(w, rule.init(w), *[jnp.int32(0)] * 3), w)
+    masked = lambda a: isinstance(a, optax.MaskedNode)  # noqa: E731  of another optimizer
     slots = optax.tree.map_params(
-        rule, lambda _, s: s, shapes.optimizer, spec, transform_non_params=lambda _: P()
+        rule,
+        lambda a, s: a if masked(a) else s,
+        shapes.optimizer,
+        spec,
+        transform_non_params=lambda _: P(),
+        is_leaf=masked,
     )
     return jax.tree.map(
         lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
@@ -217,7 +246,7 @@ def jitted_step(
     counters.
     """
     loss_and_gradients = passes.loss_and_gradients(config, declared, mesh)
-    rule, rate = optimizer(config, declared), learning_rate(config)
+    rule, rate = optimizer(config, declared, mesh), learning_rate(config)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         grads, stats = loss_and_gradients(state.weights, batch, state.step)

@@ -143,6 +143,8 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
+    # of matrices; all else has adamw: see muon.py
+    matrices: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # last learning rate over the peak
     # after warmup: cosine, or stable and then linear decay (arXiv:2404.06395)
@@ -153,6 +155,7 @@ class Optimizer:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    muon_beta: float = 0.95  # momentum of muon
     weight_decay: float = 0.1  # on matrices only
     decay_embeddings: bool = False  # also on embedding and output
     clip_norm: float = 1.0  # of the gradient of the whole model; 0 turns it off

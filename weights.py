@@ -41,7 +41,10 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """What is known of one array before it exists. Dimensions are whole, not this rank's slice."""
+    """What is known of one array before it exists. Dimensions are whole, not this rank's slice.
+
+    matrix  dimensions, from the end, that are rows and columns of a matrix; others count matrices.
+    """
 
     name: str
     cuts: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes it is cut over
@@ -49,6 +52,7 @@ class Weight:
     init: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     decay: bool
     group: str
+    matrix: tuple[tuple[int, ...], tuple[int, ...]] | None
     trained: bool
     float32: bool
     active: float  # share of its elements that one token uses
@@ -91,7 +95,8 @@ def weight(
     init: Init,
     *,
     decay: bool = True,
-    group: str = "matrix",
+    group: str = "",
+    matrix: str = "",
     trained: bool = True,
     float32: bool = False,
     active: tuple[str, str] | None = None,
@@ -100,14 +105,16 @@ def weight(
 
     layout   dimensions by letter, each with the axes it is cut over: "V/pipeline+tensor D/fsdp".
     decay    weight decay applies.
-    group    which of the optimizer's settings apply.
+    group    which of the optimizer's settings apply: "matrix" where there is one, else "rest".
+    matrix   "D x N A": the letters of its rows and of its columns; others count matrices.
     trained  has a gradient; else something other than the optimizer moves it.
     float32  is not cast to the compute dtype.
     active   ("K", "E"): of its E slices a token uses K.
     """
     options = {
         "decay": decay,
-        "group": group,
+        "group": group or ("matrix" if matrix else "rest"),
+        "matrix": matrix,
         "trained": trained,
         "float32": float32,
         "active": active,
@@ -150,12 +157,28 @@ def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
 
 
 def _declared(
-    name: str, sizes: Mapping[str, Size], layout: str, init: Init, active: Any, **options: Any
+    name: str,
+    sizes: Mapping[str, Size],
+    layout: str,
+    init: Init,
+    active: Any,
+    matrix: str,
+    **options: Any,
 ) -> Weight:
     letters, cuts = _parse(layout)
+    if options["group"] == "matrix" and not matrix:
+        raise ValueError(
+            f"{name} is of the group 'matrix' and says no rows and columns. Give matrix='D x F', "
+            "in letters of its layout, or another group."
+        )
+    sides = tuple(
+        tuple(letters.index(letter) - len(letters) for letter in side.split())
+        for side in matrix.split(" x ")
+    )
     return Weight(
         name=name,
         cuts=cuts,
+        matrix=sides if matrix else None,
         sizes=tuple(sizes[letter] for letter in letters),
         init=lambda key, shape: init(key, shape, sizes),
         active=sizes[active[0]].size / sizes[active[1]].size if active else 1.0,

@@ -33,7 +33,7 @@ from chips import Chip, platform_of
 from planning import jaxpr, trace
 from planning.fusion import Fused
 from planning.trace import Piece
-from utils import GIB, MESH_AXES, Config, Mesh
+from utils import GIB, MESH_AXES, Config
 from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
@@ -79,9 +79,9 @@ class Step:
         self.v = trace.local_rows(config)
         self.held = held(Config(model=config.model, mesh=mesh))
         whole = dataclasses.replace(mesh, virtual=1)  # no layout of the optimizer depends on it
-        self.optimizer_bytes = optimizer_bytes(
-            Config(model=config.model, mesh=whole, optimizer=config.optimizer)
-        )
+        alone = Config(model=config.model, mesh=whole, optimizer=config.optimizer)
+        self.optimizer_bytes = optimizer_bytes(alone)
+        self.optimizer = optimizer_costs(alone)
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.alone = frozenset(axis for axis, ranks in self.ranks.items() if ranks == 1)
@@ -212,9 +212,7 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
         add((*r.piece.forward, *r.piece.backward, *again), "bubble", r.idle)
     for op, n in jaxpr.costs(step.last.ops):
         add([(op, n)], "backward" if op.transposed else "forward", step.last_M, step.of_last)
-    one = Mesh(fsdp=1, pipeline=1, tensor=1)
-    c = Config(model=step.config.model, optimizer=step.config.optimizer, mesh=one)
-    add(optimizer_costs(c), "backward", 1, lambda count: int(count[0]) // step.chips)
+    add(step.optimizer, "backward", 1, lambda count: int(count[0]))
     return parts
 
 
@@ -236,9 +234,9 @@ def model_flops(step: Step) -> float:
 
 @cache
 def optimizer_costs(config: Config) -> list[tuple[jaxpr.Op, int]]:
-    """Matrix products of the optimizer's step on the whole model."""
+    """What one chip multiplies and sends in the optimizer's step, of a config's model and mesh."""
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
-    rule = train.optimizer(config, declared(config))
+    rule = train.optimizer(config, declared(config), trace.abstract_mesh(config))
     with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
     return list(jaxpr.costs(jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(update).ops))
@@ -304,6 +302,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     sends(step.first.backward, step.M, ", backward")
     for op, n in jaxpr.costs(step.last.ops):
         sends([(op, n)], step.last_M, ", backward" if op.transposed else "", step.of_last)
+    sends(step.optimizer, 1, number=lambda count: int(count[0]))
     _executor_sends(step, add)
     _weights(step, add, sums_everywhere(step, chip, ("fsdp",)))
     return [

@@ -26,6 +26,7 @@ Policy = Callable[..., bool]  # of jax.checkpoint
 
 COLLECTIVES = {
     "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
     "all_to_all": "all-to-all",
     "pmax": "all-reduce",
     "pmin": "all-reduce",

@@ -1,0 +1,198 @@
+"""Muon: momentum whose matrices are orthogonalized (arXiv:2502.16982), over the mesh.
+
+A weight's declaration says which of its dimensions are rows and columns of a matrix; the others
+count matrices, as experts and layers do. A rank has slices of many matrices and turns them into a
+few whole ones: those of one shape and layout are stacked, over layers, experts and kinds, the stack
+is cut over the ranks that have slices of it, and one exchange brings each of them the slices of its
+part. Nothing is sent while they are orthogonalized; one exchange brings the results back. Blocks
+stay in their stage, and experts that are spread on their rank; each replica does all of it itself.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from utils import MESH_AXES
+from weights import Tree, Weight
+
+# a, b and c of x <- (a + b A + c A^2) x, with A = x x^T, and how often. They are steepest at zero
+# rather than exact: singular values end between 0.7 and 1.2 (kellerjordan.github.io/posts/muon).
+STEPS = ((3.4445, -4.7750, 2.0315),) * 5
+# Root mean square of an update, as AdamW's is (arXiv:2502.16982, section 2.2): one learning rate
+# and weight decay serve both.
+RMS = 0.2
+EPSILON = 1e-12  # of a matrix's norm: one that is zero stays so
+
+
+class Cut(NamedTuple):
+    """How a rank has slices of matrices, which are turned so that no side is longer than columns;
+    those that it has alike are stacked.
+    """
+
+    rows: int  # of a slice
+    columns: int
+    row_axes: tuple[str, ...]  # mesh axes that rows are cut over
+    column_axes: tuple[str, ...]
+    free: tuple[str, ...]  # axes of a slice of chips along which the weight is the same
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.row_axes + self.column_axes
+
+
+def scale_by_muon(
+    declared: Tree, mesh: Any, beta: float, dtype: jnp.dtype
+) -> optax.GradientTransformation:
+    """Gradients -> updates with a root mean square of about 0.2; Nesterov's momentum, float32, lies
+    as the weights do.
+
+    declared  all weights, of which those of the group "matrix" are updated.
+    dtype     of the exchange and of the products.
+    """
+    momentum = optax.trace(beta, nesterov=True)
+    matrices = [w for w in jax.tree.leaves(declared) if w.group == "matrix"]
+    specs = [w.spec for w in matrices]
+
+    def local(momenta: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
+        with jax.named_scope("muon"):
+            return orthogonalized(matrices, momenta, grads, dtype)
+
+    over_mesh = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True
+    )
+
+    def update(grads: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+        momenta, state = momentum.update(grads, state)
+        leaves, tree = jax.tree.flatten(momenta)
+        return tree.unflatten(over_mesh(leaves, tree.flatten_up_to(grads))), state
+
+    return optax.GradientTransformation(momentum.init, update)
+
+
+# --- inside shard_map -----------------------------------------------------------------------------
+
+
+# guide: muon
+def orthogonalized(
+    declared: list[Weight], momenta: list[jax.Array], grads: list[jax.Array], dtype: jnp.dtype
+) -> list[jax.Array]:
+    """This rank's slices of momenta -> of updates, float32.  Sends as `on_whole_matrices` does."""
+    alike: dict[Cut, list[int]] = {}
+    for i, w in enumerate(declared):
+        alike.setdefault(cut_of(w, momenta[i].shape), []).append(i)
+    updates = list(momenta)
+    for cut, numbers in alike.items():
+        stacks = [stacked(declared[i], momenta[i].astype(dtype)) for i in numbers]
+        ends = np.cumsum([len(stack) for stack in stacks])[:-1]
+        done = on_whole_matrices(cut, jnp.concatenate(stacks))
+        for i, stack in zip(numbers, jnp.split(done, ends), strict=True):
+            w = declared[i]
+            update = unstacked(w, stack, momenta[i].shape).astype(jnp.float32)
+            updates[i] = update * (RMS * max(map(math.prod, sides(w, w.shape))) ** 0.5)
+    return [
+        jnp.where(learns(w, grad), update, 0) if w.active < 1 else update
+        for w, grad, update in zip(declared, grads, updates, strict=True)
+    ]
+
+
+def on_whole_matrices(cut: Cut, slices_nrc: jax.Array) -> jax.Array:
+    """Slices of n matrices, orthogonalized as whole ones, of which each rank does m.
+
+    Sends  all_to_all(axes of the cut) there and back, all_gather(the axes along which the weights
+           are the same) back.
+    """
+    n, r, c = slices_nrc.shape
+    R, C, free = (math.prod(map(lax.axis_size, axes)) for axes in cut[2:])
+    m = -(-n // (R * C * free))
+    slices_nrc = jnp.pad(slices_nrc, ((0, R * C * free * m - n), (0, 0), (0, 0)))
+    if cut.free:
+        slices_nrc = slices_nrc.reshape(free, -1, r, c)[lax.axis_index(cut.free)]
+    if cut.axes:
+        slices_nrc = lax.all_to_all(slices_nrc, cut.axes, 0, 0, tiled=True)
+    parts_RCmrc = slices_nrc.reshape(R, C, m, r, c)
+    whole = parts_RCmrc.transpose(2, 0, 3, 1, 4).reshape(m, R * r, C * c)
+    parts_RCmrc = orthogonalize(whole).reshape(m, R, r, C, c).transpose(1, 3, 0, 2, 4)
+    slices_nrc = parts_RCmrc.reshape(-1, r, c)
+    if cut.axes:
+        slices_nrc = lax.all_to_all(slices_nrc, cut.axes, 0, 0, tiled=True)
+    if cut.free:
+        slices_nrc = lax.all_gather(slices_nrc, cut.free, tiled=True, to="invarying")
+    return slices_nrc[:n]
+
+
+def orthogonalize(x_mrc: jax.Array) -> jax.Array:
+    """U V^T of each matrix U S V^T, nearly: five steps of Newton and Schulz."""
+
+    def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(formula, x, y, precision="highest" if x.dtype == jnp.float32 else None)
+
+    def step(x_mrc: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
+        a, b, c = factors
+        A_mrs = product("mrc,msc->mrs", x_mrc, x_mrc)
+        B_mrs = b * A_mrs + c * product("mrs,mst->mrt", A_mrs, A_mrs)
+        return a * x_mrc + product("mrs,msc->mrc", B_mrs, x_mrc), None
+
+    x32 = x_mrc.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(x32 * x32, axis=(1, 2), keepdims=True))
+    x_mrc = (x32 / (norm + EPSILON)).astype(x_mrc.dtype)
+    return lax.scan(step, x_mrc, jnp.array(STEPS, x_mrc.dtype))[0]
+
+
+# guide: end
+
+
+def learns(w: Weight, grad: jax.Array) -> jax.Array:
+    """Whether a matrix has any gradient: of an expert that no token chose, what is left of the
+    momentum would be made as large as any.
+
+    Sends  psum(axes that a matrix is cut over) of a number for each matrix.
+    """
+    rows, columns = w.matrix
+    found = (grad != 0).any(axis=rows + columns, keepdims=True)
+    axes = tuple(axis for dim in rows + columns for axis in w.cuts[dim])
+    return lax.psum(found.astype(jnp.int32), axes) > 0 if axes else found
+
+
+# --- slices as stacks -----------------------------------------------------------------------------
+
+
+def sides(w: Weight, shape: tuple[int, ...]) -> list[list[int]]:
+    """Sizes of the dimensions that are (rows, columns), turned so that whole rows are the fewer."""
+    return [[shape[dim] for dim in side] for side in turned(w)]
+
+
+def turned(w: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    rows, columns = w.matrix
+    fewer = math.prod(w.shape[d] for d in rows) <= math.prod(w.shape[d] for d in columns)
+    return (rows, columns) if fewer else (columns, rows)
+
+
+def cut_of(w: Weight, shape: tuple[int, ...]) -> Cut:
+    """shape  of this rank's slice."""
+    rows, columns = map(math.prod, sides(w, shape))
+    axes = [tuple(axis for dim in side for axis in w.cuts[dim]) for side in turned(w)]
+    free = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
+    return Cut(rows, columns, *axes, free)
+
+
+def _order(w: Weight) -> list[int]:
+    """Dimensions that count matrices, rows, columns."""
+    rows, columns = turned(w)
+    dims = [dim % len(w.cuts) for dim in rows + columns]
+    return [dim for dim in range(len(w.cuts)) if dim not in dims] + dims
+
+
+def stacked(w: Weight, x: jax.Array) -> jax.Array:
+    """A rank's slice of a weight -> [n, r, c]."""
+    return x.transpose(_order(w)).reshape(-1, *map(math.prod, sides(w, x.shape)))
+
+
+def unstacked(w: Weight, stack_nrc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[n, r, c] -> a rank's slice of a weight, of this shape."""
+    order = _order(w)
+    return stack_nrc.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
