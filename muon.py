@@ -3,9 +3,19 @@
 A weight's declaration says which of its dimensions are rows and columns of a matrix; the others
 count matrices, as experts and layers do. A rank has slices of many matrices and turns them into a
 few whole ones: those of one shape and layout are stacked, over layers, experts and kinds, the stack
-is cut over the ranks that have slices of it, and one exchange brings each of them the slices of its
-part. Nothing is sent while they are orthogonalized; one exchange brings the results back. Blocks
-stay in their stage, and experts that are spread on their rank; each replica does all of it itself.
+is shared out among the ranks that have slices of it, and one exchange brings each of them the other
+slices of its share. Nothing is sent while they are orthogonalized; then results go back as they
+came. Blocks stay in their stage, and experts that are spread on their rank; each replica does all
+of it for itself. It has a shard_map of its own: left to the partitioner, each product of sliced
+matrices would send.
+
+Beside the paper: an expert that no token chose is not updated, and the router is left to AdamW, as
+its columns are experts that are chosen one against the other, not a map between two widths.
+
+Letters:
+    n matrices of which a rank has slices    m whole matrices of a rank
+    r rows of a slice                        c columns of a slice
+    R rows                                   C columns, no fewer than rows
 """
 
 import math
@@ -20,25 +30,24 @@ from jax import lax
 from utils import MESH_AXES
 from weights import Tree, Weight
 
-# a, b and c of x <- (a + b A + c A^2) x, with A = x x^T, and how often. They are steepest at zero
-# rather than exact: singular values end between 0.7 and 1.2 (kellerjordan.github.io/posts/muon).
+# a, b and c of X <- (a + b A + c A^2) X with A = X X^T, and how often. Steep at zero rather than
+# exact: singular values above 1/200 of the matrix's norm end between 0.68 and 1.16
+# (kellerjordan.github.io/posts/muon).
 STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 # Root mean square of an update, as AdamW's is (arXiv:2502.16982, section 2.2): one learning rate
-# and weight decay serve both.
+# and one weight decay serve both.
 RMS = 0.2
-EPSILON = 1e-12  # of a matrix's norm: one that is zero stays so
+EPSILON = 1e-12  # added to a matrix's norm: one that is zero stays so
 
 
 class Cut(NamedTuple):
-    """How a rank has slices of matrices, which are turned so that no side is longer than columns;
-    those that it has alike are stacked.
-    """
+    """Where slices of a weight's matrices are; those of weights that agree in it make one stack."""
 
     rows: int  # of a slice
     columns: int
     row_axes: tuple[str, ...]  # mesh axes that rows are cut over
     column_axes: tuple[str, ...]
-    free: tuple[str, ...]  # axes of a slice of chips along which the weight is the same
+    free: tuple[str, ...]  # axes, but for replica, along which the weight is the same
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -48,11 +57,12 @@ class Cut(NamedTuple):
 def scale_by_muon(
     declared: Tree, mesh: Any, beta: float, dtype: jnp.dtype
 ) -> optax.GradientTransformation:
-    """Gradients -> updates with a root mean square of about 0.2; Nesterov's momentum, float32, lies
-    as the weights do.
+    """Gradients -> updates whose root mean square is about 0.2; the state is Nesterov's momentum,
+    float32, laid out as the weights.
 
     declared  all weights, of which those of the group "matrix" are updated.
-    dtype     of the exchange and of the products.
+    mesh      not needed for the state.
+    dtype     of what is sent and multiplied.
     """
     momentum = optax.trace(beta, nesterov=True)
     matrices = [w for w in jax.tree.leaves(declared) if w.group == "matrix"]
@@ -62,11 +72,11 @@ def scale_by_muon(
         with jax.named_scope("muon"):
             return orthogonalized(matrices, momenta, grads, dtype)
 
-    over_mesh = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True
-    )
-
     def update(grads: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+        assert mesh is not None, "updates need the mesh that the weights are on"
+        over_mesh = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True
+        )
         momenta, state = momentum.update(grads, state)
         leaves, tree = jax.tree.flatten(momenta)
         return tree.unflatten(over_mesh(leaves, tree.flatten_up_to(grads))), state
@@ -81,18 +91,21 @@ def scale_by_muon(
 def orthogonalized(
     declared: list[Weight], momenta: list[jax.Array], grads: list[jax.Array], dtype: jnp.dtype
 ) -> list[jax.Array]:
-    """This rank's slices of momenta -> of updates, float32.  Sends as `on_whole_matrices` does."""
+    """This rank's slices of momenta -> of updates, float32.
+
+    Sends  as on_whole_matrices and learns do.
+    """
     alike: dict[Cut, list[int]] = {}
     for i, w in enumerate(declared):
         alike.setdefault(cut_of(w, momenta[i].shape), []).append(i)
     updates = list(momenta)
     for cut, numbers in alike.items():
-        stacks = [stacked(declared[i], momenta[i].astype(dtype)) for i in numbers]
+        stacks = [slices_of(declared[i], momenta[i].astype(dtype)) for i in numbers]
         ends = np.cumsum([len(stack) for stack in stacks])[:-1]
         done = on_whole_matrices(cut, jnp.concatenate(stacks))
         for i, stack in zip(numbers, jnp.split(done, ends), strict=True):
             w = declared[i]
-            update = unstacked(w, stack, momenta[i].shape).astype(jnp.float32)
+            update = array_of(w, stack, momenta[i].shape).astype(jnp.float32)
             updates[i] = update * (RMS * max(map(math.prod, sides(w, w.shape))) ** 0.5)
     return [
         jnp.where(learns(w, grad), update, 0) if w.active < 1 else update
@@ -103,21 +116,20 @@ def orthogonalized(
 def on_whole_matrices(cut: Cut, slices_nrc: jax.Array) -> jax.Array:
     """Slices of n matrices, orthogonalized as whole ones, of which each rank does m.
 
-    Sends  all_to_all(axes of the cut) there and back, all_gather(the axes along which the weights
-           are the same) back.
+    Sends  all_to_all(axes of the cut) there and back, all_gather(free axes) back.
     """
     n, r, c = slices_nrc.shape
-    R, C, free = (math.prod(map(lax.axis_size, axes)) for axes in cut[2:])
-    m = -(-n // (R * C * free))
-    slices_nrc = jnp.pad(slices_nrc, ((0, R * C * free * m - n), (0, 0), (0, 0)))
+    by_row, by_column, free = (math.prod(map(lax.axis_size, axes)) for axes in cut[2:])
+    m = -(-n // (by_row * by_column * free))
+    slices_nrc = jnp.pad(slices_nrc, ((0, by_row * by_column * free * m - n), (0, 0), (0, 0)))
     if cut.free:
         slices_nrc = slices_nrc.reshape(free, -1, r, c)[lax.axis_index(cut.free)]
     if cut.axes:
         slices_nrc = lax.all_to_all(slices_nrc, cut.axes, 0, 0, tiled=True)
-    parts_RCmrc = slices_nrc.reshape(R, C, m, r, c)
-    whole = parts_RCmrc.transpose(2, 0, 3, 1, 4).reshape(m, R * r, C * c)
-    parts_RCmrc = orthogonalize(whole).reshape(m, R, r, C, c).transpose(1, 3, 0, 2, 4)
-    slices_nrc = parts_RCmrc.reshape(-1, r, c)
+    parts = slices_nrc.reshape(by_row, by_column, m, r, c)
+    x_mRC = parts.transpose(2, 0, 3, 1, 4).reshape(m, by_row * r, by_column * c)
+    parts = orthogonalize(x_mRC).reshape(m, by_row, r, by_column, c)
+    slices_nrc = parts.transpose(1, 3, 0, 2, 4).reshape(-1, r, c)
     if cut.axes:
         slices_nrc = lax.all_to_all(slices_nrc, cut.axes, 0, 0, tiled=True)
     if cut.free:
@@ -125,25 +137,28 @@ def on_whole_matrices(cut: Cut, slices_nrc: jax.Array) -> jax.Array:
     return slices_nrc[:n]
 
 
-def orthogonalize(x_mrc: jax.Array) -> jax.Array:
-    """U V^T of each matrix U S V^T, nearly: five steps of Newton and Schulz."""
+def orthogonalize(x_mRC: jax.Array) -> jax.Array:
+    """U V^T of each matrix U S V^T, nearly: five steps of Newton and Schulz. Products are of the
+    argument's dtype, sums float32.
+    """
+    dtype = x_mRC.dtype
 
     def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.einsum(formula, x, y, precision="highest" if x.dtype == jnp.float32 else None)
+        precision = "highest" if dtype == jnp.float32 else None
+        x, y = x.astype(dtype), y.astype(dtype)
+        return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=jnp.float32)
 
-    def step(x_mrc: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
+    def step(x_mRC: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = factors
-        A_mrs = product("mrc,msc->mrs", x_mrc, x_mrc)
-        B_mrs = b * A_mrs + c * product("mrs,mst->mrt", A_mrs, A_mrs)
-        return a * x_mrc + product("mrs,msc->mrc", B_mrs, x_mrc), None
+        A_mRR = product("mRC,mSC->mRS", x_mRC, x_mRC)
+        B_mRR = b * A_mRR + c * product("mRS,mST->mRT", A_mRR, A_mRR)
+        x_mRC = a * x_mRC.astype(jnp.float32) + product("mRS,mSC->mRC", B_mRR, x_mRC)
+        return x_mRC.astype(dtype), None
 
-    x32 = x_mrc.astype(jnp.float32)
+    x32 = x_mRC.astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(x32 * x32, axis=(1, 2), keepdims=True))
-    x_mrc = (x32 / (norm + EPSILON)).astype(x_mrc.dtype)
-    return lax.scan(step, x_mrc, jnp.array(STEPS, x_mrc.dtype))[0]
-
-
-# guide: end
+    x_mRC = (x32 / (norm + EPSILON)).astype(dtype)
+    return lax.scan(step, x_mRC, jnp.array(STEPS, jnp.float32))[0]
 
 
 def learns(w: Weight, grad: jax.Array) -> jax.Array:
@@ -158,18 +173,22 @@ def learns(w: Weight, grad: jax.Array) -> jax.Array:
     return lax.psum(found.astype(jnp.int32), axes) > 0 if axes else found
 
 
-# --- slices as stacks -----------------------------------------------------------------------------
+# guide: end
 
 
-def sides(w: Weight, shape: tuple[int, ...]) -> list[list[int]]:
-    """Sizes of the dimensions that are (rows, columns), turned so that whole rows are the fewer."""
-    return [[shape[dim] for dim in side] for side in turned(w)]
+# --- arrays as stacks of slices -------------------------------------------------------------------
 
 
 def turned(w: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions of (rows, columns), exchanged where whole columns would be fewer."""
     rows, columns = w.matrix
     fewer = math.prod(w.shape[d] for d in rows) <= math.prod(w.shape[d] for d in columns)
     return (rows, columns) if fewer else (columns, rows)
+
+
+def sides(w: Weight, shape: tuple[int, ...]) -> list[list[int]]:
+    """Sizes of the dimensions of (rows, columns), turned; shape is the whole one, or a slice's."""
+    return [[shape[dim] for dim in side] for side in turned(w)]
 
 
 def cut_of(w: Weight, shape: tuple[int, ...]) -> Cut:
@@ -180,19 +199,19 @@ def cut_of(w: Weight, shape: tuple[int, ...]) -> Cut:
     return Cut(rows, columns, *axes, free)
 
 
-def _order(w: Weight) -> list[int]:
-    """Dimensions that count matrices, rows, columns."""
-    rows, columns = turned(w)
-    dims = [dim % len(w.cuts) for dim in rows + columns]
-    return [dim for dim in range(len(w.cuts)) if dim not in dims] + dims
-
-
-def stacked(w: Weight, x: jax.Array) -> jax.Array:
-    """A rank's slice of a weight -> [n, r, c]."""
+def slices_of(w: Weight, x: jax.Array) -> jax.Array:
+    """This rank's slice of a weight -> [n, r, c]."""
     return x.transpose(_order(w)).reshape(-1, *map(math.prod, sides(w, x.shape)))
 
 
-def unstacked(w: Weight, stack_nrc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[n, r, c] -> a rank's slice of a weight, of this shape."""
+def array_of(w: Weight, slices_nrc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[n, r, c] -> this rank's slice of a weight, which has this shape."""
     order = _order(w)
-    return stack_nrc.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+    return slices_nrc.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+
+
+def _order(w: Weight) -> list[int]:
+    """Dimensions that count matrices, then those of rows, then of columns."""
+    rows, columns = turned(w)
+    dims = [dim % len(w.cuts) for dim in rows + columns]
+    return [dim for dim in range(len(w.cuts)) if dim not in dims] + dims

@@ -152,12 +152,12 @@ def optimizer(
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
     )
-    rules = {"adamw": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
-    scale = rules["adamw"]
+    rules = jax.tree.map(partial(rule_of, o.matrices), declared)
+    scale = optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)
     if o.matrices == "muon":
         dtype = jnp.dtype(config.model.compute_dtype)
-        rules["muon"] = muon.scale_by_muon(declared, mesh, o.muon_beta, dtype)
-        scale = optax.partition(rules, jax.tree.map(partial(rule_of, o.matrices), declared))
+        of_matrices = muon.scale_by_muon(declared, mesh, o.muon_beta, dtype)
+        scale = optax.partition({"adamw": scale, "muon": of_matrices}, rules)
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
         scale,
@@ -170,8 +170,8 @@ def rule_of(matrices: str, w: weights.Weight) -> str:
     groups = {"matrix": matrices, "embedding": "adamw", "rest": "adamw"}
     if w.group not in groups:
         raise ValueError(
-            f"{w.name} is of the group {w.group!r}, which has no optimizer. Groups are "
-            f"{', '.join(groups)}."
+            f"{w.name} is of the group {w.group!r}, which has no optimizer. Declare it with one of "
+            f"{', '.join(groups)}, or give this one an optimizer in train.rule_of."
         )
     return groups[w.group]
 
@@ -184,7 +184,10 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
     norms = abstract_norms(NamedSharding(mesh, P())) if config.train.skip_spikes else None
     shapes = jax.eval_shape(lambda w: State(w, rule.init(w), *[jnp.int32(0)] * 3), w)
-    masked = lambda a: isinstance(a, optax.MaskedNode)  # noqa: E731  of another optimizer
+
+    def masked(a: Any) -> bool:  # what another optimizer has
+        return isinstance(a, optax.MaskedNode)
+
     slots = optax.tree.map_params(
         rule,
         lambda a, s: a if masked(a) else s,

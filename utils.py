@@ -143,7 +143,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    # of matrices; all else has adamw: see muon.py
+    # what updates matrices of layers; embedding, output, norms and router always have adamw
     matrices: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # last learning rate over the peak
@@ -155,7 +155,7 @@ class Optimizer:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
-    muon_beta: float = 0.95  # momentum of muon
+    muon_beta: float = 0.95  # Nesterov's momentum, of muon
     weight_decay: float = 0.1  # on matrices only
     decay_embeddings: bool = False  # also on embedding and output
     clip_norm: float = 1.0  # of the gradient of the whole model; 0 turns it off

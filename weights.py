@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from utils import MESH_AXES
+from utils import LANES, MESH_AXES
 
 Tree = Any  # a nest of flax.struct dataclasses with arrays, or Weights, as leaves
 Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
@@ -166,19 +166,10 @@ def _declared(
     **options: Any,
 ) -> Weight:
     letters, cuts = _parse(layout)
-    if options["group"] == "matrix" and not matrix:
-        raise ValueError(
-            f"{name} is of the group 'matrix' and says no rows and columns. Give matrix='D x F', "
-            "in letters of its layout, or another group."
-        )
-    sides = tuple(
-        tuple(letters.index(letter) - len(letters) for letter in side.split())
-        for side in matrix.split(" x ")
-    )
     return Weight(
         name=name,
         cuts=cuts,
-        matrix=sides if matrix else None,
+        matrix=_sides(name, letters, matrix) if matrix or options["group"] == "matrix" else None,
         sizes=tuple(sizes[letter] for letter in letters),
         init=lambda key, shape: init(key, shape, sizes),
         active=sizes[active[0]].size / sizes[active[1]].size if active else 1.0,
@@ -193,6 +184,18 @@ def _parse(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     unknown = {axis for axes in cuts for axis in axes} - set(MESH_AXES)
     assert not unknown, f"layout {layout!r} names axes {unknown} that the mesh does not have"
     return tuple(letter for letter, _, _ in parts), cuts
+
+
+def _sides(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int, ...], ...]:
+    """ "D x N A" -> the dimensions of rows and of columns, from the end."""
+    sides = [side.split() for side in matrix.split(" x ")]
+    named = [letter for side in sides for letter in side]
+    if len(sides) != 2 or not all(sides) or sorted({*named} & {*letters}) != sorted(named):
+        raise ValueError(
+            f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}. Name those of "
+            'its rows and those of its columns, as matrix="D x N A", or give it another group.'
+        )
+    return tuple(tuple(letters.index(x) - len(letters) for x in side) for side in sides)
 
 
 def stacked(tree: Tree, layout: str, sizes: Mapping[str, Size]) -> Tree:
@@ -342,22 +345,24 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _scatter(part: jax.Array, dim: int) -> jax.Array:
-    """Parts of a sum -> the sum, cut over fsdp along `dim`."""
+    """Parts of a sum -> this rank's slice of the sum, cut over fsdp along `dim`."""
+    if lax.axis_size("fsdp") == 1:
+        return part
     # libtpu scatters along the dimension that is second from the last in memory; for any other it
     # makes an all-reduce, which sends twice as much.
     minor = part.ndim - 1 if dim < part.ndim - 1 else part.ndim - 2
     order = (*(d for d in range(part.ndim) if d not in (dim, minor)), dim, minor)
-    layout = Layout(major_to_minor=order)
-    part = with_layout_constraint(part, layout)
-    whole = lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
-    return with_layout_constraint(whole, layout)
+    part = with_layout_constraint(part, Layout(major_to_minor=order))
+    own = lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
+    # Said again of the slice, or another layout of what is made of it would reach the sum.
+    return with_layout_constraint(own, Layout(major_to_minor=order))
 
 
 def _default_layout(grad: jax.Array) -> jax.Array:
     """In the layout of its weight, or libtpu would copy weight and state of the optimizer to that
-    of the gradient, and back. A TPU's default is row-major where that fills its registers of 128.
+    of the gradient, and back. A TPU's default is row-major where that fills its registers.
     """
-    if grad.shape[-1] % 128:
+    if grad.shape[-1] % LANES:
         return grad
     return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
 

@@ -81,7 +81,7 @@ class Step:
         whole = dataclasses.replace(mesh, virtual=1)  # no layout of the optimizer depends on it
         alone = Config(model=config.model, mesh=whole, optimizer=config.optimizer)
         self.optimizer_bytes = optimizer_bytes(alone)
-        self.optimizer = optimizer_costs(alone)
+        self.matrices = matrices(alone)
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.alone = frozenset(axis for axis, ranks in self.ranks.items() if ranks == 1)
@@ -141,6 +141,11 @@ class Step:
         """Elements of one block's weights, whole along fsdp."""
         blocks = self.config.mesh.virtual * self.per_chunk  # of this chip
         return sum(h.whole for h in self.held if h.place == "block") // blocks
+
+
+def one(count: np.ndarray | int) -> int:
+    """Of a count that is for one size alone."""
+    return int(np.reshape(count, -1)[0])
 
 
 class Held(NamedTuple):
@@ -212,7 +217,8 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
         add((*r.piece.forward, *r.piece.backward, *again), "bubble", r.idle)
     for op, n in jaxpr.costs(step.last.ops):
         add([(op, n)], "backward" if op.transposed else "forward", step.last_M, step.of_last)
-    add(step.optimizer, "backward", 1, lambda count: int(count[0]))
+    if step.matrices:
+        add(jaxpr.costs(step.matrices.ops), "backward", 1, one)
     return parts
 
 
@@ -233,13 +239,18 @@ def model_flops(step: Step) -> float:
 
 
 @cache
-def optimizer_costs(config: Config) -> list[tuple[jaxpr.Op, int]]:
-    """What one chip multiplies and sends in the optimizer's step, of a config's model and mesh."""
+def matrices(config: Config) -> jaxpr.Program | None:
+    """What a chip does with matrices in the optimizer's step; None where they have AdamW, too."""
+    if config.optimizer.matrices == "adamw":
+        return None
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
     rule = train.optimizer(config, declared(config), trace.abstract_mesh(config))
-    with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
+    with jax.numpy_dtype_promotion("standard"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
-    return list(jaxpr.costs(jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(update).ops))
+    [over_mesh] = (e for e in update.jaxpr.eqns if e.primitive.name == "shard_map")
+    inner = over_mesh.params["jaxpr"]
+    closed = jax.extend.core.ClosedJaxpr(inner, ())
+    return jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(closed)
 
 
 @cache
@@ -302,7 +313,8 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     sends(step.first.backward, step.M, ", backward")
     for op, n in jaxpr.costs(step.last.ops):
         sends([(op, n)], step.last_M, ", backward" if op.transposed else "", step.of_last)
-    sends(step.optimizer, 1, number=lambda count: int(count[0]))
+    if step.matrices:
+        sends(jaxpr.costs(step.matrices.ops), 1, number=one)
     _executor_sends(step, add)
     _weights(step, add, sums_everywhere(step, chip, ("fsdp",)))
     return [
@@ -360,7 +372,11 @@ def memory(step: Step) -> dict[str, int]:
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
     parts["pipeline buffers"] = 4 * step.x_bytes
-    part, size = max(working(step).items(), key=lambda item: item[1])
+    moments = working(step)
+    if step.matrices:  # when nothing is left of these
+        gone = ("weights in use", "saved activations", "pipeline buffers")
+        moments["matrices"] = one(step.matrices.peak) - sum(parts[name] for name in gone)
+    part, size = max(moments.items(), key=lambda item: item[1])
     parts[part] = size
     lasting = parts["weights"] + parts["optimizer state"] + parts["batch"]
     parts["gaps"] = round(GAPS * (parts.total() - lasting))
@@ -398,7 +414,8 @@ def memory_traffic(step: Step) -> dict[str, int]:
     added to float32 ones; so are the table's, after each microbatch. A TPU's products read slices
     where they lie and add their results there. Weights are cast and gathered, and their gradients
     summed over fsdp, once in a step or in the layers: about as many bytes. The optimizer reads
-    gradients twice, for their norm, and reads and writes weights and its state.
+    gradients twice, for their norm, and reads and writes weights and its state; Muon's kernels
+    are counted as a layer's are.
     """
     c, apart = step.config, 0 if step.platform == "tpu" else 1
     found = Counter()
@@ -421,6 +438,8 @@ def memory_traffic(step: Step) -> dict[str, int]:
     found["gathering"] = sum(h.own * (FLOAT + h.byte) for h in step.held)
     found["gathering"] += sum((h.whole + h.own) * (h.byte + FLOAT) for h in step.held if h.gathered)
     found["optimizer"] = 4 * FLOAT * here + 2 * step.optimizer_bytes
+    if step.matrices:
+        found["optimizer"] += one(_fused(step.matrices, step.alone).bytes)
     return dict(found)
 
 
