@@ -53,6 +53,11 @@ CASES = {
     ),
     "jaxformer-none": ("2x4x4", "jaxformer_1b", {"train.remat": "none"}),
     "moe-full-interleaved": ("2x4x4", "moe_1b", {"train.remat": "full"}),
+    "moe-muon-full-interleaved": (
+        "2x4x4",
+        "moe_1b",
+        {"train.remat": "full", "optimizer.matrices": "muon"},
+    ),
     "moe-all-names-layer": (
         "2x4x4",
         "moe_1b",
@@ -129,6 +134,11 @@ GPU_CASES = {
     "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention": "xla"}),
     "gpu-dense-124m-documents": ("", "dense_124m", ONE | {"data.segments": None}),
     "gpu-dense-names-8x1x1": ("", "dense_1b", {"mesh": (8, 1, 1), "train.microbatches": 4}),
+    "gpu-dense-muon-8x1x1": (
+        "",
+        "dense_1b",
+        {"mesh": (8, 1, 1), "train.microbatches": 4, "optimizer.matrices": "muon"},
+    ),
     "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.sequences": 64}),
     "gpu-moe-none-8x1x1": (
         "",
