@@ -331,6 +331,33 @@ def test_each_rank_gets_its_own_slice_of_a_sum(dim, shape):
     np.testing.assert_array_equal(jax.jit(run)(parts), parts.sum(0))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "size", "layouts"),
+    [(8, 1024, ["0, 1", "0, 1", "1, 0"]), (8, 1000, ["0, 1"] * 2), (1, 1000, [])],
+    ids=["registers full", "not full", "one rank"],
+)
+def test_a_gradient_is_summed_in_one_layout_and_left_in_that_of_its_weight(ranks, size, layouts):
+    """Of [F, D/fsdp], dimensions from the one that varies fastest: F where it is summed."""
+    sizes = {"D": Size(size, "model.width"), "F": Size(3, "model.hidden")}
+    declared = weights.named(weights.declare(Last, sizes))
+    mesh = mesh_of(config_of((ranks, 1, 1)))
+    over_mesh = jax.shard_map(
+        lambda part: weights.reduce_gradients(declared, weights.vary(part), gathered=True),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=weights.specs(declared),
+    )
+    part = jax.ShapeDtypeStruct((3, size), jnp.float32)
+    text = jax.jit(over_mesh).lower(Last(part)).as_text()
+    found = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[(.*?)\]>", text)
+    assert found == layouts
+
+
+@flax.struct.dataclass
+class Last:
+    down: jax.Array = weight("F D/fsdp", normal("F"))
+
+
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
