@@ -247,13 +247,14 @@ def test_a_plan_tells_the_flops_and_what_is_sent_as_they_are_compiled(name, layo
     config, text = muon_config(name, experts_layout=layout), updated(name, layout).program
     ops = list(jaxpr.costs(cost.matrices(config).ops))
     flops = sum(cost.one(op.flops) * n for op, n in ops if op.flops is not None)
-    assert 3 * flops == hlo.dot_flops(text, None) > 0  # of three steps
+    # Of three steps the last: of the others' updates nothing is read.
+    assert flops == hlo.dot_flops(text, None) > 0
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     planned, found = collections.Counter(), collections.Counter()
     for op, n in ops:
         axes = op.send and tuple(a for a in utils.MESH_AXES if a in op.send.axes and ranks[a] > 1)
         if axes:
-            planned[axes, op.send.kind] += 3 * n * cost.one(op.send.bytes)
+            planned[axes, op.send.kind] += n * cost.one(op.send.bytes)
     for row, size in hlo.collectives(text, ranks, None).items():
         found[row.axes, row.kind] += size
     assert found == planned
