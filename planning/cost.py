@@ -372,11 +372,7 @@ def memory(step: Step) -> dict[str, int]:
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
     parts["pipeline buffers"] = 4 * step.x_bytes
-    moments = working(step)
-    if step.matrices:  # when nothing is left of these
-        gone = ("weights in use", "saved activations", "pipeline buffers")
-        moments["matrices"] = one(step.matrices.peak) - sum(parts[name] for name in gone)
-    part, size = max(moments.items(), key=lambda item: item[1])
+    part, size = max(working(step).items(), key=lambda item: item[1])
     parts[part] = size
     lasting = parts["weights"] + parts["optimizer state"] + parts["batch"]
     parts["gaps"] = round(GAPS * (parts.total() - lasting))

@@ -96,13 +96,16 @@ def expected(declared, grads, w):
 
 
 def drawn(declared, seed):
-    """Gradients of very different sizes; no token chose some of the experts."""
+    """Gradients of very different sizes; some experts have none, others none in some slices."""
     random = np.random.default_rng(seed)
 
     def draw(w):
         g = random.standard_normal(w.shape) * 10.0 ** random.uniform(-6, 0)
         if ".experts." in w.name:
             g *= (random.random(w.shape[:4]) < 0.7)[..., None, None]
+            rows, columns = (size // 2 for size in w.shape[-2:])
+            if seed % 2:  # as of hidden values that are off for once
+                g[..., 0, :rows, :] = g[..., 0, :, :columns] = 0
         return g.astype(np.float32)
 
     return jax.tree.map(draw, declared)
