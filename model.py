@@ -91,6 +91,9 @@ class Mlp:
 class SpreadExperts:
     """Routed experts, each whole on one rank of the fsdp x tensor plane."""
 
+    # jax takes the structures of two dataclasses for the same whose fields are, and what was traced
+    # with one for the other's: a field that is not the same keeps them apart.
+    layout: str = flax.struct.field(pytree_node=False, default="spread", kw_only=True)
     gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
     up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
     down: jax.Array = weight(
@@ -104,6 +107,7 @@ class GatheredExperts:
     use.
     """
 
+    layout: str = flax.struct.field(pytree_node=False, default="gathered", kw_only=True)
     gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
     up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
     down: jax.Array = weight(

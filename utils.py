@@ -504,6 +504,12 @@ def check(config: Config) -> None:
             "below the median of those before: it must be 1 or more. Use 5.0, or 0.0, which turns "
             "it off."
         )
+    for key in ("beta1", "beta2", "muon_beta"):
+        if (beta := getattr(config.optimizer, key)) >= 1:
+            raise ValueError(
+                f"--optimizer.{key} {beta} keeps all of what was before, or more: it must be below "
+                f"1. Use {getattr(Optimizer, key)}."
+            )
     _remat(train.remat)
     check_times(config.run)
     check_attention(config)

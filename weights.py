@@ -144,14 +144,15 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
 
 
 def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
-    """`cls` with a Weight in each field that `weight` made, and `children` in the others (None if
-    not given).
+    """`cls` with a Weight in each field that `weight` made, and `children` in the other nodes (None
+    if not given).
     """
     fields = {
         f.name: _declared(f.name, sizes, **f.metadata["weight"])
         if "weight" in f.metadata
         else children.get(f.name)
         for f in dataclasses.fields(cls)
+        if f.metadata.get("pytree_node", True)
     }
     return cls(**fields)
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import NamedSharding
 
 import attention
@@ -249,7 +250,7 @@ def matrices(config: Config) -> jaxpr.Program | None:
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
     [over_mesh] = (e for e in update.jaxpr.eqns if e.primitive.name == "shard_map")
     inner = over_mesh.params["jaxpr"]
-    closed = jax.extend.core.ClosedJaxpr(inner, ())
+    closed = core.ClosedJaxpr(inner, ())
     return jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(closed)
 
 

@@ -99,8 +99,13 @@ def to_dict(node):
     if node is None:
         return None
     if dataclasses.is_dataclass(node):
-        return {f.name: to_dict(getattr(node, f.name)) for f in dataclasses.fields(node)}
+        return {name: to_dict(getattr(node, name)) for name in children(node)}
     return np.asarray(node)
+
+
+def children(node):
+    fields = dataclasses.fields(node)
+    return [f.name for f in fields if f.metadata.get("pytree_node", True)]
 
 
 def canonical(config, transformer):
@@ -122,8 +127,9 @@ def like(declared, tree):
         return tree
     if hasattr(declared, "spec"):
         return np.asarray(tree).reshape(declared.shape)
-    names = [f.name for f in dataclasses.fields(declared)]
-    return type(declared)(**{name: like(getattr(declared, name), tree[name]) for name in names})
+    return type(declared)(
+        **{name: like(getattr(declared, name), tree[name]) for name in children(declared)}
+    )
 
 
 def put(mesh, declared, arrays):

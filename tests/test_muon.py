@@ -140,6 +140,15 @@ class Updated(NamedTuple):
     program: str
 
 
+def test_trees_of_two_layouts_of_experts_have_two_structures():
+    """jax would run what it traced with the one for the other."""
+    spread, gathered = (
+        jax.tree.structure(model.declare(muon_config("1x1x1", experts_layout=layout)))
+        for layout in ("spread", "gathered")
+    )
+    assert spread != gathered
+
+
 @pytest.mark.parametrize("layout", ["spread", "gathered"])
 @pytest.mark.parametrize("name", MESHES)
 def test_updates_are_those_of_singular_values_on_every_mesh(name, layout):

@@ -60,6 +60,8 @@ def test_a_config_written_as_toml_reads_back_as_itself(tmp_path):
         (["--run.peer_seconds", "0"], "0.0 ends every run at once. Use 30.0, or more"),
         (["--run.time_limit", "soon"], "'soon' is no time"),
         (["--train.skip_spikes", "0.5"], "0.5 would leave out .*1 or more. Use 5.0, or 0.0"),
+        (["--optimizer.beta2", "1"], "--optimizer.beta2 1.0 keeps all.*below 1. Use 0.95"),
+        (["--optimizer.muon_beta", "1.5"], "--optimizer.muon_beta 1.5 keeps"),
         (["--train.skip_spikes", "-1"], "--train.skip_spikes -1.0 is below 0"),
         (["--model.capacity_factor", "0"], "--model.capacity_factor 0.0 .*above 0"),
         (["--model.attention", "splash", "--train.sequence_length", "200"], "Use .* 256, or"),
