@@ -49,6 +49,7 @@ from utils import Config
 PARTS = (
     "gpu",
     "peer",
+    "recipe",
     "checkpoint",
     "data",
     "tokenize",

@@ -1,0 +1,428 @@
+"""Which recipe reaches a lower loss with the same tokens; a part of benchmark.py.
+
+    ./run.sh python benchmark.py recipe             makes the runs that are missing, then the table
+    ./run.sh python benchmark.py recipe --hours 0   table and picture of the runs there are
+    ./run.sh python benchmark.py recipe --times     seconds of a step of each, in turns
+    ./run.sh python benchmark.py recipe --help      its flags
+
+Every run is main.py on configs/ladder.toml, on one core, with as many beside it as there are cores.
+Its loss is a line of experiments.jsonl with the command that made it, and a run that was cut short
+goes on from its checkpoint. A recipe that is tuned has TRIES learning rates with the first seed:
+those of START, then one halfway to the better neighbour of the best, or beyond it at an end; the
+best of them has the other seeds. Others take the rate of the recipe they are compared with. Seeds
+are of weights and of the order of the data, and what is compared has the same ones.
+"""
+
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import metrics
+import utils
+from benchmark import compiled, step_seconds
+
+ROOT = Path(__file__).resolve().parent
+CONFIG = "configs/ladder.toml"
+SIZES = {
+    "1M": (80, 2, 32),
+    "5M": (160, 4, 64),
+    "20M": (320, 8, 128),
+}  # width, heads, width of the latent
+START, TRIES = (4e-3, 8e-3, 2e-3), 4
+SEEDS = (0, 1, 2)
+BASE = "adamw"
+POLL_S = 1.0
+XLA_FLAGS = "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type="
+
+
+class Recipe(NamedTuple):
+    """What differs from configs/ladder.toml."""
+
+    what: str
+    flags: tuple[str, ...]
+    like: str = ""  # the recipe whose learning rate it takes, and that it is compared with
+    sizes: tuple[str, ...] = tuple(SIZES)
+
+
+MUON = ("--optimizer.matrices", "muon")
+RECIPES = {
+    "adamw": Recipe("AdamW", ()),
+    "muon": Recipe("Muon for matrices", MUON),
+    "muon-short": Recipe("Muon, 0.7 of the steps", (*MUON, "--train.steps", "89"), "muon", ("5M",)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    size: str
+    recipe: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.recipe}-{self.lr:g}-{self.seed}"
+
+    def flags(self) -> list[str]:
+        width, heads, latent = SIZES[self.size]
+        seed, size = str(self.seed), {"width": width, "heads": heads, "kv_lora_rank": latent}
+        size |= {"hidden": 2 * width, "expert_hidden": width}
+        flags = [word for name, value in size.items() for word in (f"--model.{name}", str(value))]
+        flags += [*RECIPES[self.recipe].flags, "--optimizer.lr", f"{self.lr:g}"]
+        return [*flags, "--train.seed", seed, "--data.seed", seed]
+
+
+class Measured(NamedTuple):
+    steps: np.ndarray  # after which validation loss was measured; the last is the run's end
+    loss: np.ndarray
+
+    @property
+    def last(self) -> float:
+        return float(self.loss[-1])
+
+
+Runs = Mapping[Trial, Measured]
+
+
+# --- which runs -----------------------------------------------------------------------------------
+
+
+def next_rate(losses: Mapping[float, float]) -> float:
+    """The learning rate to try after those of START, and others, whose last losses are given."""
+    rates = sorted(losses)
+    at = rates.index(min(rates, key=lambda rate: losses[rate]))
+    if at == 0:
+        return _rounded(rates[0] / 2)
+    if at == len(rates) - 1:
+        return _rounded(rates[-1] * 2)
+    better = min(rates[at - 1], rates[at + 1], key=lambda rate: losses[rate])
+    return _rounded(math.sqrt(rates[at] * better))
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.2g}")
+
+
+def tried(runs: Runs, size: str, recipe: str) -> dict[float, float]:
+    """Learning rate -> last loss, with the first seed."""
+    return {
+        trial.lr: run.last
+        for trial, run in runs.items()
+        if (trial.size, trial.recipe, trial.seed) == (size, recipe, SEEDS[0])
+    }
+
+
+def best_rate(runs: Runs, size: str, recipe: str) -> float | None:
+    """None while the recipe, or the one it takes its rate from, is not tuned."""
+    losses = tried(runs, size, RECIPES[recipe].like or recipe)
+    return min(losses, key=lambda rate: losses[rate]) if len(losses) >= TRIES else None
+
+
+def wanted(runs: Runs, size: str, recipe: str) -> list[Trial]:
+    """The recipe's runs that are known to be needed, whether they are there or not."""
+    rates = [best_rate(runs, size, recipe)]
+    trials = []
+    if not RECIPES[recipe].like:
+        losses = tried(runs, size, recipe)
+        begun = all(rate in losses for rate in START)
+        trying = [*losses] + [next_rate(losses)] * (begun and len(losses) < TRIES)
+        trials = [Trial(size, recipe, rate, SEEDS[0]) for rate in (trying if begun else START)]
+    trials += [Trial(size, recipe, rate, seed) for rate in rates if rate for seed in SEEDS]
+    return list(dict.fromkeys(trials))
+
+
+def runs_of(row: tuple[str, str]) -> int:
+    """How many runs a row will have."""
+    return len(SEEDS) + (TRIES - 1) * (not RECIPES[row[1]].like)
+
+
+def all_of(names: Iterable[str], sizes: Iterable[str]) -> list[tuple[str, str]]:
+    """(size, recipe) of every row of the table."""
+    names = [*names]
+    return [(size, name) for size in sizes for name in names if size in RECIPES[name].sizes]
+
+
+# --- making them ----------------------------------------------------------------------------------
+
+
+class Going(NamedTuple):
+    trial: Trial
+    process: subprocess.Popen[bytes]
+
+
+def make(rows: Sequence[tuple[str, str]], recorded: Path, folder: Path, seconds: float) -> None:
+    """The runs of rows that are missing, one on each core, until they are there or the time is
+    over; then those that go on save.
+    """
+    going: dict[int, Going] = {}
+    until = time.monotonic() + seconds
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )
+    with bar:
+        task = bar.add_task("", total=sum(map(runs_of, rows)))
+        try:
+            while time.monotonic() < until:
+                for core in [core for core, (_, process) in going.items() if ended(process)]:
+                    trial, process = going.pop(core)
+                    record(trial, folder, recorded, process.returncode)
+                    bar.print(f"{trial.name}: {read(recorded)[trial].last:.4f}")
+                runs = read(recorded)
+                begun = runs.keys() | {trial for trial, _ in going.values()}
+                new = [t for row in rows for t in wanted(runs, *row) if t not in begun]
+                free = [core for core in cores() if core not in going]
+                for core, trial in zip(free, dict.fromkeys(new), strict=False):
+                    going[core] = Going(trial, started(trial, folder, core))
+                if not going:
+                    return
+                bar.update(
+                    task,
+                    completed=sum(t in runs for row in rows for t in wanted(runs, *row)),
+                    description=", ".join(trial.name for trial, _ in going.values()),
+                )
+                time.sleep(POLL_S)
+        finally:
+            for _, process in going.values():
+                process.terminate()
+            for _, process in going.values():
+                process.wait()
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
+def started(trial: Trial, folder: Path, core: int) -> subprocess.Popen[bytes]:
+    """main.py on one core; what it prints is in a log beside its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [*trial.flags(), "--run.dir", str(folder), "--run.name", trial.name]
+    with (folder / f"{trial.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "main.py", "--config", CONFIG, *flags],
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": "cpu"},
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+
+
+def record(trial: Trial, folder: Path, recorded: Path, code: int) -> None:
+    """Adds a run that has ended to those recorded.
+
+    Raises  ValueError where it failed.
+    """
+    if code:
+        raise ValueError(
+            f"{trial.name} ended with exit code {code}. Read {folder / trial.name}.log, mend it, "
+            "and start this again: it goes on."
+        )
+    own = folder / trial.name
+    told = metrics.read(own / "metrics.jsonl")
+    *_, start = metrics.read(own / "starts.jsonl")
+    command = ["./run.sh", "python", "main.py", "--config", CONFIG, *trial.flags()]
+    line = {
+        **asdict(trial),
+        "loss": [[r["step"], round(r["loss/val"], 5)] for r in told if "loss/val" in r],
+        "command": shlex.join(command),
+        **{name: start[name] for name in ("commit", "changed")},
+        "jax": start["versions"]["jax"],
+    }
+    metrics.append(recorded, [line])
+
+
+def read(recorded: Path) -> dict[Trial, Measured]:
+    """The runs recorded; of one that is there twice, the last."""
+    runs = {}
+    for line in metrics.read(recorded) if recorded.exists() else []:
+        steps, loss = np.array(line["loss"]).T
+        trial = Trial(**{name: line[name] for name in Trial.__annotations__})
+        runs[trial] = Measured(steps, loss)
+    return runs
+
+
+# --- what came of them ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe at one size, with the seeds that are there."""
+
+    size: str
+    recipe: str
+    lr: float
+    tries: int
+    runs: dict[int, Measured]
+
+    @property
+    def loss(self) -> "Spread":
+        return Spread.of([run.last for run in self.runs.values()])
+
+    def less_than(self, other: "Row") -> "Spread":
+        """Difference of the last losses, seed by seed."""
+        both = self.runs.keys() & other.runs.keys()
+        return Spread.of([self.runs[seed].last - other.runs[seed].last for seed in both])
+
+    def share_to(self, loss: float, steps: int) -> "Spread | None":
+        """Steps after which the loss is that low, over `steps`; None where it never is."""
+        reached = [steps_to(run, loss) for run in self.runs.values()]
+        return Spread.of([r / steps for r in reached if r]) if all(reached) else None
+
+
+class Spread(NamedTuple):
+    """A mean and its standard error, nan of one value."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(statistics.fmean(values), error)
+
+    def text(self, digits: int) -> str:
+        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:.{digits}f}{error}"
+
+
+def steps_to(run: Measured, loss: float) -> float | None:
+    """Steps after which the loss is first that low, on a line between evaluations."""
+    for i in np.flatnonzero(run.loss <= loss)[:1]:
+        if i == 0:
+            return float(run.steps[0])
+        return float(np.interp(loss, run.loss[[i, i - 1]], run.steps[[i, i - 1]]))
+    return None
+
+
+def row_of(runs: Runs, size: str, recipe: str) -> Row | None:
+    """None where no run of it is there, or it is not tuned."""
+    if (rate := best_rate(runs, size, recipe)) is None:
+        return None
+    found = {seed: runs.get(Trial(size, recipe, rate, seed)) for seed in SEEDS}
+    there = {seed: run for seed, run in found.items() if run}
+    own = not RECIPES[recipe].like
+    tries = len(tried(runs, size, recipe)) if own else 1
+    return Row(size, recipe, rate, tries, there) if there else None
+
+
+def table(runs: Runs) -> str:
+    """Markdown."""
+    lines = [
+        "| size | recipe | lr | lrs tried | seeds | validation loss | beside | difference | "
+        "steps to AdamW's loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size, name in all_of(RECIPES, SIZES):
+        if not (row := row_of(runs, size, name)):
+            continue
+        like = RECIPES[name].like or BASE
+        than, adamw = row_of(runs, size, like), row_of(runs, size, BASE)
+        share = adamw and row.share_to(adamw.loss.mean, adamw.runs[SEEDS[0]].steps[-1])
+        cells = [
+            size,
+            RECIPES[name].what,
+            f"{row.lr:g}",
+            str(row.tries),
+            str(len(row.runs)),
+            row.loss.text(4),
+            RECIPES[like].what if like != name else "",
+            row.less_than(than).text(4) if than and like != name else "",
+            share.text(2) if share and name != BASE else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(runs: Runs, path: Path, names: Sequence[str] = ("adamw", "muon")) -> None:
+    """Validation loss against tokens, the mean of the seeds and a band of their standard error."""
+    from matplotlib import rc_context  # late: runs are made without it
+    from matplotlib.figure import Figure
+
+    from plot import STYLE
+
+    found = {size: [row for n in names if (row := row_of(runs, size, n))] for size in SIZES}
+    found = {size: rows for size, rows in found.items() if rows}
+    tokens = utils.load(ROOT / CONFIG).train
+    per_step = tokens.sequences * tokens.sequence_length
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4 * max(1, len(found)), 3.6), layout="constrained")
+        for i, (size, rows) in enumerate(found.items()):
+            axes = figure.add_subplot(1, len(found), i + 1)
+            for row in rows:
+                x = next(iter(row.runs.values())).steps * per_step / 1e6
+                losses = np.stack([run.loss for run in row.runs.values()])
+                mean = losses.mean(0)
+                error = losses.std(0, ddof=min(1, len(losses) - 1)) / math.sqrt(len(losses))
+                shown = x > x[-1] / 8  # the first fall is all the same
+                label = f"{RECIPES[row.recipe].what}, lr {row.lr:g}"
+                [line] = axes.plot(x[shown], mean[shown], label=label)
+                low, high = (mean - error)[shown], (mean + error)[shown]
+                axes.fill_between(x[shown], low, high, color=line.get_color(), alpha=0.25, lw=0)
+            axes.set(title=f"{size} parameters", xlabel="tokens (millions)")
+            axes.set_ylabel("validation loss" if i == 0 else "")
+            axes.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+def times(rows: Sequence[tuple[str, str]]) -> None:
+    """Prints seconds of a step of each recipe, in turns with the others of its size."""
+    for size in dict.fromkeys(size for size, _ in rows):
+        names = [name for at, name in rows if at == size]
+        programs = []
+        for name in names:
+            flags = Trial(size, name, START[0], SEEDS[0]).flags()
+            programs.append(compiled(utils.parse(["--config", str(ROOT / CONFIG), *flags])))
+        taken = step_seconds(programs)
+        for name, seconds in zip(names, taken, strict=True):
+            print(f"{size} {name:16} {seconds:.3f} s, {seconds / taken[0]:.3f} of {names[0]}'s")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `benchmark.py recipe`."""
+
+    recipes: tyro.conf.Positional[tuple[str, ...]] = ()  # names, as muon; all
+    sizes: tuple[str, ...] = tuple(SIZES)  # 1M, 5M, 20M
+    hours: float = 6.0  # after which runs are cut short, to go on in the next call; 0 makes none
+    times: bool = False  # time steps instead
+    runs: Path = ROOT / "experiments.jsonl"  # where they are recorded
+    folder: Path = Path("runs/recipe")  # of runs that go on, and the picture
+
+
+def main(arguments: list[str]) -> None:
+    flags = tyro.cli(Flags, args=arguments, prog="benchmark.py recipe")
+    for name, known in ((flags.recipes, RECIPES), (flags.sizes, SIZES)):
+        if unknown := set(name) - known.keys():
+            raise ValueError(f"{unknown.pop()!r} is none of {', '.join(known)}. Use some of them.")
+    rows = all_of(flags.recipes or RECIPES, flags.sizes)
+    if flags.times:
+        times(rows)
+        return
+    if flags.hours:
+        make(rows, flags.runs, flags.folder.resolve(), 3600 * flags.hours)
+    if runs := read(flags.runs):
+        print(table(runs))
+        draw(runs, picture := flags.folder / "recipe.png")
+        print(picture)
