@@ -134,14 +134,15 @@ def best_rate(runs: Runs, size: str, recipe: str) -> float | None:
 
 def wanted(runs: Runs, size: str, recipe: str) -> list[Trial]:
     """The recipe's runs that are known to be needed, whether they are there or not."""
-    rates = [best_rate(runs, size, recipe)]
     trials = []
     if not RECIPES[recipe].like:
         losses = tried(runs, size, recipe)
-        begun = all(rate in losses for rate in START)
-        trying = [*losses] + [next_rate(losses)] * (begun and len(losses) < TRIES)
-        trials = [Trial(size, recipe, rate, SEEDS[0]) for rate in (trying if begun else START)]
-    trials += [Trial(size, recipe, rate, seed) for rate in rates if rate for seed in SEEDS]
+        rates = dict.fromkeys((*START, *losses))
+        if len(losses) == len(rates) < TRIES:
+            rates[next_rate(losses)] = None
+        trials = [Trial(size, recipe, rate, SEEDS[0]) for rate in rates]
+    if best := best_rate(runs, size, recipe):
+        trials += [Trial(size, recipe, best, seed) for seed in SEEDS]
     return list(dict.fromkeys(trials))
 
 
