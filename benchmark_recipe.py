@@ -35,6 +35,7 @@ from benchmark import compiled, step_seconds
 
 ROOT = Path(__file__).resolve().parent
 CONFIG = "configs/ladder.toml"
+RECORDED = ROOT / "experiments.jsonl"
 SIZES = {
     "1M": (80, 2, 32),
     "5M": (160, 4, 64),
@@ -42,8 +43,10 @@ SIZES = {
 }  # width, heads, width of the latent
 START, TRIES = (4e-3, 8e-3, 2e-3), 4
 SEEDS = (0, 1, 2)
+TRIED_AT = ("5M",)  # the sizes at which Muon is tried with something else
 BASE = "adamw"
 POLL_S = 1.0
+MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
 XLA_FLAGS = "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type="
 
 
@@ -54,13 +57,32 @@ class Recipe(NamedTuple):
     flags: tuple[str, ...]
     like: str = ""  # the recipe whose learning rate it takes, and that it is compared with
     sizes: tuple[str, ...] = tuple(SIZES)
+    commit: str = ""  # the last whose code has it, of one that did not pay
+
+
+def like_muon(what: str, *flags: str, commit: str = "") -> Recipe:
+    """Muon with something else, at the rate that Muon is tuned to."""
+    return Recipe(f"Muon, {what}", (*MUON, *flags), "muon", TRIED_AT, commit)
 
 
 MUON = ("--optimizer.matrices", "muon")
 RECIPES = {
     "adamw": Recipe("AdamW", ()),
     "muon": Recipe("Muon for matrices", MUON),
-    "muon-short": Recipe("Muon, 0.7 of the steps", (*MUON, "--train.steps", "89"), "muon", ("5M",)),
+    "muon-short": like_muon("0.7 of the steps", "--train.steps", "89"),
+    "muon-to-0": like_muon("lr decays to 0", "--optimizer.min_lr_ratio", "0"),
+    "muon-wsd": like_muon(
+        "wsd, the last 0.4 to 0",
+        *("--optimizer.schedule", "wsd", "--optimizer.decay_share", "0.4"),
+        *("--optimizer.min_lr_ratio", "0"),
+    ),
+    "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
+    "muon-decay-0.3": like_muon("weight decay 0.3", "--optimizer.weight_decay", "0.3"),
+    "muon-cautious": like_muon("cautious weight decay", "--optimizer.cautious_decay", "True"),
+    "muon-beta-0.9": like_muon("momentum 0.9", "--optimizer.muon_beta", "0.9"),
+    "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
+    "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
+    "muon-untied": like_muon("output not tied", "--model.tied", "False"),
 }
 
 
@@ -188,13 +210,13 @@ def make(rows: Sequence[tuple[str, str]], recorded: Path, folder: Path, seconds:
                 free = [core for core in cores() if core not in going]
                 for core, trial in zip(free, dict.fromkeys(new), strict=False):
                     going[core] = Going(trial, started(trial, folder, core))
-                if not going:
-                    return
                 bar.update(
                     task,
                     completed=sum(t in runs for row in rows for t in wanted(runs, *row)),
                     description=", ".join(trial.name for trial, _ in going.values()),
                 )
+                if not going:
+                    return
                 time.sleep(POLL_S)
         finally:
             for _, process in going.values():
@@ -352,6 +374,14 @@ def table(runs: Runs) -> str:
     return "\n".join(lines)
 
 
+def tell(runs: Runs, path: Path) -> None:
+    """Puts the table in the place of the one between two marks."""
+    before, mark, rest = path.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    assert mark and end, f"{path} has lost {' or '.join(MARKS)}"
+    metrics.replace(path, f"{before}{mark}\n{table(runs)}\n{end}{after}")
+
+
 def draw(runs: Runs, path: Path, names: Sequence[str] = ("adamw", "muon")) -> None:
     """Validation loss against tokens, the mean of the seeds and a band of their standard error."""
     from matplotlib import rc_context  # late: runs are made without it
@@ -408,7 +438,8 @@ class Flags:
     sizes: tuple[str, ...] = tuple(SIZES)  # 1M, 5M, 20M
     hours: float = 6.0  # after which runs are cut short, to go on in the next call; 0 makes none
     times: bool = False  # time steps instead
-    runs: Path = ROOT / "experiments.jsonl"  # where they are recorded
+    # where they are recorded; the table in EXPERIMENTS.md is that of the default's
+    runs: Path = RECORDED
     folder: Path = Path("runs/recipe")  # of runs that go on, and the picture
 
 
@@ -421,9 +452,18 @@ def main(arguments: list[str]) -> None:
     if flags.times:
         times(rows)
         return
+    gone = {name: RECIPES[name].commit for _, name in rows if RECIPES[name].commit}
+    for name in gone.keys() & {*flags.recipes}:
+        raise ValueError(
+            f"The code of {name} is no longer here: it did not pay. Check out {gone[name]}, or "
+            "leave it out."
+        )
     if flags.hours:
+        rows = [row for row in rows if row[1] not in gone]
         make(rows, flags.runs, flags.folder.resolve(), 3600 * flags.hours)
     if runs := read(flags.runs):
         print(table(runs))
+        if flags.runs == RECORDED:
+            tell(runs, ROOT / "EXPERIMENTS.md")
         draw(runs, picture := flags.folder / "recipe.png")
         print(picture)

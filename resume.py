@@ -44,7 +44,11 @@ FREE_FIELDS = {
 # These change rounding and nothing else.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
 # What a run had that was begun before there was such a field.
-ABSENT = {"optimizer.matrices": "adamw", "optimizer.muon_beta": 0.95}
+ABSENT = {
+    "optimizer.matrices": "adamw",
+    "optimizer.muon_beta": 0.95,
+    "optimizer.cautious_decay": False,
+}
 # Of [model], what weights of another run do not depend on: room, losses beside, how it computes.
 FREE_OF_WEIGHTS = WARNED_FIELDS | {
     "model.capacity_factor",

@@ -161,8 +161,21 @@ def optimizer(
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
         scale,
-        optax.add_decayed_weights(o.weight_decay, decayed),
+        decay(o.weight_decay, o.cautious_decay, decayed),
     )
+
+
+def decay(rate: float, cautious: bool, decayed: Any) -> optax.GradientTransformation:
+    """Decay of the weights that `decayed` says, decoupled; cautious, only of entries that the
+    update makes smaller, too (arXiv:2510.12402, algorithm 1).
+    """
+    if not cautious:
+        return optax.add_decayed_weights(rate, decayed)
+
+    def add(updates: Any, w: Any) -> Any:
+        return jax.tree.map(lambda u, w: u + rate * w * (u * w > 0), updates, w)
+
+    return optax.masked(optax.stateless(add), decayed)
 
 
 def rule_of(matrices: str, w: weights.Weight) -> str:

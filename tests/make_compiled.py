@@ -185,7 +185,7 @@ def config_of(name: str) -> tuple[str, utils.Config]:
     """(topology, config) of a case."""
     topology, file, changes = (CASES | GPU_CASES)[name]
     flags = []
-    for key, value in changes.items():
+    for key, value in ({"optimizer.matrices": "adamw"} | changes).items():
         keys = [key] if key != "mesh" else ["mesh.fsdp", "mesh.pipeline", "mesh.tensor"]
         values = value if key == "mesh" else [value]
         flags += [

@@ -1,0 +1,184 @@
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import benchmark_recipe as recipe
+import utils
+from benchmark_recipe import Measured, Spread, Trial
+from conftest import ROOT
+
+# Instead of main.py: half of its steps, then the other half when it is started again.
+STAND_IN = """
+import json, pathlib, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = pathlib.Path(flags["--run.dir"], flags["--run.name"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "starts.jsonl").open("a").write(json.dumps(
+    {"commit": "c0ffee", "changed": False, "versions": {"jax": "1.2.3"}}) + "\\n")
+begun = (folder / "metrics.jsonl").exists()
+with (folder / "metrics.jsonl").open("a") as file:
+    step = 8 if begun else 4
+    loss = 3 + abs(float(flags["--optimizer.lr"]) - 7e-3) + (8 - step) / 8
+    file.write(json.dumps({"step": step, "loss/val": loss}) + "\\n")
+if not begun and SLOW:
+    time.sleep(60)
+if not begun:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, "loss/val": loss - 0.5}) + "\\n")
+sys.exit(CODE)
+"""
+
+
+def run_of(loss, steps=128):
+    return Measured(np.array([steps / 2, steps]), np.array([loss + 1, loss]))
+
+
+def made(size, name, best, noise=0.0):
+    """All runs of a recipe whose loss is least at a learning rate; and in which order of rates."""
+    runs, rates = {}, []
+    while new := [t for t in recipe.wanted(runs, size, name) if t not in runs]:
+        for trial in new:
+            loss = 3 + math.log2(trial.lr / best) ** 2 + noise * trial.seed
+            runs[trial] = run_of(loss)
+            rates.append(trial.lr)
+    return runs, rates
+
+
+@pytest.mark.parametrize(
+    ("best", "fourth", "chosen"),
+    [
+        (4e-3, 2.8e-3, 4e-3),  # both neighbours alike: the lower
+        (5.5e-3, 5.7e-3, 5.7e-3),
+        (8e-3, 0.016, 8e-3),
+        (0.1, 0.016, 0.016),
+        (1e-3, 1e-3, 1e-3),
+    ],
+)
+def test_every_recipe_has_as_many_tries_and_the_best_has_the_other_seeds(best, fourth, chosen):
+    runs, rates = made("5M", "adamw", best)
+    assert rates[:4] == [4e-3, 8e-3, 2e-3, fourth]
+    assert rates[4:] == [chosen] * (len(recipe.SEEDS) - 1)
+    assert len(rates) == recipe.runs_of(("5M", "adamw"))
+    assert recipe.best_rate(runs, "5M", "adamw") == chosen
+
+
+def test_what_is_compared_has_the_rate_of_the_other_and_waits_for_it():
+    other = next(name for name, r in recipe.RECIPES.items() if r.like == "muon")
+    assert recipe.wanted({}, "5M", other) == []
+    runs, _ = made("5M", "muon", 4e-3)
+    wanted = recipe.wanted(runs, "5M", other)
+    assert wanted == [Trial("5M", other, 4e-3, seed) for seed in recipe.SEEDS]
+    assert len(wanted) == recipe.runs_of(("5M", other))
+
+
+def test_losses_are_compared_seed_by_seed():
+    adamw, _ = made("5M", "adamw", 4e-3, noise=0.5)
+    muon = {Trial(t.size, "muon", t.lr, t.seed): run_of(r.last - 0.25) for t, r in adamw.items()}
+    a, b = (recipe.row_of(adamw | muon, "5M", name) for name in ("adamw", "muon"))
+    assert a.loss == pytest.approx((3.5, 0.5 / math.sqrt(3)))
+    assert b.less_than(a) == pytest.approx((-0.25, 0.0))
+
+
+def test_steps_to_a_loss_lie_on_the_line_between_evaluations():
+    run = Measured(np.array([16, 32, 48]), np.array([5.0, 4.0, 3.5]))
+    assert recipe.steps_to(run, 5.5) == 16
+    assert recipe.steps_to(run, 4.25) == pytest.approx(28)
+    assert recipe.steps_to(run, 3.5) == 48
+    assert recipe.steps_to(run, 3.4) is None
+
+
+def test_one_value_has_no_error():
+    assert Spread.of([3.0]).text(2) == "3.00"
+    assert Spread.of([3.0, 5.0]).text(2) == "4.00 ± 1.00"
+
+
+def test_flags_of_every_trial_are_a_config_whose_model_grows_with_its_width():
+    for size, (name, what) in itertools.product(recipe.SIZES, recipe.RECIPES.items()):
+        if what.commit:  # its code is no longer here
+            continue
+        trial = Trial(size, name, 3e-3, 7)
+        config = utils.parse(["--config", str(ROOT / recipe.CONFIG), *trial.flags()])
+        assert config.train.seed == config.data.seed == 7 and config.optimizer.lr == 3e-3
+        assert config.model.width == recipe.SIZES[size][0]
+        assert config.model.width / config.model.heads == 40
+    assert trial.name == f"{size}-{name}-0.003-7"
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    def put(slow=False, code=0):
+        text = STAND_IN.replace("SLOW", str(slow)).replace("CODE", str(code))
+        (tmp_path / "main.py").write_text(text)
+
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe, "POLL_S", 0.05)
+    monkeypatch.setattr(recipe, "SEEDS", (0, 1))
+    put()
+    return SimpleNamespace(put=put, file=tmp_path / "runs.jsonl", folder=tmp_path / "runs")
+
+
+def test_runs_are_made_recorded_once_and_not_made_again(stand_in, capfd):
+    rows = [("5M", "adamw")]
+    recipe.make(rows, stand_in.file, stand_in.folder, 60.0)
+    lines = [json.loads(line) for line in stand_in.file.read_text().splitlines()]
+    assert [line["lr"] for line in lines[3:]] == [0.016, 8e-3]
+    assert {line["lr"] for line in lines[:3]} == {2e-3, 4e-3, 8e-3}
+    assert lines[0]["commit"] == "c0ffee" and lines[0]["loss"][-1][0] == 8
+    assert "main.py --config configs/ladder.toml --model.width 160" in lines[0]["command"]
+    before = stand_in.file.read_bytes()
+    recipe.make(rows, stand_in.file, stand_in.folder, 60.0)
+    assert stand_in.file.read_bytes() == before
+    assert "5/5" in capfd.readouterr().out
+
+
+def test_runs_that_are_cut_short_are_ended_and_go_on_in_the_next_call(stand_in):
+    stand_in.put(slow=True)
+    recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 1.5)
+    assert not stand_in.file.exists()
+    stand_in.put()
+    recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
+    starts = (stand_in.folder / "5M-adamw-0.004-0" / "starts.jsonl").read_text().splitlines()
+    assert len(starts) == 2 and len(stand_in.file.read_text().splitlines()) == 5
+
+
+def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):
+    stand_in.put(code=3)
+    with pytest.raises(ValueError, match=r"ended with exit code 3\. Read .*5M-adamw-0.00\d-0\.log"):
+        recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
+    assert not stand_in.file.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["adamm"], "'adamm' is none of adamw, muon"),
+        (["--sizes", "7B"], "'7B' is none of 1M, 5M, 20M"),
+    ],
+)
+def test_a_recipe_or_size_that_is_none_is_refused(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        recipe.main(arguments)
+
+
+def test_the_table_that_is_told_is_that_of_the_recorded_runs(tmp_path):
+    runs = recipe.read(ROOT / "experiments.jsonl")
+    assert recipe.table(runs) in (ROOT / "EXPERIMENTS.md").read_text()
+    recipe.draw(runs, tmp_path / "a" / "recipe.png")
+    assert (tmp_path / "a" / "recipe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_the_ladder_is_one_of_main(data, tmp_path, monkeypatch):
+    """Its own program, with its own flags, but for a size that is done at once."""
+    monkeypatch.setattr(recipe, "SIZES", {"small": (16, 2, 8)})
+    small = ["--train.steps", "2", "--eval.every_steps", "1", "--eval.sequences", "32", *data]
+    own = Trial.flags
+    monkeypatch.setattr(Trial, "flags", lambda trial: own(trial) + small)
+    trial = Trial("small", "muon", 4e-3, 1)
+    process = recipe.started(trial, tmp_path, recipe.cores()[0])
+    recipe.record(trial, tmp_path, tmp_path / "runs.jsonl", process.wait())
+    run = recipe.read(tmp_path / "runs.jsonl")[trial]
+    assert run.steps.tolist() == [1, 2] and 5 < run.last < 9
