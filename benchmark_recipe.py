@@ -43,7 +43,7 @@ SIZES = {
 }  # width, heads, width of the latent
 START, TRIES = (4e-3, 8e-3, 2e-3), 4
 SEEDS = (0, 1, 2)
-TRIED_AT = ("5M",)  # the sizes at which Muon is tried with something else
+TRIED_AT = ("1M",)  # the sizes at which Muon is tried with something else
 BASE = "adamw"
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
@@ -69,7 +69,7 @@ MUON = ("--optimizer.matrices", "muon")
 RECIPES = {
     "adamw": Recipe("AdamW", ()),
     "muon": Recipe("Muon for matrices", MUON),
-    "muon-short": like_muon("0.7 of the steps", "--train.steps", "89"),
+    "muon-short": Recipe("Muon, 0.7 of the steps", (*MUON, "--train.steps", "89"), "muon"),
     "muon-to-0": like_muon("lr decays to 0", "--optimizer.min_lr_ratio", "0"),
     "muon-wsd": like_muon(
         "wsd, the last 0.4 to 0",
