@@ -82,7 +82,6 @@ RECIPES = {
     "muon-beta-0.9": like_muon("momentum 0.9", "--optimizer.muon_beta", "0.9"),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
-    "muon-qk-norm": like_muon("queries and keys normed"),
     "muon-untied": like_muon("output not tied", "--model.tied", "False"),
 }
 

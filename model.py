@@ -457,7 +457,6 @@ def attention(
     key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
     q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
     k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
-    q_bTnA, k_bTnA = (rms_norm(x, jnp.ones(x.shape[-1:]), m.norm_epsilon) for x in (q_bTnA, k_bTnA))
     # Kept as "attention".
     y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention, score_scale(m))
 
