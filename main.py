@@ -292,6 +292,8 @@ def begin(
         f"{kernel}; {config.train.sequences} x {config.train.sequence_length} tokens per step"
     )
     say(flops.MFU_RULE)
+    if far := train.far_rate(config):
+        say(far)
     if is_primary():
         try:
             folder.files.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,9 @@ import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
 
+# The best rates of benchmark.py recipe, of each optimizer of matrices, at this width; wider models
+# have lower ones, as 1 / width (arXiv:2203.03466, table 8). One this many times as far is told.
+TUNED, TUNED_WIDTH, FAR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 NORMS = 128  # steps whose gradient norms a spike is judged by
 LEAST_NORMS = 16  # with fewer, no step is judged
 
@@ -137,6 +140,20 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
             return schedule(step + 1)  # the first step is not at 0, and the last is at the end
 
     return rate
+
+
+def far_rate(config: Config) -> str:
+    """Says so where the learning rate is far from those that were tuned; else nothing."""
+    o = config.optimizer
+    best = TUNED[o.matrices] * TUNED_WIDTH / config.model.width
+    low, high = best / FAR, best * FAR
+    if low <= o.lr <= high:
+        return ""
+    return (
+        f"warning: --optimizer.lr {o.lr:g} is far from what was tuned (EXPERIMENTS.md): with "
+        f"--optimizer.matrices {o.matrices} and --model.width {config.model.width} expect the best "
+        f"between {low:.1g} and {high:.1g}, as --optimizer.lr {best:.1g}."
+    )
 
 
 def optimizer(

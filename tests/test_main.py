@@ -203,10 +203,11 @@ def test_a_run_tells_its_plan_at_the_start_and_what_was_measured_at_the_end(data
     assert float(found[1]) == pytest.approx(predicted, rel=0.25)
 
 
-def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs):
+def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs, capsys):
     flags = "--optimizer.lr 1e38 --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
     with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
         start(data, runs, "lost", *flags.split())
+    assert "warning: --optimizer.lr 1e+38 is far from what was tuned" in capsys.readouterr().out
     records = metrics.read(runs / "lost" / "metrics.jsonl")
     last = records[-1]
     assert last["skipped"] >= 2 and None in (last["loss/train"], last["grad_norm"])

@@ -8,6 +8,7 @@ Letters: E experts, V vocabulary.
 import dataclasses
 import functools
 import os
+import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ import pytest
 import model
 import processes
 import train
+import utils
 import weights
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
+from conftest import ROOT
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
@@ -321,6 +324,24 @@ def drawn(config, seed=0):
     random = np.random.default_rng(seed)
     draw = lambda w: random.standard_normal(w.shape).astype(np.float32)  # noqa: E731
     return jax.tree.map(draw, model.declare(config))
+
+
+@pytest.mark.parametrize(
+    ("matrices", "rate", "told"),
+    [
+        ("adamw", 0.4, "lr 0.4 is far .* adamw and --model.width 48 .* 0.002 and 0.2, as .* 0.02"),
+        ("muon", 1e-4, "lr 0.0001 is far .* muon .* between 0.005 and 0.5, as --optimizer.lr 0.05"),
+        ("muon", 0.4, None),
+    ],
+)
+def test_a_learning_rate_far_from_what_was_tuned_is_told_with_the_range(matrices, rate, told):
+    found = train.far_rate(config_of(optimizer={"matrices": matrices, "lr": rate}))
+    assert re.search(told, found) if told else found == ""
+
+
+def test_example_configs_have_rates_near_those_that_were_tuned():
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        assert train.far_rate(utils.load(path)) == "", path
 
 
 def test_cautious_decay_is_of_entries_that_the_update_makes_smaller():
