@@ -346,6 +346,14 @@ def row_of(runs: Runs, size: str, recipe: str) -> Row | None:
     return Row(size, recipe, rate, tries, there) if there else None
 
 
+def at_an_end(runs: Runs, row: Row) -> str:
+    """Whether a better rate may lie beyond those that were tried."""
+    rates = tried(runs, row.size, row.recipe)
+    if RECIPES[row.recipe].like or min(rates) < row.lr < max(rates):
+        return ""
+    return " (lowest tried)" if row.lr == min(rates) else " (highest tried)"
+
+
 def table(runs: Runs) -> str:
     """Markdown."""
     lines = [
@@ -362,7 +370,7 @@ def table(runs: Runs) -> str:
         cells = [
             size,
             RECIPES[name].what,
-            f"{row.lr:g}",
+            f"{row.lr:g}{at_an_end(runs, row)}",
             str(row.tries),
             str(len(row.runs)),
             row.loss.text(4),

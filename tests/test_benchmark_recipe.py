@@ -83,6 +83,11 @@ def test_losses_are_compared_seed_by_seed():
     assert b.less_than(a) == pytest.approx((-0.25, 0.0))
 
 
+def test_a_best_rate_that_is_the_last_of_those_tried_is_told():
+    for best, told in ((4e-3, "| 0.004 |"), (0.1, "| 0.016 (highest"), (1e-3, "| 0.001 (lowest")):
+        assert told in recipe.table(made("5M", "adamw", best)[0])
+
+
 def test_steps_to_a_loss_lie_on_the_line_between_evaluations():
     run = Measured(np.array([16, 32, 48]), np.array([5.0, 4.0, 3.5]))
     assert recipe.steps_to(run, 5.5) == 16
