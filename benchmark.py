@@ -8,13 +8,14 @@
     ./run.sh python benchmark.py tokenize             text to tokens, beside tiktoken alone
     ./run.sh python benchmark.py links                three layouts over links from fast to slow
     ./run.sh python benchmark.py peer                 training, beside PyTorch and transformers
+    ./run.sh python benchmark.py recipe               losses of recipes with the same tokens
     ./run.sh python benchmark.py step --config FILE   any config, on the devices there are
     ./run.sh python benchmark.py gpu [ROW ..]         four models on one GPU (benchmark_gpu.py)
 
 `step`, `checkpoint` and `links` take main.py's flags; `gpu`, `checkpoint`, `data`, `tokenize`,
-`links` and `peer` have flags of their own, which --help tells. Compiled FLOPs are the matrix
-products in the compiled program, loops counted with their trip counts; model FLOPs those of a
-program without waste (see cost.model_flops).
+`links`, `peer` and `recipe` have flags of their own, which --help tells. Compiled FLOPs are the
+matrix products in the compiled program, loops counted with their trip counts; model FLOPs those of
+a program without waste (see cost.model_flops).
 """
 
 import dataclasses
@@ -299,8 +300,8 @@ def run() -> None:
     else:
         raise ValueError(
             f"benchmark.py {' '.join(sys.argv[1:])} is not a command: use reference, mesh, "
-            "decode, checkpoint, data, tokenize, links, peer, gpu with names of rows, or step with "
-            "flags of main.py."
+            "decode, checkpoint, data, tokenize, links, peer, recipe, gpu with names of rows, or "
+            "step with flags of main.py."
         )
 
 
