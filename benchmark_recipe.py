@@ -8,9 +8,9 @@
 Every run is main.py on configs/ladder.toml, on one core, with as many beside it as there are cores.
 Its loss is a line of experiments.jsonl with the command that made it, and a run that was cut short
 goes on from its checkpoint. A recipe that is tuned has TRIES learning rates with the first seed:
-those of START, then one halfway to the better neighbour of the best, or beyond it at an end; the
-best of them has the other seeds. Others take the rate of the recipe they are compared with. Seeds
-are of weights and of the order of the data, and what is compared has the same ones.
+those of START, then each one halfway to the better neighbour of the best, or beyond it at an end;
+the best of them has the other seeds. Others take the rate of the recipe they are compared with.
+Seeds are of weights and of the order of the data, and what is compared has the same ones.
 """
 
 import math
@@ -41,7 +41,7 @@ SIZES = {
     "5M": (160, 4, 64),
     "20M": (320, 8, 128),
 }  # width, heads, width of the latent
-START, TRIES = (4e-3, 8e-3, 2e-3), 4
+START, TRIES = (4e-3, 8e-3, 2e-3), 5
 SEEDS = (0, 1, 2)
 TRIED_AT = ("1M",)  # the sizes at which Muon is tried with something else
 BASE = "adamw"
@@ -238,14 +238,16 @@ def started(trial: Trial, folder: Path, core: int) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*trial.flags(), "--run.dir", str(folder), "--run.name", trial.name]
     with (folder / f"{trial.name}.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "main.py", "--config", CONFIG, *flags],
             cwd=ROOT,
             env=os.environ | {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": "cpu"},
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
+    # From here, as preexec_fn would fork a process that has jax's threads; the run has none yet.
+    os.sched_setaffinity(process.pid, {core})
+    return process
 
 
 def record(trial: Trial, folder: Path, recorded: Path, code: int) -> None:

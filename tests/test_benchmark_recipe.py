@@ -49,19 +49,19 @@ def made(size, name, best, noise=0.0):
 
 
 @pytest.mark.parametrize(
-    ("best", "fourth", "chosen"),
+    ("best", "later", "chosen"),
     [
-        (4e-3, 2.8e-3, 4e-3),  # both neighbours alike: the lower
-        (5.5e-3, 5.7e-3, 5.7e-3),
-        (8e-3, 0.016, 8e-3),
-        (0.1, 0.016, 0.016),
-        (1e-3, 1e-3, 1e-3),
+        (4e-3, [2.8e-3, 3.3e-3], 4e-3),  # both neighbours alike: the lower
+        (5.5e-3, [5.7e-3, 4.8e-3], 5.7e-3),
+        (8e-3, [0.016, 5.7e-3], 8e-3),
+        (0.1, [0.016, 0.032], 0.032),
+        (1e-3, [1e-3, 5e-4], 1e-3),
     ],
 )
-def test_every_recipe_has_as_many_tries_and_the_best_has_the_other_seeds(best, fourth, chosen):
+def test_every_recipe_has_as_many_tries_and_the_best_has_the_other_seeds(best, later, chosen):
     runs, rates = made("5M", "adamw", best)
-    assert rates[:4] == [4e-3, 8e-3, 2e-3, fourth]
-    assert rates[4:] == [chosen] * (len(recipe.SEEDS) - 1)
+    assert rates[:5] == [4e-3, 8e-3, 2e-3, *later]
+    assert rates[5:] == [chosen] * (len(recipe.SEEDS) - 1)
     assert len(rates) == recipe.runs_of(("5M", "adamw"))
     assert recipe.best_rate(runs, "5M", "adamw") == chosen
 
@@ -84,7 +84,7 @@ def test_losses_are_compared_seed_by_seed():
 
 
 def test_a_best_rate_that_is_the_last_of_those_tried_is_told():
-    for best, told in ((4e-3, "| 0.004 |"), (0.1, "| 0.016 (highest"), (1e-3, "| 0.001 (lowest")):
+    for best, told in ((4e-3, "| 0.004 |"), (0.1, "| 0.032 (highest"), (1e-4, "| 0.0005 (lowest")):
         assert told in recipe.table(made("5M", "adamw", best)[0])
 
 
@@ -130,24 +130,24 @@ def test_runs_are_made_recorded_once_and_not_made_again(stand_in, capfd):
     rows = [("5M", "adamw")]
     recipe.make(rows, stand_in.file, stand_in.folder, 60.0)
     lines = [json.loads(line) for line in stand_in.file.read_text().splitlines()]
-    assert [line["lr"] for line in lines[3:]] == [0.016, 8e-3]
+    assert [line["lr"] for line in lines[3:]] == [0.016, 5.7e-3, 8e-3]
     assert {line["lr"] for line in lines[:3]} == {2e-3, 4e-3, 8e-3}
     assert lines[0]["commit"] == "c0ffee" and lines[0]["loss"][-1][0] == 8
     assert "main.py --config configs/ladder.toml --model.width 160" in lines[0]["command"]
     before = stand_in.file.read_bytes()
     recipe.make(rows, stand_in.file, stand_in.folder, 60.0)
     assert stand_in.file.read_bytes() == before
-    assert "5/5" in capfd.readouterr().out
+    assert "6/6" in capfd.readouterr().out
 
 
 def test_runs_that_are_cut_short_are_ended_and_go_on_in_the_next_call(stand_in):
     stand_in.put(slow=True)
-    recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 1.5)
+    recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 4.0)
     assert not stand_in.file.exists()
     stand_in.put()
     recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
     starts = (stand_in.folder / "5M-adamw-0.004-0" / "starts.jsonl").read_text().splitlines()
-    assert len(starts) == 2 and len(stand_in.file.read_text().splitlines()) == 5
+    assert len(starts) == 2 and len(stand_in.file.read_text().splitlines()) == 6
 
 
 def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):
