@@ -49,7 +49,9 @@ def record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    """The code's commit, and whether the code differs from it; null where git cannot tell."""
+    """The code's commit, and whether the code (not texts, not what was measured) differs from it;
+    null where git cannot tell.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -63,7 +65,8 @@ def _commit() -> dict[str, Any]:
 
     try:
         commit = git("rev-parse", "HEAD")
-        return {"commit": commit, "changed": bool(git("status", "--porcelain", "-uno"))}
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!*.md", ":!*.jsonl")
+        return {"commit": commit, "changed": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "changed": None}
 

@@ -28,8 +28,8 @@ import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
 
-# The best rates of benchmark.py recipe, of each optimizer of matrices, at this width; wider models
-# have lower ones, as 1 / width (arXiv:2203.03466, table 8). One this many times as far is told.
+# The best rates that benchmark.py recipe found, of each optimizer of matrices, at this width. Wider
+# models have lower ones, as 1 / width (arXiv:2203.03466, table 3). What lies FAR times off is told.
 TUNED, TUNED_WIDTH, FAR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 NORMS = 128  # steps whose gradient norms a spike is judged by
 LEAST_NORMS = 16  # with fewer, no step is judged
@@ -145,7 +145,7 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
 def far_rate(config: Config) -> str:
     """Says so where the learning rate is far from those that were tuned; else nothing."""
     o = config.optimizer
-    best = TUNED[o.matrices] * TUNED_WIDTH / config.model.width
+    best = TUNED[o.matrices] * min(1, TUNED_WIDTH / config.model.width)
     low, high = best / FAR, best * FAR
     if low <= o.lr <= high:
         return ""

@@ -492,26 +492,7 @@ def check(config: Config) -> None:
     (see weights.check_cuts).
     """
     m, train, mesh = config.model, config.train, config.mesh
-    for name, known in _names().items():
-        section, key = name.split(".")
-        value = _typed(f"--{name}", known, getattr(getattr(config, section), key))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{name} {value} is not a finite number. Use one.")
-        low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            raise ValueError(f"--{name} {value} is below {low}. Use {low} or more.")
-    if 0 < train.skip_spikes < 1:
-        raise ValueError(
-            f"--train.skip_spikes {train.skip_spikes} would leave out steps whose gradient norm is "
-            "below the median of those before: it must be 1 or more. Use 5.0, or 0.0, which turns "
-            "it off."
-        )
-    for key in ("beta1", "beta2", "muon_beta"):
-        if (beta := getattr(config.optimizer, key)) >= 1:
-            raise ValueError(
-                f"--optimizer.{key} {beta} keeps all of what was before, or more: it must be below "
-                f"1. Use {getattr(Optimizer, key)}."
-            )
+    check_numbers(config)
     _remat(train.remat)
     check_times(config.run)
     check_attention(config)
@@ -575,6 +556,29 @@ MAY_BE_ZERO = frozenset(
         "check_replicas_every",
     ]
 )
+
+
+def check_numbers(config: Config) -> None:
+    """Types and bounds of each field on its own."""
+    for name, known in _names().items():
+        section, key = name.split(".")
+        value = _typed(f"--{name}", known, getattr(getattr(config, section), key))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name} {value} is not a finite number. Use one.")
+        low = 0 if key in MAY_BE_ZERO or isinstance(value, float) else 1
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+            raise ValueError(f"--{name} {value} is below {low}. Use {low} or more.")
+    if 0 < (spikes := config.train.skip_spikes) < 1:
+        raise ValueError(
+            f"--train.skip_spikes {spikes} would leave out steps whose gradient norm is below the "
+            "median of those before: it must be 1 or more. Use 5.0, or 0.0, which turns it off."
+        )
+    for key in ("beta1", "beta2", "muon_beta"):
+        if (beta := getattr(config.optimizer, key)) >= 1:
+            raise ValueError(
+                f"--optimizer.{key} {beta} keeps all of what was before, or more: it must be below "
+                f"1. Use {getattr(Optimizer, key)}."
+            )
 
 
 def check_rope(m: Model) -> None:

@@ -327,15 +327,20 @@ def drawn(config, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("matrices", "rate", "told"),
+    ("matrices", "width", "rate", "told"),
     [
-        ("adamw", 0.4, "lr 0.4 is far .* adamw and --model.width 48 .* 0.002 and 0.2, as .* 0.02"),
-        ("muon", 1e-4, "lr 0.0001 is far .* muon .* between 0.005 and 0.5, as --optimizer.lr 0.05"),
-        ("muon", 0.4, None),
+        ("adamw", 48, 0.1, "lr 0.1 is far .* adamw and .*width 48 .* 0.0006 and 0.06, as .* 0.006"),
+        ("adamw", 1600, 0.01, "lr 0.01 is far .* .* 6e-05 and 0.006, as .* 0.0006"),
+        ("muon", 48, 1e-4, "lr 0.0001 is far .* muon .* 0.002 and 0.2, as --optimizer.lr 0.02"),
+        ("muon", 48, 0.15, None),
+        ("muon", 1600, 0.15, "is far"),
     ],
 )
-def test_a_learning_rate_far_from_what_was_tuned_is_told_with_the_range(matrices, rate, told):
-    found = train.far_rate(config_of(optimizer={"matrices": matrices, "lr": rate}))
+def test_a_learning_rate_far_from_what_was_tuned_is_told_with_the_range(
+    matrices, width, rate, told
+):
+    config = config_of(optimizer={"matrices": matrices, "lr": rate}, width=width)
+    found = train.far_rate(config)
     assert re.search(told, found) if told else found == ""
 
 
