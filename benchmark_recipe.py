@@ -16,6 +16,7 @@ Seeds are of weights and of the order of the data, and what is compared has the 
 import math
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ START, TRIES = (4e-3, 8e-3, 2e-3), 5
 SEEDS = (0, 1, 2)
 TRIED_AT = ("1M",)  # the sizes at which Muon is tried with something else
 BASE = "adamw"
+DRAWN = ("adamw", "muon")
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
 ENVIRONMENT = {
@@ -202,7 +204,9 @@ def make(rows: Sequence[tuple[str, str]], recorded: Path, folder: Path, seconds:
         task = bar.add_task("", total=sum(map(runs_of, rows)))
         try:
             while time.monotonic() < until:
-                for core in [core for core, (_, process) in going.items() if ended(process)]:
+                for core in [
+                    core for core, (_, process) in going.items() if process.poll() is not None
+                ]:
                     trial, process = going.pop(core)
                     record(trial, folder, recorded, process.returncode)
                     bar.print(f"{trial.name}: {read(recorded)[trial].last:.4f}")
@@ -231,10 +235,6 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is not None
-
-
 def started(trial: Trial, folder: Path, core: int) -> subprocess.Popen[bytes]:
     """main.py on one core; what it prints is in a log beside its folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,9 +258,11 @@ def record(trial: Trial, folder: Path, recorded: Path, code: int) -> None:
     Raises  ValueError where it failed.
     """
     if code:
+        log = folder / f"{trial.name}.log"
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         raise ValueError(
-            f"{trial.name} ended with exit code {code}. Read {folder / trial.name}.log, mend it, "
-            "and start this again: it goes on."
+            f"{trial.name} ended with exit code {code}: {''.join(last).strip()}\n"
+            f"All of it is in {log}. Mend it, and start this again: it goes on."
         )
     own = folder / trial.name
     told = metrics.read(own / "metrics.jsonl")
@@ -303,10 +305,11 @@ class Row:
     def loss(self) -> "Spread":
         return Spread.of([run.last for run in self.runs.values()])
 
-    def less_than(self, other: "Row") -> "Spread":
-        """Difference of the last losses, seed by seed."""
+    def less_than(self, other: "Row") -> "Spread | None":
+        """Difference of the last losses, seed by seed; None where they share no seed."""
         both = self.runs.keys() & other.runs.keys()
-        return Spread.of([self.runs[seed].last - other.runs[seed].last for seed in both])
+        less = [self.runs[seed].last - other.runs[seed].last for seed in both]
+        return Spread.of(less) if less else None
 
     def share_to(self, loss: float, steps: int) -> "Spread | None":
         """Steps after which the loss is that low, over `steps`; None where it never is."""
@@ -371,6 +374,7 @@ def table(runs: Runs) -> str:
         like = RECIPES[name].like or BASE
         than, adamw = row_of(runs, size, like), row_of(runs, size, BASE)
         share = adamw and row.share_to(adamw.loss.mean, adamw.runs[SEEDS[0]].steps[-1])
+        less = row.less_than(than) if than and like != name else None
         cells = [
             size,
             RECIPES[name].what,
@@ -379,8 +383,8 @@ def table(runs: Runs) -> str:
             str(len(row.runs)),
             row.loss.text(4),
             RECIPES[like].what if like != name else "",
-            row.less_than(than).text(4) if than and like != name else "",
-            share.text(2) if share and name != BASE else "",
+            less.text(4) if less else "",
+            share.text(3) if share and name != BASE else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -394,14 +398,14 @@ def tell(runs: Runs, path: Path) -> None:
     metrics.replace(path, f"{before}{mark}\n{table(runs)}\n{end}{after}")
 
 
-def draw(runs: Runs, path: Path, names: Sequence[str] = ("adamw", "muon")) -> None:
+def draw(runs: Runs, path: Path) -> None:
     """Validation loss against tokens, the mean of the seeds and a band of their standard error."""
     from matplotlib import rc_context  # late: runs are made without it
     from matplotlib.figure import Figure
 
     from plot import STYLE
 
-    found = {size: [row for n in names if (row := row_of(runs, size, n))] for size in SIZES}
+    found = {size: [row for n in DRAWN if (row := row_of(runs, size, n))] for size in SIZES}
     found = {size: rows for size, rows in found.items() if rows}
     tokens = utils.load(ROOT / CONFIG).train
     per_step = tokens.sequences * tokens.sequence_length
@@ -461,17 +465,18 @@ def main(arguments: list[str]) -> None:
         if unknown := set(name) - known.keys():
             raise ValueError(f"{unknown.pop()!r} is none of {', '.join(known)}. Use some of them.")
     rows = all_of(flags.recipes or RECIPES, flags.sizes)
+    for name in flags.recipes:
+        if commit := RECIPES[name].commit:
+            raise ValueError(
+                f"The code of {name} is no longer here: it did not pay. Check out {commit}, or "
+                "leave it out."
+            )
+    rows = [row for row in rows if not RECIPES[row[1]].commit]
     if flags.times:
         times(rows)
         return
-    gone = {name: RECIPES[name].commit for _, name in rows if RECIPES[name].commit}
-    for name in gone.keys() & {*flags.recipes}:
-        raise ValueError(
-            f"The code of {name} is no longer here: it did not pay. Check out {gone[name]}, or "
-            "leave it out."
-        )
     if flags.hours:
-        rows = [row for row in rows if row[1] not in gone]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs
         make(rows, flags.runs, flags.folder.resolve(), 3600 * flags.hours)
     if runs := read(flags.runs):
         print(table(runs))

@@ -15,6 +15,7 @@ Words: `slots` is room at an expert, `part_x` a value that ranks still have to a
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -306,8 +307,19 @@ class How(NamedTuple):
 
 
 def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum in the arguments' dtype; float32 is multiplied as float32 on every device."""
-    return jnp.einsum(formula, x, w, precision="highest" if x.dtype == jnp.float32 else None)
+    """einsum in the arguments' dtype; float32 is multiplied as float32 on every device.
+
+    Rows and positions are multiplied as one dimension: where the gradient of a weight would sum
+    over two, XLA for CPUs writes transposed copies of both operands first.
+    """
+    precision = "highest" if x.dtype == jnp.float32 else None
+    of_x, of_w, of_y = re.split(",|->", formula)
+    rows, positions = of_x[:2]
+    if of_y[:2] != of_x[:2] or rows in of_w or positions in of_w:
+        return jnp.einsum(formula, x, w, precision=precision)
+    flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    y = jnp.einsum(f"{of_x[1:]},{of_w}->{of_y[1:]}", flat, w, precision=precision)
+    return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:

@@ -1,6 +1,10 @@
 import itertools
 import json
 import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,13 +14,15 @@ import benchmark_recipe as recipe
 import utils
 from benchmark_recipe import Measured, Spread, Trial
 from conftest import ROOT
+from hosts import wait_for
 
 # Instead of main.py: half of its steps, then the other half when it is started again.
 STAND_IN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 folder = pathlib.Path(flags["--run.dir"], flags["--run.name"])
 folder.mkdir(parents=True, exist_ok=True)
+(folder / "id").write_text(str(os.getpid()))
 (folder / "starts.jsonl").open("a").write(json.dumps(
     {"commit": "c0ffee", "changed": False, "versions": {"jax": "1.2.3"}}) + "\\n")
 begun = (folder / "metrics.jsonl").exists()
@@ -29,6 +35,8 @@ if not begun and SLOW:
 if not begun:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 8, "loss/val": loss - 0.5}) + "\\n")
+if CODE:
+    print("what went before\\nno such data\\n")
 sys.exit(CODE)
 """
 
@@ -83,6 +91,15 @@ def test_losses_are_compared_seed_by_seed():
     assert b.less_than(a) == pytest.approx((-0.25, 0.0))
 
 
+def test_rows_without_a_common_seed_have_no_difference():
+    runs, _ = made("5M", "muon", 4e-3)
+    other = next(name for name, r in recipe.RECIPES.items() if r.like == "muon")
+    runs = {t: run for t, run in runs.items() if t.seed == 0}
+    runs[Trial("5M", other, 4e-3, 1)] = run_of(2.5)
+    [row] = [line for line in recipe.table(runs).splitlines() if "2.5000" in line]
+    assert "| 2.5000 | Muon for matrices |  |" in row
+
+
 def test_a_best_rate_that_is_the_last_of_those_tried_is_told():
     for best, told in ((4e-3, "| 0.004 |"), (0.1, "| 0.032 (highest"), (1e-4, "| 0.0005 (lowest")):
         assert told in recipe.table(made("5M", "adamw", best)[0])
@@ -123,7 +140,9 @@ def stand_in(monkeypatch, tmp_path):
     monkeypatch.setattr(recipe, "POLL_S", 0.05)
     monkeypatch.setattr(recipe, "SEEDS", (0, 1))
     put()
-    return SimpleNamespace(put=put, file=tmp_path / "runs.jsonl", folder=tmp_path / "runs")
+    return SimpleNamespace(
+        put=put, file=tmp_path / "runs.jsonl", folder=tmp_path / "runs", root=tmp_path
+    )
 
 
 def test_runs_are_made_recorded_once_and_not_made_again(stand_in, capfd):
@@ -152,7 +171,8 @@ def test_runs_that_are_cut_short_are_ended_and_go_on_in_the_next_call(stand_in):
 
 def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):
     stand_in.put(code=3)
-    with pytest.raises(ValueError, match=r"ended with exit code 3\. Read .*5M-adamw-0.00\d-0\.log"):
+    told = r"ended with exit code 3: no such data\nAll of it is in .*5M-adamw-0.00\d-0\.log"
+    with pytest.raises(ValueError, match=told):
         recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
     assert not stand_in.file.exists()
 
@@ -167,6 +187,31 @@ def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):
 def test_a_recipe_or_size_that_is_none_is_refused(arguments, told):
     with pytest.raises(ValueError, match=told):
         recipe.main(arguments)
+
+
+@pytest.mark.parametrize("flags", [[], ["--times"], ["--hours", "0"]])
+def test_a_recipe_whose_code_is_gone_names_the_commit_that_has_it(monkeypatch, flags):
+    gone = recipe.RECIPES["muon"]._replace(commit="c0ffee")
+    monkeypatch.setitem(recipe.RECIPES, "muon", gone)
+    with pytest.raises(ValueError, match="Check out c0ffee"):
+        recipe.main(["muon", *flags])
+
+
+def test_what_ends_the_harness_ends_its_runs(stand_in):
+    """SIGTERM, to the command as it is called."""
+    stand_in.put(slow=True)
+    code = (
+        f"import benchmark_recipe as r, pathlib; r.ROOT = pathlib.Path({str(stand_in.root)!r})\n"
+        f"r.main(['adamw', '--sizes', '5M', '--runs', {str(stand_in.file)!r}, "
+        f"'--folder', {str(stand_in.folder)!r}])"
+    )
+    harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    begun = min(len(recipe.cores()), len(recipe.START))
+    wait_for(lambda: len([*stand_in.folder.glob("*/metrics.jsonl")]) == begun)
+    harness.terminate()
+    assert harness.wait(30) == 128 + signal.SIGTERM
+    for file in stand_in.folder.glob("*/id"):
+        assert not Path("/proc", file.read_text()).exists()
 
 
 def test_the_table_that_is_told_is_that_of_the_recorded_runs(tmp_path):

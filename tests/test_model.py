@@ -344,9 +344,14 @@ def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again()
 @pytest.mark.parametrize("gather", ["step", "layer"])
 @pytest.mark.parametrize("layout", ["spread", "gathered"])
 def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
-    config = config_of((2, 1, 2), gather=gather, experts_layout=layout, q_lora_rank=24)
+    fields = {
+        "experts_layout": layout,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+    }  # 32 tokens are others
+    config = config_of((2, 1, 2), gather=gather, **fields)
     kept = {shape for shape, _ in kept_for_backward(config)}
-    D, N, Q, C, F, E, G = 48, 2, 24, 32, 36, 8, 28  # of a tensor rank
+    D, N, Q, C, F, E, G = 48, 2, 24, 20, 36, 8, 28  # of a tensor rank
     whole = [(D, Q), (Q, N, 32), (D, C + 12), (C, N, 48), (N, 28, D), (D, F), (F, D), (D, 2 * G)]
     whole += [(D, G), (G, D)]
     experts = [(E, D, G), (E, G, D), (E // 4, D, 2 * G), (E // 4, 2 * G, D), (E // 4, D, 4 * G)]
