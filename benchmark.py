@@ -60,6 +60,16 @@ STEPS = 8  # timed ones, after one that is not
 ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
 
+def one_cpu_device(cores: int) -> dict[str, str]:
+    """Environment in which jax computes with one device of a CPU.
+
+    It waits for no other device, so run.sh's many threads only take each other's time; and XLA's
+    newer fusions (YNN), which several devices gain from, cost it a fifth.
+    """
+    flags = "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type="
+    return {"PJRT_NPROC": str(cores), "XLA_FLAGS": flags}
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled training step, and what it runs on."""

@@ -33,7 +33,15 @@ import model
 import train
 import utils
 import weights
-from benchmark import ONE_DEVICE, compiled, random_batch, reference_config, spread, with_values
+from benchmark import (
+    ONE_DEVICE,
+    compiled,
+    one_cpu_device,
+    random_batch,
+    reference_config,
+    spread,
+    with_values,
+)
 from benchmark_decode import exported
 from utils import Config
 
@@ -239,10 +247,12 @@ def main(arguments: list[str]) -> None:
         Flags, args=arguments, use_underscores=True, description=__doc__, prog="benchmark.py peer"
     )
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room too
+    cores = len(os.sched_getaffinity(0))
+    os.environ |= one_cpu_device(cores)
     check(flags)
     import torch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA computes with
+    torch.set_num_threads(cores)
     on_gpu = jax.default_backend() == "gpu"
     for name in flags.models or (("moe", "dense") if on_gpu else ("moe",)):
         compare(name, flags)

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import metrics
 import utils
-from benchmark import compiled, step_seconds
+from benchmark import compiled, one_cpu_device, step_seconds
 
 ROOT = Path(__file__).resolve().parent
 CONFIG = "configs/ladder.toml"
@@ -44,16 +44,12 @@ SIZES = {
 }  # width, heads, width of the latent
 START, TRIES = (4e-3, 8e-3, 2e-3), 5
 SEEDS = (0, 1, 2)
-TRIED_AT = ("1M",)  # the sizes at which Muon is tried with something else
+TRIED_AT, SMALL = ("1M",), ("1M", "5M")  # where Muon is tried with something else
 BASE = "adamw"
 DRAWN = ("adamw", "muon")
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type=",
-    "PJRT_NPROC": "1",  # run.sh's many threads, for devices that wait, take twice as long
-}
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **one_cpu_device(cores=1)}
 
 
 class Recipe(NamedTuple):
@@ -66,25 +62,30 @@ class Recipe(NamedTuple):
     commit: str = ""  # the last whose code has it, of one that did not pay
 
 
-def like_muon(what: str, *flags: str, commit: str = "") -> Recipe:
+def like_muon(
+    what: str, *flags: str, sizes: tuple[str, ...] = TRIED_AT, commit: str = ""
+) -> Recipe:
     """Muon with something else, at the rate that Muon is tuned to."""
-    return Recipe(f"Muon, {what}", (*MUON, *flags), "muon", TRIED_AT, commit)
+    return Recipe(f"Muon, {what}", (*MUON, *flags), "muon", sizes, commit)
 
 
 MUON = ("--optimizer.matrices", "muon")
+WSD = ("--optimizer.schedule", "wsd", "--optimizer.decay_share", "0.4")
+WSD += ("--optimizer.min_lr_ratio", "0")
+DECAY = ("--optimizer.weight_decay", "0.3")
+CAUTIOUS = ("--optimizer.cautious_decay", "True")
 RECIPES = {
     "adamw": Recipe("AdamW", ()),
     "muon": Recipe("Muon for matrices", MUON),
-    "muon-short": Recipe("Muon, 0.7 of the steps", (*MUON, "--train.steps", "89"), "muon"),
+    "muon-short": like_muon("0.7 of the steps", "--train.steps", "89", sizes=SMALL),
     "muon-to-0": like_muon("lr decays to 0", "--optimizer.min_lr_ratio", "0"),
-    "muon-wsd": like_muon(
-        "wsd, the last 0.4 to 0",
-        *("--optimizer.schedule", "wsd", "--optimizer.decay_share", "0.4"),
-        *("--optimizer.min_lr_ratio", "0"),
-    ),
+    "muon-wsd": like_muon("wsd, the last 0.4 to 0", *WSD),
     "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
-    "muon-decay-0.3": like_muon("weight decay 0.3", "--optimizer.weight_decay", "0.3"),
-    "muon-cautious": like_muon("cautious weight decay", "--optimizer.cautious_decay", "True"),
+    "muon-decay-0.3": like_muon("weight decay 0.3", *DECAY),
+    "muon-decay-1": like_muon("weight decay 1", "--optimizer.weight_decay", "1"),
+    "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS),
+    "muon-cautious-0.3": like_muon("cautious weight decay 0.3", *CAUTIOUS, *DECAY),
+    "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=SMALL),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
 }
