@@ -52,7 +52,7 @@ def table() -> Any:
 class Query:
     """Queries straight from the residual stream."""
 
-    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x A")
+    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
 
 
 @flax.struct.dataclass
@@ -61,7 +61,7 @@ class LowRankQuery:
 
     down: jax.Array = weight("D/fsdp Q", normal("D"), matrix="D x Q")
     norm: jax.Array = weight("Q", ones, decay=False, float32=True)
-    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"), matrix="Q x A")
+    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"), matrix="Q x N A")
 
 
 @flax.struct.dataclass
@@ -74,8 +74,8 @@ class Attention:
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
     kv_down: jax.Array = weight("D/fsdp C+R", normal("D"), matrix="D x C+R")
     kv_norm: jax.Array = weight("C", ones, decay=False, float32=True)
-    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x H+W")
-    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL), matrix="W x D")
+    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x N H+W")
+    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL), matrix="N W x D")
 
 
 @flax.struct.dataclass
