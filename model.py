@@ -34,7 +34,7 @@ from weights import Size, normal, ones, vary, varying, weight, zeros
 
 # First values of what is added to the residual stream, over 1/sqrt(inputs): layers begin as a small
 # change of the embedding, which is learned first (0.4 nats after 120 steps of a tiny model).
-RESIDUAL = 1.0
+RESIDUAL = 0.1
 
 # --- weights --------------------------------------------------------------------------------------
 
