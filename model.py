@@ -470,7 +470,6 @@ def attention(
     q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
     k_bTnA = jnp.concatenate([k_bTnH, key_bTnR], axis=-1)
     # Kept as "attention".
-    q_bTnA, k_bTnA = (rms_norm(x, jnp.ones(x.shape[-1:]), m.norm_epsilon) for x in (q_bTnA, k_bTnA))
     y_bTnW = attend(q_bTnA, k_bTnA, v_bTnW, segments_bT, how.attention, score_scale(m))
 
     # n contracted: each tensor rank has its heads' part.
