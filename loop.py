@@ -251,7 +251,7 @@ class Loop:
     ) -> None:
         if evaluate:
             self.watch.doing(f"evaluation after step {step}")
-            recorder.evaluation({"step": step} | self.validation(state.optimizer[-1].weights))
+            recorder.evaluation({"step": step} | self.validation(state.weights))
         if sample and self.sample is not None:
             self.watch.doing(f"samples after step {step}")
             self._write_samples(self.sample(state.weights, step))

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax
 import jax
@@ -179,20 +179,7 @@ def optimizer(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
         scale,
         decay(o.weight_decay, o.cautious_decay, decayed),
-        average(0.9),
     )
-
-
-class Averaged(NamedTuple):
-    weights: Any
-
-
-def average(rate: float) -> optax.GradientTransformation:
-    def update(updates: Any, state: Averaged, w: Any) -> tuple[Any, Averaged]:
-        new = jax.tree.map(lambda a, w: rate * a + (1 - rate) * w, state.weights, w)
-        return updates, Averaged(new)
-
-    return optax.GradientTransformation(lambda w: Averaged(jax.tree.map(jnp.copy, w)), update)
 
 
 def decay(rate: float, cautious: bool, decayed: Any) -> optax.GradientTransformation:
