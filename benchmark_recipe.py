@@ -87,7 +87,6 @@ RECIPES = {
     "muon-cautious-0.3": like_muon("cautious weight decay 0.3", *CAUTIOUS, *DECAY),
     "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=SMALL),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
-    "muon-ahead": like_muon("the token after the next is predicted, too"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
 }
 

@@ -167,22 +167,9 @@ class First:
 
 
 @flax.struct.dataclass
-class Ahead:
-    """Predicts the token after the next (arXiv:2412.19437, section 2.2)."""
-
-    layer: DenseLayer
-    norm: jax.Array = weight("D", ones, decay=False, float32=True)
-    hidden_norm: jax.Array = weight("D", ones, decay=False, float32=True)
-    embedding_norm: jax.Array = weight("D", ones, decay=False, float32=True)
-    hidden: jax.Array = weight("D J/fsdp", normal("D"), matrix="D x J")
-    embedding: jax.Array = weight("D J/fsdp", normal("D"), matrix="D x J")
-
-
-@flax.struct.dataclass
 class Last:
     """What runs after the last stage; without `output` the embedding is used."""
 
-    ahead: Ahead
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
     output: jax.Array | None = table()
 
@@ -213,7 +200,6 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
     m, mesh = config.model, config.mesh
     flags = {
         "D": "width",
-        "J": "width",
         "N": "heads",
         "Q": "q_lora_rank",
         "C": "kv_lora_rank",
@@ -268,8 +254,7 @@ def declare(config: utils.Config) -> Transformer:
         moe=moe if m.moe_layers else None,
     )
     prefix = weights.stacked(dense, "prefix", size) if m.prefix_layers else None
-    ahead = weights.declare(Ahead, size, layer=dense)
-    last = weights.declare(Last, size, ahead=ahead)
+    last = weights.declare(Last, size)
     tree = Transformer(
         first=weights.declare(First, size, prefix=prefix),
         blocks=weights.stacked(block, "virtual stage/pipeline block", size),

@@ -38,7 +38,6 @@ from model import (
     gather_sequence,
     local_ids,
     log_loss,
-    matmul,
     moe_layer,
     rms_norm,
     slice_logits,
@@ -159,25 +158,6 @@ def last_loss(
     targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
     options = config.model.vocabulary, config.model.z_loss
     return chunked_loss(options, ends.output, h_cnD, targets_cn, weights_cn * token_scale)
-
-
-def two_losses(
-    config: Config, how: How, token_scale: jax.Array, ends: Ends, data: Batch, y_btD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`last_loss`, and 0.3 times the loss of the token after the next."""
-    loss, sums = last_loss(config, token_scale, ends, data, y_btD)
-    w, epsilon = ends.last.ahead, config.model.norm_epsilon
-    x_btD = matmul("bTD,DJ->bTJ", rms_norm(y_btD, w.hidden_norm, epsilon), w.hidden)
-    next_btD = rms_norm(embed(ends.first.embedding, data.targets), w.embedding_norm, epsilon)
-    x_btD += matmul("bTD,DJ->bTJ", next_btD, w.embedding)
-    at = At(jnp.int32(0), data.number, jnp.int32(0))
-    x_btD = remat(config)(partial(dense_layer, how=how))(w.layer, vary(x_btD), None, at=at)
-    ends = ends._replace(last=ends.last.replace(norm=w.norm))
-    data = data.replace(
-        targets=jnp.roll(data.targets, -1, axis=1),
-        loss_weights=jnp.roll(data.loss_weights, -1, axis=1).at[:, -1].set(0),
-    )
-    return loss + 0.3 * last_loss(config, token_scale, ends, data, x_btD)[0], sums
 
 
 @jax.named_scope("loss")
@@ -320,7 +300,6 @@ def loss_and_gradients(
         data = numbered(data)
         token_scale, balance_scale = scales(data, m.balance_loss)
         run = functions(config, declared, how, step, token_scale, balance_scale)
-        run = run._replace(last=partial(two_losses, config, how, token_scale))
         w = prepare(config, declared, w)
         grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
         return finish(config, declared, grads), summarize(config, sums, routing, balance_scale)
