@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ import weights
 from planning import cost, hlo
 from utils import Config
 
+ROOT = Path(__file__).resolve().parent
 PARTS = (
     "gpu",
     "peer",
@@ -208,18 +210,9 @@ def step(arguments: list[str]) -> None:
 
 
 def reference_config(**train: Any) -> Config:
-    """23.5M parameters: 4 blocks of one dense and one MoE layer, on mesh (2, 2, 2), float32."""
-    return Config(
-        mesh=utils.Mesh(fsdp=2, pipeline=2, tensor=2),
-        model=utils.Model(
-            vocabulary=4096, width=256, blocks=4, heads=4, q_lora_rank=64, kv_lora_rank=64,
-            qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, hidden=688, expert_hidden=688,
-            experts=8, experts_per_token=2, shared_experts=1, capacity_factor=1.5,
-            compute_dtype="float32",
-        ),
-        train=utils.Train(sequences=8, sequence_length=256, microbatches=4, **train),
-        eval=utils.Eval(sequences=8),
-    )  # fmt: skip
+    """configs/reference.toml with AdamW, which others have, too."""
+    config = utils.load(ROOT / "configs" / "reference.toml")
+    return with_values(config, optimizer={"matrices": "adamw", "lr": 1e-3}, train=train)
 
 
 def reference() -> None:
@@ -265,7 +258,7 @@ def share_of_machine(best: float, machine: float) -> str:
 
 def mesh() -> None:
     """One device against eight, waste of a dense model, and compile time against size."""
-    tiny = utils.load("configs/tiny.toml")
+    tiny = utils.load(ROOT / "configs" / "tiny.toml")
     one = with_values(tiny, mesh=ONE_DEVICE)
     programs = [compiled(one), compiled(tiny)]
     seconds = step_seconds(programs)

@@ -72,7 +72,7 @@ def like_muon(
 MUON = ("--optimizer.matrices", "muon")
 WSD = ("--optimizer.schedule", "wsd", "--optimizer.decay_share", "0.4")
 WSD += ("--optimizer.min_lr_ratio", "0")
-DECAY = ("--optimizer.weight_decay", "0.3")
+DECAY, DECAYED = (("--optimizer.weight_decay", rate) for rate in ("0.3", "1"))
 CAUTIOUS = ("--optimizer.cautious_decay", "True")
 RECIPES = {
     "adamw": Recipe("AdamW", ()),
@@ -82,12 +82,21 @@ RECIPES = {
     "muon-wsd": like_muon("wsd, the last 0.4 to 0", *WSD),
     "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
     "muon-decay-0.3": like_muon("weight decay 0.3", *DECAY),
-    "muon-decay-1": like_muon("weight decay 1", "--optimizer.weight_decay", "1"),
-    "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS),
-    "muon-cautious-0.3": like_muon("cautious weight decay 0.3", *CAUTIOUS, *DECAY),
+    "muon-decay-1": like_muon("weight decay 1", *DECAYED),
     "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=SMALL),
+    "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAYED, sizes=SMALL),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
+    "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS, commit="18a95eb"),
+    "muon-cautious-0.3": like_muon(
+        "cautious weight decay 0.3", *CAUTIOUS, *DECAY, commit="18a95eb"
+    ),
+    "muon-heads": like_muon("each head is a matrix", commit="7d23752"),
+    "muon-zero": like_muon("residual outputs begin at 0", commit="adb276a"),
+    "muon-scale-1": like_muon("residual outputs begin at full scale", commit="00d0494"),
+    "muon-qk-norm": like_muon("queries and keys normed", commit="cff4554"),
+    "muon-average": like_muon("running average of the weights, 0.9 a step", commit="90fd3b1"),
+    "muon-ahead": like_muon("the token after the next is predicted, too", commit="365479d"),
 }
 
 

@@ -47,7 +47,6 @@ WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
 ABSENT = {
     "optimizer.matrices": "adamw",
     "optimizer.muon_beta": 0.95,
-    "optimizer.cautious_decay": False,
 }
 # Of [model], what weights of another run do not depend on: room, losses beside, how it computes.
 FREE_OF_WEIGHTS = WARNED_FIELDS | {

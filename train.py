@@ -29,7 +29,7 @@ from model import Batch, Transformer
 from utils import MESH_AXES, Config
 
 # The best rates that benchmark.py recipe found, of each optimizer of matrices, at this width. Wider
-# models have lower ones, as 1 / width (arXiv:2203.03466, table 3). What lies FAR times off is told.
+# models have lower ones, as 1 / width (arXiv:2203.03466). What lies FAR times off is told.
 TUNED, TUNED_WIDTH, FAR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 NORMS = 128  # steps whose gradient norms a spike is judged by
 LEAST_NORMS = 16  # with fewer, no step is judged
@@ -178,21 +178,8 @@ def optimizer(
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
         scale,
-        decay(o.weight_decay, o.cautious_decay, decayed),
+        optax.add_decayed_weights(o.weight_decay, decayed),
     )
-
-
-def decay(rate: float, cautious: bool, decayed: Any) -> optax.GradientTransformation:
-    """Decay of the weights that `decayed` says, decoupled; cautious, only of entries that the
-    update makes smaller, too (arXiv:2510.12402, algorithm 1).
-    """
-    if not cautious:
-        return optax.add_decayed_weights(rate, decayed)
-
-    def add(updates: Any, w: Any) -> Any:
-        return jax.tree.map(lambda u, w: u + rate * w * (u * w > 0), updates, w)
-
-    return optax.masked(optax.stateless(add), decayed)
 
 
 def rule_of(matrices: str, w: weights.Weight) -> str:

@@ -158,8 +158,6 @@ class Optimizer:
     muon_beta: float = 0.95  # Nesterov's momentum, of muon
     weight_decay: float = 0.1  # on matrices only
     decay_embeddings: bool = False  # also on embedding and output
-    # only of entries that the update makes smaller, too (arXiv:2510.12402)
-    cautious_decay: bool = False
     clip_norm: float = 1.0  # of the gradient of the whole model; 0 turns it off
 
 

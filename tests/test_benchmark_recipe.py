@@ -127,7 +127,7 @@ def test_flags_of_every_trial_are_a_config_whose_model_grows_with_its_width():
         assert config.train.seed == config.data.seed == 7 and config.optimizer.lr == 3e-3
         assert config.model.width == recipe.SIZES[size][0]
         assert config.model.width / config.model.heads == 40
-    assert trial.name == f"{size}-{name}-0.003-7"
+        assert trial.name == f"{size}-{name}-0.003-7"
 
 
 @pytest.fixture

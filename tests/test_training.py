@@ -349,25 +349,6 @@ def test_example_configs_have_rates_near_those_that_were_tuned():
         assert train.far_rate(utils.load(path)) == "", path
 
 
-def test_cautious_decay_is_of_entries_that_the_update_makes_smaller():
-    optimizer = {"weight_decay": 0.3, "clip_norm": 0.0}
-    config = config_of(optimizer=optimizer)
-    cautious = config_of(optimizer=optimizer | {"cautious_decay": True})
-    w, grads = drawn(config), drawn(config, seed=1)
-    (plain, _), (careful, _) = (updated(c, grads, w) for c in (config, cautious))
-    leaves = map(jax.tree.leaves, (model.declare(config), w, plain, careful))
-    for declaration, old, with_decay, found in zip(*leaves, strict=True):
-        of_gradient = with_decay - np.float32(0.3) * old if decays(declaration) else with_decay
-        smaller = np.sign(of_gradient) == np.sign(old)
-        expected = np.where(smaller, with_decay, of_gradient)
-        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=declaration.name)
-        assert 0.3 < smaller.mean() < 0.7 or smaller.size < 1000
-
-
-def decays(declaration):
-    return declaration.group == "matrix" or declaration.name.endswith("router")
-
-
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_weight_decay_is_of_matrices_and_of_embeddings_where_asked(embeddings):
     optimizer = {"weight_decay": 0.3, "decay_embeddings": embeddings}
