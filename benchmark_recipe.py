@@ -7,9 +7,11 @@
 
 Every run is main.py on configs/ladder.toml, on one core, with as many beside it as there are cores.
 Its loss is a line of experiments.jsonl with the command that made it, and a run that was cut short
-goes on from its checkpoint. A recipe that is tuned has TRIES learning rates with the first seed:
-those of START, then each one halfway to the better neighbour of the best, or beyond it at an end;
-the best of them has the other seeds. Others take the rate of the recipe they are compared with.
+goes on from its checkpoint. A recipe that is tuned has as many learning rates as any of its size,
+with the first seed: those of START, then each one halfway to the better neighbour of the best, or
+beyond it at an end; the best of them has the other seeds. At the largest size, whose runs are long,
+there are three: what 1 / width makes of the best of the size before, twice and half of that. Others
+take the rate of the recipe they are compared with.
 Seeds are of weights and of the order of the data, and what is compared has the same ones.
 """
 
@@ -37,12 +39,8 @@ from benchmark import compiled, one_cpu_device, step_seconds
 ROOT = Path(__file__).resolve().parent
 CONFIG = "configs/ladder.toml"
 RECORDED = ROOT / "experiments.jsonl"
-SIZES = {
-    "1M": (80, 2, 32),
-    "5M": (160, 4, 64),
-    "20M": (320, 8, 128),
-}  # width, heads, width of the latent
-START, TRIES = (4e-3, 8e-3, 2e-3), 5
+START = (4e-3, 8e-3, 2e-3)
+AROUND = (1, 2, 1 / 2)  # times what a smaller size has best
 SEEDS = (0, 1, 2)
 TRIED_AT, SMALL = ("1M",), ("1M", "5M")  # where Muon is tried with something else
 BASE = "adamw"
@@ -50,6 +48,23 @@ DRAWN = ("adamw", "muon")
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **one_cpu_device(cores=1)}
+
+
+class Size(NamedTuple):
+    """What differs from configs/ladder.toml, and how many learning rates are tried."""
+
+    width: int
+    heads: int
+    latent: int
+    tries: int = 5
+    like: str = ""  # the smaller size whose best rates are where its own begin
+
+
+SIZES = {
+    "1M": Size(80, 2, 32),
+    "5M": Size(160, 4, 64),
+    "20M": Size(320, 8, 128, len(AROUND), "5M"),
+}
 
 
 class Recipe(NamedTuple):
@@ -83,7 +98,7 @@ RECIPES = {
     "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
     "muon-decay-0.3": like_muon("weight decay 0.3", *DECAY),
     "muon-decay-1": like_muon("weight decay 1", *DECAYED),
-    "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=SMALL),
+    "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=tuple(SIZES)),
     "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAYED, sizes=SMALL),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
@@ -114,7 +129,7 @@ class Trial:
         return f"{self.size}-{self.recipe}-{self.lr:g}-{self.seed}"
 
     def flags(self) -> list[str]:
-        width, heads, latent = SIZES[self.size]
+        width, heads, latent, *_ = SIZES[self.size]
         seed, size = str(self.seed), {"width": width, "heads": heads, "kv_lora_rank": latent}
         size |= {"hidden": 2 * width, "expert_hidden": width}
         flags = [word for name, value in size.items() for word in (f"--model.{name}", str(value))]
@@ -137,8 +152,22 @@ Runs = Mapping[Trial, Measured]
 # --- which runs -----------------------------------------------------------------------------------
 
 
+def first_rates(runs: Runs, size: str, recipe: str) -> tuple[float, ...]:
+    """The learning rates to try before any loss is known; none while a smaller size, whose best is
+    needed, is not tuned.
+
+    The best rate is taken to go as 1 / width (arXiv:2203.03466).
+    """
+    if not (smaller := SIZES[size].like):
+        return START
+    if not (best := best_rate(runs, smaller, recipe)):
+        return ()
+    share = SIZES[smaller].width / SIZES[size].width
+    return tuple(_rounded(best * share * factor) for factor in AROUND)
+
+
 def next_rate(losses: Mapping[float, float]) -> float:
-    """The learning rate to try after those of START, and others, whose last losses are given."""
+    """The learning rate to try after the first ones, and others, whose last losses are given."""
     rates = sorted(losses)
     at = rates.index(min(rates, key=lambda rate: losses[rate]))
     if at == 0:
@@ -165,7 +194,8 @@ def tried(runs: Runs, size: str, recipe: str) -> dict[float, float]:
 def best_rate(runs: Runs, size: str, recipe: str) -> float | None:
     """None while the recipe, or the one it takes its rate from, is not tuned."""
     losses = tried(runs, size, RECIPES[recipe].like or recipe)
-    return min(losses, key=lambda rate: losses[rate]) if len(losses) >= TRIES else None
+    tuned = len(losses) >= SIZES[size].tries
+    return min(losses, key=lambda rate: losses[rate]) if tuned else None
 
 
 def wanted(runs: Runs, size: str, recipe: str) -> list[Trial]:
@@ -173,8 +203,8 @@ def wanted(runs: Runs, size: str, recipe: str) -> list[Trial]:
     trials = []
     if not RECIPES[recipe].like:
         losses = tried(runs, size, recipe)
-        rates = dict.fromkeys((*START, *losses))
-        if len(losses) == len(rates) < TRIES:
+        rates = dict.fromkeys((*first_rates(runs, size, recipe), *losses))
+        if losses and len(losses) == len(rates) < SIZES[size].tries:
             rates[next_rate(losses)] = None
         trials = [Trial(size, recipe, rate, SEEDS[0]) for rate in rates]
     if best := best_rate(runs, size, recipe):
@@ -184,7 +214,8 @@ def wanted(runs: Runs, size: str, recipe: str) -> list[Trial]:
 
 def runs_of(row: tuple[str, str]) -> int:
     """How many runs a row will have."""
-    return len(SEEDS) + (TRIES - 1) * (not RECIPES[row[1]].like)
+    size, name = row
+    return len(SEEDS) + (SIZES[size].tries - 1) * (not RECIPES[name].like)
 
 
 def all_of(names: Iterable[str], sizes: Iterable[str]) -> list[tuple[str, str]]:

@@ -74,6 +74,21 @@ def test_every_recipe_has_as_many_tries_and_the_best_has_the_other_seeds(best, l
     assert recipe.best_rate(runs, "5M", "adamw") == chosen
 
 
+def test_the_largest_size_tries_what_its_width_makes_of_a_smaller_ones_best():
+    assert recipe.wanted({}, "20M", "adamw") == []
+    smaller, _ = made("5M", "adamw", 5.5e-3)
+    assert recipe.best_rate(smaller, "5M", "adamw") == 5.7e-3
+    tried = [trial.lr for trial in recipe.wanted(smaller, "20M", "adamw")]
+    assert tried == [2.9e-3, 5.7e-3, 1.4e-3]
+    runs = smaller | {
+        Trial("20M", "adamw", rate, 0): run_of(loss)
+        for rate, loss in zip(tried, (3.2, 3.1, 3.3), strict=True)
+    }
+    seeds = [t for t in recipe.wanted(runs, "20M", "adamw") if t not in runs]
+    assert seeds == [Trial("20M", "adamw", 5.7e-3, seed) for seed in recipe.SEEDS[1:]]
+    assert len(tried) + len(seeds) == recipe.runs_of(("20M", "adamw"))
+
+
 def test_what_is_compared_has_the_rate_of_the_other_and_waits_for_it():
     other = next(name for name, r in recipe.RECIPES.items() if r.like == "muon")
     assert recipe.wanted({}, "5M", other) == []
