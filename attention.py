@@ -135,5 +135,6 @@ def _xla(
     bias = jnp.where(_mask(q.shape[1], k.shape[1], segments), 0.0, MASKED)
     # float32: the sum of up to S exponentials.
     probs_bnTS = jax.nn.softmax(scores_bnTS * scale + bias).astype(v.dtype)
-    out_bTnW = jnp.einsum("bnTS,bSnW->bTnW", probs_bnTS, v, precision=precision)
-    return checkpoint_name(out_bTnW, "attention")
+    # In the order of the product: XLA for CPUs would rather multiply transposed, at half the speed.
+    out_bnTW = jnp.einsum("bnTS,bSnW->bnTW", probs_bnTS, v, precision=precision)
+    return checkpoint_name(out_bnTW.swapaxes(1, 2), "attention")

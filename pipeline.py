@@ -196,6 +196,12 @@ class Executor:
 
     # --- one task
 
+    def first_vjp(self, m: jax.Array) -> tuple[jax.Array, Callable]:
+        """`first` of a microbatch, and its backward function, of `ends` alone."""
+        return jax.vjp(
+            lambda ends: vary(self.functions.first(ends, self.microbatch(m))), self.w.ends
+        )
+
     def forward_input(self, tick: jax.Array, chunk: jax.Array, x: jax.Array) -> jax.Array:
         """What enters this rank's chunk: on rank 0, in the first chunk, a new microbatch."""
         # Rank 0's microbatch on every rank: all take the same branch and meet in its collectives.
@@ -208,8 +214,10 @@ class Executor:
             )
         return jnp.where((self.rank == 0) & (chunk == 0), new, x)
 
-    def forward(self, tick: jax.Array, carry: Carry) -> Carry:
-        """One chunk forward; its residuals into the ring."""
+    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, Callable | None]:
+        """One chunk forward, its residuals into the ring; where the same tick goes back through it,
+        also the backward function of `first`, which then runs once for both.
+        """
         number = self.schedule.forward_number(tick, self.rank)
         chunk, m = self.schedule.forward_task(number)
         valid, slot = self.schedule.is_task(number), number % self.schedule.slots
@@ -221,10 +229,14 @@ class Executor:
             ring = store(ring, vary(self.kept(vjp, known)), slot, i)
             return (x, ring, add_where(valid, stats, new, chunk * self.per_chunk + i)), None
 
-        x = self.forward_input(tick, chunk, carry.x)
+        if self.schedule.at_once:
+            with jax.named_scope("first"):
+                x, first_vjp = self.first_vjp(m)
+        else:
+            x, first_vjp = self.forward_input(tick, chunk, carry.x), None
         numbers = jnp.arange(self.per_chunk, dtype=jnp.int32)
         (x, ring, stats), _ = lax.scan(body, (x, carry.ring, carry.block_stats), numbers)
-        return carry._replace(x=x, ring=ring, block_stats=stats)
+        return carry._replace(x=x, ring=ring, block_stats=stats), first_vjp
 
     def loss(self, tick: jax.Array, carry: Carry) -> Carry:
         """Loss and its gradient of what the last stage made in this tick, if it made anything."""
@@ -255,8 +267,10 @@ class Executor:
             last_stats=stats,
         )
 
-    def backward(self, tick: jax.Array, carry: Carry, template: tuple) -> Carry:
-        """One chunk backward, its blocks in reverse."""
+    def backward(
+        self, tick: jax.Array, carry: Carry, template: tuple, first_vjp: Callable | None
+    ) -> Carry:
+        """One chunk backward, its blocks in reverse; then `first`, where it is time for that."""
         number = self.schedule.backward_number(tick, self.rank)
         chunk, m = self.schedule.backward_task(number)
         valid = self.schedule.is_task(number)
@@ -273,24 +287,24 @@ class Executor:
         d_x = jnp.where(valid, carry.d_x, 0)
         numbers = jnp.arange(self.per_chunk, dtype=jnp.int32)
         (d_x, blocks), _ = lax.scan(body, (d_x, carry.grads.blocks), numbers, reverse=True)
-        grads = carry.grads._replace(blocks=blocks, ends=self.first_grads(tick, d_x, carry))
-        return carry._replace(d_x=d_x, grads=grads)
+        ends = self.first_grads(tick, d_x, carry.grads.ends, first_vjp)
+        return carry._replace(d_x=d_x, grads=carry.grads._replace(blocks=blocks, ends=ends))
 
-    def first_grads(self, tick: jax.Array, d_x: jax.Array, carry: Carry) -> Tree:
-        """Gradients of `first`, when rank 0 has just gone back through the first chunk."""
+    def first_grads(
+        self, tick: jax.Array, d_x: jax.Array, grads: Tree, first_vjp: Callable | None
+    ) -> Tree:
+        """Gradients of `first` added, when rank 0 has just gone back through the first chunk."""
         _, m = self.schedule.backward_task(self.schedule.backward_number(tick, 0))
 
         def backward(grads: Tree) -> Tree:
-            _, vjp = jax.vjp(
-                lambda w: vary(self.functions.first(w, self.microbatch(m))), self.w.ends
-            )
+            vjp = self.first_vjp(m)[1] if first_vjp is None else first_vjp
             (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
 
         with jax.named_scope("first_backward"):
-            return lax.cond(
-                self.schedule.leaves(tick), backward, lambda grads: grads, carry.grads.ends
-            )
+            if first_vjp is not None:
+                return backward(grads)
+            return lax.cond(self.schedule.leaves(tick), backward, lambda grads: grads, grads)
 
 
 def stack_of_zeros(tree: Tree, *sizes: int) -> Tree:
@@ -348,12 +362,13 @@ def forward_backward(
     carry = Carry(x, x, ring, zero, block_stats, last_stats)
 
     def tick(forward: bool, backward: bool, carry: Carry, t: jax.Array) -> tuple[Carry, None]:
+        first_vjp = None
         if forward:
-            carry = run.forward(t, carry)
+            carry, first_vjp = run.forward(t, carry)
         if forward and backward:
             carry = run.loss(t, carry)
         if backward:
-            carry = run.backward(t, carry, template)
+            carry = run.backward(t, carry, template, first_vjp)
         # What a rank sends in a tick, its neighbour needs in the next.
         if forward:
             carry = carry._replace(x=send(carry.x, schedule.pipeline, 1))

@@ -25,6 +25,8 @@
 #                              it is not given
 #   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
 #   JAX_PLATFORMS              there also: cpu, or an installed libtpu looks for a TPU
+#   GLIBC_TUNABLES             there also: freed memory is kept, in large pages; or each step asks
+#                              the kernel for all that it needs, page by page
 #   XLA_PYTHON_CLIENT_MEM_FRACTION
 #                              with a GPU: the share of its memory that jax takes; 0.92, for jax's
 #                              own 0.75 leaves a quarter unused
@@ -158,6 +160,11 @@ set_cpu_flags() {
   cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
   export PJRT_NPROC=${PJRT_NPROC:-$((cores > 32 ? cores : 32))}
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+  # A step of configs/reference.toml on one device: 700 page faults for 194,000, 1.45 s for 1.90.
+  local kept=$((1 << 37)) # bytes, more than there are
+  local tunables=glibc.malloc.hugetlb=1
+  tunables+=:glibc.malloc.mmap_threshold=$kept:glibc.malloc.trim_threshold=$kept
+  export GLIBC_TUNABLES=${GLIBC_TUNABLES-$tunables}
 }
 
 # Whether the job has other processes; peers.py says which.

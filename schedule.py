@@ -53,6 +53,11 @@ class Schedule:
         return self.pipeline * self.virtual
 
     @property
+    def at_once(self) -> bool:
+        """Whether a microbatch goes forward and back in the same tick."""
+        return self.stages == 1
+
+    @property
     def work(self) -> int:
         """Forward tasks of one rank; it has as many backward tasks."""
         return self.microbatches * self.virtual

@@ -138,6 +138,11 @@ class Step:
         return self.number(piece.alive(self.config.train.remat))
 
     @cached_property
+    def kept_of_prefix(self) -> int:
+        """Bytes that all layers of the prefix leave for their backward pass."""
+        return sum(self.kept(layer) * count for layer, count in self.prefix)
+
+    @cached_property
     def block_elements(self) -> int:
         """Elements of one block's weights, whole along fsdp."""
         blocks = self.config.mesh.virtual * self.per_chunk  # of this chip
@@ -191,7 +196,8 @@ def runs(step: Step) -> list[Runs]:
     """Of layers; those of the prefix run with the embedding, on every rank of pipeline."""
     idle = step.run - step.useful
     found = [Runs(piece, step.useful * n, idle=idle * n) for piece, n in step.block]
-    return found + [Runs(piece, step.M * n, anew=step.M * n) for piece, n in step.prefix]
+    anew = 0 if step.schedule.at_once else step.M
+    return found + [Runs(piece, step.M * n, anew=anew * n) for piece, n in step.prefix]
 
 
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
@@ -346,7 +352,11 @@ def _weights(step: Step, add: Callable[..., None], narrow: bool) -> None:
             libtpu makes of a sum over a whole slice.
     """
     blocks = step.config.mesh.virtual * step.per_chunk  # of this chip
-    passes_of = {"block": (2 * step.run, step.run, blocks), "prefix": (3 * step.M, step.M, 1)}
+    prefix_passes = 2 if step.schedule.at_once else 3
+    passes_of = {
+        "block": (2 * step.run, step.run, blocks),
+        "prefix": (prefix_passes * step.M, step.M, 1),
+    }
     for h in step.held:
         per_layer = step.per_layer and h.place in passes_of
         forward, backward, parts = passes_of[h.place] if per_layer else (1, 1, 1)
@@ -372,6 +382,8 @@ def memory(step: Step) -> dict[str, int]:
     parts["batch"] = 4 * step.M * step.bT * FLOAT
     kept = sum(step.kept(layer) * count for layer, count in step.block)
     parts["saved activations"] = step.schedule.slots * step.per_chunk * kept
+    if step.schedule.at_once:
+        parts["saved activations"] += step.kept_of_prefix
     parts["pipeline buffers"] = 4 * step.x_bytes
     part, size = max(working(step).items(), key=lambda item: item[1])
     parts[part] = size
@@ -393,8 +405,8 @@ def working(step: Step) -> dict[str, int]:
         + max(step.alive(layer) for layer, _ in step.block),
     }
     if step.prefix:
-        # All of the prefix's layers, whose forward pass runs anew before its backward pass.
-        held = sum(step.kept(layer) * count for layer, count in step.prefix)
+        # All of the prefix's layers, where their forward pass runs anew before their backward pass.
+        held = 0 if step.schedule.at_once else step.kept_of_prefix
         found["prefix layers"] = held + max(step.alive(layer) for layer, _ in step.prefix)
     return found
 

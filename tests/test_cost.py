@@ -115,6 +115,9 @@ CPU_CASES = {
         tied=False,
         train={"remat": "latents,attention_out,hidden,expert_in"},
     ),
+    "2x1x2 prefix per layer, names": config_of(
+        (2, 1, 2), gather="layer", prefix_layers=2, train={"remat": "latents,hidden"}
+    ),
     "2 replicas of 2x1x2": config_of((2, 2, 1, 2), shared_experts=1),
 }
 
@@ -359,6 +362,21 @@ def test_a_prefix_is_alive_at_once_in_its_backward_pass():
     step = cost.Step(config, "tpu")
     [(layer, count)] = step.prefix
     assert count == 40 and cost.memory(step)["prefix layers"] > 40 * step.kept(layer)
+
+
+def test_a_prefix_that_goes_back_in_the_tick_it_came_in_waits_for_the_blocks():
+    """As long as what the blocks keep; it does not run again."""
+    one_stage = sizes(JAXFORMER, fsdp=16, pipeline=1, virtual=1, remat="none")
+    more, less = (
+        cost.Step(config, "tpu") for config in (sizes(one_stage, prefix_layers=3), one_stage)
+    )
+    [(layer, count)] = more.prefix
+    saved = [cost.memory(step)["saved activations"] for step in (more, less)]
+    assert saved[0] - saved[1] == count * more.kept(layer)
+    for pipelined in (False, True):
+        step = cost.Step(sizes(more.config, pipeline=2), "tpu") if pipelined else more
+        [run] = (run for run in cost.runs(step) if run.piece is step.prefix[0][0])
+        assert run.anew == pipelined * run.times
 
 
 def with_layout(layout, remat):

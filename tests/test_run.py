@@ -133,6 +133,33 @@ def test_jax_looks_for_no_tpu_on_a_cpu_and_takes_most_of_a_gpu(checkout):
     assert gpu["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92" and "JAX_PLATFORMS" not in gpu
 
 
+FAULTS = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def once(size=1 << 28):
+    block = libc.malloc(size)
+    libc.memset(block, 1, size)
+    libc.free(block)
+once()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+once()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_that_is_freed_is_used_again_on_a_cpu(checkout):
+    def faults(tunables):
+        command, environment = [sys.executable, "-c", FAULTS], {"GLIBC_TUNABLES": tunables}
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
+
+    tunables = environment_of(checkout.run("env"))["GLIBC_TUNABLES"]
+    assert faults(tunables) < 100 < faults("")
+    assert environment_of(checkout.run("env", GLIBC_TUNABLES=""))["GLIBC_TUNABLES"] == ""
+    assert "GLIBC_TUNABLES" not in environment_of(checkout.run("env", DRIVER=DRIVER["cuda13"]))
+
+
 def test_a_driver_that_is_too_old_for_jax_is_said_and_the_cpu_used(checkout):
     done = checkout.run("true")
     assert "NVIDIA driver (470) is older than 525" in done.stderr
