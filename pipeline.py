@@ -302,8 +302,6 @@ class Executor:
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
 
         with jax.named_scope("first_backward"):
-            if first_vjp is not None:
-                return backward(grads)
             return lax.cond(self.schedule.leaves(tick), backward, lambda grads: grads, grads)
 
 
