@@ -7,20 +7,24 @@
 `moe` is the mixture of experts of `benchmark.py reference`, with its dense layers first, as
 transformers' DeepseekV3ForCausalLM has them: that trains from the same first weights on the same
 tokens. `dense` is configs/dense_124m.toml beside a GPT of as many layers and heads, as wide, of
-PyTorch's own modules. Each takes a step in turn, so that what slows the machine slows all.
+PyTorch's own modules. Each takes steps in turn, so that what slows the machine slows all, and is in
+a process of its own: in one, threads and memory of the others slow it too.
 """
 
 import importlib.metadata
 import importlib.util
 import math
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -49,7 +53,9 @@ if TYPE_CHECKING:  # imported late below: it is optional
     import torch
 
 ROOT = Path(__file__).resolve().parent
-UNTIMED = 2  # first steps of each
+# Steps of a turn, of which the first is not timed: to a virtual machine, pages that were free for a
+# second are slow to come back, and no run of training waits so long.
+IN_TURN = 3
 FIRST_LOSS = 0.02  # by which those of the same weights may differ: rounding chooses other experts
 
 
@@ -58,7 +64,7 @@ class Flags:
     """Flags of `benchmark.py peer`."""
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()  # moe, dense; both on a GPU, moe elsewhere
-    steps: int = 8  # timed, of each
+    turns: int = 8  # of each, with two steps that are timed
     microbatches: int = 0  # of a step, here and there; 0: 1 of moe, of dense those of its config
     compile: bool = True  # also what torch.compile makes of theirs, which takes minutes
 
@@ -68,9 +74,11 @@ class Trainer(Protocol):
 
     name: str
     ready_s: float  # to compile it; of PyTorch the first step, in which it does
+    first_loss: float
+    dropped: float  # share of choices that found no room in an expert, in the last step
 
-    def step(self) -> tuple[float, float]:
-        """(seconds, loss before the step)"""
+    def step(self) -> float:
+        """Seconds that it took."""
 
 
 def moe(microbatches: int) -> Config:
@@ -100,12 +108,15 @@ class Ours:
         self.name, self.ready_s = "this project", self.program.compile_s
         self._steps, m = self.program.steps(), config.model
         self._choices = m.blocks * m.moe_layers * m.experts_per_token * self.program.tokens
+        self.step()
+        self.first_loss = self.last_loss
 
-    def step(self) -> tuple[float, float]:
+    def step(self) -> float:
         seconds, report = next(self._steps)
         stats = report["stats"]
         self.dropped = int(stats.dropped) / max(1, self._choices)
-        return seconds, float(stats.cross_entropy)
+        self.last_loss = float(stats.cross_entropy)
+        return seconds
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
@@ -113,6 +124,8 @@ class Ours:
 
 class Theirs:
     """A step of PyTorch: loss of all microbatches, gradients, their norm, AdamW."""
+
+    dropped = 0.0
 
     def __init__(self, name: str, network: "torch.nn.Module", config: Config, compile: bool):
         """network  ids [b, T] -> logits [b, T, vocabulary]."""
@@ -134,9 +147,8 @@ class Theirs:
         self._type = getattr(torch, config.model.compute_dtype)
         self._ids, self._targets = (self._tensor(a) for a in tokens_of(config))
         self._loss = torch.compile(self._loss_of(network)) if compile else self._loss_of(network)
-        started = time.perf_counter()
-        self.first_loss = self.step()[1]
-        self.ready_s = time.perf_counter() - started
+        self.ready_s = self.step()
+        self.first_loss = self.last_loss
 
     def _tensor(self, ids: np.ndarray) -> "torch.Tensor":
         return self._torch.tensor(ids.astype(np.int64), device=self._device)
@@ -153,7 +165,7 @@ class Theirs:
 
         return loss
 
-    def step(self) -> tuple[float, float]:
+    def step(self) -> float:
         start, total = time.perf_counter(), 0.0
         for ids, targets in zip(self._ids, self._targets, strict=True):
             loss = self._loss(ids, targets) / len(self._ids)
@@ -162,10 +174,10 @@ class Theirs:
         self._torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        total = float(total)  # which waits for the device
+        self.last_loss = float(total)  # which waits for the device
         if self._device == "cuda":
             self._torch.cuda.synchronize()
-        return time.perf_counter() - start, total
+        return time.perf_counter() - start
 
 
 def tokens_of(config: Config) -> tuple[np.ndarray, np.ndarray]:
@@ -239,6 +251,73 @@ PEERS: dict[str, tuple[str, Callable[[Config], "torch.nn.Module"]]] = {
 }
 
 
+def theirs(name: str, config: Config, compile: bool) -> Theirs:
+    """The peer of one of CONFIGS, on all cores."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    peer, make = PEERS[name]
+    return Theirs(peer, make(config), config, compile)
+
+
+# --- in turns -------------------------------------------------------------------------------------
+
+
+class Apart:
+    """A trainer in a process of its own, which waits while others take their steps.
+
+    Raises  what making it, or a step, raises there.
+    """
+
+    def __init__(self, make: Callable[..., Trainer], *args: Any):
+        fresh = multiprocessing.get_context("spawn")  # a fork would have jax's threads, half alive
+        self._connection, there = fresh.Pipe()
+        self._process = fresh.Process(target=serve, args=(there, make, *args))
+        self._process.start()
+        there.close()
+        self.name, self.ready_s, self.first_loss = self._received()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()  # at which it ends
+        self._process.join()
+
+    def turn(self) -> float:
+        """Seconds of a step, of the timed ones."""
+        self._connection.send(None)
+        seconds, self.dropped = self._received()
+        return statistics.fmean(seconds[1:])
+
+    def _received(self) -> Any:
+        try:
+            found = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"a trainer's process ended with exit code {code}") from None
+        if isinstance(found, Exception):
+            self.__exit__()
+            raise found
+        return found
+
+
+def serve(connection: Connection, make: Callable[..., Trainer], *args: Any) -> None:
+    """Steps of a turn for each message, until the other end is closed."""
+    try:
+        trainer = make(*args)
+        connection.send((trainer.name, trainer.ready_s, trainer.first_loss))
+        while True:
+            connection.recv()
+            seconds = [trainer.step() for _ in range(IN_TURN)]
+            connection.send((seconds, trainer.dropped))
+    except EOFError:
+        pass
+    except Exception as error:  # sent on, whatever it is, to be raised where it is waited for
+        connection.send(error)
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -250,9 +329,6 @@ def main(arguments: list[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ |= one_cpu_device(cores)
     check(flags)
-    import torch
-
-    torch.set_num_threads(cores)
     on_gpu = jax.default_backend() == "gpu"
     for name in flags.models or (("moe", "dense") if on_gpu else ("moe",)):
         compare(name, flags)
@@ -262,8 +338,8 @@ def check(flags: Flags) -> None:
     """Raises ValueError for what cannot be compared here."""
     if unknown := set(flags.models) - set(CONFIGS):
         raise ValueError(f"{sorted(unknown)[0]} is no model: use {' or '.join(CONFIGS)}.")
-    if flags.steps < 1 or flags.microbatches < 0:
-        raise ValueError("--steps and --microbatches are counts. Use 1 or more.")
+    if flags.turns < 1 or flags.microbatches < 0:
+        raise ValueError("--turns and --microbatches are counts. Use 1 or more.")
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise ValueError(
             "benchmark.py peer needs torch and transformers: "
@@ -278,24 +354,23 @@ def check(flags: Flags) -> None:
 def compare(name: str, flags: Flags) -> None:
     """Prints a row for each trainer of a model."""
     config = CONFIGS[name](flags.microbatches)
-    peer, make = PEERS[name]
     console = Console(stderr=True)
-    with console.status(f"{name}: compiling"):
-        trainers: list[Trainer] = [Ours(config)]
-    for compile in (False, True)[: 1 + flags.compile]:
-        with console.status(f"{name}: the first step of PyTorch" + ", compiling" * compile):
-            trainers.append(Theirs(peer, make(config), config, compile))
-    turns = track(
-        range(UNTIMED + flags.steps),
-        f"steps of {name}",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    taken = [[trainer.step() for trainer in trainers] for _ in turns]
-    timed = np.array([[seconds for seconds, _ in turn] for turn in taken[UNTIMED:]])
+    with ExitStack() as open_:
+        with console.status(f"{name}: compiling"):
+            trainers = [open_.enter_context(Apart(Ours, config))]
+        for compile in (False, True)[: 1 + flags.compile]:
+            with console.status(f"{name}: the first step of PyTorch" + ", compiling" * compile):
+                trainers.append(open_.enter_context(Apart(theirs, name, config, compile)))
+        turns = track(
+            range(flags.turns),
+            f"turns of {name}",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        timed = np.array([[trainer.turn() for trainer in trainers] for _ in turns])
     if name == "moe":
-        same_start(taken[0][0][1], trainers[1:])
+        same_start(trainers)
     Console(width=120).print(table(config, trainers, timed))
     print(f"this project over the better of the others: {spread(over_the_better(timed))}")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "torch"))
@@ -317,17 +392,18 @@ def over_the_better(seconds: np.ndarray) -> list[float]:
     return (theirs[:, np.argmin(np.median(theirs, axis=0))] / ours).tolist()
 
 
-def same_start(ours: float, theirs: list[Theirs]) -> None:
+def same_start(trainers: Sequence[Trainer]) -> None:
     """Raises ValueError where first losses say that models, weights or tokens differ."""
-    for one in theirs:
-        if abs(one.first_loss - ours) > FIRST_LOSS:
+    ours, *others = trainers
+    for one in others:
+        if abs(one.first_loss - ours.first_loss) > FIRST_LOSS:
             raise ValueError(
-                f"the first loss is {ours:.4f} here and {one.first_loss:.4f} by {one.name}: "
-                "weights or tokens are not the same."
+                f"the first loss is {ours.first_loss:.4f} here and {one.first_loss:.4f} by "
+                f"{one.name}: weights or tokens are not the same."
             )
 
 
-def table(config: Config, trainers: list[Trainer], seconds: np.ndarray) -> Table:
+def table(config: Config, trainers: Sequence[Trainer], seconds: np.ndarray) -> Table:
     """seconds  [turns, trainers]"""
     tokens = config.train.sequences * config.train.sequence_length
     total, active = weights.count(model.declare(config))

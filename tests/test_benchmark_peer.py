@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ def small(name, **model):
     ("flags", "message"),
     [
         (["mo"], "mo is no model: use moe or dense"),
-        (["--steps", "0"], "--steps and --microbatches are counts"),
-        (["--microbatches", "-1"], "--steps and --microbatches are counts"),
+        (["--turns", "0"], "--turns and --microbatches are counts"),
+        (["--microbatches", "-1"], "--turns and --microbatches are counts"),
     ],
 )
 def test_bad_input_is_refused(flags, message):
@@ -59,7 +60,7 @@ def test_the_experts_are_those_of_the_reference_in_an_order_that_transformers_ha
 def test_both_train_in_turns(name, monkeypatch, capsys):
     config = small(name)
     monkeypatch.setitem(peer.CONFIGS, name, lambda _: config)
-    peer.main([name, "--steps", "2", "--no-compile"])
+    peer.main([name, "--turns", "2", "--no-compile"])
     text = capsys.readouterr().out
     assert "this project over the better of the others: " in text
     assert f"{peer.PEERS[name][0]}, eager" in text and "2 x 32 tokens" in text
@@ -69,7 +70,7 @@ def test_both_train_in_turns(name, monkeypatch, capsys):
 def test_a_step_of_theirs_makes_the_loss_smaller(name):
     config = small(name)
     theirs = peer.Theirs(*peer.PEERS[name][:1], peer.PEERS[name][1](config), config, compile=False)
-    losses = [theirs.step()[1] for _ in range(5)]
+    losses = [(theirs.step(), theirs.last_loss)[1] for _ in range(5)]
     assert losses[-1] < losses[0] <= theirs.first_loss + 1e-3
     assert np.isfinite(losses).all()
 
@@ -81,11 +82,49 @@ def test_the_ratio_is_that_of_each_turn_over_the_better_of_the_others():
 
 @dataclasses.dataclass
 class Trained:
+    """Instead of a trainer."""
+
     first_loss: float
     name: str = "theirs"
+    ready_s: float = 0.0
+    dropped: float = 0.0
+    ends: str = ""  # how its step does
+
+    def step(self):
+        if self.ends == "killed":
+            os._exit(3)
+        if self.ends:
+            raise ValueError(self.ends)
+        return float(os.getpid())
 
 
 def test_first_losses_that_differ_are_refused():
-    peer.same_start(8.31, [Trained(8.32)])
+    peer.same_start([Trained(8.31), Trained(8.32)])
     with pytest.raises(ValueError, match=r"8.3100 here and 8.4000 by theirs: weights or tokens"):
-        peer.same_start(8.31, [Trained(8.32), Trained(8.40)])
+        peer.same_start([Trained(8.31), Trained(8.32), Trained(8.40)])
+
+
+def test_each_trainer_steps_in_a_process_of_its_own_which_ends_with_it():
+    with peer.Apart(Trained, 1.0, "a") as one, peer.Apart(Trained, 2.0, "b") as other:
+        assert (one.name, one.first_loss, other.name) == ("a", 1.0, "b")
+        ids = [trainer.turn() for trainer in (one, other, one)]
+        assert ids[0] == ids[2] and len({*ids, float(os.getpid())}) == 3
+    for number in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+
+
+def test_what_a_trainer_raises_is_raised_here_and_one_that_is_killed_is_told():
+    with pytest.raises(TypeError, match="no_such_field"):
+        peer.Apart(with_field, "no_such_field")
+    for how, error, message in (
+        ("out of memory", ValueError, "out of memory"),
+        ("killed", RuntimeError, "ended with exit code 3"),
+    ):
+        one = peer.Apart(Trained, 1.0, "a", 0.0, 0.0, how)
+        with one, pytest.raises(error, match=message):
+            one.turn()
+
+
+def with_field(field):
+    return Trained(1.0, **{field: 1})
