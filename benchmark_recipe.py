@@ -495,9 +495,9 @@ class Flags:
     sizes: tuple[str, ...] = tuple(SIZES)  # 1M, 5M, 20M
     hours: float = 6.0  # after which runs are cut short, to go on in the next call; 0 makes none
     times: bool = False  # time steps instead
-    # where they are recorded; the table in EXPERIMENTS.md is that of the default's
+    # where they are recorded; table and picture in EXPERIMENTS.md are those of the default's
     runs: Path = RECORDED
-    folder: Path = Path("runs/recipe")  # of runs that go on, and the picture
+    folder: Path = Path("runs/recipe")  # of runs that go on, and the picture of others
 
 
 def main(arguments: list[str]) -> None:
@@ -521,7 +521,9 @@ def main(arguments: list[str]) -> None:
         make(rows, flags.runs, flags.folder.resolve(), 3600 * flags.hours)
     if runs := read(flags.runs):
         print(table(runs))
+        picture = flags.folder / "recipe.png"
         if flags.runs == RECORDED:
             tell(runs, ROOT / "EXPERIMENTS.md")
-        draw(runs, picture := flags.folder / "recipe.png")
+            picture = ROOT / "experiments.png"  # which that shows
+        draw(runs, picture)
         print(picture)
