@@ -105,7 +105,7 @@ RECIPES = {
     "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS, commit="18a95eb"),
     "muon-cautious-0.3": like_muon(
         "cautious weight decay 0.3", *CAUTIOUS, *DECAY, commit="18a95eb"
-    ),
+    )._replace(like="muon-decay-0.3"),
     "muon-heads": like_muon("each head is a matrix", commit="7d23752"),
     "muon-zero": like_muon("residual outputs begin at 0", commit="adb276a"),
     "muon-scale-1": like_muon("residual outputs begin at full scale", commit="00d0494"),
@@ -193,7 +193,9 @@ def tried(runs: Runs, size: str, recipe: str) -> dict[float, float]:
 
 def best_rate(runs: Runs, size: str, recipe: str) -> float | None:
     """None while the recipe, or the one it takes its rate from, is not tuned."""
-    losses = tried(runs, size, RECIPES[recipe].like or recipe)
+    while like := RECIPES[recipe].like:
+        recipe = like
+    losses = tried(runs, size, recipe)
     tuned = len(losses) >= SIZES[size].tries
     return min(losses, key=lambda rate: losses[rate]) if tuned else None
 
@@ -294,36 +296,56 @@ def started(trial: Trial, folder: Path, core: int) -> subprocess.Popen[bytes]:
 
 
 def record(trial: Trial, folder: Path, recorded: Path, code: int) -> None:
-    """Adds a run that has ended to those recorded.
+    """Adds a run that has ended to those recorded. One that was stopped for steps that were not
+    finite has a last loss of null.
 
-    Raises  ValueError where it failed.
+    Raises  ValueError where it failed otherwise.
     """
-    if code:
+    own = folder / trial.name
+    told = metrics.read(own / "metrics.jsonl") if (own / "metrics.jsonl").exists() else []
+    last = told[-1] if told else {}
+    lost = code and any(last.get(key, 0.0) is None for key in ("loss/train", "grad_norm"))
+    if code and not lost:
         log = folder / f"{trial.name}.log"
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         raise ValueError(
             f"{trial.name} ended with exit code {code}: {''.join(last).strip()}\n"
             f"All of it is in {log}. Mend it, and start this again: it goes on."
         )
-    own = folder / trial.name
-    told = metrics.read(own / "metrics.jsonl")
-    *_, start = metrics.read(own / "starts.jsonl")
-    command = ["./run.sh", "python", "main.py", "--config", CONFIG, *trial.flags()]
+    losses = [(r["step"], r["loss/val"]) for r in told if "loss/val" in r]
+    starts = metrics.read(own / "starts.jsonl")
     line = {
         **asdict(trial),
-        "loss": [[r["step"], round(r["loss/val"], 5)] for r in told if "loss/val" in r],
-        "command": shlex.join(command),
-        **{name: start[name] for name in ("commit", "changed")},
-        "jax": start["versions"]["jax"],
+        "loss": [[step, loss and round(loss, 5)] for step, loss in losses],
+        "command": command(trial),
+        "commit": one_or_all(start["commit"] for start in starts),
+        "changed": any(start["changed"] for start in starts),
+        "jax": one_or_all(start["versions"]["jax"] for start in starts),
     }
+    if lost:
+        line["loss"].append([last["step"], None])
     metrics.append(recorded, [line])
 
 
+def command(trial: Trial) -> str:
+    """What makes the run again, on a core that is told to it."""
+    environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    python = [".venv/bin/python", "main.py", "--config", CONFIG, *trial.flags()]
+    return shlex.join(["env", *environment, "taskset", "-c", "0", *python])
+
+
+def one_or_all(values: Iterable[str]) -> str | list[str]:
+    """The value, or several where a run that was cut short went on with another."""
+    found = list(dict.fromkeys(values))
+    return found[0] if len(found) == 1 else found
+
+
 def read(recorded: Path) -> dict[Trial, Measured]:
-    """The runs recorded; of one that is there twice, the last."""
+    """The runs recorded; of one that is there twice, the last. A loss of null is infinite."""
     runs = {}
     for line in metrics.read(recorded) if recorded.exists() else []:
-        steps, loss = np.array(line["loss"]).T
+        numbers = [[step, math.inf if loss is None else loss] for step, loss in line["loss"]]
+        steps, loss = np.array(numbers).T
         trial = Trial(**{name: line[name] for name in Trial.__annotations__})
         runs[trial] = Measured(steps, loss)
     return runs
@@ -352,10 +374,17 @@ class Row:
         less = [self.runs[seed].last - other.runs[seed].last for seed in both]
         return Spread.of(less) if less else None
 
-    def share_to(self, loss: float, steps: int) -> "Spread | None":
-        """Steps after which the loss is that low, over `steps`; None where it never is."""
-        reached = [steps_to(run, loss) for run in self.runs.values()]
-        return Spread.of([r / steps for r in reached if r]) if all(reached) else None
+    def share_to(self, other: "Row") -> "Spread | None":
+        """Steps after which the loss is as low as the other's last, over the other's steps, seed
+        by seed; None where one never is, or they share no seed.
+        """
+        shares = []
+        for seed in self.runs.keys() & other.runs.keys():
+            reached = steps_to(self.runs[seed], other.runs[seed].last)
+            if reached is None:
+                return None
+            shares.append(reached / other.runs[seed].steps[-1])
+        return Spread.of(shares) if shares else None
 
 
 class Spread(NamedTuple):
@@ -414,7 +443,7 @@ def table(runs: Runs) -> str:
             continue
         like = RECIPES[name].like or BASE
         than, adamw = row_of(runs, size, like), row_of(runs, size, BASE)
-        share = adamw and row.share_to(adamw.loss.mean, adamw.runs[SEEDS[0]].steps[-1])
+        share = adamw and row.share_to(adamw)
         less = row.less_than(than) if than and like != name else None
         cells = [
             size,
@@ -472,7 +501,11 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def times(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints seconds of a step of each recipe, in turns with the others of its size."""
+    """Prints seconds of a step of each recipe, in turns with the others of its size, on a device
+    as a run has it.
+    """
+    os.environ.update(ENVIRONMENT)  # before the device is there
+    os.sched_setaffinity(0, cores()[:1])
     for size in dict.fromkeys(size for size, _ in rows):
         names = [name for at, name in rows if at == size]
         programs = []

@@ -111,7 +111,18 @@ def continued(config: Config) -> Config:
 
 
 def with_schedule(config: Config, steps: int) -> Config:
+    """The config with the schedule's length filled in.
+
+    Raises  ValueError for steps behind a schedule that ends at 0: they would change nothing.
+    """
     length = config.optimizer.schedule_steps or steps
+    if config.train.steps > length and not config.optimizer.min_lr_ratio:
+        raise ValueError(
+            f"--train.steps {config.train.steps}, and the learning rate is 0 after {length} "
+            "(--optimizer.schedule_steps, --optimizer.min_lr_ratio 0.0): steps after that would "
+            f"learn nothing. Use --train.steps {length}. What has come to its end goes on as the "
+            f"start of a new run: --init {folder_of(config)} with another --run.name."
+        )
     return dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=length)
     )

@@ -9,8 +9,9 @@ came. Blocks stay in their stage, and experts that are spread on their rank; eac
 of it for itself. It has a shard_map of its own: left to the partitioner, each product of sliced
 matrices would send.
 
-Beside the paper: an expert that no token chose is not updated, and the router is left to AdamW, as
-its columns are experts that are chosen one against the other, not a map between two widths.
+Beside the paper: an expert that no token chose has no update but its decay, and the router is left
+to AdamW, as its columns are experts that are chosen one against the other, not a map between two
+widths.
 
 Letters:
     n matrices of which a rank has slices    m whole matrices of a rank

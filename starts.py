@@ -49,7 +49,7 @@ def record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    """The code's commit, and whether the code (not texts, not what was measured) differs from it;
+    """The code's commit, and whether the code (no text, nor what was measured) differs from it;
     null where git cannot tell.
     """
 
@@ -65,7 +65,8 @@ def _commit() -> dict[str, Any]:
 
     try:
         commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "-uno", "--", ".", ":!*.md", ":!*.jsonl")
+        other = [f":!*.{kind}" for kind in ("md", "jsonl", "png")]
+        changed = git("status", "--porcelain", "-uno", "--", ".", *other)
         return {"commit": commit, "changed": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "changed": None}

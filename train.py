@@ -28,8 +28,8 @@ import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
 
-# The best rates that benchmark.py recipe found, of each optimizer of matrices, at this width. Wider
-# models have lower ones, as 1 / width (arXiv:2203.03466). What lies FAR times off is told.
+# The best rates that benchmark.py recipe found, of each optimizer of matrices, at this width; with
+# wider models they are taken to fall as 1 / width (arXiv:2203.03466). Those FAR times off are told.
 TUNED, TUNED_WIDTH, FAR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 NORMS = 128  # steps whose gradient norms a spike is judged by
 LEAST_NORMS = 16  # with fewer, no step is judged
@@ -143,16 +143,18 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
 
 
 def far_rate(config: Config) -> str:
-    """Says so where the learning rate is far from those that were tuned; else nothing."""
+    """Says so where the rate is far from those that were tuned, for first weights that are drawn;
+    else nothing.
+    """
     o = config.optimizer
     best = TUNED[o.matrices] * min(1, TUNED_WIDTH / config.model.width)
     low, high = best / FAR, best * FAR
-    if low <= o.lr <= high:
+    if config.run.init or low <= o.lr <= high:
         return ""
     return (
         f"warning: --optimizer.lr {o.lr:g} is far from what was tuned (EXPERIMENTS.md): with "
         f"--optimizer.matrices {o.matrices} and --model.width {config.model.width} expect the best "
-        f"between {low:.1g} and {high:.1g}, as --optimizer.lr {best:.1g}."
+        f"between {low:.2g} and {high:.2g}, as --optimizer.lr {best:.2g}."
     )
 
 

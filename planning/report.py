@@ -160,7 +160,7 @@ def flops_table(plan: Plan) -> Group:
         for part in (*parts, "sum")
     ]
     ratio = p.flops_per_chip / p.model_flops_per_chip
-    note = f"{ratio:.3f} times the FLOPs of a program without waste. {FLOPS_RULE}"
+    note = f"{ratio:.3f} times the model's FLOPs, in which the optimizer has no part. {FLOPS_RULE}"
     return table("MFLOPs per token", ("part", *ways, "sum"), rows[:-1], rows[-1:], note=note)
 
 

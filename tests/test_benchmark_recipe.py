@@ -24,7 +24,12 @@ folder = pathlib.Path(flags["--run.dir"], flags["--run.name"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "id").write_text(str(os.getpid()))
 (folder / "starts.jsonl").open("a").write(json.dumps(
-    {"commit": "c0ffee", "changed": False, "versions": {"jax": "1.2.3"}}) + "\\n")
+    {"commit": COMMIT, "changed": False, "versions": {"jax": "1.2.3"}}) + "\\n")
+if float(flags["--optimizer.lr"]) > HIGHEST:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "loss/val": None}) + "\\n")
+        file.write(json.dumps({"step": 6, "loss/train": None, "grad_norm": None}) + "\\n")
+    sys.exit(2)
 begun = (folder / "metrics.jsonl").exists()
 with (folder / "metrics.jsonl").open("a") as file:
     step = 8 if begun else 4
@@ -98,12 +103,34 @@ def test_what_is_compared_has_the_rate_of_the_other_and_waits_for_it():
     assert len(wanted) == recipe.runs_of(("5M", other))
 
 
+def test_a_recipe_beside_one_that_is_not_tuned_has_the_rate_of_that_ones_other(monkeypatch):
+    other = next(name for name, r in recipe.RECIPES.items() if r.like == "muon")
+    second = recipe.Recipe("something else", (), other)
+    monkeypatch.setitem(recipe.RECIPES, "second", second)
+    runs, _ = made("5M", "muon", 4e-3)
+    wanted = recipe.wanted(runs, "5M", "second")
+    assert wanted == [Trial("5M", "second", 4e-3, seed) for seed in recipe.SEEDS]
+
+
 def test_losses_are_compared_seed_by_seed():
     adamw, _ = made("5M", "adamw", 4e-3, noise=0.5)
     muon = {Trial(t.size, "muon", t.lr, t.seed): run_of(r.last - 0.25) for t, r in adamw.items()}
     a, b = (recipe.row_of(adamw | muon, "5M", name) for name in ("adamw", "muon"))
     assert a.loss == pytest.approx((3.5, 0.5 / math.sqrt(3)))
     assert b.less_than(a) == pytest.approx((-0.25, 0.0))
+
+
+def test_steps_to_anothers_loss_are_compared_seed_by_seed():
+    steps = np.array([64.0, 128.0])
+    rows = []
+    for losses in ([(4.5, 3.0), (4.5, 3.4)], [(3.5, 2.5), (3.5, 3.1)]):
+        runs = {seed: Measured(steps, np.array(loss)) for seed, loss in enumerate(losses)}
+        rows.append(recipe.Row("5M", "", 4e-3, 1, runs))
+    a, b = rows  # b is where a ends after 96 and 80 steps
+    assert b.share_to(a) == pytest.approx((0.6875, 0.0625))
+    assert a.share_to(b) is None  # never as low
+    apart = recipe.Row("5M", "", 4e-3, 1, {7: run_of(2.0)})
+    assert apart.share_to(a) is None
 
 
 def test_rows_without_a_common_seed_have_no_difference():
@@ -147,8 +174,11 @@ def test_flags_of_every_trial_are_a_config_whose_model_grows_with_its_width():
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
-    def put(slow=False, code=0):
-        text = STAND_IN.replace("SLOW", str(slow)).replace("CODE", str(code))
+    def put(slow=False, code=0, commit="c0ffee", highest=1.0):
+        text = STAND_IN
+        told = {"SLOW": slow, "CODE": code, "COMMIT": commit, "HIGHEST": highest}
+        for name, value in told.items():
+            text = text.replace(name, repr(value))
         (tmp_path / "main.py").write_text(text)
 
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
@@ -167,7 +197,8 @@ def test_runs_are_made_recorded_once_and_not_made_again(stand_in, capfd):
     assert [line["lr"] for line in lines[3:]] == [0.016, 5.7e-3, 8e-3]
     assert {line["lr"] for line in lines[:3]} == {2e-3, 4e-3, 8e-3}
     assert lines[0]["commit"] == "c0ffee" and lines[0]["loss"][-1][0] == 8
-    assert "main.py --config configs/ladder.toml --model.width 160" in lines[0]["command"]
+    for part in ("PJRT_NPROC=1", "main.py --config configs/ladder.toml --model.width 160"):
+        assert part in lines[0]["command"]
     before = stand_in.file.read_bytes()
     recipe.make(rows, stand_in.file, stand_in.folder, 60.0)
     assert stand_in.file.read_bytes() == before
@@ -178,10 +209,24 @@ def test_runs_that_are_cut_short_are_ended_and_go_on_in_the_next_call(stand_in):
     stand_in.put(slow=True)
     recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 4.0)
     assert not stand_in.file.exists()
-    stand_in.put()
+    stand_in.put(commit="decaf")
     recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
     starts = (stand_in.folder / "5M-adamw-0.004-0" / "starts.jsonl").read_text().splitlines()
-    assert len(starts) == 2 and len(stand_in.file.read_text().splitlines()) == 6
+    lines = [json.loads(line) for line in stand_in.file.read_text().splitlines()]
+    assert len(starts) == 2 and len(lines) == 6
+    of_rate = {line["lr"]: line["commit"] for line in lines}
+    assert of_rate[4e-3] == ["c0ffee", "decaf"] and of_rate[0.016] == "decaf"
+
+
+def test_a_rate_with_which_a_run_is_lost_has_an_infinite_loss_and_others_are_tried(stand_in):
+    stand_in.put(highest=7e-3)
+    recipe.make([("5M", "adamw")], stand_in.file, stand_in.folder, 60.0)
+    runs = recipe.read(stand_in.file)
+    lost = runs[Trial("5M", "adamw", 8e-3, 0)]
+    assert lost.steps.tolist() == [4, 6] and lost.last == math.inf
+    losses = recipe.tried(runs, "5M", "adamw")
+    assert len(losses) == 5 and recipe.best_rate(runs, "5M", "adamw") == 4e-3
+    assert len(runs) == 6 and "| 0.004 | 5 | 2 |" in recipe.table(runs)
 
 
 def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):

@@ -158,6 +158,18 @@ def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, da
     assert main.continued(config).optimizer.schedule_steps == 6
 
 
+@pytest.mark.parametrize("name", ["whole", "a"])
+def test_steps_after_a_schedule_that_ends_at_0_are_refused(whole, data, runs, name):
+    schedule = ["--optimizer.min_lr_ratio", "0", "--optimizer.schedule_steps", "6"]
+    flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *schedule, "--train.steps"]
+    told = rf"steps 9, and the learning rate is 0 after 6 .*Use --train.steps 6.*--init .*/{name} "
+    with pytest.raises(ValueError, match=told):
+        main.with_schedule(utils.parse([*flags, "9"]), 6)
+    config = utils.parse([*flags, "6"])
+    assert train.learning_rate(config)(np.int32(5)) == 0
+    assert main.with_schedule(config, 6).train.steps == 6
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

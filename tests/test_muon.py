@@ -304,6 +304,21 @@ def test_five_steps_end_at_the_same_weights_on_every_mesh(name):
     assert groups and all(np.array_equal(first, a) for first, *rest in groups for a in rest)
 
 
+def test_a_step_that_is_not_finite_leaves_weights_and_momenta_as_they_are():
+    name = "2x2x2_virtual"
+    config, before, state = run(name)
+    step = train.jitted_step(config, model.declare(config), mesh_of(config))
+    momenta = jax.device_get(state.optimizer)
+    arrays = jax.tree.map(jnp.copy, state)  # a step takes those it is given
+    bad = batch(config, STEPS)
+    bad["loss_weights"] = bad["loss_weights"].copy()
+    bad["loss_weights"][5, 3] = np.nan
+    after, told = step(arrays, on_mesh(config, mesh_of(config), bad))
+    assert told["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, canonical(config, after.weights), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.optimizer), momenta)
+
+
 def test_a_checkpoint_goes_to_any_mesh(tmp_path):
     """Weights and momentum, and the next step from them, are those of the run that was saved."""
     config, before, state = run("2x2x2_virtual")

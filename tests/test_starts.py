@@ -27,14 +27,14 @@ def test_a_start_tells_command_code_host_devices_and_versions(monkeypatch):
 def test_the_commit_is_told_and_whether_the_code_differs_from_it(tmp_path, monkeypatch):
     monkeypatch.setattr(starts, "__file__", str(tmp_path / "starts.py"))
     assert starts._commit() == {"commit": None, "changed": None}
-    for name in ("starts.py", "a.md", "b.jsonl"):
+    for name in ("starts.py", "a.md", "b.jsonl", "c.png"):
         (tmp_path / name).write_text("")
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
     first = starts._commit()
     assert len(first["commit"]) == 40 and first["changed"] is False
-    for name in ("a.md", "b.jsonl"):
+    for name in ("a.md", "b.jsonl", "c.png"):
         (tmp_path / name).write_text("changed")
     assert starts._commit() == first
     (tmp_path / "starts.py").write_text("changed")

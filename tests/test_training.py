@@ -21,6 +21,7 @@ import processes
 import train
 import utils
 import weights
+from benchmark import with_values
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
 from conftest import ROOT
 
@@ -329,9 +330,14 @@ def drawn(config, seed=0):
 @pytest.mark.parametrize(
     ("matrices", "width", "rate", "told"),
     [
-        ("adamw", 48, 0.1, "lr 0.1 is far .* adamw and .*width 48 .* 0.0006 and 0.06, as .* 0.006"),
-        ("adamw", 1600, 0.01, "lr 0.01 is far .* .* 6e-05 and 0.006, as .* 0.0006"),
-        ("muon", 48, 1e-4, "lr 0.0001 is far .* muon .* 0.002 and 0.2, as --optimizer.lr 0.02"),
+        (
+            "adamw",
+            48,
+            0.1,
+            "lr 0.1 is far .* adamw and .*width 48 .* 0.00057 and 0.057, as .* 0.0057",
+        ),
+        ("adamw", 1600, 0.01, "lr 0.01 is far .* .* 5.7e-05 and 0.0057, as .* 0.00057"),
+        ("muon", 48, 1e-4, "lr 0.0001 is far .* muon .* 0.0016 and 0.16, as --optimizer.lr 0.016"),
         ("muon", 48, 0.15, None),
         ("muon", 1600, 0.15, "is far"),
     ],
@@ -342,6 +348,8 @@ def test_a_learning_rate_far_from_what_was_tuned_is_told_with_the_range(
     config = config_of(optimizer={"matrices": matrices, "lr": rate}, width=width)
     found = train.far_rate(config)
     assert re.search(told, found) if told else found == ""
+    begun_with_weights = with_values(config, run={"init": "runs/a"})
+    assert train.far_rate(begun_with_weights) == ""
 
 
 def test_example_configs_have_rates_near_those_that_were_tuned():
