@@ -44,7 +44,7 @@ AROUND = (1, 2, 1 / 2)  # times what a smaller size has best
 SEEDS = (0, 1, 2)
 TRIED_AT, SMALL = ("1M",), ("1M", "5M")  # where Muon is tried with something else
 BASE = "adamw"
-DRAWN = ("adamw", "muon")
+DRAWN = ("adamw", "muon", "muon-wsd-decay")
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **one_cpu_device(cores=1)}
@@ -480,7 +480,7 @@ def draw(runs: Runs, path: Path) -> None:
     tokens = utils.load(ROOT / CONFIG).train
     per_step = tokens.sequences * tokens.sequence_length
     with rc_context(STYLE):
-        figure = Figure(figsize=(4 * max(1, len(found)), 3.6), layout="constrained")
+        figure = Figure(figsize=(4.4 * max(1, len(found)), 3.8), layout="constrained")
         for i, (size, rows) in enumerate(found.items()):
             axes = figure.add_subplot(1, len(found), i + 1)
             for row in rows:
@@ -495,7 +495,7 @@ def draw(runs: Runs, path: Path) -> None:
                 axes.fill_between(x[shown], low, high, color=line.get_color(), alpha=0.25, lw=0)
             axes.set(title=f"{size} parameters", xlabel="tokens (millions)")
             axes.set_ylabel("validation loss" if i == 0 else "")
-            axes.legend()
+            axes.legend(fontsize="small")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 
