@@ -10,8 +10,8 @@ Its loss is a line of experiments.jsonl with the command that made it, and a run
 goes on from its checkpoint. A recipe that is tuned has as many learning rates as any of its size,
 with the first seed: those of START, then each one halfway to the better neighbour of the best, or
 beyond it at an end; the best of them has the other seeds. At the largest size, whose runs are long,
-there are three: what 1 / width makes of the best of the size before, twice and half of that. Others
-take the rate of the recipe they are compared with.
+there are four: what 1 / width makes of the best of the size before, twice and half of that, then
+one more by the same rule. Others take the rate of the recipe they are compared with.
 Seeds are of weights and of the order of the data, and what is compared has the same ones.
 """
 
@@ -63,7 +63,7 @@ class Size(NamedTuple):
 SIZES = {
     "1M": Size(80, 2, 32),
     "5M": Size(160, 4, 64),
-    "20M": Size(320, 8, 128, len(AROUND), "5M"),
+    "20M": Size(320, 8, 128, len(AROUND) + 1, "5M"),
 }
 
 

@@ -89,9 +89,12 @@ def test_the_largest_size_tries_what_its_width_makes_of_a_smaller_ones_best():
         Trial("20M", "adamw", rate, 0): run_of(loss)
         for rate, loss in zip(tried, (3.2, 3.1, 3.3), strict=True)
     }
+    beyond = recipe.wanted(runs, "20M", "adamw")[-1]
+    assert beyond == Trial("20M", "adamw", 0.011, 0)
+    runs |= {beyond: run_of(3.15)}
     seeds = [t for t in recipe.wanted(runs, "20M", "adamw") if t not in runs]
     assert seeds == [Trial("20M", "adamw", 5.7e-3, seed) for seed in recipe.SEEDS[1:]]
-    assert len(tried) + len(seeds) == recipe.runs_of(("20M", "adamw"))
+    assert len(tried) + 1 + len(seeds) == recipe.runs_of(("20M", "adamw"))
 
 
 def test_what_is_compared_has_the_rate_of_the_other_and_waits_for_it():
