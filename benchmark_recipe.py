@@ -99,7 +99,7 @@ RECIPES = {
     "muon-decay-0.3": like_muon("weight decay 0.3", *DECAY),
     "muon-decay-1": like_muon("weight decay 1", *DECAYED),
     "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=tuple(SIZES)),
-    "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAYED, sizes=SMALL),
+    "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAYED, sizes=tuple(SIZES)),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
     "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS, commit="18a95eb"),
