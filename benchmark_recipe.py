@@ -1,6 +1,8 @@
 """Which recipe reaches a lower loss with the same tokens; a part of benchmark.py.
 
-    ./run.sh python benchmark.py recipe             makes the runs that are missing, then the table
+    ./run.sh python benchmark.py recipe             makes the runs of the picture that are missing,
+                                                    then table and picture
+    ./run.sh python benchmark.py recipe all         all runs, or name some: muon-wsd muon-decay-1
     ./run.sh python benchmark.py recipe --hours 0   table and picture of the runs there are
     ./run.sh python benchmark.py recipe --times     seconds of a step of each, in turns
     ./run.sh python benchmark.py recipe --help      its flags
@@ -44,7 +46,7 @@ AROUND = (1, 2, 1 / 2)  # times what a smaller size has best
 SEEDS = (0, 1, 2)
 TRIED_AT, SMALL = ("1M",), ("1M", "5M")  # where Muon is tried with something else
 BASE = "adamw"
-DRAWN = ("adamw", "muon", "muon-wsd-decay")
+DRAWN = ("adamw", "muon", "muon-wsd-decay-1")
 POLL_S = 1.0
 MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **one_cpu_device(cores=1)}
@@ -87,19 +89,26 @@ def like_muon(
 MUON = ("--optimizer.matrices", "muon")
 WSD = ("--optimizer.schedule", "wsd", "--optimizer.decay_share", "0.4")
 WSD += ("--optimizer.min_lr_ratio", "0")
-DECAY, DECAYED = (("--optimizer.weight_decay", rate) for rate in ("0.3", "1"))
+DECAY, DECAY_1, DECAY_3 = (("--optimizer.weight_decay", rate) for rate in ("0.3", "1", "3"))
 CAUTIOUS = ("--optimizer.cautious_decay", "True")
 RECIPES = {
     "adamw": Recipe("AdamW", ()),
+    "adamw-wsd-decay-1": Recipe(
+        "AdamW, wsd and weight decay 1", (*WSD, *DECAY_1), BASE, sizes=("5M",)
+    ),
+    "adamw-wsd-decay-3": Recipe(
+        "AdamW, wsd and weight decay 3", (*WSD, *DECAY_3), BASE, sizes=("5M",)
+    ),
     "muon": Recipe("Muon for matrices", MUON),
     "muon-short": like_muon("0.7 of the steps", "--train.steps", "89", sizes=SMALL),
     "muon-to-0": like_muon("lr decays to 0", "--optimizer.min_lr_ratio", "0"),
     "muon-wsd": like_muon("wsd, the last 0.4 to 0", *WSD),
     "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
     "muon-decay-0.3": like_muon("weight decay 0.3", *DECAY),
-    "muon-decay-1": like_muon("weight decay 1", *DECAYED),
+    "muon-decay-1": like_muon("weight decay 1", *DECAY_1),
     "muon-wsd-decay": like_muon("wsd and weight decay 0.3", *WSD, *DECAY, sizes=tuple(SIZES)),
-    "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAYED, sizes=tuple(SIZES)),
+    "muon-wsd-decay-1": like_muon("wsd and weight decay 1", *WSD, *DECAY_1, sizes=tuple(SIZES)),
+    "muon-wsd-decay-3": like_muon("wsd and weight decay 3", *WSD, *DECAY_3, sizes=("5M",)),
     "muon-capacity-2": like_muon("capacity factor 2", "--model.capacity_factor", "2"),
     "muon-bias-1e-3": like_muon("router bias 1e-3", "--model.router_bias_speed", "1e-3"),
     "muon-cautious": like_muon("cautious weight decay", *CAUTIOUS, commit="18a95eb"),
@@ -524,7 +533,7 @@ def times(rows: Sequence[tuple[str, str]]) -> None:
 class Flags:
     """Flags of `benchmark.py recipe`."""
 
-    recipes: tyro.conf.Positional[tuple[str, ...]] = ()  # names, as muon; all
+    recipes: tyro.conf.Positional[tuple[str, ...]] = DRAWN  # names, as muon-wsd; or all
     sizes: tuple[str, ...] = tuple(SIZES)  # 1M, 5M, 20M
     hours: float = 6.0  # after which runs are cut short, to go on in the next call; 0 makes none
     times: bool = False  # time steps instead
@@ -535,17 +544,18 @@ class Flags:
 
 def main(arguments: list[str]) -> None:
     flags = tyro.cli(Flags, args=arguments, prog="benchmark.py recipe")
-    for name, known in ((flags.recipes, RECIPES), (flags.sizes, SIZES)):
-        if unknown := set(name) - known.keys():
+    here = [name for name, recipe in RECIPES.items() if not recipe.commit]
+    names = here if flags.recipes == ("all",) else flags.recipes
+    for some, known in ((names, RECIPES), (flags.sizes, SIZES)):
+        if unknown := set(some) - known.keys():
             raise ValueError(f"{unknown.pop()!r} is none of {', '.join(known)}. Use some of them.")
-    rows = all_of(flags.recipes or RECIPES, flags.sizes)
-    for name in flags.recipes:
+    for name in names:
         if commit := RECIPES[name].commit:
             raise ValueError(
                 f"The code of {name} is no longer here: it did not pay. Check out {commit}, or "
                 "leave it out."
             )
-    rows = [row for row in rows if not RECIPES[row[1]].commit]
+    rows = all_of(names, flags.sizes)
     if flags.times:
         times(rows)
         return

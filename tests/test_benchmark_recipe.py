@@ -243,7 +243,7 @@ def test_a_run_that_fails_is_told_with_its_log_and_is_not_recorded(stand_in):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["adamm"], "'adamm' is none of adamw, muon"),
+        (["adamm"], "'adamm' is none of adamw, "),
         (["--sizes", "7B"], "'7B' is none of 1M, 5M, 20M"),
     ],
 )
@@ -258,6 +258,20 @@ def test_a_recipe_whose_code_is_gone_names_the_commit_that_has_it(monkeypatch, f
     monkeypatch.setitem(recipe.RECIPES, "muon", gone)
     with pytest.raises(ValueError, match="Check out c0ffee"):
         recipe.main(["muon", *flags])
+
+
+HERE = [name for name, tried in recipe.RECIPES.items() if not tried.commit]
+
+
+@pytest.mark.parametrize(
+    ("names", "made"), [([], recipe.DRAWN), (["muon-wsd"], ["muon-wsd"]), (["all"], HERE)]
+)
+def test_without_a_name_the_recipes_of_the_picture_are_made(monkeypatch, tmp_path, names, made):
+    asked = []
+    monkeypatch.setattr(recipe, "make", lambda rows, *_: asked.extend(rows))
+    monkeypatch.setattr(recipe.signal, "signal", lambda *_: None)
+    recipe.main([*names, "--runs", str(tmp_path / "runs.jsonl"), "--folder", str(tmp_path)])
+    assert asked == recipe.all_of(made, recipe.SIZES)
 
 
 def test_what_ends_the_harness_ends_its_runs(stand_in):
