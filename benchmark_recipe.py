@@ -44,7 +44,7 @@ RECORDED = ROOT / "experiments.jsonl"
 START = (4e-3, 8e-3, 2e-3)
 AROUND = (1, 2, 1 / 2)  # times what a smaller size has best
 SEEDS = (0, 1, 2)
-TRIED_AT, SMALL = ("1M",), ("1M", "5M")  # where Muon is tried with something else
+TRIED_AT = ("1M",)  # where Muon is tried with something else
 BASE = "adamw"
 DRAWN = ("adamw", "muon", "muon-wsd-decay-1")
 POLL_S = 1.0
@@ -100,7 +100,7 @@ RECIPES = {
         "AdamW, wsd and weight decay 3", (*WSD, *DECAY_3), BASE, sizes=("5M",)
     ),
     "muon": Recipe("Muon for matrices", MUON),
-    "muon-short": like_muon("0.7 of the steps", "--train.steps", "89", sizes=SMALL),
+    "muon-short": like_muon("0.7 of the steps", "--train.steps", "89", sizes=("1M", "5M")),
     "muon-to-0": like_muon("lr decays to 0", "--optimizer.min_lr_ratio", "0"),
     "muon-wsd": like_muon("wsd, the last 0.4 to 0", *WSD),
     "muon-no-decay": like_muon("no weight decay", "--optimizer.weight_decay", "0"),
@@ -545,7 +545,7 @@ class Flags:
 def main(arguments: list[str]) -> None:
     flags = tyro.cli(Flags, args=arguments, prog="benchmark.py recipe")
     here = [name for name, recipe in RECIPES.items() if not recipe.commit]
-    names = here if flags.recipes == ("all",) else flags.recipes
+    names = here if "all" in flags.recipes else flags.recipes
     for some, known in ((names, RECIPES), (flags.sizes, SIZES)):
         if unknown := set(some) - known.keys():
             raise ValueError(f"{unknown.pop()!r} is none of {', '.join(known)}. Use some of them.")
