@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ INSIDE = """
 set -e
 hostname {name}
 mount --bind {names} /etc/hosts
+mount --bind {boot_id} /proc/sys/kernel/random/boot_id
 ip link set lo up
 echo 0 >/proc/sys/net/ipv4/tcp_slow_start_after_idle
 echo ready
@@ -157,7 +159,9 @@ class Network:
         with contextlib.ExitStack() as stack:
             stack.callback(self._stop)
             for host in (self._switch, *self.hosts):
-                host.start(INSIDE.format(name=host.name, names=names))
+                boot_id = self._folder / f"{host.name}.boot_id"
+                boot_id.write_text(f"{uuid.uuid4()}\n")
+                host.start(INSIDE.format(name=host.name, names=names, boot_id=boot_id))
             self._switch.ip("link", "add", "bridge", "type", "bridge")
             self._switch.ip("link", "set", "bridge", "up")
             for host, port in zip(self.hosts, self.ports, strict=True):

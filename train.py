@@ -81,11 +81,18 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     return Mesh(placed(config, devices[:need]), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
 
 
+def slice_of(device: jax.Device) -> int:
+    """The slice that a TPU is in. Only TPUs are in slices: XLA numbers the hosts of CPU and GPU
+    devices in the same attribute.
+    """
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
 def placed(config: Config, devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as a mesh, neighbours along its inner axes; a slice of TPUs is one replica, or
     some of them.
     """
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = len({slice_of(device) for device in devices})
     replica, *inner = config.mesh.shape
     if replica % slices:
         raise ValueError(

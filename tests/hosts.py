@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ INSIDE = """
 set -e
 mount --make-rprivate /
 mount -t proc proc /proc
+mount --bind {keys}/boot_id /proc/sys/kernel/random/boot_id
 hostname {name}
 mkdir -p /mnt
 mount -t tmpfs -o size=1m tmpfs /mnt
@@ -100,6 +102,8 @@ class Host:
         flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
         cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
         cache.mkdir(parents=True, exist_ok=True)
+        # The kernel makes one for each boot of a machine; XLA and lock.py tell hosts apart by it.
+        (keys / "boot_id").write_text(f"{uuid.uuid4()}\n")
         (keys / "config").write_text(SSHD.format(port=self.port, flags=flags, cache=CACHE))
         script = INSIDE.format(
             name=self.name,

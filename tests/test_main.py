@@ -301,6 +301,38 @@ def test_an_axis_of_two_finds_its_place_on_a_cube_of_64_chips(shape):
             assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
 
 
+class OnHost:
+    """A CPU or GPU device of one of several hosts: XLA numbers the hosts in `slice_index`."""
+
+    device_kind, core_on_chip = "host", 0
+
+    def __init__(self, platform, number):
+        self.platform, self.id = platform, number
+        self.process_index = self.slice_index = number // 4
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_hosts_of_cpus_and_gpus_are_not_slices(platform):
+    devices = [OnHost(platform, number) for number in range(8)]
+    for shape in [(2, 2, 2), (1, 2, 4), (8, 1, 1)]:
+        axes = dict(zip(("fsdp", "pipeline", "tensor"), shape, strict=True))
+        placed = train.make_mesh(utils.Config(mesh=utils.Mesh(**axes)), devices).devices
+        assert placed.shape == (1, *shape)
+        assert [device.id for device in placed.flat] == list(range(8))
+
+
+def test_a_slice_of_tpus_is_a_replica():
+    devices = [TpuAt(i, (i % 4, i // 4 % 2, 0)) for i in range(16)]
+    for device in devices:
+        device.slice_index = device.id // 8
+    with pytest.raises(ValueError, match=r"--mesh\.replica 1 is not a multiple of the 2 slices"):
+        train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=4)), devices)
+    mesh = utils.Mesh(replica=2)
+    placed = train.make_mesh(utils.Config(mesh=mesh), devices).devices
+    for number, replica in enumerate(placed):
+        assert {device.slice_index for device in replica.flat} == {number}
+
+
 def test_rows_are_read_once_and_only_those_that_this_process_holds():
     config = utils.parse(["--mesh.fsdp", "2"])
     asked = []
