@@ -206,7 +206,7 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
     config = on_one_device(config, 4, 2)
     # Every token goes to every expert: rounding can choose no other, which would hide an error.
     routed = {"experts_per_token": config.model.experts, "capacity_factor": 1.0}
-    config = with_values(config, model=routed)
+    config = with_values(config, model=routed | {"compute_dtype": "float32"})
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         start = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)

@@ -12,6 +12,7 @@ steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -49,16 +50,21 @@ from watch import Watch
 
 def parse(arguments: list[str] | None = None) -> Config:
     """As utils.parse; with --init and without --config, [model] is that run's, or, when the run
-    continues, its own.
+    continues, its own. A mesh that neither flags nor --config set is utils.UNSET_MESH.
     """
-    config = utils.parse(arguments, checked=False)
-    if not config.run.init:
-        return utils.parse(arguments)
-    own = folder_of(config)
-    file = (own if own.saved_steps() else run_folder.at(config.run.init)).files / "config.toml"
-    if not file.is_file():
-        return utils.parse(arguments)
-    return utils.parse(arguments, model=utils.load(file).model)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    config, model = utils.parse(arguments, checked=False), None
+    if config.run.init:
+        own = folder_of(config)
+        file = (own if own.saved_steps() else run_folder.at(config.run.init)).files / "config.toml"
+        if file.is_file():
+            model = utils.load(file).model
+    if utils.sets_mesh(arguments):
+        return utils.parse(arguments, model=model)
+    config = utils.parse(arguments, checked=False, model=model)
+    one = utils.Mesh(fsdp=1, pipeline=1, tensor=1)
+    utils.check(dataclasses.replace(config, mesh=one))  # what does not depend on the mesh
+    return dataclasses.replace(config, mesh=utils.UNSET_MESH)
 
 
 def continued(config: Config) -> Config:
@@ -207,10 +213,13 @@ def leave(watch: Watch) -> None:
 
 def run(config: Config) -> None:
     """A run, new or continued, to its end."""
-    config = continued(config)
-    declared = model.declare(config)
-    passes.schedule_of(config)
     with watched(config) as watch:
+        config, made = train.for_devices(config, jax.devices())
+        config = continued(config)
+        declared = model.declare(config)
+        passes.schedule_of(config)
+        if made:
+            say(made)
         # Here, so that the others are told of a process that has not all of it.
         watch.doing("opening of the data")
         with open_datasets(config) as data:

@@ -89,6 +89,7 @@ def make(flags: Flags, rest: list[str]) -> Plan:
     chip = chips.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
         raise ValueError(f"--topology is of a TPU's slice, and --chip is {flags.chip}.")
+    config = utils.for_platform(config, chips.platform_of(chip))
     attention.chosen(config, chips.platform_of(chip))
     if flags.compile:
         targets.check(chip)

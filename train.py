@@ -5,9 +5,10 @@ array, to compile it ahead of time. Functions take the config, the weights that 
 of it, and the mesh.
 """
 
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import chips
+import model
 import muon
 import passes
 import peers
+import utils
 import weights
 from model import Batch, Transformer
 from utils import MESH_AXES, Config
@@ -59,14 +62,78 @@ def start_processes(peer_s: float = 30.0) -> None:
         jax.distributed.initialize(**how)
 
 
+def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, str]:
+    """(the config with what it leaves to the devices filled in, what was chosen and why).
+
+    A mesh is made only where none was set (utils.UNSET_MESH). Of the meshes that this model and
+    batch can be cut over, it uses the most devices. Among these, simulated CPU devices get the
+    one whose largest axis is smallest, so that every axis is exercised; others get the one with
+    most fsdp ranks, then most tensor ranks, as these communicate least.
+
+    Raises  ValueError where processes have devices that no mesh can use.
+    """
+    config = utils.for_platform(config, devices[0].platform)
+    if config.mesh != utils.UNSET_MESH:
+        return config, ""
+    slices = len({slice_of(device) for device in devices})
+    each, balanced = len(devices) // slices, devices[0].platform == "cpu"
+    # Each process must have a part in the mesh.
+    fewest = each if jax.process_count() > 1 else 1
+    for used in range(each, fewest - 1, -1):
+        for mesh in meshes(used, slices, balanced):
+            made = dataclasses.replace(config, mesh=mesh)
+            if problem_of(made) is None:
+                return made, (
+                    f"no mesh was set: made (fsdp, pipeline, tensor) = {mesh.shape[1:]} with "
+                    f"{mesh.virtual} virtual stage{'s' * (mesh.virtual > 1)} for "
+                    f"{used * slices} of {len(devices)} {devices[0].platform} devices"
+                    + ("" if used == each else ", the most that divide this model and batch")
+                    + ". Set --mesh.fsdp, --mesh.pipeline and --mesh.tensor to choose another."
+                )
+    best = dataclasses.replace(config, mesh=next(meshes(each, slices, balanced)))
+    raise ValueError(
+        f"no mesh over the {len(devices)} devices of {jax.process_count()} processes divides this "
+        f"model and batch, and none may stay idle. {problem_of(best)}"
+    )
+
+
+def meshes(devices: int, slices: int, balanced: bool) -> Iterator[utils.Mesh]:
+    """Meshes over so many devices of each slice, best first (see for_devices)."""
+    shapes = [
+        (fsdp, pipeline, devices // fsdp // pipeline)
+        for fsdp in range(1, devices + 1)
+        if devices % fsdp == 0
+        for pipeline in range(1, devices // fsdp + 1)
+        if devices // fsdp % pipeline == 0
+    ]
+    most = [-max(shape) if balanced else 0 for shape in shapes]
+    order = sorted(zip(most, shapes, strict=True), key=lambda o: (o[0], o[1][0], o[1][2]))
+    for _, (fsdp, pipeline, tensor) in reversed(order):
+        for virtual in (2, 1) if pipeline > 1 else (1,):
+            yield utils.Mesh(
+                replica=slices, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual
+            )
+
+
+def problem_of(config: Config) -> str | None:
+    """Why this model and batch cannot be cut over the config's mesh; None where they can."""
+    try:
+        utils.check(config)
+        model.declare(config)
+        passes.schedule_of(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The (replica, fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
     devices = jax.devices() if devices is None else devices
-    need = math.prod(config.mesh.shape)
-    if need > len(devices) or (need < len(devices) and jax.process_count() > 1):
+    need, hosts = math.prod(config.mesh.shape), jax.process_count()
+    if need > len(devices) or (need < len(devices) and hosts > 1):
         replicas = f"--mesh.replica {config.mesh.replica} x " * (config.mesh.replica > 1)
         hint = (
-            f" For pretend devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
+            f" For simulated devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
             "or start through ./run.sh."
             if devices[0].platform == "cpu" and need > len(devices)
             else ""
@@ -74,7 +141,8 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         raise ValueError(
             f"{replicas}--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
             "--mesh.tensor "
-            f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}. Use sizes "
+            f"{config.mesh.tensor} is {need} devices, and there are {len(devices)}"
+            f"{f' on {hosts} hosts' * (hosts > 1)}. Use sizes "
             f"whose product is {len(devices)}, as --mesh.fsdp {len(devices)} --mesh.pipeline 1 "
             f"--mesh.tensor 1.{hint}"
         )

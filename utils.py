@@ -64,6 +64,10 @@ class Mesh:
         return self.replica * self.fsdp
 
 
+# What main.py makes a mesh in place of, once it knows the devices (train.for_devices).
+UNSET_MESH = Mesh(replica=0, fsdp=0, pipeline=0, tensor=0, virtual=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:
     # gather weights once per step (fastest), or per layer (least memory)
@@ -126,8 +130,9 @@ class Model:
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
     # the same in the RMSNorms of latents, of queries and of keys and values; 0 takes norm_epsilon
     latent_norm_epsilon: float = 0.0
-    # of matmuls and activations; weights are float32 at rest
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # of matmuls and activations; weights are float32 at rest. auto is bfloat16, but float32 on CPUs,
+    # where bfloat16 is slow
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     # kernel; auto is in bfloat16 splash on a TPU, for sequences of a multiple of 128, and on an
     # NVIDIA GPU cudnn, or where that cannot be used triton; else XLA
     attention: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
@@ -312,6 +317,28 @@ def parse(
     if checked:
         check(config)
     return config
+
+
+def sets_mesh(arguments: list[str]) -> bool:
+    """Whether the flags, or the file of `--config`, set any field of the mesh."""
+    names = [argument.partition("=") for argument in arguments]
+    if any(flag.startswith("--mesh.") for flag, _, _ in names):
+        return True
+    for (flag, equals, path), following in zip(names, [*arguments[1:], ""], strict=True):
+        if flag == "--config":
+            return "mesh" in tomllib.loads(Path(path if equals else following).read_text())
+    return False
+
+
+def for_platform(config: Config, platform: str) -> Config:
+    """The config with `--model.compute_dtype auto` replaced by what suits the platform's devices.
+
+    platform  as jax names it: cpu, gpu, tpu.
+    """
+    if config.model.compute_dtype != "auto":
+        return config
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
 
 
 def _check_alone(arguments: list[str]) -> None:

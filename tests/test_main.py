@@ -333,6 +333,68 @@ def test_a_slice_of_tpus_is_a_replica():
         assert {device.slice_index for device in replica.flat} == {number}
 
 
+TINY = ["--config", str(ROOT / "configs" / "tiny.toml")]
+
+
+@pytest.mark.parametrize(
+    ("platform", "count", "shape", "virtual"),
+    [
+        ("cpu", 1, (1, 1, 1), 1),
+        ("cpu", 2, (2, 1, 1), 1),
+        ("cpu", 3, (2, 1, 1), 1),
+        ("cpu", 4, (2, 1, 2), 1),
+        ("cpu", 6, (2, 1, 2), 1),
+        ("cpu", 8, (2, 2, 2), 2),
+        ("gpu", 1, (1, 1, 1), 1),
+        ("gpu", 8, (2, 1, 4), 1),
+    ],
+)
+def test_a_mesh_that_nobody_set_is_made_for_the_devices(platform, count, shape, virtual):
+    config = main.parse(TINY)
+    assert config.mesh == utils.UNSET_MESH
+    made, why = train.for_devices(config, [OnHost(platform, number) for number in range(count)])
+    assert made.mesh.shape == (1, *shape) and made.mesh.virtual == virtual
+    assert train.problem_of(made) is None
+    assert str(shape) in why and f"of {count} {platform} devices" in why and "--mesh.fsdp" in why
+    assert ("the most that divide" in why) == (count in (3, 6))
+    assert made.model.compute_dtype == {"cpu": "float32", "gpu": "bfloat16"}[platform]
+
+
+def test_a_mesh_that_was_set_stays_and_is_refused_where_it_does_not_fit(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text("[mesh]\ntensor = 1\n")
+    devices = [OnHost("cpu", number) for number in range(3)]
+    for words in (["--mesh.tensor=1"], [*TINY, "--mesh.tensor", "1"], [f"--config={file}"]):
+        config = main.parse(words)
+        assert config.mesh == utils.Mesh(tensor=1)
+        made, why = train.for_devices(config, devices)
+        assert made.mesh == config.mesh and not why
+        with pytest.raises(ValueError, match="is 4 devices, and there are 3"):
+            train.make_mesh(made, devices)
+
+
+def test_a_mesh_that_does_not_fit_names_the_hosts_and_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    devices = [OnHost("gpu", number) for number in range(8)]
+    with pytest.raises(ValueError, match=r"is 16 devices, and there are 8 on 2 hosts\. Use"):
+        train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=4)), devices)
+    with pytest.raises(ValueError, match=r"is 4 devices, and there are 8 on 2 hosts\. Use"):
+        train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=1)), devices)
+
+
+def test_where_hosts_share_a_mesh_no_device_stays_idle(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    devices = [OnHost("gpu", number) for number in range(8)]
+    assert train.for_devices(main.parse(TINY), devices)[0].mesh.shape == (1, 2, 1, 4)
+    with pytest.raises(ValueError, match=r"6 devices of 2 processes.*Use --train\.sequences 24"):
+        train.for_devices(main.parse(TINY), devices[:6])
+
+
+def test_what_does_not_depend_on_a_mesh_is_checked_before_there_are_devices():
+    with pytest.raises(ValueError, match=r"--train\.sequences 6 is not a multiple"):
+        main.parse([*TINY, "--train.sequences", "6"])
+
+
 def test_rows_are_read_once_and_only_those_that_this_process_holds():
     config = utils.parse(["--mesh.fsdp", "2"])
     asked = []
