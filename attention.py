@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-import kernels
+import attention_kernels
 import utils
 from utils import LANES
 
@@ -67,8 +67,8 @@ def why_not(config: utils.Config, platform: str, kernel: str) -> str:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     wide, narrow = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
     if kernel == "triton":
-        if T % kernels.GPU_BLOCK:
-            return f"sequences of {T} are no multiple of its {kernels.GPU_BLOCK}"
+        if T % attention_kernels.GPU_BLOCK:
+            return f"sequences of {T} are no multiple of its {attention_kernels.GPU_BLOCK}"
         if narrow > wide:
             return f"values of {narrow} are wider than queries of {wide}"
         return f"heads of {wide} are wider than 256" if wide > 256 else ""
@@ -87,8 +87,10 @@ def computed_share(config: utils.Config, platform: str) -> float:
     """
     T, kernel = config.train.sequence_length, chosen(config, platform)
     size = T
-    if kernel != "xla":
-        size = kernels.block_size(T) if kernel == "splash" else kernels.GPU_BLOCK
+    if kernel == "splash":
+        size = attention_kernels.block_size(T)
+    elif kernel != "xla":
+        size = attention_kernels.GPU_BLOCK
     blocks = -(-T // size)
     return (blocks + 1) / (2 * blocks)
 
@@ -109,7 +111,7 @@ def attend(
     segments_bS  number of the document that a position belongs to; None where a window is one
                  document. With T < S (XLA only) the queries are the last T positions.
     """
-    function = _xla if implementation == "xla" else getattr(kernels, implementation)
+    function = _xla if implementation == "xla" else getattr(attention_kernels, implementation)
     return function(q_bTnA, k_bSnA, v_bSnW, segments_bS, scale)
 
 

@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 class LatentMoeConfig(PretrainedConfig):
     model_type = "latent_moe"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # Two names of one output: transformers 5.24 renames the second to the first.
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
 
 def has_experts(config: LatentMoeConfig, layer: int) -> bool:
@@ -255,14 +256,18 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        cache=None,
         **_,
     ):
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+        # transformers 5.24 renames the argument `past_key_values` to `cache`.
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = self.model(x, attention_mask, position_ids, past_key_values)
+        hidden = self.model(x, attention_mask, position_ids, cache)
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:  # of each next token; -100 is left out
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        # By position: the third field is `cache`, and `past_key_values` before transformers 5.24.
+        return CausalLMOutputWithPast(loss, logits, cache)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import GPU_BLOCK
+from attention_kernels import GPU_BLOCK
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
 Cost = dict[Any, float]  # what is counted: how much

@@ -37,9 +37,9 @@ COLLECTIVES = {
 }
 # Products and loops whose cost a trace does not tell.
 OPAQUE = ("conv_general_dilated", "pallas_call", "ragged_dot_general", "while", "cond")
-# Functions of a kernels.Kernel: matrix products as wide as queries and as values. The backward pass
-# of splash is two kernels, of keys and values and of queries: each makes the scores and the
-# probabilities' gradient of its own. So does Triton's one.
+# Functions of an attention_kernels.Kernel: matrix products as wide as queries and as values. The
+# backward pass of splash is two kernels, of keys and values and of queries: each makes the scores
+# and the probabilities' gradient of its own. So does Triton's one.
 KERNELS = {
     "splash_plain": (1, 1), "splash_forward": (1, 1), "splash_backward": (4, 3),
     "cudnn_plain": (1, 1), "cudnn_forward": (1, 1), "cudnn_backward": (3, 2),

@@ -283,6 +283,18 @@ def test_text_is_the_same_without_the_cache(tmp_path):
         assert torch.equal(*ways)
 
 
+def test_the_modelling_file_takes_the_cache_by_its_old_and_its_new_name(tmp_path):
+    make_run(tmp_path / "run", dense_layers=1)
+    found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
+    given = torch.from_numpy(tokens(SIZES["vocabulary"]))[:, :9].long()
+    with torch.no_grad():
+        expected = found(given).logits[:, -1]
+        for name in ("cache", "past_key_values"):
+            _, cache = found(given[:, :8], use_cache=True).to_tuple()
+            last = found(given[:, 8:], **{name: cache}).logits[:, -1]
+            torch.testing.assert_close(last, expected, atol=1e-4, rtol=0)
+
+
 def test_bfloat16_and_float16_folders_are_opened_and_read(tmp_path):
     make_run(tmp_path / "run", dense_layers=1)
     flags = ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "bfloat16")]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import kernels
+import attention_kernels
 from common import config_of, mesh_of
 from conftest import ROOT
 
@@ -24,21 +24,21 @@ CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskTy
 @pytest.mark.parametrize(
     "name",
     [
-        kernels.CHECK,
-        kernels.BACKWARD,
-        kernels.TRITON_BACKWARD,
-        *(f"{kernels.CUDNN}.{name}" for name in CALLS),
+        attention_kernels.CHECK,
+        attention_kernels.BACKWARD,
+        attention_kernels.TRITON_BACKWARD,
+        *(f"{attention_kernels.CUDNN}.{name}" for name in CALLS),
     ],
 )
 def test_this_jax_has_what_is_used_of_it_though_it_is_private(name):
-    assert kernels.private(name) is not None
+    assert attention_kernels.private(name) is not None
 
 
 @pytest.mark.parametrize("name", ["jax._src.config._gone", "jax._src.gone.name"])
 def test_a_private_name_that_a_jax_lacks_is_named_with_its_version(name):
     version = re.escape(jax.__version__)
     with pytest.raises(ValueError, match=rf"jax {version} has no {name}.*--model.attention xla"):
-        kernels.private(name)
+        attention_kernels.private(name)
 
 
 def test_no_other_file_uses_what_is_private_in_jax():
@@ -46,12 +46,13 @@ def test_no_other_file_uses_what_is_private_in_jax():
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     used = {path.name for path in files if private.search(path.read_text())}
     # The last compares what is ours with what jax knows of Slurm.
-    assert used == {"kernels.py", "test_kernels.py", "test_preflight.py"}
+    assert used == {"attention_kernels.py", "test_attention_kernels.py", "test_preflight.py"}
 
 
 @pytest.mark.parametrize("name", ["plain", "forward", "backward"])
 def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
-    function = kernels.untyped(getattr(kernels.splash_kernel(N, T), name), interpret=False)
+    kernel = attention_kernels.splash_kernel(N, T)
+    function = attention_kernels.untyped(getattr(kernel, name), interpret=False)
 
     def precisions(dtype, default):
         wide, narrow = (jnp.zeros((B, T, N, w), dtype) for w in (A, W))
@@ -68,10 +69,10 @@ def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
 
 def test_a_kernel_whose_arguments_differ_along_different_axes_is_refused():
     q, k, v = (jnp.zeros((B, T, N, w)) for w in (A, A, W))
-    kernel = kernels.splash_kernel(N, T)
+    kernel = attention_kernels.splash_kernel(N, T)
 
     def local(*args):
-        return kernels.foreign_p.bind(*args, function=kernel.plain)[0]
+        return attention_kernels.foreign_p.bind(*args, function=kernel.plain)[0]
 
     run = jax.shard_map(
         local,
