@@ -114,6 +114,7 @@ def compiled(config: Config, anew: bool = True) -> Program:
     """
     if anew:
         jax.config.update("jax_enable_compilation_cache", False)
+    config = utils.for_platform(config, jax.default_backend())
     utils.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)

@@ -89,6 +89,7 @@ class Training:
     """A run without its data and records, saved as loop.py saves it."""
 
     def __init__(self, config: Config, folder: Path):
+        config = utils.for_platform(config, jax.default_backend())
         declared, mesh = model.declare(config), train.make_mesh(config)
         self.config, self.mesh, self.done = config, mesh, 0
         self.parameters, _ = weights.count(declared)

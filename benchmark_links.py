@@ -48,9 +48,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import multihost
 import passes
 import pipeline
-import train
 import utils
 from benchmark import Program, compiled, with_values
 from chips import Chip
@@ -110,7 +110,7 @@ def work(config: Config) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # gloo writes to stdout, which is for answers
     try:
-        train.start_processes()
+        multihost.start()
         if several := jax.process_count() > 1:
             multihost_utils.sync_global_devices("start")  # gloo waits 30 s to connect, and no more
         # Of several processes the first alone finds what was compiled before, and would wait.

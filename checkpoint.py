@@ -33,6 +33,7 @@ from orbax.checkpoint import checkpoint_managers
 import buckets
 import checkpoint_folder
 import digests
+import multihost
 from checkpoint_folder import Damaged, Unreadable
 from faults import Fault
 from metrics import say
@@ -48,7 +49,6 @@ CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be la
 MOST_NAMED = 10  # arrays in one message
 LATE_S = 60  # in which a thread ends that writes when another has failed
 GOOD_S = 60  # in which all processes, having written, say that they could
-TOLD_BYTES = 1024  # of an error, from one process to the others
 # The two points at which Orbax's threads of all processes meet while they save.
 MEETINGS = ("async_write_complete", "async_commit_complete")
 _meetings = itertools.count()  # a name for each save, the same on every process
@@ -83,15 +83,11 @@ def _in_chunks(arrays: dict[str, np.ndarray], stacked: Mapping[str, int]) -> ocp
 
 
 def _told_by_all(text: str) -> str:
-    """What any process has to tell, in one line, the same on all; empty where none has."""
+    """What any process has to report, in one line, the same on all; empty where none has."""
     if jax.process_count() == 1:
         return text
-    own = np.zeros(TOLD_BYTES, np.uint8)
-    encoded = text.encode()[:TOLD_BYTES]
-    own[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    rows = enumerate(np.asarray(multihost_utils.process_allgather(own)))
-    texts = [(rank, row.tobytes().rstrip(b"\0").decode(errors="replace")) for rank, row in rows]
-    return "; ".join(f"process {rank}: {text}" for rank, text in texts if text)
+    texts = [found.decode() for found in multihost.gather(text.encode())]
+    return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _join_orbax() -> None:

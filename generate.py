@@ -33,9 +33,11 @@ from jax.sharding import PartitionSpec as P
 import decode
 import faults
 import model
+import multihost
 import resume
 import run_folder
 import train
+import utils
 from data.tokenizer import Tokenizer, load_tokenizer, text_of, token_bytes
 from metrics import is_primary
 from mixture import Data
@@ -262,7 +264,18 @@ def main(arguments: list[str] | None = None) -> None:
     check_mesh(config)
     config = decode.config_of(config, config.mesh.fsdp, config.mesh.tensor)
     declared, prompts = model.declare(config), prompts_of(flags)
-    train.start_processes()
+    with multihost.job(replicas=config.mesh.replica):
+        _generate(flags, run, config, declared, prompts)
+
+
+def _generate(
+    flags: Flags,
+    run: run_folder.Folder,
+    config: Config,
+    declared: Transformer,
+    prompts: list[str],
+) -> None:
+    config = utils.for_platform(config, jax.default_backend())
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, told = resume.weights_of(run, flags.step, shapes)

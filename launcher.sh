@@ -151,15 +151,15 @@ stop_the_others() {
 # --- later ----------------------------------------------------------------------------------------
 
 status() {
-  local number state step loss age free line
+  local number state step loss age free lost line
   each worker status || true
   [[ -z ${switches[dry-run]} ]] || return 0
   row host state step loss age "last line"
   for number in "${!hosts[@]}"; do
-    IFS=$'\t' read -r state step loss age free line <"$scratch/$number.out" ||
-      state="no answer" step=- loss=- age=- free="" line=$(tail -n 1 "$scratch/$number.err")
+    IFS=$'\t' read -r state step loss age free lost line <"$scratch/$number.out" ||
+      state="no answer" step=- loss=- age=- free="" lost=- line=$(tail -n 1 "$scratch/$number.err")
     row "${hosts[$number]}" "$state" "$step" "$loss" "$age" "$line"
-    judge "$number" "$state" "$free"
+    judge "$number" "$state" "$free" "$lost"
   done
   tell_troubles
 }
@@ -168,21 +168,27 @@ row() { # HOST STATE STEP LOSS AGE LINE
   printf '%-18s %-18s %-10s %-8s %5s  %s\n' "$@" | sed 's/ *$//'
 }
 
-# Adds to `troubles` what is wrong with host number $1, which is in state $2 with $3 MB of free disk.
+# Adds to `troubles` what is wrong with host number $1, which is in state $2 with $3 MB of free disk,
+# and has lost the processes $4.
 judge() {
-  local why="" here="$script: ${hosts[$1]}"
+  local why="" number here="$script: ${hosts[$1]}"
   case $2 in
     up* | starting | *again* | "ended with 0" | "ended with 143" | "ended with 130") ;;
     "no answer") why="it is not reached, or has no ${given[folder]}" ;;
     "never started" | gone) why="the host or its tmux was started anew, or this is another's name" ;;
     "ended with 1") why="a bug" ;;
-    "ended with 2") why="something has to be mended first" ;;
+    "ended with 2") why="something has to be fixed first" ;;
     "ended with 75") why="something outside failed, and starting again can help" ;;
+    "ended with 132") why="a program was compiled for another CPU: remove .cache/jax there" ;;
+    "ended with 134") why="another process was lost, or it crashed, and starting again can help" ;;
     "ended with 137") why="it was killed, or out of memory, and starting again can help" ;;
     *) why="not by itself" ;;
   esac
   [[ -z $why ]] ||
     troubles+=("$here: $2: $why. Its log: ${given[folder]}/.launch/${given[name]}/$1/log")
+  for number in $(tr ',' ' ' <<<"${4/-/}"); do
+    troubles+=("$here: it lost process $number, on ${hosts[$number]:-a host that is not listed}")
+  done
   if [[ $3 ]] && (($3 < 100)); then
     troubles+=("$here: its disk is full: $3 MB are free in ${given[folder]}")
   fi
@@ -216,7 +222,7 @@ stop() {
     state=$(<"$scratch/$number.out")
     [[ $state != "never started" ]] || state="ended with 0"
     row "${hosts[$number]}" "${state:=$(tail -n 1 "$scratch/$number.err")}"
-    judge "$number" "$state" ""
+    judge "$number" "$state" "" ""
   done
   tell_troubles
 }

@@ -26,14 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from buckets import one_line, refusal, transient
 from faults import Fault
 
 BEAT_S = 5.0
 LEASE_S = 30.0
-TOLD_BYTES = 8192  # of a refusal that all processes raise, in ASCII
 OPEN: weakref.WeakSet["Lock"] = weakref.WeakSet()
 
 
@@ -57,8 +54,8 @@ def held(
 ) -> Iterator[None]:
     """Holds the folder for this job while the block runs.
 
-    Every process of the job enters it, after train.start_processes and before anything is written:
-    process 0 takes the lock, and all raise what it met.
+    Every process of the job enters it, after multihost.start and before anything is written:
+    process 0 takes the lock, and all raise its error.
 
     on_lost  called once with what happened, from a thread of process 0, if the lock is no longer
              this job's: another run may write within `beat_s`, so nothing may be written from then
@@ -66,35 +63,18 @@ def held(
     Raises   ValueError when another run of this machine holds it or it cannot be had; Fault when
              one of another machine does, or the bucket does not answer for `lease_s`.
     """
-    from metrics import is_primary  # late: who takes a lock for itself alone needs no jax
+    import multihost  # late: a process that takes a lock for itself alone needs no jax
+    from metrics import is_primary
 
-    lock, met = None, {}
-    _from_first(met)  # the first collective has 30 s to begin, and process 0 may wait for a lease
-    if is_primary():
-        try:
+    lock = None
+    with multihost.shared_errors():
+        if is_primary():
             lock = take(folder, on_lost, beat_s, lease_s)
-        except (ValueError, Fault) as error:
-            met = {"fault": isinstance(error, Fault), "text": str(error)[:1300]}
-    met = _from_first(met)
-    if met:
-        raise (Fault if met["fault"] else ValueError)(met["text"])
     try:
         yield
     finally:
         if lock:
             lock.close()
-
-
-def _from_first(met: dict[str, Any]) -> dict[str, Any]:
-    """What process 0 has here, on every process."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    if not jax.distributed.is_initialized():
-        return met
-    told = np.frombuffer(json.dumps(met).encode().ljust(TOLD_BYTES), np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8)  # a sum is wider
-    return json.loads(told.tobytes())
 
 
 def take(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,23 +19,26 @@ from jax.sharding import Mesh
 
 import checkpoint
 import chips
+import faults
 import flops
 import metrics
+import multihost
 import run_folder
 import train
 import utils
 from checkpoint import Checkpoints
 from dataset import prefetch
-from faults import Fault
+from faults import Exit, Failed, Fault
 from generate import Sampler
 from metrics import Metrics, is_primary, say
 from mixture import Data
 from model import Batch, Transformer
 from replicas import Replicas
+from stop import StopRequest
 from train import State
 from utils import Config
 from validate import Validation
-from watch import Watch
+from watchdog import Watchdog
 
 # Where what is due after a step is recorded, and by which key of its records that is seen.
 RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
@@ -56,12 +59,17 @@ def checkpoint_config(config: Config, data: Data) -> dict[str, Any]:
 
 
 def sampler(config: Config, mesh: Mesh, data: Data) -> Sampler | None:
-    """What samples are made with; None where there are no prompts, or it cannot be had."""
+    """What samples are made with; None on all processes where there are no prompts, or where one of
+    them has no memory for it.
+    """
     if not config.sample.prompts:
         return None
     try:
-        return Sampler(config, mesh, data)
-    except ValueError as error:
+        with multihost.shared_errors():
+            return Sampler(config, mesh, data)
+    except (ValueError, Failed) as error:
+        if faults.code_of(error) == Exit.BUG:
+            raise
         say(f"no samples: {error}")
         return None
 
@@ -76,9 +84,11 @@ class Loop:
         mesh: Mesh,
         data: tuple[Data, Data],
         saved: Checkpoints | None,
-        watch: Watch,
+        watchdog: Watchdog,
+        stop: StopRequest,
     ):
-        self.config, self.mesh, self.saved, self.watch = config, mesh, saved, watch
+        self.config, self.mesh, self.saved = config, mesh, saved
+        self.watchdog, self.stop = watchdog, stop
         self.train_data, val = data
         self.named = folder_of(config)
         self.folder = self.named.files
@@ -88,12 +98,15 @@ class Loop:
         self.replicas = None
         if config.run.check_replicas_every:
             self.replicas = Replicas(self.shapes, mesh)
-        watch.doing("compile")
+        watchdog.phase("compile")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
-        self.step = step.lower(self.shapes, train.abstract_batch(config, mesh)).compile()
+        self.step = train.compiled(step, self.shapes, train.abstract_batch(config, mesh))
         say(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
         self.tracing = False
+        # (steps done, its report, seconds that its batch was waited for) of the step that runs
+        self.running: tuple[int, dict[str, Any], float] | None = None
+        self.done_at = 0.0  # when the report of the step before was there
         self.taken_s: list[float] = []  # of each step, without what is between steps
         per_token = flops.palm_flops_per_token(config.model, declared, config.train.sequence_length)
         chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
@@ -114,39 +127,51 @@ class Loop:
                 source.close()
 
     def _steps(self, state: State, first: int, source: Iterator[Batch], recorder: Metrics) -> State:
-        watch, last = self.watch, self.config.train.steps
-        watch.ready()
+        """The report of a step is read while the next one runs, but for steps after which something
+        is due: that begins with all reports read.
+        """
+        last = self.config.train.steps
+        self._stop_if_asked(state, first, recorder)
         self._evaluate_and_sample(state, first, recorder, *self._missing(first))
-        done_at = time.perf_counter()
+        self.done_at = time.perf_counter()
         for number in range(first, last):
-            if watch.reached():
-                self._save_and_stop(state, number, recorder)
-            self._profile(number)
-            watch.doing(f"batch of step {number + 1}")
+            self._stop_if_asked(state, number, recorder)
+            self._profile(number, recorder)
+            self.watchdog.phase(f"batch of step {number + 1}")
             asked = time.perf_counter()
             batch = next(source)
             waited = time.perf_counter() - asked
-            watch.doing(f"step {number + 1}")
+            self.watchdog.phase(f"step {number + 1}")
             state, report = self.step(state, batch)
-            report = jax.device_get(report)
-            now = time.perf_counter()
-            self.taken_s.append(now - done_at)
-            recorder.train(self._record(number + 1, report, now - done_at, waited))
-            for text in self.train_data.used_up(number + 1):
-                say(text)
-            if report["skipped_in_row"]:
-                self._tell_left_out(number + 1, report)
-            self._stop_if_lost(number + 1, report)
-            if self.saved:
-                c = self.config.checkpoint
-                self.saved.stop_if_old(number + 1, c.max_age_steps or 10 * c.every_steps)
-            done_at = now
-            if watch.reached() and number + 1 < last:  # the last one ends the run anyway
-                self._save_and_stop(state, number + 1, recorder)
-            if self._between_steps(state, number + 1, recorder):
-                done_at = time.perf_counter()  # the next step's time is its own
-        self._profile(last)
+            self._read_report(recorder)  # of the step before
+            self.running = number + 1, report, waited
+            if any(self._due(number + 1)):
+                self._read_report(recorder)
+                if number + 1 < last:  # the last one ends the run anyway
+                    self._stop_if_asked(state, number + 1, recorder)
+                self._between_steps(state, number + 1, recorder)
+                self.done_at = time.perf_counter()  # the next step's time is its own
+        self._read_report(recorder)
+        self._profile(last, recorder)
         return state
+
+    def _read_report(self, recorder: Metrics) -> None:
+        """Waits for the step that runs, if one does, and records it."""
+        if self.running is None:
+            return
+        (step, report, waited_s), self.running = self.running, None
+        report = jax.device_get(report)
+        step_s, self.done_at = time.perf_counter() - self.done_at, time.perf_counter()
+        self.taken_s.append(step_s)
+        recorder.train(self._record(step, report, step_s, waited_s))
+        for text in self.train_data.used_up(step):
+            say(text)
+        if report["skipped_in_row"]:
+            self._tell_left_out(step, report)
+        self._stop_if_lost(step, report)
+        if self.saved:
+            c = self.config.checkpoint
+            self.saved.stop_if_old(step, c.max_age_steps or 10 * c.every_steps)
 
     def _record(
         self, step: int, report: dict[str, Any], step_s: float, waited_s: float
@@ -213,14 +238,15 @@ class Loop:
                 "without that device's host if it is named again."
             )
 
-    def _due(self, step: int) -> tuple[bool, bool, bool]:
-        """Whether to evaluate, to sample and to save after `step` steps."""
+    def _due(self, step: int) -> tuple[bool, bool, bool, bool]:
+        """Whether to evaluate, to sample, to save and to compare replicas after `step` steps."""
 
         def due(every: int) -> bool:
             return step == self.config.train.steps or (every > 0 and step % every == 0)
 
         evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
-        return evaluate, sample, due(self.config.checkpoint.every_steps)
+        save, every = due(self.config.checkpoint.every_steps), self.config.run.check_replicas_every
+        return evaluate, sample, save, self.replicas is not None and (save or step % every == 0)
 
     def _missing(self, step: int) -> tuple[bool, bool]:
         """Whether to evaluate and to sample before anything else: where a new run begins with other
@@ -234,33 +260,30 @@ class Loop:
             due &= ~np.array(done)
         return tuple(multihost_utils.broadcast_one_to_all(due).tolist())
 
-    def _between_steps(self, state: State, step: int, recorder: Metrics) -> bool:
-        """What is due after `step` steps; whether anything was."""
-        evaluate, sample, save = self._due(step)
-        every = self.config.run.check_replicas_every
-        compare = self.replicas is not None and (save or step % every == 0)
+    def _between_steps(self, state: State, step: int, recorder: Metrics) -> None:
+        """What is due after `step` steps."""
+        evaluate, sample, save, compare = self._due(step)
         if compare:  # first: what is saved has been compared
             self._must_agree(state, step)
         self._evaluate_and_sample(state, step, recorder, evaluate, sample)
         if save:  # last: what was recorded up to a checkpoint is not recorded again
             self._save(state, step, recorder)
-        return evaluate or sample or save or compare
 
     def _evaluate_and_sample(
         self, state: State, step: int, recorder: Metrics, evaluate: bool, sample: bool
     ) -> None:
         if evaluate:
-            self.watch.doing(f"evaluation after step {step}")
+            self.watchdog.phase(f"evaluation after step {step}")
             recorder.evaluation({"step": step} | self.validation(state.weights))
         if sample and self.sample is not None:
-            self.watch.doing(f"samples after step {step}")
+            self.watchdog.phase(f"samples after step {step}")
             self._write_samples(self.sample(state.weights, step))
 
     def _save(self, state: State, step: int, recorder: Metrics) -> None:
         if self.saved is None:
             return
-        self.watch.doing(f"save of step {step}")
-        self.watch.write_s = self.saved.longest_s
+        self.watchdog.phase(f"save of step {step}")
+        self.stop.save_s = self.saved.longest_s
 
         def records_first() -> None:
             recorder.sync()
@@ -273,35 +296,44 @@ class Loop:
             before=records_first,
         )
 
-    def _save_and_stop(self, state: State, step: int, recorder: Metrics) -> NoReturn:
+    def _stop_if_asked(self, state: State, step: int, recorder: Metrics) -> None:
+        """Saves and raises Stopped, in all processes, where the run has to stop."""
+        if not self.stop.reached():
+            return
+        self._read_report(recorder)
         if step > self.first:
             if self.replicas:
                 self._must_agree(state, step)
             self._save(state, step, recorder)
         if self.saved is None:
-            raise self.watch.stopped("nothing is saved, by --checkpoint.every_steps 0")
-        self.watch.doing("save at the end")
-        raise self.watch.stopped(f"the newest checkpoint is {self.saved.newest_whole()}")
+            raise self.stop.stopped("nothing is saved, by --checkpoint.every_steps 0")
+        self.watchdog.phase("save at the end")
+        raise self.stop.stopped(f"the newest checkpoint is {self.saved.newest_whole()}")
 
     def _write_samples(self, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
             say(f"step {sample['step']}  {sample['prompt']!r} -> {sample['text']!r}")
         metrics.append(self.folder / "samples.jsonl", samples)
 
-    def _profile(self, number: int) -> None:
+    def _profile(self, number: int, recorder: Metrics) -> None:
         """Starts or ends the trace of `profile.steps` steps."""
         p, folder = self.config.profile, self.folder / "profile"
         if p.steps and number == p.first_step:
+            self._read_report(recorder)  # the trace begins with the next step
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
             self.tracing = True
-        # A run that goes on in between has begun none.
+        # A run that resumed in between has begun none.
         if self.tracing and number == min(p.first_step + p.steps, self.config.train.steps):
+            self._read_report(recorder)
             jax.profiler.stop_trace()
             self.tracing = False
-            from planning import timeline  # late: training needs nothing else of it
+            try:
+                from planning import timeline  # late: training needs nothing else of it
 
-            for file in folder.rglob("perfetto_trace.json.gz"):
-                timeline.name_layers(file, self.step.as_text())
+                for file in folder.rglob("perfetto_trace.json.gz"):
+                    timeline.name_layers(file, self.step.as_text())
+            except Exception as error:  # the trace is there, and training does not need it
+                say(f"warning: layers are not named in the trace: {error!r}")
             name = self.named.path(folder.name)
             say(
                 f"trace of steps {p.first_step} to {number - 1}: {name} (open "

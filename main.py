@@ -1,4 +1,4 @@
-"""A training run: parse, join the processes, resume, loop, tell the result.
+"""A training run: parse, start the processes, resume, loop, report the result.
 
     ./run.sh python main.py --config configs/tiny.toml --train.steps 500
     ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
@@ -12,10 +12,10 @@ steps are new, and the loss before the first step is recorded.
 """
 
 import dataclasses
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -28,6 +28,7 @@ import flops
 import lock
 import metrics
 import model
+import multihost
 import passes
 import plot
 import resume
@@ -37,15 +38,15 @@ import train
 import utils
 import weights
 from checkpoint import Checkpoints
-from faults import Fault, Stopped
+from faults import Failed
 from loop import Loop, checkpoint_config, folder_of
 from metrics import is_primary, say
 from mixture import Data, open_datasets
 from model import Transformer
-from peers import Peers, place
+from stop import StopRequest
 from train import State
 from utils import Config
-from watch import Watch
+from watchdog import Watchdog
 
 
 def parse(arguments: list[str] | None = None) -> Config:
@@ -187,50 +188,40 @@ def result(config: Config) -> str:
     return f"{text}\nfiles: {', '.join(there)}"
 
 
-@contextmanager
-def watched(config: Config) -> Iterator[Watch]:
-    """Joins the processes of the job, and watches over this one."""
-    r, where = config.run, place()
-    others = Peers(where, r.peer_seconds, 60 * r.start_minutes) if where else None
-    limit_s = utils.seconds(r.time_limit) if r.time_limit else None
-    with Watch(60 * r.stall_minutes, limit_s, others) as watch:
-        train.start_processes(r.peer_seconds)
-        try:
-            yield watch
-        except Stopped:
-            leave(watch)
-            raise
-        leave(watch)
-
-
-def leave(watch: Watch) -> None:
-    """Leaves jax's job while it is watched: at its own end it would wait for one that is lost, and
-    then end this process without its name.
-    """
-    watch.doing("the end")
-    jax.distributed.shutdown()
-
-
 def run(config: Config) -> None:
-    """A run, new or continued, to its end."""
-    with watched(config) as watch:
-        config, made = train.for_devices(config, jax.devices())
-        config = continued(config)
-        declared = model.declare(config)
-        passes.schedule_of(config)
+    """A run, new or continued, to its end, in each process of the job."""
+    r = config.run
+    limit_s = utils.seconds(r.time_limit) if r.time_limit else None
+    with (
+        Watchdog(60 * r.stall_minutes) as watchdog,
+        multihost.job(r.peer_seconds, config.mesh.replica),
+        StopRequest(watchdog, limit_s) as stop,
+        ExitStack() as stack,
+    ):
+        watchdog.phase("opening of the data")
+        with multihost.shared_errors():
+            config, made = train.for_devices(config, jax.devices())
+            config = continued(config)
+            declared, mesh = model.declare(config), train.make_mesh(config)
+            passes.schedule_of(config)
+            data, folder = stack.enter_context(open_datasets(config)), folder_of(config)
+            is_new, w = not folder.saved_steps(), None
         if made:
             say(made)
-        # Here, so that the others are told of a process that has not all of it.
-        watch.doing("opening of the data")
-        with open_datasets(config) as data:
-            mesh, w = train.make_mesh(config), None
-            watch.doing("restore")
-            folder = folder_of(config)
-            if config.run.init and not folder.saved_steps():
-                config, w = weights_from(config, declared, mesh, data[0])
-            copy = folder.in_step() if is_primary() else nullcontext()
-            with lock.held(str(folder), watch.end_again), copy:
-                _run(config, declared, mesh, data, watch, w)
+        watchdog.phase("restore")
+        if config.run.init and is_new:
+            config, w = weights_from(config, declared, mesh, data[0])
+        stack.enter_context(lock.held(str(folder), end_at_once))
+        stack.enter_context(folder.in_step() if is_primary() else nullcontext())
+        _run(config, declared, mesh, data, watchdog, stop, w)
+
+
+def end_at_once(text: str) -> NoReturn:
+    """Ends this process, from any thread, after a fault that starting again can help."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    finally:
+        os._exit(faults.Exit.AGAIN)
 
 
 def _run(
@@ -238,7 +229,8 @@ def _run(
     declared: Transformer,
     mesh: Mesh,
     data: tuple[Data, Data],
-    watch: Watch,
+    watchdog: Watchdog,
+    stop: StopRequest,
     w: Transformer | None,
 ) -> None:
     """w  weights that a new run begins with."""
@@ -259,22 +251,25 @@ def _run(
             if is_primary():
                 folder.send()
             say(planned)
-            loop = Loop(config, declared, mesh, data, saved, watch)
+            if stop.reached():
+                newest = saved.newest_whole() if saved else "none"
+                raise stop.stopped(f"the newest checkpoint is {newest}")
+            loop = Loop(config, declared, mesh, data, saved, watchdog, stop)
             if saved:
                 saved.made_by = start
             state = loop.run(state)
-            watch.doing("save at the end")
+            watchdog.phase("save at the end")
             if saved:
                 saved.must_have(int(state.step))
             say(f"{planned}\n{loop.measured()}")
     except Exception as error:
-        # What one process alone raised, it must not wait with: the watch tells the others.
-        if saved and (jax.process_count() == 1 or isinstance(error, Stopped | Fault)):
+        # It waits for the other processes, which come only after errors that all of them raise.
+        if saved and (not jax.distributed.is_initialized() or isinstance(error, Failed)):
             saved.close()
         raise
     if saved:
         saved.close()
-    watch.doing("pictures")
+    watchdog.phase("pictures")
     if is_primary():
         if (folder.files / "metrics.jsonl").exists():
             plot.plot_run(folder.files, again=not finished)
@@ -283,13 +278,13 @@ def _run(
 
 def plan(config: Config, mesh: Mesh) -> str:
     """What a step is expected to need, in a line."""
-    from planning import cost  # late: training needs nothing else of it
-
     chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
     try:
+        from planning import cost  # late: training needs nothing else of it
+
         return cost.predict(config, chip, passes.platform(mesh)).line()
-    except ValueError as error:  # a layer that cannot be planned can be trained
-        return f"no plan: {error}"
+    except Exception as error:  # a run that cannot be planned can be trained
+        return f"no plan: {type(error).__name__}: {error}"
 
 
 def begin(

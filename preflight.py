@@ -1,173 +1,114 @@
-"""What commonly breaks a job of several hosts, before jax starts: a line each, with the mend.
-
-    python preflight.py COMMAND [ARGUMENT..]
-
-run.sh starts a job's commands through this. Each process looks at its own host, then all meet at
-process 0, on the port that jax will use, so that this port is known to be free and reachable. There
-each tells what it found and what it is about to run; all see the same, and all end if something is
-wrong. Otherwise the process becomes COMMAND.
-
-Exit code: 2 where something has to be mended; 75 where a process did not come.
-"""
+"""Pre-flight checks of a job on several hosts: what commonly breaks one, each with its fix."""
 
 import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import peers
-from faults import Fault, command_line
-from peers import Peers, Place
+from faults import Exit, Failed, Fault
 
-START_S = 300.0  # in which all processes have to have come
-LEAST_FREE_BYTES = 2**30  # for logs, compiled programs, records
-LARGEST_SKEW_S = 10.0  # between clocks, by which leases and tokens of buckets are given
+MIN_FREE_GIB = 1  # for logs, compiled programs, records
+MAX_SKEW_S = 10.0  # between clocks, by which buckets judge leases and tokens
 TPU_LOCK = Path("/tmp/libtpu_lockfile")
-GIT_S = 10.0
+MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 
 
-def wrong_here(command: list[str]) -> Iterator[str]:
-    """What has to be mended on this host, to run this there."""
-    for folder in (Path.cwd(), Path(os.environ.get("TMPDIR", "/tmp"))):
-        free = shutil.disk_usage(folder).free
-        if free < LEAST_FREE_BYTES:
-            yield (
-                f"{free / 2**30:.2f} GiB are free for {folder}, and {LEAST_FREE_BYTES / 2**30:g} "
-                "are needed. Remove what is not needed there."
-            )
-    names = sorted(name for name in os.environ if name.startswith("MEGASCALE_"))
-    if names and not any(word.partition("=")[0] == "--mesh.replica" for word in command):
-        yield (
-            f"{', '.join(names)} is set, as for several TPU slices, and the command has no "
-            f"--mesh.replica. Give it, or unset {' '.join(names)}"
-        )
-    yield from _tpu_lock()
+def check_host(host: str, replicas: int) -> None:
+    """Raise ValueError with what would keep this host from connecting to process 0 on `host`."""
+    env, name, lines = os.environ, socket.gethostname(), ["this host cannot run the job:"]
+    with contextlib.suppress(FileNotFoundError):
+        try:  # libtpu refuses to start where another process holds this file
+            with TPU_LOCK.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (PermissionError, BlockingIOError) as error:
+            fix = "End what uses the TPU, or, where nothing does, remove the file with sudo"
+            lines += [f"{TPU_LOCK}: {error.strerror}. {fix}"]
+    names = [n for n in MEGASCALE if n in env]
+    if names and (replicas == 1 or len(names) < len(MEGASCALE)):
+        fix = "For several TPU slices set the others and --mesh.replica, for one unset it"
+        lines += [f"of {', '.join(MEGASCALE)} {', '.join(names)} is set. {fix}"]
+    # gRPC reads these, and would send the connections between the processes to the proxy.
+    proxy = next((n for n in ("grpc_proxy", "https_proxy", "http_proxy") if env.get(n)), None)
+    direct = f"{env.get('no_grpc_proxy', '')},{env.get('no_proxy', '')}".split(",")
+    if host and proxy and not any(end.strip() and host.endswith(end.strip()) for end in direct):
+        lines += [f"{proxy} is set. Set no_proxy={host} too, or unset {proxy}"]
+    with contextlib.suppress(OSError):  # a name may be known a little later
+        own, first = socket.gethostbyname(name), socket.gethostbyname(host or "localhost")
+        # Collectives of CPUs use the address that a host's own name resolves to.
+        local = own.startswith("127.") and not first.startswith("127.")
+        if local and env.get("JAX_PLATFORMS") == "cpu":
+            lines += [f"{name} is {own}, where other hosts cannot reach it. Edit /etc/hosts"]
+    if lines[1:]:
+        raise ValueError("\n  ".join(lines))
 
 
-def _tpu_lock() -> Iterator[str]:
-    """libtpu refuses to start where another process holds this file, or another user left it."""
-    try:
-        with TPU_LOCK.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return
-    except PermissionError:
-        yield (
-            f"{TPU_LOCK} is of user {TPU_LOCK.stat().st_uid}: if none of their processes uses the "
-            f"TPU, sudo rm {TPU_LOCK}"
-        )
-    except BlockingIOError:
-        yield f"{TPU_LOCK} is held by {_holder(TPU_LOCK)}, which uses the TPU. End that process."
+def check_coordinator(coordinator: str, index: int, limit_s: float) -> None:
+    """Return when process 0 accepts connections, or can. Raise ValueError where its port is taken,
+    and Fault where it does not answer within the limit.
+    """
+    host, _, port = coordinator.rpartition(":")
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            if index == 0:
+                return socket.create_server(("", int(port))).close()
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as error:
+            text = f"process 0 at {coordinator}: {error}."
+            if index == 0:
+                raise ValueError(
+                    f"{text} End the run that has the port, or use another."
+                ) from error
+            if time.monotonic() > ends:
+                raise Fault(f"{text} Does it run, and is the port open between hosts?") from error
+        time.sleep(0.2)
 
 
-def _holder(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()  # number: FLOCK ADVISORY WRITE process device:device:inode ..
-            if fields[1] == "FLOCK" and fields[5].endswith(f":{path.stat().st_ino}"):
-                return f"process {fields[4]}"
-    return "another process"
+def check_disk() -> None:
+    """Raise ValueError where a disk is almost full."""
+    for folder in (os.getcwd(), tempfile.gettempdir()):
+        if (free := shutil.disk_usage(folder).free / 2**30) < MIN_FREE_GIB:
+            raise ValueError(f"{folder} has {free:.2f} GiB free, and needs {MIN_FREE_GIB}.")
 
 
-def facts(command: list[str]) -> dict[str, Any]:
+def compare(name: str, gather: Callable[[bytes], list[bytes]]) -> None:
+    """Raise Failed, on all processes, where they differ. Only then texts are gathered."""
+    own = json.dumps(facts(), sort_keys=True).encode()
+    digests = gather(hashlib.sha256(own).digest())  # and now that all are here:
+    clocks = [json.loads(text) for text in gather(json.dumps([name, time.time()]).encode())]
+    mine, *others = map(json.loads, gather(own) if len({*digests}) > 1 else [own] * len(clocks))
+    lines, (first, time_s) = [], clocks[0]
+    for (other, other_s), theirs in zip(clocks[1:], others, strict=True):
+        if abs(other_s - time_s) > MAX_SKEW_S:
+            lines.append(f"the clock of {other} is {other_s - time_s:+.0f} s off that of {first}")
+        for n in [n for n in mine | theirs if mine.get(n) != theirs.get(n)][:8]:
+            here, there = (" ".join(facts.get(n, "none").split()) for facts in (mine, theirs))
+            lines.append(f"{n} differs: {here} on {first}, {there} on {other}")
+    if lines:
+        fix = "Set clocks, give all hosts the same command, and send the same tree: ./launcher.sh"
+        raise Failed("\n  ".join(["the processes do not start alike:", *lines, fix]), Exit.MEND)
+
+
+def facts() -> dict[str, str]:
     """What must be the same on all hosts, by name."""
-    found = {"commit": _git("rev-parse", "HEAD"), "Python": platform.python_version()}
-    found["changed files"] = _short(_git("diff", "HEAD"))
-    found["command"] = " ".join(command)
-    for flag, file in itertools.pairwise(command):
-        if flag == "--config" and Path(file).is_file():
-            found[file] = _short(Path(file).read_text())
-    installed = importlib.metadata.distributions()
-    packages = {f"package {d.metadata['Name'].lower()}": d.version for d in installed}
-    return found | dict(sorted(packages.items()))
-
-
-def _git(*arguments: str) -> str:
-    """What git says here; empty where it cannot."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        run = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_S)
-        return run.stdout.strip()
-    return ""
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
-
-
-def differences(told: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A line for each fact in which a process is not as the first; `told` by the processes' names.
-
-    All were told at the same moment, when the last process had come, so clocks can be compared.
-    """
-    (first, here), *others = told.items()
-    for other, there in others:
-        if abs(skew := there["time"] - here["time"]) > LARGEST_SKEW_S:
-            yield (
-                f"the clock of {other} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} "
-                f"that of {first}. Set it, as with chronyd or systemd-timesyncd."
-            )
-        names = here["facts"] | there["facts"]
-        unlike = [n for n in names if here["facts"].get(n) != there["facts"].get(n)]
-        for name in unlike[:8]:
-            mine, theirs = (f["facts"].get(name) or "none" for f in (here, there))
-            yield f"{name} differs: {mine} on {first}, {theirs} on {other}. {_mend(name)}"
-
-
-def _mend(name: str) -> str:
-    if name.startswith("package ") or name == "Python":
-        return "Make .venv there anew: remove it, and ./run.sh true."
-    if name == "command":
-        return "Give all hosts the same."
-    return "Send all the same tree, as ./launcher.sh start does."
-
-
-def meet(where: Place, command: list[str]) -> None:
-    """Returns when all processes of the job have met and nothing is wrong with any.
-
-    Raises  ValueError with a line for each thing that is; Fault where a process did not come.
-    """
-    found = {"wrong": list(wrong_here(command)), "facts": facts(command)}
-    try:
-        job = Peers(where, silence_s=30.0, start_s=START_S, stage="preflight")
-    except Fault as fault:
-        port = where.address.rpartition(":")[2]
-        raise Fault(f"{fault}. Is port {port} open between the hosts?") from fault
-    with contextlib.closing(job):
-        job.tell(ended=0, text=json.dumps(found | {"time": time.time()}))
-        while not job.all_ended():
-            time.sleep(0.02)
-        if where.number == 0:
-            job.tell(doing="compared")  # what all said reaches all before connections are closed
-        records = sorted(job.records.items())
-    if gone := job.lost():
-        raise Fault("; ".join(gone))
-    told = {record.name: json.loads(record.text) for _, record in records if record.text}
-    lines = [f"{name}: {line}" for name, one in told.items() for line in one["wrong"]]
-    if lines := [*lines, *differences(told)]:
-        raise ValueError("\n  ".join(["before the start:", *lines]))
-
-
-def main(command: list[str]) -> None:
-    if where := peers.place():
-        meet(where, command)
-    if file := os.environ.get("UP_FILE"):  # of who waits for it
-        Path(file).touch()
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        raise ValueError(f"{command[0]} cannot be run: {error.strerror}") from error
-
-
-if __name__ == "__main__":
-    command_line(lambda: main(sys.argv[1:]))
+    found = {"command": " ".join(sys.argv), "Python": platform.python_version()}
+    git = "git describe --always --dirty --abbrev=12; git diff HEAD | sha256sum"
+    found["commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout
+    for word in (word.removeprefix("--config=") for word in sys.argv[1:]):
+        if word.endswith(".toml") and Path(word).is_file():
+            found[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+    for package in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):  # what an interrupted installation leaves has no name
+            found[f"package {package.metadata['Name'].lower()}"] = package.version
+    return found

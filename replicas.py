@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import multihost
+import train
 from digests import WORDS, mix
 from utils import MESH_AXES
 from weights import vary
 
 MOST_NAMED = 5  # arrays in one message
-NAME_BYTES = 64  # of a host's name, as it is sent
 
 
 def checksum(a: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ class Replicas:
     def __init__(self, shapes: Any, mesh: Mesh):
         """shapes  the state as jax.ShapeDtypeStruct with layouts on this mesh."""
         self.mesh, self.devices = mesh, mesh.devices.flatten()
-        self.hosts = host_names()
+        self.hosts = [name.decode() for name in multihost.gather(socket.gethostname().encode())]
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         firsts = [firsts_of(leaf.sharding, leaf.shape, self.devices) for _, leaf in leaves]
         several = [len(set(first)) < len(first) for first in firsts]
@@ -79,7 +79,7 @@ class Replicas:
             local, mesh=self.mesh, in_specs=(specs,), out_specs=P(*MESH_AXES), check_vma=True
         )
         whole = NamedSharding(self.mesh, P())
-        return jax.jit(of_each, out_shardings=whole).lower(shapes).compile()
+        return train.compiled(jax.jit(of_each, out_shardings=whole), shapes)
 
     def __call__(self, state: Any) -> str | None:
         if not self.which:
@@ -121,15 +121,3 @@ def odd_ones(group: list[int], sums: np.ndarray) -> list[int]:
     """The devices of a group that differ from most of it; all, where no more than half agree."""
     common, count = Counter(sums[group].tolist()).most_common(1)[0]
     return [i for i in group if sums[i] != common] if 2 * count > len(group) else group
-
-
-def host_names() -> list[str]:
-    """Of the processes, by number."""
-    own = socket.gethostname()
-    if jax.process_count() == 1:
-        return [own]
-    sent = np.zeros(NAME_BYTES, np.uint8)
-    name = np.frombuffer(own.encode()[:NAME_BYTES], np.uint8)
-    sent[: len(name)] = name
-    rows = multihost_utils.process_allgather(sent)
-    return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in rows]

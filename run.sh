@@ -12,15 +12,15 @@
 # otherwise, with the jax for this machine: NVIDIA GPU, TPU or CPU. It is brought up to date when
 # requirements.txt changes, and made anew if setting it up was interrupted.
 #
-# On one of several hosts the command is started through preflight.py, which has all of them meet
-# first and looks at what commonly breaks. It is one of several if JAX_COORDINATOR_ADDRESS is set,
-# with JAX_NUM_PROCESSES and JAX_PROCESS_ID, as launcher.sh does; on a TPU pod and in a Slurm step
-# (srun ./run.sh python main.py ..) without any. PREFLIGHT=0 leaves that out.
+# Training, validation and generation run on several hosts at once: start the same command on each.
+# multihost.py finds the others in a Slurm step (srun ./run.sh python main.py ..), on a TPU VM, and
+# with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which launcher.sh sets.
 #
 # Read from the environment, and given a value here if they have none:
 #   PYTHON                     the Python to make .venv from, 3.11 or newer
-#   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; .cache/jax
-#   XLA_FLAGS                  on a machine with only CPUs: 8 pretend devices, patience with devices
+#   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; a folder of .cache/jax for each kind
+#                              of CPU, on others of which they would end with an illegal instruction
+#   XLA_FLAGS                  on a machine with only CPUs: 8 simulated devices, patience with devices
 #                              that share a core, and collectives in one order; each flag only where
 #                              it is not given
 #   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
@@ -167,11 +167,15 @@ set_cpu_flags() {
   export GLIBC_TUNABLES=${GLIBC_TUNABLES-$tunables}
 }
 
-# Whether the job has other processes; peers.py says which.
-has_others() {
-  [[ ${PREFLIGHT:-1} != 0 ]] || return
-  [[ ${JAX_COORDINATOR_ADDRESS:-} || ${TPU_WORKER_HOSTNAMES:-} == *,* ]] ||
-    [[ ${SLURM_PROCID:-} && ${SLURM_STEP_NODELIST:-} && ${SLURM_NTASKS:-1} != 1 ]]
+# A name for what programs are compiled for: the model of the CPU and its instructions.
+cpu_kind() {
+  grep -m 3 -E '^(model name|flags|Features)' /proc/cpuinfo 2>/dev/null | cksum | tr ' ' -
+}
+
+# Whether the command connects to the processes of its job. It touches UP_FILE itself, once the
+# pre-flight checks have passed.
+connects() {
+  [[ ${1:-} == python && " main.py validate.py generate.py tests/stand_in.py " == *" ${2:-} "* ]]
 }
 
 main() {
@@ -188,7 +192,7 @@ main() {
     export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
   fi
   export VIRTUAL_ENV=$root/.venv PATH=$root/.venv/bin:$PATH
-  export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax}
+  export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax/$(cpu_kind)}
   # A program that compiles faster than this is not worth a file.
   : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
@@ -198,11 +202,7 @@ main() {
     fi
     set -- python main.py --config configs/tiny.toml "$@"
   fi
-  if [[ $1 == python && $# -gt 1 ]] && has_others; then
-    set -- python preflight.py "$@"
-  elif [[ ${UP_FILE:-} ]]; then # of who waits until the command runs; else preflight.py tells
-    touch "$UP_FILE"
-  fi
+  [[ -z ${UP_FILE:-} ]] || connects "$@" || touch "$UP_FILE" # worker.sh waits for it
   exec "$@"
 }
 

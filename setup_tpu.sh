@@ -53,9 +53,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import train
+import multihost
 
-train.start_processes()
+multihost.start()
 devices = np.array(jax.devices())
 along = NamedSharding(Mesh(devices, "all"), PartitionSpec("all"))
 ones = jax.make_array_from_callback(devices.shape, along, lambda index: np.ones(devices.size)[index])

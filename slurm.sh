@@ -44,8 +44,7 @@ fail() {
   exit 2
 }
 
-# Of a job that is being cancelled Slurm has told the processes already, and refuses this: a second
-# signal would end them at once.
+# Where the job is being cancelled, Slurm has already signalled the processes, and refuses this.
 stop() {
   stopped=1
   scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true
@@ -55,7 +54,7 @@ run() {
   local child
   # srun does not take this from the job by itself.
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-  # One that fails leaves the others the time to say what they lost.
+  # A process that fails leaves the others the time to report what they lost.
   srun --kill-on-bad-exit=0 --label ./run.sh "$@" &
   child=$!
   {

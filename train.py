@@ -7,7 +7,6 @@ of it, and the mesh.
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ import chips
 import model
 import muon
 import passes
-import peers
 import utils
 import weights
 from model import Batch, Transformer
@@ -37,29 +35,7 @@ TUNED, TUNED_WIDTH, FAR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 NORMS = 128  # steps whose gradient norms a spike is judged by
 LEAST_NORMS = 16  # with fewer, no step is judged
 
-# --- processes and mesh ---------------------------------------------------------------------------
-
-
-def start_processes(peer_s: float = 30.0) -> None:
-    """Joins the other processes of the job, if there are any, before a device is touched.
-
-    With JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set, those; on a TPU pod,
-    what its workers know.
-
-    peer_s  after which a run's own watch (watch.py) has told which process is lost: jax itself
-            waits longer.
-    """
-    # Its handler of SIGTERM would take the place of the watch's.
-    jax.config.update("jax_enable_preemption_service", False)
-    how: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, int(4 * peer_s))}
-    tasks, hosts = (os.environ.get(name) for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_NODES"))
-    if tasks and tasks == hosts:
-        # A task of Slurm would get the one GPU that has the task's number on its host.
-        how["cluster_detection_method"] = "deactivate"
-    if place := peers.place():
-        jax.distributed.initialize(*place, **how)
-    elif len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        jax.distributed.initialize(**how)
+# --- mesh -----------------------------------------------------------------------------------------
 
 
 def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, str]:
@@ -128,6 +104,10 @@ def problem_of(config: Config) -> str | None:
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The (replica, fsdp, pipeline, tensor) mesh over this job's devices, or over those given."""
+    if jax.config.jax_enable_x64:
+        raise ValueError(
+            "JAX_ENABLE_X64 is set, and weights and token ids are 32 bits wide here. Unset it."
+        )
     devices = jax.devices() if devices is None else devices
     need, hosts = math.prod(config.mesh.shape), jax.process_count()
     if need > len(devices) or (need < len(devices) and hosts > 1):
@@ -194,19 +174,20 @@ class State:
 
 def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
     """Step number (from 0) -> learning rate: linear warmup, then cosine, or stable and linear
-    decay.
+    decay. Where warmup and decay overlap, the decay is shorter: both end where they should.
     """
     o = config.optimizer
     length = o.schedule_steps or config.train.steps
     low = o.lr * o.min_lr_ratio
-    warmup = min(o.warmup_steps, length)
+    # At least one step is left for what follows, so that it reaches its minimum.
+    warmup = min(o.warmup_steps, max(1, length - 1))
     if o.schedule == "cosine":
         after = optax.cosine_decay_schedule(o.lr, max(1, length - warmup), o.min_lr_ratio)
         parts, bounds = [after], []
     else:
-        decay = max(1, round(o.decay_share * length))
-        parts = [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, low, decay)]
-        bounds = [max(warmup, length - decay)]
+        decay = min(max(1, round(o.decay_share * length)), length - warmup)
+        parts = [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, low, max(1, decay))]
+        bounds = [length - decay]
     rise = optax.linear_schedule(0.0, o.lr, max(1, warmup))
     schedule = optax.join_schedules([rise, *parts], [warmup, *bounds])
 
@@ -475,7 +456,22 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
     return Batch(tokens=ids, targets=ids, loss_weights=real, segments=ids)
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- compilation and memory -----------------------------------------------------------------------
+
+
+def compiled(program: Any, *arguments: Any) -> Any:
+    """A jitted function compiled for arguments of these shapes and layouts.
+
+    Raises  RuntimeError where the compiler fails with a status that, from a device, would be a
+            fault that may pass: the same program fails again.
+    """
+    lowered = program.lower(*arguments)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith("INTERNAL:"):
+            raise RuntimeError(f"the compiler failed, and will again: {error}") from error
+        raise
 
 
 def planned_bytes(step: Any) -> int:

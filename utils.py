@@ -27,6 +27,9 @@ TOKEN_AXES = BATCH_AXES + SEQUENCE_AXES
 VOCABULARY_AXES = ("pipeline", "tensor")
 EXPERT_AXES = ("fsdp", "tensor")
 
+# Settings that runs of older versions have in their config.toml, and that nothing reads any more.
+REMOVED = frozenset(["run.start_minutes"])
+
 # What `train.remat` may keep, in the order in which a layer makes them (model.py names them).
 REMAT_NAMES = (
     "latents",
@@ -62,10 +65,6 @@ class Mesh:
     def batch(self) -> int:
         """Ranks that share out the batch."""
         return self.replica * self.fsdp
-
-
-# What main.py makes a mesh in place of, once it knows the devices (train.for_devices).
-UNSET_MESH = Mesh(replica=0, fsdp=0, pipeline=0, tensor=0, virtual=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,8 @@ class Model:
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
     # the same in the RMSNorms of latents, of queries and of keys and values; 0 takes norm_epsilon
     latent_norm_epsilon: float = 0.0
-    # of matmuls and activations; weights are float32 at rest. auto is bfloat16, but float32 on CPUs,
-    # where bfloat16 is slow
+    # of matmuls and activations; weights are float32 at rest. auto is bfloat16, or on CPUs, where
+    # that is slow, float32
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     # kernel; auto is in bfloat16 splash on a TPU, for sequences of a multiple of 128, and on an
     # NVIDIA GPU cudnn, or where that cannot be used triton; else XLA
@@ -229,9 +228,8 @@ class Run:
     init: str = ""
     init_step: int = 0  # of its checkpoint; 0 is the newest good one, which is then recorded here
     time_limit: str = ""  # saves and ends before this time is over, as 11h30m
-    start_minutes: float = 5.0  # in which all processes have to have come
-    peer_seconds: float = 30.0  # without a sign of a process, after which it is lost
-    stall_minutes: float = 30.0  # in which a step, a save or whatever it waits for has to end
+    peer_seconds: float = 30.0  # without a heartbeat of a process, after which the others end
+    stall_minutes: float = 30.0  # in which a step, a save or any other phase has to end
     # steps between comparisons of what several devices hold alike, which are also made before each
     # save; a run whose devices differ stops with exit code 75; 0: none
     check_replicas_every: int = 0
@@ -264,6 +262,10 @@ class Config:
     run: Run = field(default_factory=Run)
     wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = field(default_factory=Profile)
+
+
+# In place of a mesh that nobody set, until the devices are known (train.for_devices).
+UNSET_MESH = Mesh(replica=0, fsdp=0, pipeline=0, tensor=0, virtual=0)
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -405,6 +407,7 @@ def load(path: str | Path) -> Config:
             what = f"section [{section}]" if isinstance(values, dict) else f"key {section}"
             names = [*_sections()] if isinstance(values, dict) else [*_names()]
             raise ValueError(f"{path}: unknown {what}{_mend(section, names)}")
+        values = {key: v for key, v in values.items() if f"{section}.{key}" not in REMOVED}
         for key in values:
             if key not in known:
                 mend = _mend(f"{section}.{key}", [*_names()])
@@ -660,7 +663,7 @@ def check_times(run: Run) -> None:
     """Raises ValueError for times in which no run can do anything."""
     if run.time_limit:
         seconds(run.time_limit)
-    for name in ("start_minutes", "peer_seconds", "stall_minutes"):
+    for name in ("peer_seconds", "stall_minutes"):
         if not getattr(run, name):
             raise ValueError(
                 f"--run.{name} 0.0 ends every run at once. Use {getattr(Run, name)}, or more."

@@ -29,11 +29,13 @@ import faults
 import metrics
 import mixture
 import model
+import multihost
 import passes
 import questions
 import resume
 import run_folder
 import train
+import utils
 from dataset import Dataset
 from metrics import say
 from mixture import Data, Mixture
@@ -55,6 +57,7 @@ class Validation:
             out_shardings=NamedSharding(mesh, P()),  # every process can read all of it
             compiler_options=train.compiler_options(mesh),
         )
+        self.compiled: Any = None  # with the first batch
         self.batches: dict[str, Batch] = {}
 
     def __call__(self, w: Transformer) -> dict[str, Any]:
@@ -74,7 +77,9 @@ class Validation:
             rows = partial(data.eval_rows, sequences=sequences)
             shape = sequences, T
             self.batches[name] = train.put_batch(self.mesh, self.microbatches, rows, shape)
-        stats, m = jax.device_get(self.run(w, self.batches[name])), self.config.model
+        if self.compiled is None:
+            self.compiled = train.compiled(self.run, w, self.batches[name])
+        stats, m = jax.device_get(self.compiled(w, self.batches[name])), self.config.model
         record = {
             "loss/val": float(stats.cross_entropy),
             "loss/val_balance": None,
@@ -143,7 +148,20 @@ def main(arguments: list[str] | None = None) -> None:
     declared = model.declare(config)
     passes.schedule_of(config)
     data = None if asked or harness else mixture.open_validation(config)
-    train.start_processes()
+    with multihost.job(replicas=config.mesh.replica):
+        _validate(flags, run, config, declared, data, asked, harness)
+
+
+def _validate(
+    flags: Flags,
+    run: run_folder.Folder,
+    config: Config,
+    declared: Transformer,
+    data: Data | None,
+    asked: list[questions.Question],
+    harness: ModuleType | None,
+) -> None:
+    config = utils.for_platform(config, jax.default_backend())
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     step, w, told = resume.weights_of(run, flags.step, shapes)

@@ -6,7 +6,8 @@
 #                                  start ./run.sh COMMAND; wait until its process is up. FILE has
 #                                  secrets as VARIABLE=VALUE, which only this user can read here
 #   ./worker.sh start NAME NUMBER  the same again, with what was given before
-#   ./worker.sh status NAME NUMBER state, step, loss, seconds since the log grew, free MB, last line
+#   ./worker.sh status NAME NUMBER state, step, loss, seconds since the log grew, free MB, numbers of
+#                                  the processes that JAX lost, last line
 #   ./worker.sh stop NAME NUMBER [SECONDS]   SIGTERM; wait for the save and the end, at most so long
 #   ./worker.sh log NAME NUMBER [OPTION OF TAIL..]
 #   ./worker.sh --help             print this
@@ -55,7 +56,7 @@ start() {
   elif [[ ! -e $state/command ]]; then
     fail "there is nothing to start again: $PWD/$state has no command"
   fi
-  rm -f "$state"/{up,stop,pid}
+  rm -f "$state"/{up,stop,late,pid}
   [[ ! -e $state/log ]] || mv "$state/log" "$state/log.before"
   note "starting"
   new_session
@@ -159,7 +160,7 @@ again() {
 # --- how it is ------------------------------------------------------------------------------------
 
 status() {
-  local now line step="" loss="" text
+  local now line step="" loss="" lost="" text
   if ! text=$(noted); then
     text="never started"
   elif ! is_running; then
@@ -170,10 +171,26 @@ status() {
   fi
   line=$(tail -n 1000 "$state/log" 2>/dev/null | grep -aoE 'step [0-9]+/[0-9]+  loss [^ ]+' | tail -n 1) || true
   [[ -z $line ]] || read -r _ step _ loss <<<"$line"
-  printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$text" "${step:--}" "${loss:--}" "$(age)" \
-    "$(df -Pm . | awk 'NR == 2 {print $4}')" \
+  [[ $text != ended* ]] || lost=$(lost)
+  printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$text" "${step:--}" "${loss:--}" "$(age)" \
+    "$(df -Pm . | awk 'NR == 2 {print $4}')" "${lost:--}" \
     "$(tail -n 20 "$state/log" 2>/dev/null | grep -avE '^[[:space:]]*$|^worker.sh: .* ended with' |
       tail -n 1 | tr '\t' ' ')"
+}
+
+# Prints the numbers of the processes that JAX's coordination service lost in the last of all starts.
+# The service runs in process 0, so a process that no longer reaches it has lost that one.
+lost() {
+  tail -n 1000 "$state/log" | awk '
+    /^worker.sh: .* ended with/ { if (ended) split("", lost); ended = 1 }
+    /^worker.sh: / { listed = 0; next }
+    ended { split("", lost); ended = 0 } # what follows is of another start
+    /stopped sending heartbeats/ { listed = 1; next }
+    listed && /^[0-9, ]+$/ { split($0, numbers, /[, ]+/); for (i in numbers) lost[numbers[i]]; next }
+    { listed = 0 }
+    /Failed to send RPC to coordination service|CoordinationService\/Heartbeat/ { lost[0] }
+    END { for (number in lost) if (number != "") print number }
+  ' | sort -nu | paste -sd ,
 }
 
 age() {
@@ -184,21 +201,25 @@ age() {
 
 # --- its end --------------------------------------------------------------------------------------
 
-# The process is told to stop; what is not up yet, with all that it started.
+# Sends signal $1, or TERM, to the process; KILL, and what is not up yet, with all that it started.
 ask() {
-  local pid
+  local pid signal=${1:-TERM}
   pid=$(cat "$state/pid" 2>/dev/null) || return 0
-  [[ -e $state/up ]] || pid=-$pid
-  kill -TERM -- "$pid" 2>/dev/null || true
+  [[ -e $state/up && $signal == TERM ]] || pid=-$pid
+  kill "-$signal" -- "$pid" 2>/dev/null || true
 }
 
 stop() {
   local until=$((SECONDS + ${1:-600}))
   if is_running; then
     touch "$state/stop"
-    ask
+    if [[ -e $state/late ]]; then ask KILL; else ask; fi
     while is_running; do
-      ((SECONDS < until)) || { echo "it has not ended; a second stop ends it at once" >&2 && exit 1; }
+      ((SECONDS < until)) || {
+        touch "$state/late"
+        echo "it has not ended; a second stop ends it at once" >&2
+        exit 1
+      }
       sleep 0.2
     done
   fi

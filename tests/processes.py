@@ -40,7 +40,8 @@ def environments(count: int, devices: int, **more: str) -> list[dict[str, str]]:
     if count > 1:
         shared["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
         shared["JAX_NUM_PROCESSES"] = str(count)
-    return [shared | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
+        return [shared | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
+    return [shared]
 
 
 def start(command: Sequence[str], environment: dict[str, str], log: IO[str]) -> subprocess.Popen:

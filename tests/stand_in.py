@@ -1,5 +1,5 @@
-"""A run without jax: its processes meet, watch over each other, take steps, save and end as those
-of main.py do, with the same code and exit codes, within a second.
+"""A run without a model: processes connect, take steps, save and end as those of main.py do, with
+the same exit codes, within seconds.
 
     python tests/stand_in.py --steps 20 [--seconds 0.2] [--peer-seconds 30] [any other words]
 """
@@ -12,9 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import jax
+
 import faults
-import peers
-from watch import Watch
+import multihost
+from stop import StopRequest
+from watchdog import Watchdog
 
 
 def main() -> None:
@@ -23,21 +26,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--peer-seconds", type=float, default=30.0)
     given, others = parser.parse_known_args()
-    job = peers.Peers(peers.place(), given.peer_seconds, 60.0)
-    with Watch(600.0, None, job) as watch:
-        print(f"process {job.number} of {job.count} was given {json.dumps(others)}", flush=True)
-        watch.ready()
-        saved = Path(f"stand_in_{job.number}")
-        for step in range(int(saved.read_text()) if saved.exists() else 0, given.steps):
-            watch.doing(f"step {step + 1}")
-            time.sleep(given.seconds)
-            print(
-                f"step {step + 1}/{given.steps}  loss {8 / (step + 1):.4f}  - tokens/s", flush=True
-            )
-            saved.write_text(str(step + 1))
-            if watch.reached():
-                raise watch.stopped(f"step {step + 1} is saved")
-        watch.doing("the end")
+    with Watchdog(600.0) as watchdog, multihost.job(given.peer_seconds):
+        index = jax.process_index()
+        print(f"process {index} of {jax.process_count()} got {json.dumps(others)}", flush=True)
+        saved = Path(f"stand_in_{index}")
+        with StopRequest(watchdog) as stop:
+            for step in range(int(saved.read_text()) if saved.exists() else 0, given.steps):
+                watchdog.phase(f"step {step + 1}")
+                time.sleep(given.seconds)
+                multihost.gather(b"the collective of a step")
+                print(f"step {step + 1}/{given.steps}  loss {8 / (step + 1):.4f}", flush=True)
+                saved.write_text(str(step + 1))
+                if stop.reached():
+                    raise stop.stopped(f"step {step + 1} is saved")
 
 
 if __name__ == "__main__":

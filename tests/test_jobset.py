@@ -9,7 +9,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-import peers
+import multihost
 import utils
 from conftest import ROOT
 from faults import Exit
@@ -92,11 +92,12 @@ def test_its_pods_find_each_other_as_the_processes_of_one_job(manifest, monkeypa
     # <jobset>-<replicated job>-<job>-<pod>.<subdomain>, which is the jobset's name
     port = container["ports"][0]["containerPort"]
     first = f"{name}-{job['name']}-0-0.{name}:{port}"
-    assert peers.place() == (first, spec["completions"], spec["completions"] - 1)
+    count = spec["completions"]
+    assert multihost.process_info() == (first, count, count - 1, None)
     assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
 
 
-def test_what_has_to_be_mended_fails_all_and_the_rest_starts_again(manifest):
+def test_what_has_to_be_fixed_first_fails_all_and_the_rest_starts_again(manifest):
     policy = manifest["spec"]["failurePolicy"]
     assert policy["rules"] == [
         {

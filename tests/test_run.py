@@ -9,7 +9,7 @@ import pytest
 
 import conftest
 
-TOOLS = "bash cat cp dirname echo env flock grep mkdir rm sed sh tail touch true"
+TOOLS = "bash cat cp dirname echo env flock grep mkdir rm sed sh tail touch true cksum tr"
 DRIVER = {"cpu": "470.82.01", "cuda12": "550.54.14", "cuda13": "580.65.06"}
 
 # Stand-ins, so that nothing is installed and no device is looked for.
@@ -239,7 +239,19 @@ def test_commands_run_in_the_repository_with_the_environment_first_on_the_path(r
     assert found["PATH"].split(os.pathsep)[0] == str(venv / "bin")
     assert found["VIRTUAL_ENV"] == str(venv)
     assert found["PWD"] == str(ready.folder)
-    assert found["JAX_COMPILATION_CACHE_DIR"] == str(ready.folder / ".cache" / "jax")
+    assert Path(found["JAX_COMPILATION_CACHE_DIR"]).parent == ready.folder / ".cache" / "jax"
+
+
+def test_programs_are_cached_for_each_kind_of_cpu(ready):
+    """One that was compiled for another kind ends with an illegal instruction."""
+    script = (ready.folder / "run.sh").read_text()
+    caches = []
+    for flags in ("avx2", "avx2 amx_tile", "avx2"):
+        (ready.folder / "cpuinfo").write_text(f"model name : x\nflags : {flags}\n")
+        other = script.replace("/proc/cpuinfo", str(ready.folder / "cpuinfo"))
+        (ready.folder / "run.sh").write_text(other)
+        caches.append(environment_of(ready.run("env"))["JAX_COMPILATION_CACHE_DIR"])
+    assert caches[0] == caches[2] != caches[1]
 
 
 def test_a_compilation_cache_that_is_given_is_kept(ready):

@@ -1,7 +1,6 @@
 """A run's folder in a bucket: its records are fetched, and sent before what depends on them."""
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -232,8 +231,8 @@ def test_two_processes_of_which_one_is_killed_train_in_a_bucket_as_one_does_on_a
         return run_all(job, *program, *flags)
 
     codes, said = live("-c", KILLED_AT_STEP_5)
-    assert codes == [Exit.AGAIN, -signal.SIGKILL], said
-    assert f"process 1 ({socket.gethostname()}) is lost" in said[0]
+    assert codes[0] in (Exit.AGAIN, -signal.SIGABRT) and codes[1] == -signal.SIGKILL, said
+    assert "stopped sending heartbeats):\n1\n" in said[0]
     codes, said = live("main.py")
     assert codes == [0, 0], said
     assert "continues after step 3" in said[0] and "validation loss" in said[0]

@@ -7,7 +7,6 @@ Letters: E experts, V vocabulary.
 
 import dataclasses
 import functools
-import os
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 import model
-import processes
 import train
 import utils
 import weights
@@ -388,28 +386,7 @@ def test_gradients_are_clipped_to_the_norm_of_the_whole_model(clip):
         np.testing.assert_allclose(moment, expected, rtol=1e-5)
 
 
-# --- processes and memory ----------------------------------------------------------------------
-
-
-def test_half_of_what_joins_processes_is_refused(monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    monkeypatch.delenv("JAX_PROCESS_ID", raising=False)
-    with pytest.raises(ValueError, match=r"without .* JAX_PROCESS_ID. Set all three, or none"):
-        train.start_processes()
-
-
-@pytest.mark.parametrize(("hosts", "seen"), [("2", "all"), ("1", "0")])
-def test_a_task_of_slurm_that_is_alone_on_its_host_has_all_gpus_of_it(hosts, seen):
-    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "h[0-1]", "SLURM_STEP_NUM_NODES": hosts}
-    task = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    here = f"127.0.0.1:{processes.free_port()}"
-    alone = {"JAX_COORDINATOR_ADDRESS": here, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
-    show = "train.start_processes(); print(jax.config.read('jax_cuda_visible_devices'))"
-    codes, said = processes.run_all(
-        [os.environ | job | task | alone], "-c", f"import jax, train; {show}"
-    )
-    assert codes == [0] and said[0].splitlines()[-1] == seen
+# --- memory -------------------------------------------------------------------------------------
 
 
 def test_memory_is_what_the_device_counted_or_else_what_the_compiler_planned():
