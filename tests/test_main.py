@@ -424,6 +424,8 @@ def test_a_schedule_whose_warmup_and_decay_overlap_reaches_its_minimum(schedule,
     rule = train.learning_rate(utils.parse(flags.split()))
     rate = [float(rule(np.int32(step))) for step in range(10)]
     assert rate[-1] == pytest.approx(0.1)
+    rise = min(warmup, 9)  # the warmup is not cut but for one step
+    assert rate[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
     highest = int(np.argmax(rate))
     assert rate[: highest + 1] == sorted(rate[: highest + 1]) and max(rate) > 0.7
     assert rate[highest:] == sorted(rate[highest:], reverse=True)
