@@ -12,7 +12,7 @@ from watchdog import Watchdog
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Codes that the process would have ended with; the process continues, so there may be several."""
+    """Exit codes. The process does not end here, so there may be several."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
