@@ -99,7 +99,8 @@ def test_a_run_begun_stopped_and_resumed_ends_with_the_same_bits_without_the_oth
 
 
 def config_with(data, runs, *flags):
-    return main.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", "new", *flags])
+    config = main.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", "new", *flags])
+    return train.for_devices(config, jax.devices())[0]
 
 
 def begin(config):

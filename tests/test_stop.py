@@ -72,7 +72,9 @@ def test_the_time_limit_leaves_time_for_a_step_and_a_save():
 # --- several processes ----------------------------------------------------------------------------
 
 SECOND_INTERRUPT = """
-import sys, time
+import signal, time
+# A shell has what it starts in the background ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from stop import StopRequest
 from watchdog import Watchdog
 with StopRequest(Watchdog(60)) as stop:
@@ -91,8 +93,6 @@ def test_a_second_sigterm_does_not_end_a_save_and_a_second_interrupt_does():
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        # A shell has what it starts in the background ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     with process:
         assert process.stdout.readline() == "ready\n"
