@@ -37,14 +37,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmark import spread
-from data import prepare
+from data.encode import PIECE_CHARACTERS
 from data.settings import Prepare
-from data.sources import STDLIB, documents, pieces
+from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
 from manifest import INDEX, read_manifest
 
 PREPARE = Path(__file__).with_name("data") / "prepare.py"
 OURS = "data/prepare.py"
+BATCH_CHARACTERS = 1_000_000  # that tiktoken is given at a time
+SPLIT_MB = "4"  # so that a text of some 10 MB keeps two workers busy
 PART = 8  # of the text, one in so many is prepared to learn what a start takes
 LEAST = 0.85  # of tiktoken alone that the preparation should reach
 PROCESSES = (1, 2)
@@ -118,9 +120,17 @@ def write_text(flags: Flags, whole: Path, part: Path) -> tuple[int, int]:
 
 @functools.cache
 def batches(file: Path) -> list[list[str]]:
-    """As the preparation makes them."""
-    found = prepare.batches(pieces(Prepare(source=str(file), out="")), prepare.BATCH_CHARACTERS)
-    return [[piece.text for piece in batch] for batch in found]
+    """Pieces of texts as the preparation cuts them, some together."""
+    found: list[list[str]] = []
+    room = 0
+    for document in documents(Prepare(source=str(file), out="")):
+        for begin in range(0, len(document.text), PIECE_CHARACTERS):
+            if room <= 0:
+                found.append([])
+                room = BATCH_CHARACTERS
+            found[-1].append(document.text[begin : begin + PIECE_CHARACTERS])
+            room -= len(found[-1][-1])
+    return found
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -158,7 +168,7 @@ def prepared(tokenizer: str, file: Path, workers: int) -> Taken:
     """By data/prepare.py from its start to its end."""
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
         command = [sys.executable, PREPARE, "--source", file, "--out", out]
-        command += ["--tokenizer", tokenizer, "--workers", str(workers)]
+        command += ["--tokenizer", tokenizer, "--workers", str(workers), "--split-mb", SPLIT_MB]
         start, cpu = time.perf_counter(), children_s()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds, cpu_s = time.perf_counter() - start, children_s() - cpu

@@ -6,7 +6,6 @@ gcsfs: set here to compare what arrived, and not to remember what others may hav
 
 import base64
 import contextlib
-import io
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -148,6 +147,11 @@ def told(path: str) -> Iterator[None]:
 # --- what is there --------------------------------------------------------------------------------
 
 
+def filesystem() -> Any:
+    """gcsfs, as it is set above; what it raises is for `told`."""
+    return fsspec.filesystem("gs")
+
+
 @cache
 def client() -> Any:
     from google.cloud import storage  # late: only buckets need it
@@ -265,34 +269,3 @@ class Prefix:
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(one, names))
-
-
-class Reader(io.RawIOBase):
-    """An object as a file, of which only what is asked for is read. Raises what `told` does."""
-
-    def __init__(self, url: str, size: int):
-        root, _, self._name = url.rpartition("/")
-        self._objects, self._size, self._at = Prefix(root), size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
-        self._at = begins[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        if end <= self._at:
-            return 0
-        content = self._objects.read(self._name, self._at, end)
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)

@@ -11,18 +11,19 @@ lie, so a run resumes with nothing but its step number.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from manifest import BLOCK_BYTES, INDEX, Shard, in_bucket, prepare_command, read_manifest
-from token_files import Cache, Files, Layout, Request, Span, expect, open_files
+from manifest import INDEX, Shard, in_bucket, prepare_command, read_manifest
+from token_files import Files, Layout, Range, Reader, Span, open_files
 
 FEISTEL_ROUNDS = 6
-AHEAD_STEPS = 4  # whose windows are fetched from a bucket while a step's are read
+CHUNK_BYTES = 1 << 22  # of tokens, that --data.order blocks reads together
+AHEAD_STEPS = 4  # whose windows are read from a bucket while a step's are used
 
 Rows = dict[str, np.ndarray]  # by name, [n, T] each
 Result = TypeVar("Result")
@@ -35,7 +36,7 @@ class Dataset:
     order       of windows: "windows" or "blocks", as `shuffled` and `striped` say
     segments    number the documents within each window; without it, all of a window is document 0
     vocabulary  of the model, which the ids must fit into
-    cache       for a folder in a bucket
+    reader      of a folder in a bucket, which those of a run share
     """
 
     def __init__(
@@ -49,28 +50,30 @@ class Dataset:
         order: str = "windows",
         segments: bool = False,
         vocabulary: int | None = None,
-        cache: Cache | None = None,
+        reader: Reader | None = None,
     ):
         self.folder = str(folder).rstrip("/")
         self.sequence_length, self.sequences = sequence_length, sequences
         self.seed, self.shuffle, self.order, self.segments = seed, shuffle, order, segments
         check_settings(self)
-        self.manifest, self.remote = read_manifest(self.folder), in_bucket(self.folder)
+        self.manifest = read_manifest(self.folder)
+        self.reader = (reader or Reader()) if in_bucket(self.folder) else None
         if vocabulary is not None:
             check_vocabulary(self, vocabulary)
         self.windows = (self.manifest.tokens - 1) // sequence_length
         check_length(self)
         shards = self.manifest.shards
-        self.shards = self.opened(shards, self.manifest.dtype, cache)
+        self.shards = self.opened(shards, self.manifest.dtype)
         self.weights: Files | None = None  # where all are 1
         if shards[0].weights:
-            self.weights = self.opened([shard.weights for shard in shards], "uint8", cache)
+            self.weights = self.opened([shard.weights for shard in shards], "uint8")
         # Where each shard begins in the concatenation, and where the last one ends.
         self.starts = np.cumsum([0] + [shard.tokens for shard in shards])
         self._bounds = self.starts.tolist()
 
-    def opened(self, shards: list[Shard], dtype: str, cache: Cache | None) -> Files:
-        return open_files(Layout(self.folder, self.manifest, shards, np.dtype(dtype)), cache)
+    def opened(self, shards: list[Shard], dtype: str) -> Files:
+        layout = Layout(self.folder, self.manifest, shards, np.dtype(dtype))
+        return open_files(layout, self.reader, CHUNK_BYTES if self.order == "blocks" else None)
 
     # guide: batch
     def rows(self, step: int, rows: np.ndarray) -> Rows:
@@ -78,8 +81,8 @@ class Dataset:
 
         tokens, targets, segments int32; loss_weights float32.
         """
-        ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.remote else ()
-        return self.batch(self.windows_of(step, rows), (self.windows_of(s, rows) for s in ahead))
+        ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.reader else ()
+        return self.batch(self.windows_of(step, rows), [self.windows_of(s, rows) for s in ahead])
 
     def windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Numbers of the windows that these rows of the step's batch are."""
@@ -100,7 +103,7 @@ class Dataset:
         if self.order == "windows":
             return permute(index, self.windows, self.seed, epoch)
         item = np.dtype(self.manifest.dtype).itemsize
-        length = max(1, BLOCK_BYTES // (self.sequence_length * item))
+        length = max(1, CHUNK_BYTES // (self.sequence_length * item))
         return striped(index, self.windows, self.sequences, length, self.seed, epoch)
 
     # guide: end
@@ -110,23 +113,24 @@ class Dataset:
         check_eval(self, sequences)
         return self.batch(np.asarray(rows, dtype=np.int64) * self.windows // sequences)
 
-    def batch(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> Rows:
+    def batch(self, windows: np.ndarray, soon: Sequence[np.ndarray] = ()) -> Rows:
         """Tokens, targets, loss weights and segments of these windows.
 
         soon  windows that will be asked for next.
         """
-        if self.remote:
-            expect(self.requests(windows, soon))
+        if self.reader:
+            self.reader.expect(
+                self.ranges(windows), [r for each in soon for r in self.ranges(each)]
+            )
         return self.read(windows)
 
-    def requests(self, windows: np.ndarray, soon: Iterable[np.ndarray] = ()) -> list[Request]:
-        """What `read` will ask of the files."""
-        now = [span for spans in self.places(windows) for span in spans]
-        later = [s for each in soon for spans in self.places(each) for s in spans]
-        return [Request(files, now, later) for files in self._kinds]
+    def ranges(self, windows: np.ndarray) -> list[Range]:
+        """What `read` will ask of a bucket."""
+        spans = [span for spans in self.places(windows) for span in spans]
+        return [r for files in self._kinds for span in spans for r in files.ranges(span)]
 
     def read(self, windows: np.ndarray) -> Rows:
-        """As `batch`, of what was expected."""
+        """As `batch`, where the reader expects it."""
         ids, *weights = self.stacked(windows)
         ids = ids.astype(np.int32)
         segments = np.zeros_like(ids[:, :-1])

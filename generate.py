@@ -209,7 +209,9 @@ class Sampler:
         m, s, T = data.manifest, config.sample, config.train.sequence_length
         self.prompts, self.tokens = s.prompts, min(s.tokens, T - 1)
         self.tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_sha256)
-        ids = [self.tokenizer.encode_ordinary(p)[-max(1, T - self.tokens) :] for p in self.prompts]
+        begin = [] if m.begin_of_text is None else [m.begin_of_text]
+        ids = [begin + self.tokenizer.encode_ordinary(prompt) for prompt in self.prompts]
+        ids = [text[-max(1, T - self.tokens) :] for text in ids]
         self.texts = [text or [m.end_of_text] for text in ids]
         here, place = writing_mesh(config, mesh)
         room = max(map(len, self.texts)) + self.tokens
@@ -280,7 +282,8 @@ def _generate(
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, told = resume.weights_of(run, flags.step, shapes)
     tokenizer, end_of_text = resume.tokenizer_of(told["tokens"], config)
-    texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    begin = told["tokens"].get("begin_of_text", [])  # of data whose documents begin with it
+    texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
     check_texts(texts, prompts, config.train.sequence_length)
     room = config.train.sequence_length
     if not flags.interactive:
@@ -332,7 +335,8 @@ def prompts_of(flags: Flags) -> list[str]:
     if flags.prompts is None:
         return [] if flags.prompt is None else [flags.prompt]
     try:
-        lines = [line for line in flags.prompts.read_text().splitlines() if line]
+        # splitlines would cut at U+2028 too.
+        lines = [line for line in flags.prompts.read_text().split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {flags.prompts} cannot be read: {error}.") from None
     if not lines:

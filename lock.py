@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from buckets import one_line, refusal, transient
 from faults import Fault
@@ -32,17 +32,6 @@ from faults import Fault
 BEAT_S = 5.0
 LEASE_S = 30.0
 OPEN: weakref.WeakSet["Lock"] = weakref.WeakSet()
-
-
-class Words(NamedTuple):
-    """What people call what is held."""
-
-    writer: str = "run"
-    folder: str = "a --run.dir"
-    other: str = "--run.name, as --run.name {name}-2"  # than the one that is taken
-
-
-OF_A_RUN = Words()
 
 
 @contextlib.contextmanager
@@ -82,11 +71,10 @@ def take(
     on_lost: Callable[[str], None],
     beat_s: float = BEAT_S,
     lease_s: float = LEASE_S,
-    words: Words = OF_A_RUN,
 ) -> "Lock":
     """As `held`, for one process alone; its `close` gives the folder back."""
     kind = BucketLock if os.fspath(folder).startswith("gs://") else FileLock
-    lock = kind(os.fspath(folder), on_lost, beat_s, lease_s, words)
+    lock = kind(os.fspath(folder), on_lost, beat_s, lease_s)
     OPEN.add(lock)
     try:
         lock.take()
@@ -143,7 +131,7 @@ def moment(record: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class Lock:
-    """What both kinds share: the record, the heartbeat, the words."""
+    """What both kinds share: the record and the heartbeat."""
 
     def __init__(
         self,
@@ -151,10 +139,9 @@ class Lock:
         on_lost: Callable[[str], None],
         beat_s: float,
         lease_s: float,
-        words: Words = OF_A_RUN,
     ):
         assert beat_s * 3 <= lease_s, (beat_s, lease_s)
-        self.folder, self._words = folder.rstrip("/"), words
+        self.folder = folder.rstrip("/")
         self.path = f"{self.folder}/lock"
         self.beat_s, self.lease_s, self._on_lost = beat_s, lease_s, on_lost
         self.lost = False
@@ -201,10 +188,9 @@ class Lock:
 
     def lose(self, why: str) -> None:
         self.lost = True
-        writer = self._words.writer
         self._on_lost(
-            f"{self.path} is no longer this {writer}'s: {why}. This {writer} stops, so that two do "
-            f"not write there. Look whether another {writer} goes on; if not, start this one again."
+            f"{self.path} is no longer this run's: {why}. This run stops, so that two do not write "
+            "there. Look whether another run goes on; if not, start this one again."
         )
 
     def close(self) -> None:
@@ -225,10 +211,10 @@ class Lock:
         """
         kind = ValueError if record.get("machine") == machine() else Fault
         pid = record.get("pid", "PROCESS")
-        other = self._words.other.format(name=os.path.basename(self.folder), folder=self.folder)
+        other = f"--run.name, as --run.name {os.path.basename(self.folder)}-2"
         running = f"running for {age(record.get('age_s'))}: {record.get('command', 'unknown')}"
         return kind(
-            f"{self.folder} is being written by another {self._words.writer}, {who(record)}, "
+            f"{self.folder} is being written by another run, {who(record)}, "
             f"{running}. Two would overwrite each other's files. Wait for it, or end it (kill "
             f"{pid} there), or use another {other}."
         )
@@ -274,8 +260,8 @@ class FileLock(Lock):
             self._write()
         except OSError as error:
             raise ValueError(
-                f"{self.path} cannot be written: {error.strerror or error}. Give "
-                f"{self._words.folder} that can be written, with space left."
+                f"{self.path} cannot be written: {error.strerror or error}. Give a "
+                "--run.dir that can be written, with space left."
             ) from error
 
     def _open(self) -> bool:

@@ -54,6 +54,8 @@ def checkpoint_config(config: Config, data: Data) -> dict[str, Any]:
     """What a checkpoint says of its run: the config, and which tokens it was trained on."""
     m = data.manifest
     tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
+    if m.begin_of_text is not None:
+        tokens["begin_of_text"] = [m.begin_of_text]
     tokens["tokenizer_sha256"] = m.tokenizer_sha256
     return dataclasses.asdict(config) | {"tokens": tokens}
 

@@ -1,7 +1,9 @@
 """What index.json says of a folder of token shards: files, checksums, how they were made."""
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ import google_crc32c
 
 INDEX = "index.json"
 DOCUMENT_RULE = "every document is followed by end_of_text"
-BLOCK_BYTES = 1 << 22  # of a file that have a checksum of their own, so that they can be read alone
-CRC_DIGITS = 8  # hexadecimal
+READ_BYTES = 1 << 22  # of a file at a time
+BLOCKS = ("blocks", "block_bytes")  # fields of older versions, checksums of parts of files
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,6 @@ class Shard:
     bytes: int  # of the file
     crc32c: str  # of the file, 8 hexadecimal digits
     weights: "Shard | None" = None  # the file with these tokens' loss weights; None: all are 1
-    blocks: str | None = None  # of the manifest's block_bytes of the file each: their crc32c
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ class Manifest:
     settings: dict[str, Any]  # all that decides its content
     template: str | None = None  # that made text of conversations
     learned_tokens: int | None = None  # with loss weight 1; None: all. text_bytes are theirs
-    block_bytes: int | None = None  # None: the shards have no blocks
+    begin_of_text: int | None = None  # that begins each document; None: nothing does
 
     @property
     def identity(self) -> str:
         """The same for two folders exactly when they hold the same tokens of the same tokenizer,
         with the same loss weights.
         """
-        files = [(f.tokens, f.crc32c) for s in self.shards for f in (s, s.weights) if f]
+        files = [(file.tokens, file.crc32c) for file in files_of(self.shards)]
         content = [self.tokenizer_sha256, self.dtype, files]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -62,7 +63,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = f"{folder}/{INDEX}"
     try:
-        fields = json.loads(read_index(folder))
+        fields = without_blocks(json.loads(read_index(folder)))
         shards = [shard_of(shard) for shard in fields.pop("shards")]
         manifest = Manifest(shards=shards, **fields)
         check_whole(manifest)
@@ -107,17 +108,15 @@ def check_whole(manifest: Manifest) -> None:
     whole = all(shard.weights.tokens == shard.tokens for shard in shards if shard.weights)
     if not whole or len(weights) not in (0, len(shards)):
         raise ValueError("loss weights are not of all tokens")
-    size = manifest.block_bytes
-    for file in (*shards, *weights):
-        if (size is None) != (file.blocks is None):
-            raise ValueError(f"{file.name} has blocks, or block_bytes is given, and not both")
-        if size and len(file.blocks) != CRC_DIGITS * -(-file.bytes // size):
-            raise ValueError(f"{file.name} has not the blocks of {file.bytes} bytes")
+
+
+def without_blocks(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in BLOCKS}
 
 
 def shard_of(fields: dict[str, Any]) -> Shard:
-    weights = fields.get("weights")
-    return Shard(**(fields | {"weights": weights and Shard(**weights)}))
+    fields, weights = without_blocks(fields), fields.get("weights")
+    return Shard(**(fields | {"weights": weights and shard_of(weights)}))
 
 
 def prepare_command(folder: str | Path, manifest: Manifest | None = None) -> str:
@@ -126,19 +125,24 @@ def prepare_command(folder: str | Path, manifest: Manifest | None = None) -> str
     return f"{command} --out {str(folder).rpartition('/')[0] or '.'}"
 
 
-def checksums(path: Path, block_bytes: int) -> tuple[str, str]:
-    """CRC32C of a file, and those of its blocks one after another: 8 hexadecimal digits each."""
-    crc, blocks = 0, []
-    with path.open("rb") as file:
-        while block := file.read(block_bytes):
-            crc = google_crc32c.extend(crc, block)
-            blocks.append(digits(google_crc32c.value(block)))
-    return digits(crc), "".join(blocks)
-
-
 def file_crc32c(path: Path) -> str:
-    return checksums(path, BLOCK_BYTES)[0]
-
-
-def digits(crc: int) -> str:
+    """CRC32C of a file, 8 hexadecimal digits."""
+    crc = 0
+    with path.open("rb") as file:
+        while content := file.read(READ_BYTES):
+            crc = google_crc32c.extend(crc, content)
     return f"{crc:08x}"
+
+
+def files_of(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """All files of shards: with loss weights each has two."""
+    return (file for shard in shards for file in (shard, shard.weights) if file)
+
+
+def index_text(manifest: Manifest) -> str:
+    """What index.json says, without what is not there."""
+
+    def given(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in items if value is not None}
+
+    return json.dumps(dataclasses.asdict(manifest, dict_factory=given), indent=1) + "\n"

@@ -26,7 +26,7 @@ from dataset import (
     check_same_tokenizer,
 )
 from manifest import Manifest
-from token_files import Cache, expect
+from token_files import Range, Reader
 from utils import Config
 
 PERIOD = 1 << 16  # positions after which the datasets follow each other in the same order again
@@ -93,7 +93,8 @@ class Mixture:
         self._datasets = list(parts.values())
         self.starts = np.cumsum([0] + [data.windows for data in self._datasets])
         self.windows = int(self.starts[-1])
-        self.remote = any(data.remote for data in self._datasets)
+        # Those of a run have one.
+        self.reader = next((data.reader for data in self._datasets if data.reader), None)
         for other in self._datasets[1:]:
             check_same_tokenizer(self._datasets[0], other)
 
@@ -131,23 +132,24 @@ class Mixture:
     # guide: end
 
     def rows(self, step: int, rows: np.ndarray) -> Rows:
-        ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.remote else ()
+        ahead = range(step + 1, step + 1 + AHEAD_STEPS) if self.reader else ()
         return self.batch(self.windows_of(step, rows), [self.windows_of(s, rows) for s in ahead])
 
     def batch(self, windows: np.ndarray, soon: Sequence[np.ndarray] = ()) -> Rows:
         """As of a dataset; each gives the rows that are its own."""
-        if self.remote:
-            expect(
-                request
-                for k, data in enumerate(self._datasets)
-                for request in data.requests(
-                    self._own(k, windows), [self._own(k, each) for each in soon]
-                )
+        if self.reader:
+            self.reader.expect(
+                self.ranges(windows), [r for each in soon for r in self.ranges(each)]
             )
         return self.read(windows)
 
+    def ranges(self, windows: np.ndarray) -> list[Range]:
+        """What `read` will ask of a bucket."""
+        parts = enumerate(self._datasets)
+        return [r for k, data in parts for r in data.ranges(self._own(k, windows))]
+
     def read(self, windows: np.ndarray) -> Rows:
-        """As `batch`, of what was expected."""
+        """As `batch`, where the reader expects it."""
         out: Rows = {}
         for k, data in enumerate(self._datasets):
             here = self._of(k, windows)
@@ -203,19 +205,15 @@ Data = Dataset | Mixture
 @contextlib.contextmanager
 def open_datasets(config: Config) -> Iterator[tuple[Data, Data]]:
     """(training data, validation data), checked against the model, the run and each other."""
-    with contextlib.closing(open_cache(config)) as cache:
-        train, val = open_training(config, cache), open_validation(config, cache)
+    with contextlib.closing(Reader()) as reader:
+        train, val = open_training(config, reader), open_validation(config, reader)
         check_same_tokenizer(train, val)
         yield train, val
 
 
-def open_cache(config: Config) -> Cache:
-    return Cache(config.data.cache, int(config.data.cache_gb * 1e9))
-
-
-def open_training(config: Config, cache: Cache | None = None) -> Data:
+def open_training(config: Config, reader: Reader | None = None) -> Data:
     """The training data, checked against the model and the run."""
-    cache, sequences = cache or open_cache(config), config.train.sequences
+    reader, sequences = reader or Reader(), config.train.sequences
 
     def opened(folder: str, count: int = PERIOD) -> Dataset:
         return Dataset(
@@ -226,7 +224,7 @@ def open_training(config: Config, cache: Cache | None = None) -> Data:
             order=config.data.order,
             segments=config.data.segments,
             vocabulary=config.model.vocabulary,
-            cache=cache,
+            reader=reader,
         )
 
     if not config.data.mixture:
@@ -238,9 +236,9 @@ def open_training(config: Config, cache: Cache | None = None) -> Data:
     return Mixture(parts, weights, sequences)
 
 
-def open_validation(config: Config, cache: Cache | None = None) -> Data:
+def open_validation(config: Config, reader: Reader | None = None) -> Data:
     """The validation data, checked against the model and the run."""
-    cache, sequences = cache or open_cache(config), config.eval.sequences
+    reader, sequences = reader or Reader(), config.eval.sequences
 
     def opened(folder: str) -> Dataset:
         val = Dataset(
@@ -250,7 +248,7 @@ def open_validation(config: Config, cache: Cache | None = None) -> Data:
             shuffle=False,
             segments=config.data.segments,
             vocabulary=config.model.vocabulary,
-            cache=cache,
+            reader=reader,
         )
         check_eval(val, sequences)
         check_learned(val, sequences)

@@ -41,7 +41,7 @@ class Question:
 def read(file: Path) -> list[Question]:
     """Raises  ValueError that names the line which is not a question, and why."""
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text().split("\n")  # splitlines also cuts at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--questions {file} cannot be read: {error}.") from None
     found = [question(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]

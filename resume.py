@@ -34,12 +34,11 @@ FREE_FIELDS = {
     "data.train",  # `tokens.train` says what it holds
     "data.val",
     "data.mixture",
-    "data.cache",
-    "data.cache_gb",
     # Told for who samples; `tokens.train` depends on them.
     "tokens.tokenizer",
     "tokens.tokenizer_sha256",
     "tokens.end_of_text",
+    "tokens.begin_of_text",
 }
 # These change rounding and nothing else.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention"}
@@ -140,7 +139,7 @@ def what_must_match(saved: dict[str, Any], now: dict[str, Any]) -> None:
         name: f"{name} {old.get(name, 'absent')!r} -> {new.get(name, 'absent')!r}"
         for name in sorted(old.keys() | new.keys())
         if name.split(".")[0] not in FREE_SECTIONS
-        and name not in FREE_FIELDS
+        and name not in FREE_FIELDS | utils.REMOVED
         and old.get(name, ...) != new.get(name, ...)
     }
     # A field that only one of the two has came or went with a change of the code.

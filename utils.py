@@ -28,7 +28,7 @@ VOCABULARY_AXES = ("pipeline", "tensor")
 EXPERT_AXES = ("fsdp", "tensor")
 
 # Settings that runs of older versions have in their config.toml, and that nothing reads any more.
-REMOVED = frozenset(["run.start_minutes"])
+REMOVED = frozenset(["run.start_minutes", "data.cache", "data.cache_gb"])
 
 # What `train.remat` may keep, in the order in which a layer makes them (model.py names them).
 REMAT_NAMES = (
@@ -191,8 +191,6 @@ class Data:
     seed: int = 0  # of the order of windows
     order: Literal["windows", "blocks"] = "windows"  # blocks: few requests of a bucket
     segments: bool = False  # attention stays inside a document
-    cache: str = ".cache/data"  # folder for what is read of data in a bucket
-    cache_gb: float = 20.0  # that it may fill, for each process
 
 
 @dataclass(frozen=True, kw_only=True)

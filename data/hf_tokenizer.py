@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 TABLE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"  # beside it, with the name of the token that ends a text
+CHAT_TEMPLATE = "chat_template.jinja"  # where it is not in the settings
 MODEL_SETTINGS = ("generation_config.json", "config.json")  # which may have that token's id
 
 
@@ -150,6 +151,13 @@ class HuggingFace:
         self.added = {i: t.content for i, t in self.table.get_added_tokens_decoder().items()}
         self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
         self.eot_token = self.end_of_text()
+        decoder = self.table.get_added_tokens_decoder()
+        self.special_ids = {t.content: i for i, t in decoder.items() if t.special}
+        self.special_names = token_names(self.settings)
+        self.chat_template = chat_template(self.settings, self.path.parent)
+        first = self.table.encode("", add_special_tokens=True).ids[:1]
+        self.bos_token = self.table.token_to_id(self.special_names.get("bos_token", ""))
+        self.adds_bos = bool(self.settings.get("add_bos_token")) or first == [self.bos_token]
 
     @property
     def sha256(self) -> str:
@@ -204,6 +212,23 @@ class HuggingFace:
         return json.dumps({"eos_token": (names or ["<|endoftext|>"])[0]}, ensure_ascii=False)
 
 
+def token_names(settings: dict[str, Any]) -> dict[str, str]:
+    """bos_token and others, as templates call them."""
+    found = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+    named = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
+    return {f"{name}_token": value for name, value in named.items() if isinstance(value, str)}
+
+
+def chat_template(settings: dict[str, Any], folder: Path) -> str | None:
+    """Of the settings, or of the file beside them; of several the one called default."""
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return file.read_text()
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found
+
+
 def opened(content: bytes, path: Path) -> Tokenizer:
     """Raises  ValueError for what is no tokenizer, or not one of bytes."""
     try:
@@ -232,5 +257,5 @@ def settings_of(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Mend it.") from None
+        raise ValueError(f"{file} is not JSON ({error}). Correct it.") from None
     return found if isinstance(found, dict) else {}

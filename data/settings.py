@@ -1,35 +1,40 @@
-"""The settings of a preparation, and which document is for validation.
+"""The settings of a preparation, and the rule by which a document is for validation."""
 
-Shared by data/prepare.py, which prepares on one machine, and data/cluster.py, on many.
-"""
-
-import math
+import hashlib
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Annotated, Literal
+
+import tyro
 
 # Settings that do not decide what is written.
-NOT_CONTENT = ("out", "staging", "workers", "overwrite")
+NOT_CONTENT = ("out", "workers", "ray", "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
     """Turn text into token shards for training and validation."""
 
-    source: str  # python-stdlib, a file or folder of text, .jsonl or .parquet, gs://..., or hf:NAME
+    source: str  # python-stdlib, a file or folder, gs://..., or hf:NAME of a data set of the hub
     out: str  # folder to write train/ and val/ into, or gs://bucket/folder
-    tokenizer: str = "sample"  # sample, a name of tiktoken's, or path of a tokenizer.json
-    val_share: float = 0.05  # share of documents for validation, evenly spaced in their order
-    shard_tokens: int = 100_000_000  # tokens in each shard but the last
+    tokenizer: str = "sample"  # sample, a name of tiktoken's, or a folder with a tokenizer's files
+    val_share: float = 0.05  # share of the documents for validation
+    shard_tokens: int = 100_000_000  # tokens in a shard at most
+    split_mb: float = 64.0  # of the source, in a split, which one process tokenizes
     max_tokens: int = 0  # stop after the document that reaches this many; 0 takes all
-    workers: int = 0  # processes that tokenize; 0 is one per core
+    workers: int = 0  # processes; 0 is one for each core that this process may use
+    ray: str = ""  # run on a Ray cluster instead: HOST:PORT of its head, or local
     glob: str = "**/*"  # files of a folder to read; hidden ones are never read
-    text_field: str = "text"  # field of a JSON line, Parquet or Hugging Face row with the text
-    chat: bool = False  # lines or rows are conversations, of which only the answers are learned
-    hf_name: str = ""  # configuration of the Hugging Face dataset; empty takes its default
-    hf_split: str = "train"  # split of the Hugging Face dataset to read
-    skip_bad: bool = False  # leave out what cannot be read or has no text, and tell how much
-    staging: str = ""  # folder for what is on its way to a bucket; empty: data/staging
-    overwrite: bool = False  # begin anew, even where OUT is finished or can be gone on with
+    kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = (
+        "auto"  # text: of all files
+    )
+    text_field: str = "text"  # with the text of a row; data.text is field text of field data
+    chat: bool = False  # rows are conversations, of which only the answers are learned
+    chat_template: Literal["plain", "tokenizer"] = "plain"  # tokenizer: its own
+    add_bos: bool = False  # begin documents with the tokenizer's BOS also where it does not say so
+    hf_name: str = ""  # configuration of the data set of the hub; empty takes its default
+    hf_split: str = "train"  # split of it to read
+    skip_bad: bool = False  # leave out what cannot be read or has no text, and count it
+    overwrite: bool = False  # remove what OUT has, and begin anew
 
 
 def check(config: Prepare) -> None:
@@ -38,25 +43,26 @@ def check(config: Prepare) -> None:
         raise ValueError(
             f"--val-share {config.val_share} is not a share: expected 0 to 1. Use --val-share 0.05."
         )
-    for name, least in (("shard_tokens", 1), ("max_tokens", 0), ("workers", 0)):
-        value = getattr(config, name)
-        if value < least:
+    for name, least in (("shard_tokens", 1), ("max_tokens", 0), ("workers", 0), ("split_mb", 1e-7)):
+        if (value := getattr(config, name)) < least:
             flag = name.replace("_", "-")
             raise ValueError(
                 f"--{flag} {value} is too small: expected at least {least}. Leave it out."
             )
-
-
-def in_validation(number: int, share: float = Prepare.val_share) -> bool:
-    """Whether document `number` (from 0) is one of a share spread evenly over their order.
-
-    With documents in order of path, every folder gives its share to both sides.
-    """
-    exact = Fraction(str(share))
-    return math.floor((number + 1) * exact) > math.floor(number * exact)
+    if config.out.startswith("gs:") and not config.out.removeprefix("gs://").strip("/").count("/"):
+        raise ValueError(
+            f"--out {config.out} names no folder of a bucket. Use --out gs://bucket/data/books."
+        )
 
 
 VALIDATION_RULE = (
-    "document number n, from 0 and in order (files by path), is for validation if "
-    "floor((n + 1) * val_share) > floor(n * val_share): the 20th, 40th, ... for 0.05"
+    "a document is for validation if the first 8 bytes of the SHA-256 of 'file name:position in "
+    "it', as a share of 2**64, are below val_share; where that leaves less than half of either "
+    "side's share, the last tokens are for validation"
 )
+
+
+def in_validation(name: str, position: int, share: float) -> bool:
+    """Whether the document at this position of a file is for validation, by VALIDATION_RULE."""
+    digest = hashlib.sha256(f"{name}:{position}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64

@@ -1,5 +1,5 @@
 """Tokenizers by name: `sample`, whose ranks lie beside this file, and all that tiktoken knows; by
-path: those of Hugging Face.
+path: a tokenizer.json of Hugging Face, and a tiktoken.model as Kimi-K2 and Moonlight have it.
 """
 
 import base64
@@ -10,13 +10,32 @@ from pathlib import Path
 
 import tiktoken
 
-from data.hf_tokenizer import TABLE, HuggingFace
+from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, chat_template, settings_of, token_names
 
 Tokenizer = tiktoken.Encoding | HuggingFace
 
 SAMPLE = "sample"
 SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
 END_OF_TEXT = "<|endoftext|>"
+
+RANKS = "tiktoken.model"
+# The pattern and the number of special tokens of Moonshot's models, which their files leave to
+# Python code: runs of Chinese characters stay apart from other letters.
+MOONSHOT_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+MOONSHOT_SPECIALS = 256
 
 # Where no merge may cross: a word or a sign, with the space before it; a digit; a line break; a
 # level of indentation; any other white space. Names, signs and layout stay apart, as in Python's
@@ -27,12 +46,15 @@ SAMPLE_PATTERN = r" ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]|\r?\n| {4}|\s"
 def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
     """The tokenizer called `name`; its table is checked against `sha256` if that is given.
 
-    name    sample, a name of tiktoken's, or the path of a tokenizer.json or of its folder.
+    name    sample, a name of tiktoken's, or the path of a tokenizer.json or tiktoken.model, or of
+            the folder of either.
     Raises  ValueError when there is none, it cannot be fetched, or it is not the one that was
     expected.
     """
     if name == SAMPLE:
         tokenizer = load_sample(SAMPLE_RANKS)
+    elif (ranks := ranks_file(Path(name))) and is_path(name):
+        tokenizer = TiktokenModel(ranks)
     elif is_path(name):
         tokenizer = HuggingFace(Path(name))
     else:
@@ -51,15 +73,87 @@ def is_path(name: str) -> bool:
     """Also of what is not there any more. A folder called as an encoding is needs ./ before it."""
     if name in tiktoken.list_encoding_names():
         return False
-    return name.endswith(".json") or "/" in name or Path(name).is_dir()
+    return name.endswith((".json", ".model")) or "/" in name or Path(name).is_dir()
+
+
+def ranks_file(path: Path) -> Path | None:
+    """The tiktoken.model that is meant, where there is no tokenizer.json beside it."""
+    file = path / RANKS if path.is_dir() else path
+    beside = file.with_name(TABLE).exists() and path.is_dir()
+    return file if file.suffix == ".model" and file.is_file() and not beside else None
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Of lines of base64 token, space, rank.
+
+    Raises  ValueError where it has others.
+    """
+    # Not read through tiktoken.load, which caches by path and would miss that the file has changed.
+    try:
+        lines = map(bytes.split, file.read_bytes().splitlines())
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise ValueError(
+            f"--tokenizer {file} has a line that is not TOKEN RANK ({error}): a SentencePiece "
+            f"model is none of tiktoken's. Give a folder with a {TABLE}."
+        ) from error
+
+
+class TiktokenModel(tiktoken.Encoding):
+    """A tiktoken.model with the tokenizer_config.json beside it, which names special tokens."""
+
+    def __init__(self, file: Path):
+        """Raises  ValueError where it has no end of text, or is of another class."""
+        ranks, settings = read_ranks(file), settings_of(file.with_name(SETTINGS))
+        if settings.get("tokenizer_class") != "TikTokenTokenizer":
+            raise ValueError(
+                f"--tokenizer {file} needs its {SETTINGS} with the tokenizer_class "
+                f"TikTokenTokenizer, and has {settings.get('tokenizer_class')}: the pattern of "
+                "others is not known here."
+            )
+        named = {int(i): t["content"] for i, t in settings.get("added_tokens_decoder", {}).items()}
+        ids = range(len(ranks), len(ranks) + MOONSHOT_SPECIALS)
+        self.special_ids = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
+        self.special_names = token_names(settings)
+        self.chat_template = chat_template(settings, file.parent)
+        self.bos_token = self.special_ids.get(self.special_names.get("bos_token", ""))
+        self.adds_bos = bool(settings.get("add_bos_token"))
+        if self.special_names.get("eos_token") not in self.special_ids:
+            raise ValueError(f"--tokenizer {file}: {SETTINGS} names no eos_token that is special.")
+        super().__init__(
+            file.parent.name,
+            pat_str=MOONSHOT_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self.special_ids,
+            explicit_n_vocab=ids.stop,
+        )
+
+    @property
+    def eot_token(self) -> int:
+        return self.special_ids[self.special_names["eos_token"]]
+
+
+def begin_of_text(tokenizer: Tokenizer, always: bool) -> int | None:
+    """The token that begins each document: as the tokenizer says, or `always`.
+
+    Raises  ValueError where it has none.
+    """
+    found = getattr(tokenizer, "bos_token", None)
+    if always and found is None:
+        raise ValueError(
+            "--add-bos needs a tokenizer that names its bos_token, in tokenizer_config.json. Leave "
+            "it out, or add the name."
+        )
+    return found if always or getattr(tokenizer, "adds_bos", False) else None
+
+
+def special_id(tokenizer: Tokenizer, name: str) -> int:
+    return tokenizer.special_ids[name]
 
 
 def load_sample(ranks: Path) -> tiktoken.Encoding:
-    """Byte-level BPE from a rank file: lines of base64 token, space, rank."""
-    # Not read through tiktoken.load, which caches by path and would miss that the file has changed.
-    lines = ranks.read_bytes().splitlines()
-    table = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    return encoding(table)
+    """Byte-level BPE from a rank file."""
+    return encoding(read_ranks(ranks))
 
 
 def encoding(table: dict[bytes, int]) -> tiktoken.Encoding:
@@ -103,7 +197,8 @@ def table_sha256(tokenizer: Tokenizer) -> str:
     # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
     pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
     table = sorted((rank, token.hex()) for token, rank in ranks.items())
-    content = json.dumps([pattern, table, tokenizer.eot_token])
+    specials = [tokenizer.special_ids] if isinstance(tokenizer, TiktokenModel) else []
+    content = json.dumps([pattern, table, tokenizer.eot_token, *specials])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -40,8 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
             "end-of-text. Use --vocabulary 4096."
         )
     splits: dict[bool, list[str]] = {False: [], True: []}
-    for number, document in enumerate(documents(Prepare(source=STDLIB, out=""))):
-        splits[in_validation(number)].append(document.text)
+    for document in documents(Prepare(source=STDLIB, out="")):
+        held_out = in_validation(document.name, document.position, Prepare.val_share)
+        splits[held_out].append(document.text)
     tokens = train(splits[False], config.vocabulary - 1)
     table = {token: rank for rank, token in enumerate(tokens)}
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in table.items()]

@@ -23,9 +23,9 @@ import utils
 import validate
 from common import canonical
 from data import chat, prepare
-from data.encode import encode_piece
-from data.settings import in_validation
-from data.sources import Place, Row, of_rows
+from data.encode import Coder
+from data.readers import Document, Piece
+from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
 from dataset import Dataset
 from manifest import INDEX, read_manifest
@@ -97,7 +97,7 @@ def joined(folder, kind=""):
 
 def test_the_template_is_text_cut_where_the_weight_changes():
     messages = [("system", "s"), ("user", "u"), ("assistant", "a\n"), ("user", ""), ("user", "v")]
-    assert chat.pieces(messages) == [
+    assert [piece[:2] for piece in chat.plain(messages)] == [
         ("<|system|>\ns<|end|>\n<|user|>\nu<|end|>\n<|assistant|>\n", 0),
         ("a\n<|end|>", 1),
         ("\n<|user|>\n<|end|>\n<|user|>\nv<|end|>", 0),
@@ -107,7 +107,11 @@ def test_the_template_is_text_cut_where_the_weight_changes():
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder, split):
-    here = [r for n, r in enumerate(rows()) if in_validation(n, 0.25) == (split == "val")]
+    here, position = [], 0
+    for row in rows():
+        if in_validation("chat.jsonl", position, 0.25) == (split == "val"):
+            here.append(row)
+        position += len(json.dumps(row)) + 1
     ids, weights = joined(folder / split), joined(folder / split, ".weights")
     assert (weights.dtype, weights.shape) == (np.uint8, ids.shape)
     assert set(weights) == {0, 1}
@@ -121,11 +125,12 @@ def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder
 
 def encode_parts(tokenizer, parts):
     """(ids, weights, bytes of what is learned) of a conversation of these parts."""
-    row = Row("x", Place(), list(parts), 0)
-    coded = [encode_piece(tokenizer, piece) for piece in of_rows([row])]
-    ids = np.concatenate([piece.ids for piece in coded])
-    weights = np.concatenate([np.full(len(piece.ids), piece.weight) for piece in coded])
-    return ids, weights, sum(piece.text_bytes for piece in coded)
+    coder = Coder(Prepare(source="", out="", chat=True))
+    coder.tokenizer = tokenizer
+    coded = [*coder.coded(Document("x", 0, [Piece(*part) for part in parts]))]
+    ids = np.concatenate([ids for ids, *_ in coded])
+    weights = np.concatenate([np.full(len(ids), weight) for ids, weight, _ in coded])
+    return ids, weights, sum(size for *_, size in coded)
 
 
 def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
@@ -152,8 +157,7 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
         learned = TOKENIZER.decode(ids[weights == 1].tolist()).replace(END_OF_TEXT, "")
         assert manifest.text_bytes == len(learned.encode())
         assert manifest.learned_tokens == weights.sum() < manifest.tokens == len(ids)
-        assert manifest.template == manifest.settings["template"][0] == "plain"
-        assert manifest.settings["template"][2] == ["assistant<|end|>", 1]
+        assert manifest.template == manifest.settings["template"] == "plain"
         assert f"--source {source} --val-share 0.25 --shard-tokens 997 --chat" in manifest.command
         assert len(manifest.shards) > 1
         for shard in manifest.shards:
@@ -170,10 +174,9 @@ def test_the_index_of_a_folder_of_text_says_nothing_of_weights(tmp_path):
     assert index.keys() == {
         *("split", "tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text", "document_rule"),
         *("dtype", "documents", "tokens", "text_bytes", "shards", "command", "settings"),
-        "block_bytes",
     }
-    assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c", "blocks"}
-    assert not index["settings"].keys() & {"chat", "template"}
+    assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c"}
+    assert index["settings"]["template"] is None
 
 
 def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
@@ -184,12 +187,12 @@ def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
     capsys.readouterr()
     run(source, out, *flags)
     assert "is already prepared" in capsys.readouterr().out
-    (out / "train" / "shard_00000.weights.npy").unlink()
+    (out / "train" / "shard_00000_000.weights.npy").unlink()
     run(source, out, *flags)
     assert "prepared in" in capsys.readouterr().out
-    monkeypatch.setattr(chat, "END", "<|stop|>")
-    with pytest.raises(ValueError, match=r"made with another template, .*--overwrite"):
-        run(source, out, *flags)
+    with pytest.raises(ValueError, match=r"made with another chat_template, .*--overwrite"):
+        monkeypatch.setattr(chat, "template_of", lambda *_: chat.Template("other", chat.plain))
+        run(source, out, *flags, "--chat-template", "tokenizer")
 
 
 # Batches
@@ -226,17 +229,11 @@ def shorten(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(("harm", "what"), [(lose, "missing"), (shorten, "trunc"), (flip, "alter")])
+@pytest.mark.parametrize(("harm", "what"), [(lose, "missing"), (shorten, "trunc")])
 def test_weights_that_are_not_what_was_written_are_refused_by_name(folder, tmp_path, harm, what):
     here = copied(folder, tmp_path)
-    harm(here / "shard_00001.weights.npy")
-    with pytest.raises(ValueError, match=rf"shard_00001.weights.npy is {what}.*--chat --out"):
+    harm(here / "shard_00000_001.weights.npy")
+    with pytest.raises(ValueError, match=rf"shard_00000_001.weights.npy is {what}.*--chat --out"):
         data = Dataset(here, 32)
         data.eval_rows(np.arange(data.windows), data.windows)
 
@@ -323,6 +320,131 @@ def test_a_run_trains_on_the_mean_over_answers(flags, folder, runs):
     assert first["tokens"] == 8 * 32 and math.isfinite(evaluation["loss/val"])
 
 
+# The tokenizer's own template
+
+
+CHATML = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA3 = """{{ bos_token }}{% for m in messages %}
+{{ '<|head|>' + m['role'] + '<|tail|>\\n\\n' + m['content'] | trim + '<|eot|>' }}
+{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|tail|>\\n\\n' }}{% endif %}"""
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|tail|>", "<|eot|>", "<|bos|>"]
+TALK = [
+    ("system", "Be brief."),
+    ("user", "What does <|im_end|> mean? <|eot|>"),
+    ("assistant", "It ends a <|im_end|> turn."),
+    ("user", "And\n"),
+    ("assistant", "More."),
+]
+
+
+@pytest.fixture
+def talker(tmp_path):
+    """A folder of a tokenizer with special tokens; the template is a test's own."""
+    from tokenizers import AddedToken, Tokenizer
+
+    from data.hf_tokenizer import write_hugging_face
+
+    folder = tmp_path / "talker"
+    write_hugging_face(TOKENIZER, folder, 128)
+    table = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    table.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIALS])
+    table.save(str(folder / "tokenizer.json"))
+
+    def made(template, **settings):
+        path = folder / "tokenizer_config.json"
+        found = json.loads(path.read_text()) | {"chat_template": template, **settings}
+        found["split_special_tokens"] = False  # as models of others have it
+        path.write_text(json.dumps(found))
+        return folder
+
+    return made
+
+
+def talk(tmp_path, folder, messages):
+    source = write(tmp_path / "talk.jsonl", [{"messages": [says(*m) for m in messages]}])
+    flags = ["--chat-template", "tokenizer", "--tokenizer", folder, "--val-share", 0]
+    run(source, tmp_path / "out", *flags, "--overwrite")
+    train_folder = tmp_path / "out" / "train"
+    return joined(train_folder), joined(train_folder, ".weights"), load_tokenizer(str(folder))
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+def test_ids_are_those_of_transformers_but_what_looks_special_in_a_message(
+    tmp_path, talker, template
+):
+    from transformers import AutoTokenizer
+
+    folder = talker(template, bos_token="<|bos|>", eos_token="<|endoftext|>")
+    plain = [(role, re.sub(r"<\|\w+\|>", "marks", content)) for role, content in TALK]
+    ids, weights, tokenizer = talk(tmp_path, folder, plain)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    given = [{"role": role, "content": content} for role, content in plain]
+    expected = theirs.apply_chat_template(given, return_dict=False)
+    text = theirs.apply_chat_template(given, tokenize=False)
+    assert tokenizer.decode(ids[:-1].tolist()) == text
+    assert ids[:-1].tolist() == list(expected) and ids[-1] == tokenizer.eot_token
+    learned = tokenizer.decode(ids[:-1][weights[:-1] == 1].tolist())
+    assert all(content.strip() in learned for role, content in plain if role == "assistant")
+    assert not any(content.strip() in learned for role, content in plain if role != "assistant")
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, template):
+    folder = talker(template, bos_token="<|bos|>", eos_token="<|endoftext|>")
+    ids, weights, tokenizer = talk(tmp_path, folder, TALK)
+    chatml = template == CHATML
+    ends = tokenizer.special_ids["<|im_end|>" if chatml else "<|eot|>"]
+    assert (ids == ends).sum() == len(TALK)
+    text = tokenizer.decode(ids[:-1].tolist())
+    assert text.count("<|im_end|>") == (len(TALK) if chatml else 0) + 2
+    answers = ["It ends a <|im_end|> turn.", "More."]
+    tail = "<|im_end|>\n" if chatml else "<|eot|>\n"
+    learned = tokenizer.decode(ids[:-1][weights[:-1] == 1].tolist())
+    assert learned == "".join(answer + tail for answer in answers)
+    assert (ids == tokenizer.special_ids["<|bos|>"]).sum() == (not chatml)
+    assert read_manifest(tmp_path / "out" / "train").template == template
+
+
+@pytest.mark.parametrize(
+    ("template", "pattern"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "does not keep messages"),
+        (
+            "{% for m in messages %}{{ m.content if loop.last else '' }}.{% endfor %}",
+            "changes earlier turns",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", "refuses .*roles must alternate"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "refuses the conversation"),
+    ],
+)
+def test_a_template_that_does_not_say_what_an_answer_is_is_refused(
+    tmp_path, talker, template, pattern
+):
+    with pytest.raises(ValueError, match=rf"talk.jsonl:1: the chat template {pattern}"):
+        talk(tmp_path, talker(template), TALK)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path, source):
+    with pytest.raises(ValueError, match="needs a tokenizer with a chat_template"):
+        run(source, tmp_path / "out", "--chat-template", "tokenizer")
+
+
+def test_rows_of_sharegpt_are_conversations(tmp_path):
+    turn = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    shared = [{"from": "system", "value": "s"}, *turn, *turn]
+    same = [says("system", "s"), *[says("user", "a"), says("assistant", "b")] * 2]
+    for name, row in (("one", {"conversations": shared}), ("two", {"messages": same})):
+        run(write(tmp_path / "chat.json", [row]), tmp_path / name, "--val-share", 0)
+    one, two = (joined(tmp_path / name / "train").tolist() for name in ("one", "two"))
+    assert one == two
+    row = {"conversations": [{"from": "tool", "value": "x"}, *turn]}
+    with pytest.raises(ValueError, match=r"chat.json:1 has a message of the role 'tool'"):
+        run(write(tmp_path / "chat.json", [row]), tmp_path / "three")
+
+
 # What is refused
 
 
@@ -357,16 +479,16 @@ def test_a_line_that_is_no_conversation_is_refused_by_file_and_line(tmp_path, ro
     assert not list((tmp_path / "out").rglob(INDEX))
 
 
-def test_a_source_of_other_files_than_json_lines_is_refused(tmp_path):
+def test_a_source_of_text_is_refused_and_text_beside_rows_is_left_out(tmp_path, capsys):
     write(tmp_path / "chat.jsonl", rows())
     (tmp_path / "notes.txt").write_text("a")
-    for source in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ValueError, match=r"notes.txt. Use --source chat.jsonl, or --glob"):
-            run(source, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"notes.txt. Use --source chat.jsonl, or --glob"):
+        run(tmp_path / "notes.txt", tmp_path / "out")
     with pytest.raises(ValueError, match=r"--source python-stdlib has .*py"):
         run("python-stdlib", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    run(tmp_path, tmp_path / "out", "--glob", "*.jsonl")
+    run(tmp_path, tmp_path / "out")
+    assert "1 files are left out, as they are plain text" in capsys.readouterr().out
 
 
 def test_rows_of_a_hugging_face_dataset_may_be_conversations(tmp_path):

@@ -812,8 +812,10 @@ def test_settings_that_make_another_run_are_refused_by_name(section, field, valu
 
 def test_shards_may_move_and_may_not_be_others():
     old = CONFIG | {"tokens": {"train": "aa"}}
-    moved = changed("data", train="gs://bucket/elsewhere", cache_gb=1.0) | {"tokens": old["tokens"]}
+    moved = changed("data", train="gs://bucket/elsewhere") | {"tokens": old["tokens"]}
     resume.what_must_match(old, moved)
+    before = old | {"data": old["data"] | {"cache_gb": 20.0}}  # of an older version
+    resume.what_must_match(before, moved)
     with pytest.raises(ValueError, match=r"tokens.train 'aa' -> 'bb'"):
         resume.what_must_match(old, moved | {"tokens": {"train": "bb"}})
 

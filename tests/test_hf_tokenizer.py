@@ -1,5 +1,6 @@
 """Tokenizers as Hugging Face's files: written from tiktoken's, and read, by value."""
 
+import base64
 import hashlib
 import json
 import sysconfig
@@ -15,6 +16,7 @@ import resume
 import utils
 from conftest import ROOT
 from data import prepare
+from data.encode import coder_of
 from data.hf_tokenizer import HuggingFace, halves, write_hugging_face
 from data.tokenizer import load_tokenizer, table_sha256, token_bytes
 from manifest import read_manifest
@@ -139,7 +141,7 @@ def test_data_is_prepared_with_a_file_to_the_same_tokens(folder, tmp_path):
     names = {"sample": "sample", "folder": str(folder), "file": str(folder / "tokenizer.json")}
     for out, name in names.items():
         prepare.main([*source, "--out", str(tmp_path / out), "--tokenizer", name])
-    shards = [(tmp_path / out / "train" / "shard_00000.npy").read_bytes() for out in names]
+    shards = [(tmp_path / out / "train" / "shard_00000_000.npy").read_bytes() for out in names]
     assert shards[0] == shards[1] == shards[2]
     manifest = read_manifest(tmp_path / "folder" / "train")
     content = (folder / "tokenizer.json").read_bytes()
@@ -221,7 +223,7 @@ def test_the_end_of_text_is_what_the_files_beside_it_say(folder, files, expected
     [
         ("tokenizer_config.json", "{}", r'names none, .* Write .*"eos_token": "<\|endoftext\|>"'),
         ("tokenizer_config.json", '{"eos_token": "<eos>"}', "names '<eos>', which is no token"),
-        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON .*Mend it"),
+        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON .*Correct it"),
         ("tokenizer.json", "{}", r"is no tokenizer.json of Hugging Face"),
     ],
 )
@@ -239,3 +241,103 @@ def test_a_tokenizer_of_words_is_refused(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="is not byte-level"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+# --- tiktoken.model, as Kimi-K2 and Moonlight have it ---------------------------------------------
+
+
+def write_moonshot(folder, **settings):
+    """Its files, with a small table."""
+    folder.mkdir()
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += ["中".encode(), b"is", "中文".encode(), b"lish", b"glish", b"English"]
+    tokens += [b"En", b" a", "混合".encode(), b"12", b"123"]
+    lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
+    (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>"}
+    added = {str(len(tokens) + i): {"content": name, "special": True} for i, name in names.items()}
+    told = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | settings))
+    return len(tokens)
+
+
+def test_a_tiktoken_model_is_read_with_its_special_tokens(tmp_path):
+    count = write_moonshot(tmp_path / "kimi")
+    for name in (tmp_path / "kimi", tmp_path / "kimi" / "tiktoken.model"):
+        found = load_tokenizer(str(name))
+        assert (found.n_vocab, found.eot_token, found.bos_token) == (count + 256, count + 1, count)
+    assert found.special_ids["<|im_end|>"] == count + 2
+    assert found.special_ids[f"<|reserved_token_{count + 9}|>"] == count + 9
+
+    def cut(text):
+        return [token_bytes(found, i).decode() for i in found.encode_ordinary(text)]
+
+    assert cut("中文English混合") == ["中文", "English", "混合"]
+    assert cut("1234567") == ["123", "4", "5", "6", "7"]
+    assert "[EOS]" in "".join(cut("a[EOS]")) and count + 1 not in found.encode_ordinary("a[EOS]")
+    added = {str(count + 2): {"content": "<|other|>"}}
+    write_moonshot(tmp_path / "other", eos_token="<|other|>", added_tokens_decoder=added)
+    assert table_sha256(load_tokenizer(str(tmp_path / "other"))) != table_sha256(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"tokenizer_class": "QWenTokenizer"}, "needs its tokenizer_config.json with the token"),
+        ({"eos_token": "<|gone|>"}, "names no eos_token that is special"),
+    ],
+)
+def test_a_tiktoken_model_of_another_kind_is_refused(tmp_path, settings, pattern):
+    write_moonshot(tmp_path / "kimi", **settings)
+    with pytest.raises(ValueError, match=pattern):
+        load_tokenizer(str(tmp_path / "kimi"))
+    (tmp_path / "kimi" / "tiktoken.model").write_bytes(b"\x0a\x0esentencepiece")
+    with pytest.raises(ValueError, match=r"tiktoken.model|tokenizer_class"):
+        load_tokenizer(str(tmp_path / "kimi"))
+
+
+# --- BOS ------------------------------------------------------------------------------------------
+
+
+def begins(tmp_path, folder, *more):
+    """(BOS of the manifest, ids) of two documents."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    flags = ["--tokenizer", str(folder), "--val-share", "0", "--overwrite", *more]
+    source, out = str(tmp_path / "rows.jsonl"), tmp_path / "out"
+    coder_of.cache_clear()  # the tokenizer's files change here
+    prepare.main(["--source", source, "--out", str(out), *flags])
+    manifest = read_manifest(out / "train")
+    return manifest.begin_of_text, np.load(out / "train" / manifest.shards[0].name).tolist()
+
+
+def test_documents_begin_with_bos_where_the_tokenizer_says_so_or_it_is_asked_for(tmp_path):
+    count = write_moonshot(tmp_path / "kimi")
+    a, b, end = ord("a"), ord("b"), count + 1
+    assert begins(tmp_path, tmp_path / "kimi") == (None, [a, end, b, end])
+    both = count, [count, a, end, count, b, end]
+    assert begins(tmp_path, tmp_path / "kimi", "--add-bos") == both
+    write_moonshot(tmp_path / "says", add_bos_token=True)
+    assert begins(tmp_path, tmp_path / "says") == both
+
+
+def test_a_tokenizer_json_says_by_its_post_processor_that_it_adds_bos(folder, tmp_path):
+    from tokenizers import AddedToken, processors
+
+    table = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    table.add_special_tokens([AddedToken("<s>", normalized=False)])
+    bos = table.token_to_id("<s>")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    table.save(str(folder / "tokenizer.json"))
+    assert begins(tmp_path, folder)[0] is None
+    table.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    table.save(str(folder / "tokenizer.json"))
+    found, ids = begins(tmp_path, folder)
+    assert found == bos and [i for i, token in enumerate(ids) if token == bos] == [0, 3]

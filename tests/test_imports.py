@@ -115,9 +115,14 @@ def test_imports_make_no_circle():
         ("preflight", FILES.keys() - {"faults"}),
         ("multihost", FILES.keys() - {"faults", "preflight"}),
         ("data.settings", FILES.keys()),
-        ("data.sources", {"data.encode", "data.shards", "data.out", "data.work"}),
-        ("data.work", {"data.prepare", "data.cluster", "data.tasks"}),
-        ("data.tasks", {"data.work", "data.prepare", "data.cluster"}),
+        (
+            "data.readers",
+            {"data.sources", "data.chat", "data.encode", "data.shards", "data.prepare"},
+        ),
+        ("data.sources", {"data.encode", "data.shards", "data.out", "data.prepare"}),
+        ("data.shards", {"data.readers", "data.sources", "data.encode", "data.prepare"}),
+        ("data.encode", {"data.sources", "data.prepare", "data.cluster"}),
+        ("data.cluster", {"data.sources", "data.prepare"}),
     ],
 )
 def test_a_file_does_not_know_what_is_built_on_it(name, strangers):

@@ -16,7 +16,7 @@ from dataset import Dataset
 from mixture import PERIOD, Mixture, entries, shares
 from test_dataset import make_folder
 from tiny_run import start
-from token_files import Cache
+from token_files import Reader
 from utils import Config, Data, Eval, Model, Train
 
 SIZES = {"a": 103, "b": 53, "c": 203}  # tokens: 20, 10 and 40 windows of 5
@@ -228,20 +228,20 @@ def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_next_steps_of_every_dataset_are_fetched_ahead(folders, tmp_path, bucket):
+def test_the_next_steps_of_every_dataset_are_read_ahead(folders, bucket):
     """Also of one that gives this host nothing in this step."""
     urls = {}
     for name, folder in folders.items():
         urls[name] = f"{bucket.url}/{name}"
         for path in folder.iterdir():
             Prefix(urls[name]).write(path.name, path.read_bytes())
-    cache, disk = Cache(tmp_path / "cache", 10**9), mixed(folders)
-    data = Mixture({n: Dataset(u, 5, cache=cache) for n, u in urls.items()}, WEIGHTS, 8)
+    reader, disk = Reader(), mixed(folders)
+    data = Mixture({n: Dataset(u, 5, reader=reader) for n, u in urls.items()}, WEIGHTS, 8)
     row = np.arange(1)
     reads = bucket.fault("delay", on="read", path="*.npy", times=0)
     for step in range(20):
         rows = data.rows(step, row)
-        wait(cache._held.values())
+        wait(reader._found.values())
         np.testing.assert_array_equal(rows["tokens"], disk.rows(step, row)["tokens"])
         seen = reads.seen
         windows = data.windows_of(step + 1, row)

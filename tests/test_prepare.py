@@ -1,6 +1,7 @@
 """Text to shards and back, by value: what is written is decoded and compared with what went in."""
 
 import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -13,45 +14,23 @@ import numpy as np
 import pytest
 import tiktoken
 
-from data import encode, prepare, sources, train_tokenizer, work
-from data.encode import encode_piece
-from data.prepare import main
+import prepared
+from data import encode, prepare, train_tokenizer
+from data.encode import Coder, cut
+from data.readers import Document, Piece
 from data.settings import Prepare, in_validation
-from data.sources import documents, library, pieces
+from data.sources import Document as Whole
+from data.sources import documents, library
 from data.tokenizer import SAMPLE_PATTERN, encoding, load_tokenizer, table_sha256
 from dataset import Dataset
 from manifest import INDEX, read_manifest
+from prepared import files_of, texts_of, tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TRICKY = "<|endoftext|> é 漢字 🙂 \x00\t\r\n  x=1\n\n\n    return 1234567 <|fim_prefix|>  "
 
 
-def run(source, out, *flags):
-    main(["--source", str(source), "--out", str(out), "--workers", "1", *map(str, flags)])
-
-
-def tokens_of(folder):
-    names = [shard.name for shard in read_manifest(folder).shards]
-    return np.concatenate([np.load(folder / name) for name in names])
-
-
-def texts_of(folder):
-    """The documents of a folder, split after each end-of-text."""
-    ids = tokens_of(folder)
-    ends = np.flatnonzero(ids == 4095)
-    assert ends[-1] == len(ids) - 1
-    starts = [0, *(ends[:-1] + 1)]
-    tokenizer = load_tokenizer("sample")
-    return [
-        tokenizer.decode([int(i) for i in ids[start:end]])
-        for start, end in zip(starts, ends, strict=True)
-    ]
-
-
-def files_of(out):
-    """Every file below a folder with its content, but the lock, which stays as an empty file."""
-    files = (path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "lock")
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
+run = prepared.prepare
 
 
 @pytest.fixture
@@ -89,7 +68,7 @@ def test_any_text_comes_back_from_the_sample_tokenizer():
 
 def test_the_sample_tokenizer_needs_a_token_for_2_6_bytes_of_a_held_out_file():
     found = documents(Prepare(source="python-stdlib", out=""))
-    texts = [document.text for number, document in enumerate(found) if in_validation(number)]
+    texts = [d.text for d in found if in_validation(d.name, d.position, 0.05)]
     tokens = map(len, load_tokenizer("sample").encode_ordinary_batch(texts))
     # Of the median file: each Python holds out others, and one may be a long table of numbers.
     assert np.median([len(text.encode()) / n for text, n in zip(texts, tokens, strict=True)]) > 2.6
@@ -171,17 +150,16 @@ def test_train_ends_when_the_text_has_no_more_pairs():
 
 
 def test_the_tokenizer_learns_from_training_files_only(tmp_path, monkeypatch, capsys):
-    assert [number for number in range(100) if in_validation(number)] == [19, 39, 59, 79, 99]
-    found = [
-        sources.Document(f"{number}.py", "zq" * 50 if in_validation(number) else "hello")
-        for number in range(100)
-    ]
+    held_out = [n for n in range(100) if in_validation(f"{n}.py", 0, 0.05)]
+    assert 2 <= len(held_out) <= 10
+    found = [Whole(f"{n}.py", 0, "zq" * 50 if n in held_out else "hello") for n in range(100)]
     monkeypatch.setattr(train_tokenizer, "documents", lambda config: iter(found))
     out = tmp_path / "ranks"
     train_tokenizer.main(["--out", str(out), "--vocabulary", "260"])
     learned = [line.split()[0] for line in out.read_bytes().splitlines()[256:]]
     assert [base64.b64decode(token) for token in learned] == [b"el", b"ell", b"ello"]
-    assert "held-out files: 5, 500 bytes, 1.000 bytes per token" in capsys.readouterr().out
+    told = f"held-out files: {len(held_out)}, {100 * len(held_out)} bytes, 1.000 bytes per token"
+    assert told in capsys.readouterr().out
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path):
@@ -196,23 +174,14 @@ def test_shards_hold_every_document_in_order_of_path_split_by_the_stated_rule(te
     run(texts, tmp_path / "out", "--val-share", 0.3)
     expected = {"train": [], "val": []}
     names = [p.relative_to(texts).as_posix() for p in texts.rglob("*.*") if p.stat().st_size]
-    for number, name in enumerate(sorted(set(names) - {".hidden.txt"})):
-        split = "val" if (number + 1) * 3 // 10 > number * 3 // 10 else "train"
-        expected[split].append((texts / name).read_bytes().decode())
+    for name in sorted(set(names) - {".hidden.txt"}):
+        digest = hashlib.sha256(f"{name}:0".encode()).digest()[:8]
+        side = "val" if int.from_bytes(digest, "big") / 2**64 < 0.3 else "train"
+        expected[side].append((texts / name).read_bytes().decode())
     assert len(expected["train"]) + len(expected["val"]) == 41
-    for split, documents_of_split in expected.items():
-        assert texts_of(tmp_path / "out" / split) == documents_of_split
-
-
-def test_two_workers_write_the_same_bytes_as_one(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 500)
-    outs = [tmp_path / "one", tmp_path / "two"]
-    for workers, out in enumerate(outs, start=1):
-        arguments = ["--source", str(texts), "--out", str(out), "--workers", str(workers)]
-        main([*arguments, "--val-share", "0.3", "--shard-tokens", "250"])
-    one, two = map(files_of, outs)
-    assert one == two
-    assert len(one) == 16  # ten and four shards, two manifests
+    assert 5 < len(expected["val"]) < 20
+    for side, documents_of_side in expected.items():
+        assert texts_of(tmp_path / "out" / side) == documents_of_side
 
 
 def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
@@ -221,6 +190,7 @@ def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
         folder = tmp_path / "out" / split
         manifest = read_manifest(folder)
         ids, found = tokens_of(folder), texts_of(folder)
+        assert manifest.begin_of_text is manifest.template is None
         assert manifest.split == split
         assert (manifest.tokenizer, manifest.vocabulary, manifest.end_of_text) == (
             "sample",
@@ -234,8 +204,7 @@ def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
         assert manifest.command == (
             f"python data/prepare.py --source {texts} --val-share 0.3 --shard-tokens 500"
         )
-        # Or folders that were made before there was the flag would count as made otherwise.
-        assert not {"skip_bad", "staging"} & manifest.settings.keys()
+        assert not {"out", "workers", "overwrite", "left_out"} & manifest.settings.keys()
         assert [s.tokens for s in manifest.shards[:-1]] == [500] * (len(manifest.shards) - 1)
         assert 0 < manifest.shards[-1].tokens <= 500
         for shard in manifest.shards:
@@ -264,50 +233,35 @@ def test_a_special_token_in_the_text_is_text_and_ends_no_document(tmp_path):
     assert texts_of(tmp_path / "out" / "train") == [TRICKY]
 
 
-def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back(tmp_path):
-    tokenizer = tiktoken.Encoding(
+def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
+    coder = Coder(Prepare(source="", out=""))
+    coder.tokenizer = tiktoken.Encoding(
         "x",
         pat_str=r"\S+|\s+(?!\S)|\s",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={"<|endoftext|>": 256},
     )
     text = " " * 1_000_000 + "x"
-    (tmp_path / "x.txt").write_text(text)
-    found = list(pieces(Prepare(source=str(tmp_path / "x.txt"), out="")))
-    coded = [encode_piece(tokenizer, piece) for piece in found]
-    ids = np.concatenate([piece.ids for piece in coded])
-    assert [len(piece.text) for piece in found] == [400_000, 400_000, 200_001]
+    document = Document("x.txt", 0, [Piece(text[:70]), Piece(text[70:])])
+    assert [len(piece.text) for piece in cut(document.pieces)] == [400_000, 400_000, 200_001]
+    ids, weights, sizes = zip(*coder.coded(document), strict=True)
+    ids = np.concatenate(ids)
     assert bytes(ids[:-1].astype(np.uint8)) == text.encode() and ids[-1] == 256
-    assert sum(piece.text_bytes for piece in coded) == 1_000_001
-
-
-def test_half_a_surrogate_pair_is_replaced_and_stops_nothing(tmp_path):
-    source = tmp_path / "rows.jsonl"
-    source.write_text('{"text": "a\\ud800b"}\n')
-    run(source, tmp_path / "out", "--val-share", 0)
-    assert texts_of(tmp_path / "out" / "train") == ["a\ufffdb"]
+    assert (set(weights), sum(sizes)) == ({None}, 1_000_001)
 
 
 def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, monkeypatch):
     table = {bytes([byte]): byte for byte in range(256)}
     special = {"<|endoftext|>": 2**16}
     large = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=table, special_tokens=special)
-    monkeypatch.setattr(work, "load_tokenizer", lambda name: large)
-    monkeypatch.setattr(encode, "cached_tokenizer", lambda name: large)
+    monkeypatch.setattr(encode, "load_tokenizer", lambda name: large)
+    encode.coder_of.cache_clear()
     run(texts, tmp_path / "out", "--val-share", 0)
     ids = tokens_of(tmp_path / "out" / "train")
     assert ids.dtype == np.uint32
     assert read_manifest(tmp_path / "out" / "train").dtype == "uint32"
     assert (ids == 2**16).sum() == 41
-
-
-def test_max_tokens_ends_after_the_document_that_reaches_it(texts, tmp_path):
-    run(texts, tmp_path / "all", "--val-share", 0)
-    run(texts, tmp_path / "some", "--val-share", 0, "--max-tokens", 200)
-    every, some = (tokens_of(tmp_path / name / "train") for name in ("all", "some"))
-    np.testing.assert_array_equal(some, every[: len(some)])
-    ends = np.flatnonzero(every == 4095) + 1
-    assert len(some) == ends[ends >= 200][0]
+    encode.coder_of.cache_clear()
 
 
 # Sources
@@ -336,8 +290,11 @@ def test_json_lines_give_a_document_per_line_from_the_field_that_is_named(tmp_pa
     (folder / "b.jsonl").write_text('{"body": "three"}\n')
     (folder / "a.jsonl").write_text('{"body": "one"}\n\n{"body": ""}\n{"body": "two", "n": 1}\n')
     config = Prepare(source=str(folder), out="", text_field="body")
-    found = [(document.name, document.text) for document in documents(config)]
-    assert found == [("a.jsonl:1", "one"), ("a.jsonl:4", "two"), ("b.jsonl:1", "three")]
+    assert [tuple(document) for document in documents(config)] == [
+        ("a.jsonl", 0, "one"),
+        ("a.jsonl", 30, "two"),
+        ("b.jsonl", 0, "three"),
+    ]
 
 
 def test_glob_chooses_the_files_of_a_folder(texts):
@@ -345,36 +302,7 @@ def test_glob_chooses_the_files_of_a_folder(texts):
     assert [(d.name, d.text) for d in documents(config)] == [("tricky.md", TRICKY)]
 
 
-def test_a_hugging_face_dataset_is_streamed(tmp_path):
-    folder = tmp_path / "hub"
-    folder.mkdir()
-    rows = [json.dumps({"body": f"row {number}"}) for number in range(5)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    run(f"hf:{folder}", tmp_path / "out", "--val-share", 0, "--text-field", "body")
-    assert texts_of(tmp_path / "out" / "train") == [f"row {number}" for number in range(5)]
-    with pytest.raises(ValueError, match=r"cannot be opened \(Bad split: nope.*--hf-split"):
-        run(f"hf:{folder}", tmp_path / "other", "--hf-split", "nope")
-    with pytest.raises(ValueError, match=r"row 0 has no text in the field 'text'.* body"):
-        run(f"hf:{folder}", tmp_path / "other")
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "pattern"),
-    [
-        ("a.txt", b"ab\xff", r"a.txt is not UTF-8 text \(byte 2\)"),
-        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl:2 is not a line of JSON"),
-        ("a.jsonl", b'{"text": 1, "body": "x"}', "no text in the field 'text'; .* text: body"),
-        ("a.jsonl", b'["x"]', "a.jsonl:1 has no text in the field 'text'; .* text: none"),
-    ],
-)
-def test_a_file_that_is_not_what_its_name_says_is_refused_by_name(tmp_path, name, content, pattern):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=pattern):
-        run(tmp_path / name, tmp_path / "out")
-    assert not list((tmp_path / "out").rglob(INDEX))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +314,9 @@ def test_a_file_that_is_not_what_its_name_says_is_refused_by_name(tmp_path, name
         (["--max-tokens", "-1"], "--max-tokens -1 is too small"),
         (["--workers", "-1"], "--workers -1 is too small"),
         (["--glob", "*.nothing"], "holds no file"),
-        (["--val-share", "1e-12"], "no document .* is for val: all 41"),
+        (["--out", "gs://bucket"], "--out gs://bucket names no folder of a bucket"),
+        (["--add-bos"], "--add-bos needs a tokenizer that names its bos_token"),
+        (["--chat"], "--chat reads conversations"),
     ],
 )
 def test_a_setting_that_cannot_be_met_is_refused(texts, tmp_path, flags, pattern):
@@ -408,7 +338,7 @@ def test_what_is_already_prepared_is_left_as_it_is(texts, tmp_path, capsys, monk
     run(texts, out, "--val-share", 0.3)
     before = files_of(out)
     capsys.readouterr()
-    monkeypatch.setattr(prepare, "Work", None)  # calling it would be a TypeError
+    monkeypatch.setattr(prepare, "tokenize_split", None)  # calling it would be a TypeError
     run(texts, out, "--val-share", 0.3)
     assert capsys.readouterr().out.startswith(f"{out} is already prepared")
     assert files_of(out) == before
@@ -426,7 +356,9 @@ def test_what_was_prepared_otherwise_is_not_replaced_without_being_asked(texts, 
     else:
         name = "tokenizer_sha256"
         index = out / "val" / INDEX
-        index.write_text(json.dumps(json.loads(index.read_text()) | {name: "00"}))
+        content = json.loads(index.read_text())
+        content["settings"][name] = "00"
+        index.write_text(json.dumps(content))
     before = files_of(out)
     with pytest.raises(ValueError, match=f"was made with another {name}, .*--overwrite"):
         run(texts, out, "--val-share", share)
@@ -436,29 +368,15 @@ def test_what_was_prepared_otherwise_is_not_replaced_without_being_asked(texts, 
     assert files_of(out) == files_of(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("missing", ["train/index.json", "val/index.json", "val/shard_00000.npy"])
-def test_a_preparation_that_did_not_end_is_done_again_and_leaves_nothing_behind(
-    texts, tmp_path, missing
-):
-    out = tmp_path / "out"
-    run(texts, out, "--val-share", 0.3)
-    whole = files_of(out)
-    (out / missing).unlink()
-    (out / "train" / "shard_00099.npy").write_bytes(b"left over")
-    (out / "val" / "shard_00001.npy.partial").write_bytes(b"left over")
-    run(texts, out, "--val-share", 0.3)
-    assert files_of(out) == whole
-
-
 def test_a_preparation_that_breaks_off_leaves_no_index_of_the_one_it_replaces(
     texts, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
     run(texts, out, "--val-share", 0.3)
-    monkeypatch.setattr(prepare, "encode", None)  # calling it is a TypeError
+    monkeypatch.setattr(prepare, "tokenize_split", None)  # calling it is a TypeError
     with pytest.raises(TypeError):
         run(texts, out, "--val-share", 0.3, "--overwrite")
-    assert files_of(out).keys() == {"progress.json"}
+    assert files_of(out).keys() == {"splits/settings.json"}
 
 
 def test_one_split_can_be_prepared_without_touching_the_other(texts, tmp_path):

@@ -42,7 +42,7 @@ def test_a_wrong_id_and_a_missing_document_are_seen(written):
 
 def test_one_bit_of_a_shard_is_one_document(written, tmp_path):
     documents, out = written
-    shard = out / "train" / "shard_00001.npy"
+    shard = out / "train" / "shard_00000_001.npy"
     before = shard.read_bytes()
     ids = np.load(shard)
     [at, *_] = np.flatnonzero((ids[:-1] != 4095) & (ids[:-1] != 4094))

@@ -34,8 +34,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark_tokenize import texts
-from data.settings import in_validation
-from data.sources import PIECE_CHARACTERS
+from data.encode import PIECE_CHARACTERS
+from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
 from manifest import read_manifest
 
@@ -159,11 +159,14 @@ def prepared(documents: list[str], out: Path, flags: Flags) -> None:
 def read_back(out: Path) -> Iterator[list[int]]:
     """The ids of each document, in their order in the source, without end-of-text."""
     splits = {name: of_split(out / name) for name in ("train", "val")}
-    for number in itertools.count():
-        found = next(splits["val" if in_validation(number) else "train"], None)
+    position = 0
+    for line in out.with_name("documents.jsonl").read_bytes().splitlines(keepends=True):
+        is_val = in_validation("documents.jsonl", position, Prepare.val_share)
+        found = next(splits["val" if is_val else "train"], None)
         if found is None:
             break
         yield found
+        position += len(line)
     assert not any([*rest] for rest in splits.values())
 
 
