@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,10 +48,8 @@ def of_the_runtime(error: BaseException) -> bool:
 
 def code_of(error: BaseException) -> int:
     """The exit code of a command that raised this."""
-    if isinstance(error, Fault | Failed):
-        return error.code
-    if isinstance(error, KeyboardInterrupt):
-        return Exit.INTERRUPTED
+    if isinstance(error, Fault | Failed | KeyboardInterrupt):
+        return getattr(error, "code", Exit.INTERRUPTED)
     if of_the_runtime(error):
         return Exit.AGAIN
     return Exit.MEND if isinstance(error, ValueError) else Exit.BUG
@@ -65,6 +64,9 @@ def command_line(function: Callable[[], None]) -> None:
             raise
         if of_the_runtime(error):
             traceback.print_exc()
+        # Schedulers send several signals, and at its exit Python handles none any more.
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) * isinstance(error, Stopped):
+            signal.signal(number, signal.SIG_IGN)
         print(line(error), file=sys.stderr)
         raise SystemExit(int(code_of(error))) from None
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import traceback
 import urllib.request
@@ -24,7 +25,7 @@ from jax.experimental import multihost_utils
 
 import faults
 import preflight
-from faults import Exit, Failed
+from faults import Exit, Failed, Stopped
 
 JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 CONNECT_S = 300  # within which all processes have to connect, as JAX's own default
@@ -155,7 +156,8 @@ def job(heartbeat_s: float = 30.0, replicas: int = 0) -> Iterator[None]:
     finally:
         if jax.distributed.is_initialized():
             jax.distributed.shutdown()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preemption service had it
+            if not isinstance(sys.exception(), Stopped):  # which more SIGTERMs may follow
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preemption service had it
 
 
 def _end(error: BaseException, heartbeat_s: float) -> NoReturn:

@@ -67,9 +67,7 @@ def check_coordinator(coordinator: str, index: int, limit_s: float) -> None:
         except OSError as error:
             text = f"process 0 at {coordinator}: {error}."
             if index == 0:
-                raise ValueError(
-                    f"{text} End the run that has the port, or use another."
-                ) from error
+                raise ValueError(f"{text} Use another port, or end what has it.") from error
             if time.monotonic() > ends:
                 raise Fault(f"{text} Does it run, and is the port open between hosts?") from error
         time.sleep(0.2)

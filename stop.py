@@ -32,8 +32,7 @@ class StopRequest:
         self._watchdog, self._limit_s, self._started = watchdog, limit_s, time.monotonic()
         self.save_s = 0.0  # that the longest save took until its files were complete
         self._several = jax.distributed.is_initialized()
-        self._why, self._code = "", Exit.TERMINATED
-        self._point, self._reached = 0, False
+        self._why, self._code, self._point, self._reached = "", Exit.TERMINATED, 0, False
 
     def __enter__(self) -> "StopRequest":
         self._before = {}
@@ -43,9 +42,10 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._signalled)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        if not (kind and issubclass(kind, Stopped)):  # or it ends, and others may still signal it
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         alone = number == signal.SIGINT and not self._several
@@ -76,9 +76,7 @@ class StopRequest:
     def _left_s(self) -> float:
         """Until the run has to begin to stop, in time for what it is at, and a save."""
         longest = self._watchdog.longest_s
-        save = max(
-            30.0, longest.get("save", 0.0), self.save_s
-        )  # it may be slower than those before
+        save = max(30.0, longest.get("save", 0.0), self.save_s)  # the next may be slower
         work = max(longest.get(kind, 0.0) for kind in ("step", "evaluation", "samples"))
         work *= 1 + self._several  # these agree on a point that comes after the next one
         return self._limit_s - (time.monotonic() - self._started) - 1.2 * (work + save)

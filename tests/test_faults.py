@@ -1,8 +1,12 @@
 """Exit codes, for who starts runs again."""
 
+import subprocess
+import sys
+
 import pytest
 
 import faults
+from conftest import ROOT
 from faults import Exit, Fault, Stopped
 
 
@@ -52,3 +56,17 @@ def test_errors_of_devices_and_collectives_are_told_from_the_projects_own(capsys
     with pytest.raises(SystemExit) as ended:
         faults.command_line(fails)
     assert ended.value.code == Exit.AGAIN and "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_signals_after_a_stop_do_not_change_the_exit_code(number):
+    code = f"""
+import atexit, os, signal
+import faults
+atexit.register(lambda: os.kill(os.getpid(), signal.{number}))
+def stop():
+    raise faults.Stopped("it has saved", 143)
+faults.command_line(stop)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "it has saved\n")

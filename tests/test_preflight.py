@@ -100,7 +100,7 @@ def test_several_problems_are_one_error_with_a_line_for_each(monkeypatch):
 def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*in use.*use another"):
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*in use.*Use another port"):
             preflight.check_coordinator(f"127.0.0.1:{port}", 0, 1)
         preflight.check_coordinator(f"127.0.0.1:{port}", 1, 1)
     preflight.check_coordinator(f"127.0.0.1:{port}", 0, 1)
