@@ -119,7 +119,7 @@ class Preparation:
         found = {side: sum((getattr(r, side) for r in records), Side()) for side in self.sides}
         for name, side in found.items():
             self.finish(name, side, left_out)
-        self.sweep(found)
+        self.sweep(found, [record.split for record in records])
         if left_out:
             print(f"left out{told(left_out)}")
         seconds = time.perf_counter() - began
@@ -303,16 +303,19 @@ class Preparation:
                     yield f"{side}/{name}"
         yield from self.out.found(f"{self.state}/")
 
-    def sweep(self, found: dict[str, Side]) -> None:
-        """Removes shards that the indexes do not list, and what killed preparations left."""
+    def sweep(self, found: dict[str, Side], splits: list[int]) -> None:
+        """Removes shards that the indexes do not list, records of splits that they do not have,
+        and what killed preparations left.
+        """
         kept = {f"{name}/{file.name}" for name in found for file in files_of(found[name].shards)}
+        kept |= {f"{self.state}/settings.json", *map(self.record_name, splits)}
         for name in self.ours():
             if name.endswith(PARTIAL):
                 path = Path(self.config.out) / name
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > ABANDONED_S:
                         path.unlink()
-            elif name not in kept and not name.startswith(f"{self.state}/"):
+            elif name not in kept:
                 self.out.remove([name])
 
 

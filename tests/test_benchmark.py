@@ -524,12 +524,12 @@ def test_a_large_model_is_saved_less_often_and_has_a_batch_for_a_cpu():
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     """(whole, part): 40 texts as JSON lines, and the first of them."""
-    folder = tmp_path_factory.mktemp("texts")
+    out, folder = tmp_path_factory.mktemp("lines"), tmp_path_factory.mktemp("texts")
     for number in range(60):
         (folder / f"{number:02}.txt").write_text(f"def f{number}():\n    return 'é 漢字'\n" * 50)
     (folder / "03.txt").write_text("")
     size = (folder / "00.txt").stat().st_size
-    whole, part = folder / "whole.jsonl", folder / "part.jsonl"
+    whole, part = out / "whole.jsonl", out / "part.jsonl"
     flags = tokenize.Flags(source=str(folder), mb=40 * size / 1e6)
     documents, found = tokenize.write_text(flags, whole, part)
     assert documents == 40 and 40 * size <= found < 41 * size
@@ -553,7 +553,7 @@ def test_without_a_source_the_packages_follow_the_standard_library():
 def test_both_ways_of_tiktoken_are_given_all_text_in_batches_as_large_as_the_preparations(
     lines, monkeypatch
 ):
-    monkeypatch.setattr(tokenize.prepare, "BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr(tokenize, "BATCH_CHARACTERS", 5000)
     batches = tokenize.batches.__wrapped__(lines[0])
     texts = [json.loads(line)["text"] for line in lines[0].read_text().splitlines()]
     assert [*itertools.chain(*batches)] == texts and len(batches) > 5
