@@ -23,6 +23,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -389,6 +390,7 @@ def start_worker(read: Any, stop: Any) -> None:
             read.value += count
 
     told_by_worker = tell
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
     threading.Thread(target=watch, daemon=True).start()
 
 

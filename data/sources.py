@@ -168,6 +168,11 @@ def by_kind(files: list[SourceFile], config: Prepare) -> tuple[list[tuple[Source
             f"{unknown[0]} is of no kind that is known{more(unknown)}. Known are {KNOWN}. Leave "
             "others out by --glob or --skip-bad, or read all files as text by --as text."
         )
+    if not rows and config.kind == "auto" and all(".json" in file.name.lower() for file in files):
+        raise ValueError(
+            f"{files[0].path} is one JSON object{more([file.path for file in files])}: expected an "
+            "object per line, or an array of them. Convert it, or read it as text by --as text."
+        )
     if config.chat and not rows:
         raise ValueError(
             f"--chat reads conversations, a line of JSON or a row each, and --source "
