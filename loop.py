@@ -106,6 +106,7 @@ class Loop:
         self.tracing = False
         # (steps done, its report, seconds that its batch was waited for) of the step that runs
         self.running: tuple[int, dict[str, Any], float] | None = None
+        self.ended_at: float | None = None  # when it was done, while its report is not read
         self.done_at = 0.0  # when the report of the step before was there
         self.taken_s: list[float] = []  # of each step, without what is between steps
         per_token = flops.palm_flops_per_token(config.model, declared, config.train.sequence_length)
@@ -128,13 +129,15 @@ class Loop:
 
     def _steps(self, state: State, first: int, source: Iterator[Batch], recorder: Metrics) -> State:
         """The report of a step is read while the next one runs, but for steps after which something
-        is due: that begins with all reports read.
+        is due: that begins with all reports read. A step begins when the one before is done, so
+        that a request to stop waits for one step at most.
         """
         last = self.config.train.steps
         self._stop_if_asked(state, first, recorder)
         self._evaluate_and_sample(state, first, recorder, *self._missing(first))
         self.done_at = time.perf_counter()
         for number in range(first, last):
+            self._wait()
             self._stop_if_asked(state, number, recorder)
             self._profile(number, recorder)
             self.watchdog.phase(f"batch of step {number + 1}")
@@ -155,13 +158,20 @@ class Loop:
         self._profile(last, recorder)
         return state
 
+    def _wait(self) -> None:
+        """Waits for the step that runs, if one does."""
+        if self.running and self.ended_at is None:
+            jax.block_until_ready(self.running[1])
+            self.ended_at = time.perf_counter()
+
     def _read_report(self, recorder: Metrics) -> None:
         """Waits for the step that runs, if one does, and records it."""
         if self.running is None:
             return
+        self._wait()
         (step, report, waited_s), self.running = self.running, None
         report = jax.device_get(report)
-        step_s, self.done_at = time.perf_counter() - self.done_at, time.perf_counter()
+        step_s, self.done_at, self.ended_at = self.ended_at - self.done_at, self.ended_at, None
         self.taken_s.append(step_s)
         recorder.train(self._record(step, report, step_s, waited_s))
         for text in self.train_data.used_up(step):

@@ -120,6 +120,22 @@ def test_a_run_that_is_stopped_saves_at_once_and_does_what_was_due_when_it_goes_
         np.testing.assert_array_equal(found, expected)
 
 
+def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypatch):
+    """The next one is not begun before: it would have to end, too."""
+    wait = main.Loop._wait
+
+    def ask(loop):
+        if loop.running and loop.running[0] == 5:
+            loop.stop.request("SIGTERM")
+        wait(loop)
+
+    monkeypatch.setattr(main.Loop, "_wait", ask)
+    with pytest.raises(Stopped):
+        start(data, runs, "asked")
+    assert metrics.read(runs / "asked" / "metrics.jsonl")[-1]["step"] == 5
+    assert (runs / "asked" / "checkpoints" / "5").is_dir()
+
+
 def told(folder):
     """Records and samples, without what was measured."""
     records = metrics.read(folder / "metrics.jsonl")
