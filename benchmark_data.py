@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +31,10 @@ from benchmark import spread
 from data.shards import ShardWriter
 from data.tokenizer import load_tokenizer, table_sha256
 from dataset import Dataset
+from loop import prefetch
 from manifest import DOCUMENT_RULE, INDEX, Manifest, index_text
 from metrics import say
-from token_files import Reader
+from mixture import Mixture
 
 ROOT = Path(__file__).resolve().parent
 LENGTHS = 256, 1024  # of sequences
@@ -92,10 +94,11 @@ def row(what: str, found: list[float], wanted: float) -> tuple[str, ...]:
 def written(folder: Path, tokens: int, shards: int) -> Path:
     """Shards with ids of the sample tokenizer, drawn at random."""
     tokenizer, rng = load_tokenizer("sample"), np.random.default_rng(0)
-    with ShardWriter(str(folder), "shard", -(-tokens // shards), np.dtype(np.uint16)) as writer:
-        for begin in range(0, tokens, 1 << 20):
-            count = min(1 << 20, tokens - begin)
-            writer.add(rng.integers(0, tokenizer.n_vocab, count, dtype=np.uint16))
+    writer = ShardWriter(str(folder), "shard", -(-tokens // shards), np.dtype(np.uint16))
+    for begin in range(0, tokens, 1 << 20):
+        count = min(1 << 20, tokens - begin)
+        writer.add(rng.integers(0, tokenizer.n_vocab, count, dtype=np.uint16))
+    writer.finish()
     manifest = Manifest(
         split=folder.name,
         tokenizer="sample",
@@ -115,28 +118,33 @@ def written(folder: Path, tokens: int, shards: int) -> Path:
     return folder
 
 
+def opened(folder: Path | str, T: int, rows: int, seed: int = 0, order: str = "windows") -> Mixture:
+    """As a run has it that reads no other folder."""
+    data = Dataset(folder, T, sequences=rows, seed=seed, order=order)
+    return Mixture({"": data}, [1.0], rows)
+
+
 def speeds(folder: Path | str, T: int, flags: Flags, order: str = "windows") -> list[float]:
     """Tokens per second of each round: an epoch, or 200 batches if that has more."""
     found, rows = [], np.arange(flags.rows)
     for number in range(flags.rounds):
-        data = Dataset(folder, T, sequences=flags.rows, order=order, seed=number)
+        data = opened(folder, T, flags.rows, number, order)
         steps = min(max(data.windows // flags.rows, 1), 200)
         began = time.perf_counter()
-        for step in range(steps):
-            data.rows(step, rows)
+        for _ in prefetch(partial(data.rows, rows=rows), range(steps)):  # as a run does
+            pass
         found.append(steps * flags.rows * T / (time.perf_counter() - began))
     return found
 
 
 def requests(url: str, order: str, flags: Flags) -> tuple[str, ...]:
     """Of a host that reads HOST_ROWS of every batch."""
-    reader = Reader()
-    data = Dataset(url, LENGTHS[0], sequences=ROWS, order=order, reader=reader)
+    data = opened(url, LENGTHS[0], ROWS, order=order)
     steps = min(data.windows // ROWS, 500)
     for step in range(steps):
         data.rows(step, np.arange(HOST_ROWS))
     what = f"requests per step, {HOST_ROWS} of {ROWS} rows of {LENGTHS[0]}, order {order}"
-    return what, f"{reader.requests / steps:.3f}", ""
+    return what, f"{data.parts[''].files[0].requests / steps:.3f}", ""
 
 
 def starts(few: Path, many: Path, flags: Flags) -> Iterator[tuple[str, ...]]:
@@ -147,7 +155,7 @@ def starts(few: Path, many: Path, flags: Flags) -> Iterator[tuple[str, ...]]:
     for seed in range(4 * flags.rounds):
         for folder in (few, many):
             began = time.perf_counter()
-            data = Dataset(folder, T, sequences=flags.rows, seed=seed)
+            data = opened(folder, T, flags.rows, seed)
             opening[folder].append(time.perf_counter() - began)
             data.rows(0, rows)
             batch[folder].append(time.perf_counter() - began)

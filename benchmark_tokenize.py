@@ -97,7 +97,7 @@ class Round:
 
 def texts(source: str) -> Iterator[str]:
     """Documents of a source, or Python files that every machine with this environment has."""
-    yield from (document.text for document in documents(Prepare(source=source or STDLIB, out="")))
+    yield from (text for _, text in documents(Prepare(source=source or STDLIB, out="")))
     if not source:
         for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
             yield path.read_text(errors="replace")
@@ -123,12 +123,12 @@ def batches(file: Path) -> list[list[str]]:
     """Pieces of texts as the preparation cuts them, some together."""
     found: list[list[str]] = []
     room = 0
-    for document in documents(Prepare(source=str(file), out="")):
-        for begin in range(0, len(document.text), PIECE_CHARACTERS):
+    for _, text in documents(Prepare(source=str(file), out="")):
+        for begin in range(0, len(text), PIECE_CHARACTERS):
             if room <= 0:
                 found.append([])
                 room = BATCH_CHARACTERS
-            found[-1].append(document.text[begin : begin + PIECE_CHARACTERS])
+            found[-1].append(text[begin : begin + PIECE_CHARACTERS])
             room -= len(found[-1][-1])
     return found
 

@@ -47,8 +47,9 @@ import utils
 import weights
 from checkpoint import Checkpoints
 from data import hf_tokenizer
-from data.tokenizer import load_tokenizer, table_sha256
+from data.tokenizer import begin_of_text, load_tokenizer, table_sha256
 from hugging_face import OWN, V2, Found, Leaf
+from hugging_face_tokenizer import write_hugging_face
 from metrics import say
 from tensor_files import Tensor
 from utils import GIB, Config
@@ -137,7 +138,7 @@ def export_run(flags: Export) -> None:
         if kind == OWN:
             shutil.copy(MODELLING, flags.out)
         if tokenizer:
-            hf_tokenizer.write_hugging_face(tokenizer, flags.out, config.train.sequence_length)
+            write_hugging_face(tokenizer, flags.out, config.train.sequence_length)
         (flags.out / "README.md").write_text(card(flags, config, step, kind))
         generation = {"eos_token_id": end_of_text, "pad_token_id": end_of_text, "do_sample": True}
         _write_json(flags.out / "generation_config.json", generation)
@@ -152,7 +153,7 @@ def _tokens(tokens: dict[str, Any], config: Config) -> tuple[Any, int | None]:
     """The tokenizer, where there is one, and the id that ends a text."""
     if tokens.get("tokenizer") == "":
         return None, tokens["end_of_text"]
-    return resume.tokenizer_of(tokens, config)
+    return resume.tokenizer_of(tokens, config)[:2]
 
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,11 +386,12 @@ def _tokenizer(flags: Import, end_of_text: Any) -> dict[str, Any]:
         if (flags.folder / name).is_file():
             shutil.copy(flags.folder / name, folder)
     tokenizer = load_tokenizer(str(folder))
+    begin = begin_of_text(tokenizer, always=False)
     return {
         "tokenizer": str(folder),
         "tokenizer_sha256": table_sha256(tokenizer),
         "end_of_text": tokenizer.eot_token,
-    }
+    } | ({} if begin is None else {"begin_of_text": [begin]})
 
 
 def _told(flags: Import, found: Found, tokens: dict[str, Any]) -> list[str]:

@@ -40,7 +40,7 @@ import train
 import utils
 from data.tokenizer import Tokenizer, load_tokenizer, text_of, token_bytes
 from metrics import is_primary
-from mixture import Data
+from mixture import Mixture
 from model import Transformer
 from utils import GIB, MESH_AXES, Config
 
@@ -204,7 +204,7 @@ def writing_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
 class Sampler:
     """Continues the prompts of a run's config, on the devices that it trains on."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: Data):
+    def __init__(self, config: Config, mesh: Mesh, data: Mixture):
         """Raises  ValueError where the model cannot be laid out so, or has no memory for it."""
         m, s, T = data.manifest, config.sample, config.train.sequence_length
         self.prompts, self.tokens = s.prompts, min(s.tokens, T - 1)
@@ -281,8 +281,7 @@ def _generate(
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, told = resume.weights_of(run, flags.step, shapes)
-    tokenizer, end_of_text = resume.tokenizer_of(told["tokens"], config)
-    begin = told["tokens"].get("begin_of_text", [])  # of data whose documents begin with it
+    tokenizer, end_of_text, begin = resume.tokenizer_of(told["tokens"], config)
     texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
     check_texts(texts, prompts, config.train.sequence_length)
     room = config.train.sequence_length

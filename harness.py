@@ -73,19 +73,26 @@ class Model(TemplateLM):
         w: Transformer,
         tokenizer: Tokenizer,
         end_of_text: int,
+        begin: Sequence[int] = (),
     ):
+        """begin  tokens that begin a document of the training data."""
         super().__init__()
         self.config, self.declared, self.mesh, self.w = config, declared, mesh, w
         self.codec, self.end_of_text = tokenizer, end_of_text  # the harness has its own `tokenizer`
-        self.context = config.train.sequence_length
+        self.context, self.begin = config.train.sequence_length, list(begin)
 
     @property
     def eot_token_id(self) -> int:
-        """Also what a text without a prompt begins after."""
         return self.end_of_text
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a prompt begins after."""
+        return self.begin[0] if self.begin else self.end_of_text
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
-        return self.codec.encode_ordinary(string)
+        begin = [] if add_special_tokens is False else self.begin
+        return begin + self.codec.encode_ordinary(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
@@ -100,7 +107,7 @@ class Model(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """log p of each text, in windows as long as the context; each token is counted once."""
-        texts = [self.tok_encode(request.args[0]) for request in requests]
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         windows = [list(self.windows(text)) for text in texts]
         scores = iter(self.scores([pair for some in windows for pair in some])[0].tolist())
         return [sum(next(scores) for _ in some) for some in windows]

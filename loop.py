@@ -3,14 +3,16 @@
 How a step works is not known here: see train.py.
 """
 
+import collections
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,11 +29,10 @@ import run_folder
 import train
 import utils
 from checkpoint import Checkpoints
-from dataset import prefetch
 from faults import Exit, Failed, Fault
 from generate import Sampler
 from metrics import Metrics, is_primary, say
-from mixture import Data
+from mixture import Mixture
 from model import Batch, Transformer
 from replicas import Replicas
 from stop import StopRequest
@@ -39,6 +40,10 @@ from train import State
 from utils import Config
 from validate import Validation
 from watchdog import Watchdog
+
+AHEAD_STEPS = 4  # whose batches are made while a step runs
+
+Result = TypeVar("Result")
 
 # Where what is due after a step is recorded, and by which key of its records that is seen.
 RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
@@ -50,7 +55,7 @@ def folder_of(config: Config) -> run_folder.Folder:
     return run_folder.at(f"{folder.rstrip('/')}/{name}" if in_bucket else Path(folder) / name)
 
 
-def checkpoint_config(config: Config, data: Data) -> dict[str, Any]:
+def checkpoint_config(config: Config, data: Mixture) -> dict[str, Any]:
     """What a checkpoint says of its run: the config, and which tokens it was trained on."""
     m = data.manifest
     tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
@@ -60,7 +65,7 @@ def checkpoint_config(config: Config, data: Data) -> dict[str, Any]:
     return dataclasses.asdict(config) | {"tokens": tokens}
 
 
-def sampler(config: Config, mesh: Mesh, data: Data) -> Sampler | None:
+def sampler(config: Config, mesh: Mesh, data: Mixture) -> Sampler | None:
     """What samples are made with; None on all processes where there are no prompts, or where one of
     them has no memory for it.
     """
@@ -84,7 +89,7 @@ class Loop:
         config: Config,
         declared: Transformer,
         mesh: Mesh,
-        data: tuple[Data, Data],
+        data: tuple[Mixture, Mixture],
         saved: Checkpoints | None,
         watchdog: Watchdog,
         stop: StopRequest,
@@ -360,8 +365,8 @@ class Loop:
         return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
 
 
-def batches(config: Config, mesh: Mesh, data: Data, first_step: int) -> Iterator[Batch]:
-    """The batch of each step from `first_step` on, made ahead by a thread."""
+def batches(config: Config, mesh: Mesh, data: Mixture, first_step: int) -> Iterator[Batch]:
+    """The batch of each step from `first_step` on, made ahead by threads."""
     t = config.train
 
     def batch(step: int) -> Batch:
@@ -369,3 +374,24 @@ def batches(config: Config, mesh: Mesh, data: Data, first_step: int) -> Iterator
         return train.put_batch(mesh, t.microbatches, rows, (t.sequences, t.sequence_length))
 
     return prefetch(batch, range(first_step, t.steps))
+
+
+def prefetch(
+    function: Callable[[Any], Result], found: Iterable[Any], depth: int = AHEAD_STEPS
+) -> Iterator[Result]:
+    """function(x) for each x, in order, computed up to `depth` ahead, each in a thread.
+
+    An error of the function is raised where its result would have come. close() of the iterator
+    drops what is under way and ends the threads.
+    """
+    pool = ThreadPoolExecutor(depth, thread_name_prefix="prefetch")
+    pending: collections.deque[Future[Result]] = collections.deque()
+    try:
+        for x in found:
+            pending.append(pool.submit(function, x))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -41,7 +41,7 @@ from checkpoint import Checkpoints
 from faults import Failed
 from loop import Loop, checkpoint_config, folder_of
 from metrics import is_primary, say
-from mixture import Data, open_datasets
+from mixture import Mixture, open_datasets
 from model import Transformer
 from stop import StopRequest
 from train import State
@@ -162,7 +162,7 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
 
 
 def weights_from(
-    config: Config, declared: Transformer, mesh: Mesh, data: Data
+    config: Config, declared: Transformer, mesh: Mesh, data: Mixture
 ) -> tuple[Config, Transformer]:
     """(the config that names the step, the weights of that checkpoint) of the run of --init."""
     source = run_folder.at(config.run.init)
@@ -204,7 +204,7 @@ def run(config: Config) -> None:
             config = continued(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
             passes.schedule_of(config)
-            data, folder = stack.enter_context(open_datasets(config)), folder_of(config)
+            data, folder = open_datasets(config), folder_of(config)
             is_new, w = not folder.saved_steps(), None
         if made:
             say(made)
@@ -228,7 +228,7 @@ def _run(
     config: Config,
     declared: Transformer,
     mesh: Mesh,
-    data: tuple[Data, Data],
+    data: tuple[Mixture, Mixture],
     watchdog: Watchdog,
     stop: StopRequest,
     w: Transformer | None,

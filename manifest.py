@@ -10,10 +10,11 @@ from typing import Any
 
 import google_crc32c
 
+from buckets import Prefix, is_bucket
+
 INDEX = "index.json"
 DOCUMENT_RULE = "every document is followed by end_of_text"
 READ_BYTES = 1 << 22  # of a file at a time
-BLOCKS = ("blocks", "block_bytes")  # fields of older versions, checksums of parts of files
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """The same for two folders exactly when they hold the same tokens of the same tokenizer,
-        with the same loss weights.
-        """
+        """The same for two folders with the same tokens, loss weights and tokenizer."""
         files = [(file.tokens, file.crc32c) for file in files_of(self.shards)]
         content = [self.tokenizer_sha256, self.dtype, files]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -59,63 +58,48 @@ class Manifest:
 def read_manifest(folder: str | Path) -> Manifest:
     """index.json of a folder on a disk or in a bucket.
 
-    Raises  ValueError when it is not there or not whole; buckets.Unanswered.
+    Raises  ValueError when it is not there or not complete; buckets.Unanswered.
     """
     path = f"{folder}/{INDEX}"
     try:
-        fields = without_blocks(json.loads(read_index(folder)))
+        if is_bucket(folder):
+            content = Prefix(str(folder)).read(INDEX)
+        else:
+            content = (Path(folder) / INDEX).read_bytes()
+        fields = json.loads(content)
         shards = [shard_of(shard) for shard in fields.pop("shards")]
         manifest = Manifest(shards=shards, **fields)
-        check_whole(manifest)
+        check_complete(manifest)
     except FileNotFoundError as error:
         raise ValueError(
             f"{path} does not exist: {folder} is no folder of shards, or its preparation did not "
             f"end. Run {prepare_command(folder)}."
         ) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if in_bucket(folder) and isinstance(error, OSError):  # it says itself what helps
+        if is_bucket(folder) and isinstance(error, OSError):  # its message has the fix
             raise
         raise ValueError(
             f"{path} cannot be read as the index of a folder of shards ({type(error).__name__}: "
             f"{error}). Run {prepare_command(folder)} --overwrite."
         ) from error
-    if manifest.document_rule != DOCUMENT_RULE:
-        raise ValueError(
-            f"{path} has the document rule {manifest.document_rule!r}: expected {DOCUMENT_RULE!r}. "
-            f"Run {prepare_command(folder)} --overwrite."
-        )
     return manifest
 
 
-def in_bucket(folder: str | Path) -> bool:
-    return str(folder).startswith("gs://")
-
-
-def read_index(folder: str | Path) -> bytes:
-    if in_bucket(folder):
-        from buckets import Prefix  # late: who prepares data need not wait for it
-
-        return Prefix(str(folder)).read(INDEX)
-    return (Path(folder) / INDEX).read_bytes()
-
-
-def check_whole(manifest: Manifest) -> None:
+def check_complete(manifest: Manifest) -> None:
     """Raises ValueError for what does not fit together."""
+    if manifest.document_rule != DOCUMENT_RULE:
+        raise ValueError(f"document_rule is {manifest.document_rule!r}, not {DOCUMENT_RULE!r}")
     shards = manifest.shards
     if manifest.tokens != sum(shard.tokens for shard in shards):
         raise ValueError("tokens is not the sum of the shards' tokens")
-    weights = [shard.weights for shard in shards if shard.weights]
-    whole = all(shard.weights.tokens == shard.tokens for shard in shards if shard.weights)
-    if not whole or len(weights) not in (0, len(shards)):
+    if any(shard.weights for shard in shards) and not all(
+        shard.weights and shard.weights.tokens == shard.tokens for shard in shards
+    ):
         raise ValueError("loss weights are not of all tokens")
 
 
-def without_blocks(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in BLOCKS}
-
-
 def shard_of(fields: dict[str, Any]) -> Shard:
-    fields, weights = without_blocks(fields), fields.get("weights")
+    weights = fields.get("weights")
     return Shard(**(fields | {"weights": weights and shard_of(weights)}))
 
 
@@ -140,9 +124,8 @@ def files_of(shards: Iterable[Shard]) -> Iterator[Shard]:
 
 
 def index_text(manifest: Manifest) -> str:
-    """What index.json says, without what is not there."""
-
-    def given(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value for name, value in items if value is not None}
-
-    return json.dumps(dataclasses.asdict(manifest, dict_factory=given), indent=1) + "\n"
+    """What index.json says, without what is None."""
+    fields = dataclasses.asdict(
+        manifest, dict_factory=lambda items: {k: v for k, v in items if v is not None}
+    )
+    return json.dumps(fields, indent=1) + "\n"

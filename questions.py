@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,14 @@ def answered(
     w: Transformer,
     asked: list[Question],
     tokenizer: Tokenizer,
+    begin: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Accuracy and its standard error, without and with length normalised."""
-    contexts = [tokenizer.encode_ordinary(q.prompt) or [tokenizer.eot_token] for q in asked]
+    """Accuracy and its standard error, without and with length normalised.
+
+    begin  tokens that begin a document of the training data.
+    """
+    prompts = [[*begin, *tokenizer.encode_ordinary(q.prompt)] for q in asked]
+    contexts = [prompt or [tokenizer.eot_token] for prompt in prompts]
     pairs = [
         (context, tokenizer.encode_ordinary(choice))
         for q, context in zip(asked, contexts, strict=True)

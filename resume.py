@@ -101,19 +101,19 @@ def weights_of(
         return step, reshaped(stored["weights"], shapes), saved.config(step)
 
 
-def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int]:
-    """The tokenizer of a run, and its end of text, from what a checkpoint says of its tokens, or
-    the shards that the run was trained on: older checkpoints do not name it.
+def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int, list[int]]:
+    """(tokenizer, end of text, tokens that begin a document) of a run, from what a checkpoint says
+    of its tokens, or the shards that the run was trained on: older checkpoints do not name it.
     """
     if "tokenizer" not in tokens:
-        tokens = vars(read_manifest(config.data.train))
+        tokens = vars(read_manifest(config.data.train)) | {"begin_of_text": []}
     if not tokens["tokenizer"]:
         raise ValueError(
             f"run {config.run.name} has no tokenizer: the folder it was imported from had no "
             "tokenizer.json. Put one there and import it again."
         )
     tokenizer = load_tokenizer(tokens["tokenizer"], tokens["tokenizer_sha256"])
-    return tokenizer, tokens["end_of_text"]
+    return tokenizer, tokens["end_of_text"], tokens.get("begin_of_text", [])
 
 
 # --- what must stay when a run continues ----------------------------------------------------------

@@ -38,7 +38,7 @@ import train
 import utils
 from dataset import Dataset
 from metrics import say
-from mixture import Data, Mixture
+from mixture import Mixture
 from model import Batch, Transformer
 from utils import Config
 
@@ -46,7 +46,7 @@ from utils import Config
 class Validation:
     """Loss and routing on fixed windows, in forward passes as large as a training step's."""
 
-    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Data):
+    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Mixture):
         self.config, self.mesh = config, mesh
         self.parts = parts_of(data)
         rounds = config.eval.sequences // config.train.sequences
@@ -101,10 +101,8 @@ class Part(NamedTuple):
     share: float
 
 
-def parts_of(data: Data) -> dict[str, Part]:
+def parts_of(data: Mixture) -> dict[str, Part]:
     """By name; that of a dataset alone is empty."""
-    if not isinstance(data, Mixture):
-        return {"": Part(data, 1.0)}
     both = zip(data.parts.items(), data.shares, strict=True)
     return {name: Part(part, share) for (name, part), share in both}
 
@@ -157,7 +155,7 @@ def _validate(
     run: run_folder.Folder,
     config: Config,
     declared: Transformer,
-    data: Data | None,
+    data: Mixture | None,
     asked: list[questions.Question],
     harness: ModuleType | None,
 ) -> None:
@@ -171,8 +169,8 @@ def _validate(
         found = harness.evaluated(harness.Model(config, declared, mesh, w, *known), asked)
         text, found = harness.lines(found, step), {"results": found["results"]}
     elif asked:
-        tokenizer = resume.tokenizer_of(told["tokens"], config)[0]
-        found = questions.answered(config, declared, mesh, w, asked, tokenizer)
+        tokenizer, _, begin = resume.tokenizer_of(told["tokens"], config)
+        found = questions.answered(config, declared, mesh, w, asked, tokenizer, begin)
         text = questions.lines({"step": step} | found, flags.questions)
     else:
         found = extended(Validation(config, declared, mesh, data)(w), data)
@@ -202,7 +200,7 @@ def import_harness() -> ModuleType:
     return harness
 
 
-def extended(record: dict[str, Any], data: Data) -> dict[str, Any]:
+def extended(record: dict[str, Any], data: Mixture) -> dict[str, Any]:
     """The record with what follows from its loss: perplexity, and bits per byte of the text that
     the loss is of.
     """
@@ -217,7 +215,7 @@ def extended(record: dict[str, Any], data: Data) -> dict[str, Any]:
     return record | {"perplexity": perplexity, "bits_per_byte": bits / text_bytes}
 
 
-def lines(found: dict[str, Any], config: Config, data: Data) -> list[str]:
+def lines(found: dict[str, Any], config: Config, data: Mixture) -> list[str]:
     windows, T = config.eval.sequences, config.train.sequence_length
     out = [
         f"step {found['step']} on {windows} windows of {T} tokens of {data.folder}",

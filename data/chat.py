@@ -27,6 +27,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from data.hf_tokenizer import Special
 from data.readers import Bad, Piece
 
 ANSWERS = "assistant"  # the role whose text is learned
@@ -52,33 +53,25 @@ class Template(NamedTuple):
 
 
 def template_of(name: str, tokenizer: Any) -> Template:
-    """The template `plain`, or that of the tokenizer.
-
-    Raises  ValueError where it has none.
-    """
+    """The template `plain`, or that of the tokenizer. Raises ValueError where it has none."""
     if name == "plain":
         return Template("plain", plain, MARKS)
-    text = getattr(tokenizer, "chat_template", None)
-    if not text:
+    special = getattr(tokenizer, "special", None)  # tiktoken's own have none
+    if not (special and special.chat_template):
         raise ValueError(
             "--chat-template tokenizer needs a tokenizer with a chat_template, in its "
             "tokenizer_config.json or chat_template.jinja, and this one has none. Use "
             "--chat-template plain."
         )
-    names = tokenizer.special_names
-    return Template(text, functools.partial(rendered, compiled(text), names, tokenizer.special_ids))
+    return Template(special.chat_template, functools.partial(rendered, special))
 
 
 def to_pieces(row: Any, where: Any, template: Template) -> list[Piece]:
     """Of a row. Raises Bad."""
     try:
-        return template.pieces(conversation(row, where, template.marks))
+        return template.pieces(conversation(row, template.marks))
     except ValueError as error:
-        text = str(error) if str(error).startswith(str(where)) else f"{where}: {error}"
-        raise Bad(text, "rows that are no conversation") from error
-
-
-# --- plain ----------------------------------------------------------------------------------------
+        raise Bad(f"{where}: {error}", "rows that are no conversation") from error
 
 
 def plain(messages: list[Message]) -> list[Piece]:
@@ -92,14 +85,6 @@ def plain(messages: list[Message]) -> list[Piece]:
         else:
             given += content + END
     return [*cut, Piece(given, 0)] if given else cut
-
-
-def text(messages: list[Message]) -> str:
-    """The conversation as a model reads it, without the end-of-text."""
-    return "".join(piece.text for piece in plain(messages))
-
-
-# --- the tokenizer's template ---------------------------------------------------------------------
 
 
 @functools.cache
@@ -123,121 +108,87 @@ def compiled(text: str) -> Any:
     return environment.from_string(text)
 
 
-def rendered(
-    template: Any, names: dict[str, str], specials: dict[str, int], messages: list[Message]
-) -> list[Piece]:
+def rendered(special: Special, messages: list[Message]) -> list[Piece]:
     """The pieces of a conversation: special tokens of the template by name, all else as text.
 
-    names     bos_token and others, as the template calls them
-    specials  ids of special tokens
-    Raises    ValueError where the template refuses, or rewrites messages or earlier turns.
+    Raises  ValueError where the template refuses, or rewrites messages or earlier turns.
     """
-    whole = render(template, names, messages)
-    weights = answer_spans(template, names, messages, whole)
-    cut, at = [], 0
-    for part, is_template in parts(template, names, messages, whole):
-        words = special_split(part, specials) if is_template else [(part, False)]
-        for word, special in words:
-            cut.append((at, word, special))
-            at += len(word)
-    return list(weighted(cut, weights))
-
-
-def render(
-    template: Any, names: dict[str, str], messages: list[Message], prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
-    given = [{"role": role, "content": content} for role, content in messages]
-    try:
-        return template.render(messages=given, add_generation_prompt=prompt, **names)
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {error}") from error
-
-
-def answer_spans(
-    template: Any, names: dict[str, str], messages: list[Message], whole: str
-) -> list[tuple[int, int]]:
-    """(begin, end) of each answer in the text."""
-    spans = []
+    render = functools.partial(render_with, compiled(special.chat_template), special.names)
+    whole = render(messages)
+    learned = bytearray(len(whole))  # of each character, the weight
     for number, (role, _) in enumerate(messages):
         if role == ANSWERS:
-            before = render(template, names, messages[:number], prompt=True)
-            upto = render(template, names, messages[: number + 1])
+            before = render(messages[:number], add_generation_prompt=True)
+            upto = render(messages[: number + 1])
             if not (whole.startswith(upto) and upto.startswith(before)):
                 raise ValueError(
                     "the chat template changes earlier turns when others follow, so it does not "
                     "say what an answer is. Use --chat-template plain."
                 )
-            spans.append((len(before), len(upto)))
-    return spans
+            learned[len(before) : len(upto)] = b"\1" * (len(upto) - len(before))
+    # Special tokens are cut out, the longest first; what is between them is one text.
+    names = sorted(special.ids, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, names)) or "$^")
+    at, pieces = 0, []
+    for begin, end in own_parts(render, messages, whole):
+        for name in pattern.finditer(whole, begin, end):
+            pieces += texts(whole, learned, at, name.start())
+            pieces.append(Piece(name[0], learned[name.start()], special=True))
+            at = name.end()
+    return [*pieces, *texts(whole, learned, at, len(whole))]
 
 
-def parts(
-    template: Any, names: dict[str, str], messages: list[Message], whole: str
-) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is the template's own) of the conversation: what is a message's stays text
-    whatever it looks like.
+def render_with(template: Any, names: dict[str, str], messages: list[Message], **how: bool) -> str:
+    from jinja2 import TemplateError
+
+    given = [{"role": role, "content": content} for role, content in messages]
+    try:
+        return template.render(messages=given, **names, **how)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def texts(whole: str, learned: bytearray, begin: int, end: int) -> Iterator[Piece]:
+    """Cut where the weight changes."""
+    for run in re.finditer(b"\0+|\1+", learned[begin:end]):
+        yield Piece(whole[begin + run.start() : begin + run.end()], run[0][0])
+
+
+def own_parts(
+    render: Callable[[list[Message]], str], messages: list[Message], whole: str
+) -> list[tuple[int, int]]:
+    """(begin, end) of what is the template's own in the conversation: what is a message's stays
+    text whatever it looks like.
     """
-    marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
-    marked = render(template, names, [(r, m) for (r, _), m in zip(messages, marks, strict=True)])
-    found = re.split("\ue000(\\d+)\ue001", marked)
+    marked = render([(role, f"\ue000{number}\ue001") for number, (role, _) in enumerate(messages)])
+    found = re.split("\ue000(\\d+)\ue001", marked)  # own text, number, own text, ..
     for change in (str, str.strip):  # many templates strip messages
         contents = [change(content) for _, content in messages]
-        texts = [contents[int(t)] if n % 2 else t for n, t in enumerate(found)]
-        if "".join(texts) == whole:
-            yield from ((text, n % 2 == 0) for n, text in enumerate(texts) if text)
-            return
+        cut = [contents[int(t)] if n % 2 else t for n, t in enumerate(found)]
+        if "".join(cut) == whole:
+            ends = list(itertools.accumulate(map(len, cut), initial=0))
+            return list(itertools.pairwise(ends))[::2]
     raise ValueError(
         "the chat template does not keep messages as they are, so special tokens of its own cannot "
         "be told from text that looks like them. Use --chat-template plain."
     )
 
 
-def special_split(text: str, specials: dict[str, int]) -> list[tuple[str, bool]]:
-    """(text, whether it is the name of a special token), the longest first."""
-    names = sorted(specials, key=len, reverse=True)
-    found = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [(word, n % 2 == 1) for n, word in enumerate(found) if word]
-
-
-def weighted(cut: list[tuple[int, str, bool]], spans: list[tuple[int, int]]) -> Iterator[Piece]:
-    """Neighbours of text together, cut where the weight changes."""
-    edges = sorted({edge for span in spans for edge in span})
-    pieces = []
-    for at, word, special in cut:
-        inner = [edge - at for edge in edges if at < edge < at + len(word)]
-        for begin, end in itertools.pairwise([0, *inner, len(word)]):
-            inside = any(b <= at + begin < e for b, e in spans)
-            pieces.append(Piece(word[begin:end], int(inside), special))
-    for (special, weight), group in itertools.groupby(pieces, lambda p: (p.special, p.weight)):
-        if special:
-            yield from group
-        else:
-            yield Piece("".join(piece.text for piece in group), weight)
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-
-def conversation(row: Any, where: Any, marks: tuple[str, ...] = MARKS) -> list[Message]:
-    """The messages of a row.
-
-    where   the row is, in messages.
-    Raises  ValueError that names it, where there is nothing to learn or something else than
-            messages.
+def conversation(row: Any, marks: tuple[str, ...]) -> list[Message]:
+    """The messages of a row. Raises ValueError where there is nothing to learn or something else
+    than messages.
     """
-    found = [message(one, where, marks) for one in turns(row, where)]
+    found = [message(one, marks) for one in turns(row)]
     if ANSWERS not in dict(found):
+        roles = ", ".join(role for role, _ in found) or "none"
         raise ValueError(
-            f"{where} has no message of the role {ANSWERS} (roles: "
-            f"{', '.join(role for role, _ in found) or 'none'}), so there is nothing to learn. "
+            f"no message has the role {ANSWERS} (roles: {roles}), so there is nothing to learn. "
             "Take the line out, or add the answer."
         )
     return found
 
 
-def turns(row: Any, where: Any) -> list[Any]:
+def turns(row: Any) -> list[Any]:
     """The messages as the row has them, in any form."""
     fields = row if isinstance(row, dict) else {}
     for name in ("messages", "conversations"):
@@ -248,10 +199,10 @@ def turns(row: Any, where: Any) -> list[Any]:
             asked = {"role": "user", "content": fields["prompt"]}
             return [asked, {"role": ANSWERS, "content": fields[name]}]
     what = f"the fields {', '.join(fields) or 'none'}" if fields is row else type(row).__name__
-    raise ValueError(f"{where} is no conversation: it has {what}; {FORMS}. Correct the line.")
+    raise ValueError(f"it is no conversation: it has {what}; {FORMS}. Correct the line.")
 
 
-def message(one: Any, where: Any, marks: tuple[str, ...]) -> Message:
+def message(one: Any, marks: tuple[str, ...]) -> Message:
     """(role, content) of one message."""
     fields = one if isinstance(one, dict) else {}
     role, content = fields.get("role"), fields.get("content")
@@ -260,24 +211,21 @@ def message(one: Any, where: Any, marks: tuple[str, ...]) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         what = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
         raise ValueError(
-            f"{where} has a message without a role and a content that are text; it has "
+            "a message has no role and content that are text; it has "
             f"{what or type(one).__name__}: {FORMS}. Correct the line."
         )
     if role not in ROLES:
         raise ValueError(
-            f"{where} has a message of the role {role!r}: expected one of {', '.join(ROLES)}. "
-            "Rename the role, or take the line out."
+            f"a message has the role {role!r}: expected one of {', '.join(ROLES)}. Rename the "
+            "role, or take the line out."
         )
     if role == ANSWERS and not content.strip():
         raise ValueError(
-            f"{where} has an empty answer, from which a model would learn to say nothing. Take the "
-            "line out."
+            "an answer is empty, and a model would learn to say nothing. Take the line out."
         )
-    for mark in marks:
-        if mark in content:
-            raise ValueError(
-                f"{where} has {mark} in a message of the role {role}: the template plain "
-                "marks turns with it, so the message would be read as several. Take the line out, "
-                "or write the mark in another way."
-            )
+    if mark := next((mark for mark in marks if mark in content), None):
+        raise ValueError(
+            f"a message of the role {role} has {mark}, with which the template plain marks turns. "
+            "Take the line out, or write the mark in another way."
+        )
     return role, content

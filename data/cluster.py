@@ -14,50 +14,38 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from buckets import one_line
 from data.encode import Job, Record, tokenize_split
-from data.out import folder_at
 from data.settings import Prepare
+from data.shards import folder_at
 from faults import Fault
 from manifest import file_crc32c
 
 ROOT = Path(__file__).resolve().parent.parent
 DECIDING = ("ray", "tiktoken", "tokenizers", "numpy", "pyarrow", "jinja2")  # what decides the bits
 CONNECT_S = 10.0  # to the head
-WAIT_S = 5.0  # for a task, before it is looked whether there is a node at all
-NODELESS_S = 900.0  # for one to join
+WAIT_S = 5.0  # between two looks at what is done
 TRIES = 20  # of a task whose worker or node dies
 
 
-def results(config: Prepare, jobs: list[Job], tell: Callable[[], None]) -> Iterator[Record]:
+def results(config: Prepare, jobs: list[Job]) -> Iterator[Record]:
     """As splits end, in any order.
 
-    Raises  ValueError where there is no cluster, or a node would make other bits; Fault where
-    nodes are lost for long; what tokenize_split raises.
+    Raises  ValueError where there is no cluster, or a node would make other bits; Fault where a
+    task is lost too often; what tokenize_split raises.
     """
     ray = imported()
     connect(config.ray)
     try:
         task = ray.remote(max_retries=TRIES)(on_node)
-        pending: dict[Any, Job] = {}
-        left, without_s = iter(jobs), 0.0
-        while True:
-            depth = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
-            while len(pending) < depth and (job := next(left, None)):
-                pending[task.remote(absolute(job), versions())] = job
-            if not pending:
-                return
-            done, _ = ray.wait(list(pending), timeout=WAIT_S)
-            tell()
-            without_s = 0.0 if done or has_node() else without_s + WAIT_S
-            if without_s >= NODELESS_S:
-                raise Fault(
-                    f"the cluster has had no node with a CPU for {without_s:g} s. Let one join, "
-                    "and start this again: splits that are done are kept."
-                )
+        asked = versions(os.getcwd())
+        pending = {task.remote(job, asked): job for job in jobs}
+        while pending:
+            done, _ = ray.wait([*pending], num_returns=len(pending), timeout=WAIT_S)
             for ref in done:
                 job, record = pending.pop(ref), got(ref)
                 if not folder_at(config.out).found(job.record):
@@ -70,37 +58,24 @@ def results(config: Prepare, jobs: list[Job], tell: Callable[[], None]) -> Itera
         ray.shutdown()
 
 
-def absolute(job: Job) -> Job:
-    """With paths that are the same in a worker's own folder."""
-    import dataclasses
-
-    config, fields = job.config, {}
-    if not config.out.startswith("gs://"):
-        fields["out"] = str(Path(config.out).resolve())
-    if Path(config.tokenizer).exists():
-        fields["tokenizer"] = str(Path(config.tokenizer).resolve())
-    local = [
-        p if ":" in p.path else p._replace(path=str(Path(p.path).resolve())) for p in job.parts
-    ]
-    return job._replace(config=dataclasses.replace(config, **fields), parts=tuple(local))
-
-
 def on_node(job: Job, asked: dict[str, str]) -> Record:
     """The task. Raises ValueError where this node would make other bits."""
-    here = versions()
+    here = versions(asked["folder"])
     differ = [n for n in sorted(asked.keys() | here.keys()) if asked.get(n) != here.get(n)]
     if differ:
         raise ValueError(
             f"node {platform.node()} has another {', '.join(differ)} than the machine that asks. "
             "Bring this checkout and its environment there, or take the node out."
         )
+    os.chdir(here["folder"])
     return tokenize_split(job)
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Of what decides the bits."""
+def versions(folder: str) -> dict[str, str]:
+    """Of what decides the bits; and the folder to work in, where there is one."""
     found = {"python": platform.python_version()}
+    found |= {"folder": folder} if Path(folder).is_dir() else {}
     found |= {name: importlib.metadata.version(name) for name in DECIDING}
     files = [*sorted((ROOT / "data").glob("*.py")), ROOT / "manifest.py"]
     return found | {path.relative_to(ROOT).as_posix(): file_crc32c(path) for path in files}
@@ -124,33 +99,21 @@ def got(ref: Any) -> Record:
 def connect(address: str) -> None:
     """To the cluster at HOST:PORT; local starts one on this machine."""
     ray = imported()
-    quiet = {"log_to_driver": False, "logging_level": "error"}
     try:
-        if address == "local":
-            ray.init(include_dashboard=False, **quiet)
-        else:  # Ray would wait for minutes where nothing answers
+        if address != "local":  # Ray would wait for minutes where nothing answers
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-            ray.init(address, **quiet)
+        ray.init(address, log_to_driver=False, logging_level="error")
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"there is no Ray cluster at --ray {address} ({one_line(error)}). Start one with "
             "./run.sh ray start --head, or use --ray local."
         ) from error
-    if not has_node():
+    if ray.cluster_resources().get("CPU", 0) < 1:
         raise ValueError(
             "the cluster has no node with a CPU. Let one join: ./run.sh ray start --address "
             f"{address}."
         )
-
-
-def has_node() -> bool:
-    alive = [node for node in imported().nodes() if node["Alive"]]
-    return any(node["Resources"].get("CPU", 0) >= 1 for node in alive)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 @functools.cache

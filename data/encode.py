@@ -7,25 +7,26 @@ machine does it, in which order, or how often. The record is written last.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 
 from data import chat, readers
-from data.out import folder_at
 from data.readers import Document, Part, Piece
 from data.settings import Prepare, in_validation
-from data.shards import ShardWriter
-from data.tokenizer import begin_of_text, load_tokenizer, special_id, token_bytes
+from data.shards import ShardWriter, folder_at
+from data.tokenizer import begin_of_text, load_tokenizer, token_bytes
 from manifest import Shard, shard_of
 
 # tiktoken's patterns run out of stack on a run of white space of about a million characters.
 PIECE_CHARACTERS = 400_000
+SIDES = ("train", "val")
 
 
 @dataclass
@@ -39,8 +40,7 @@ class Side:
     shards: list[Shard] = field(default_factory=list)
 
     def __add__(self, other: "Side") -> "Side":
-        names = [item.name for item in dataclasses.fields(Side)]
-        return Side(*(getattr(self, name) + getattr(other, name) for name in names))
+        return Side(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Record:
 def record_of(content: bytes) -> Record:
     """Raises ValueError, TypeError, KeyError for what is no record."""
     fields = json.loads(content)
-    for side in ("train", "val"):
+    for side in SIDES:
         shards = [shard_of(shard) for shard in fields[side].pop("shards")]
         fields[side] = Side(**fields[side], shards=shards)
     return Record(**fields)
@@ -77,9 +77,7 @@ class Job(NamedTuple):
     limit: int  # stop after the document that reaches so many tokens; 0 takes all
     record: str  # name of the record below OUT; "" writes none
     stem: str = "shard"  # of the names of shards
-    cut: int | None = (
-        None  # tokens that are for training, and the rest for validation; None: by rule
-    )
+    cut: int | None = None  # after so many tokens validation begins; None: by VALIDATION_RULE
 
 
 class Coder:
@@ -103,17 +101,17 @@ class Coder:
         """
         weight, begun = None, not document.begins
         for piece in cut(document.pieces):
-            ids, size = self.ids(piece), 0 if piece.weight == 0 else piece_bytes(piece)
+            ids, text = self.ids(piece), "" if piece.special or piece.weight == 0 else piece.text
             if not begun and self.begin not in (None, *ids[:1]):
                 yield np.array([self.begin]), None if piece.weight is None else 0, 0
             weight, begun = piece.weight, True
-            yield np.asarray(ids), weight, size
+            yield np.asarray(ids), weight, len(text.encode(errors="replace"))
         if begun and document.ends:
             yield np.array([self.tokenizer.eot_token]), weight, 0
 
     def ids(self, piece: Piece) -> np.ndarray | list[int]:
         if piece.special:
-            return [special_id(self.tokenizer, piece.text)]
+            return [self.tokenizer.special.ids[piece.text]]
         if isinstance(self.tokenizer, tiktoken.Encoding):
             # As encode_ordinary, without a Python object for each. Half a surrogate pair, which
             # that replaces, is an error here.
@@ -121,42 +119,34 @@ class Coder:
                 return self.tokenizer.encode_to_numpy(piece.text, disallowed_special=())
         return self.tokenizer.encode_ordinary(piece.text)
 
-    def bytes_of(self, ids: Any) -> int:
-        return sum(len(token_bytes(self.tokenizer, int(i))) for i in ids)
-
 
 coder_of = functools.lru_cache(4)(Coder)  # a worker loads a tokenizer once
 
 
-def piece_bytes(piece: Piece) -> int:
-    return 0 if piece.special else len(piece.text.encode(errors="replace"))
-
-
 def cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Pieces of PIECE_CHARACTERS at most, and of so many where more of the same weight follows."""
-    rest = Piece("")
-    for piece in pieces:
-        if piece[1:] != rest[1:] or piece.special:
-            if rest.text:
-                yield rest
-            rest = piece
-        else:
-            rest = rest._replace(text=rest.text + piece.text)
-        while len(rest.text) > PIECE_CHARACTERS:
-            yield rest._replace(text=rest.text[:PIECE_CHARACTERS])
-            rest = rest._replace(text=rest.text[PIECE_CHARACTERS:])
-    if rest.text:
-        yield rest
+    for (weight, special), group in itertools.groupby(pieces, lambda piece: piece[1:]):
+        if special:
+            yield from group
+            continue
+        rest = ""
+        for piece in group:
+            rest += piece.text
+            while len(rest) > PIECE_CHARACTERS:
+                yield Piece(rest[:PIECE_CHARACTERS], weight)
+                rest = rest[PIECE_CHARACTERS:]
+        if rest:
+            yield Piece(rest, weight)
 
 
-class SplitWriter(contextlib.ExitStack):
+class SplitWriter:
     """The shards of a split, and what is counted of them."""
 
     def __init__(self, job: Job, coder: Coder):
-        super().__init__()
-        self.job, self.coder = job, coder
-        self.sides = {"train": Side(), "val": Side()}
-        self.writers: dict[str, ShardWriter] = {}
+        self.job, self.coder, config = job, coder, job.config
+        self.sides = {name: Side() for name in SIDES}
+        stem, how = f"{job.stem}_{job.split:05d}", (config.shard_tokens, coder.dtype, config.chat)
+        self.writers = {n: ShardWriter(f"{config.out}/{n}", stem, *how) for n in SIDES}
 
     def add(self, document: Document) -> None:
         job, side = self.job, None
@@ -165,22 +155,19 @@ class SplitWriter(contextlib.ExitStack):
             if job.cut is None:
                 side = self.put("val" if is_val else "train", ids, weight, size)
                 continue
-            room = max(0, job.cut - self.sides["train"].tokens)
-            first = size if room >= len(ids) else min(size, self.coder.bytes_of(ids[:room]))
-            if len(ids[:room]):
+            room, first = max(0, job.cut - self.sides["train"].tokens), size
+            if room < len(ids):
+                text = b"".join(token_bytes(self.coder.tokenizer, int(i)) for i in ids[:room])
+                first = min(size, len(text))
+            if room:
                 side = self.put("train", ids[:room], weight, first)
-            if len(ids[room:]):
+            if room < len(ids):
                 side = self.put("val", ids[room:], weight, size - first)
         if side:  # it is not empty
             side.documents += document.ends
 
     def put(self, name: str, ids: np.ndarray, weight: int | None, size: int) -> Side:
-        side, job, config = self.sides[name], self.job, self.job.config
-        if name not in self.writers:
-            stem = f"{job.stem}_{job.split:05d}"
-            how = config.shard_tokens, self.coder.dtype, config.chat
-            writer = ShardWriter(f"{config.out}/{name}", stem, *how)
-            self.writers[name] = self.enter_context(writer)
+        side = self.sides[name]
         self.writers[name].add(ids, weight)
         side.tokens += len(ids)
         side.learned_tokens += len(ids) if weight is None else weight * len(ids)
@@ -192,27 +179,25 @@ class SplitWriter(contextlib.ExitStack):
         return 0 < self.job.limit <= sum(side.tokens for side in self.sides.values())
 
 
-def tokenize_split(job: Job, told: Callable[[int], None] = lambda read: None) -> Record:
+def tokenize_split(job: Job, told: Callable[[int], object] = int) -> Record:
     """told  is called with the bytes that were read, again and again.
 
     Raises  what data/readers.py does; OSError of a full disk.
     """
     config, coder = job.config, coder_of(job.config)
-    left_out: Counter[str] = Counter()
-    with SplitWriter(job, coder) as writer:
-        for part in job.parts:
-            read = 0
-            for document in readers.documents(part, config, coder.to_pieces, left_out=left_out):
-                writer.add(document)
-                told(document.read - read)
-                read = document.read
-                if document.ends and writer.is_full:
-                    break
-            told(part.size - read)
+    writer, left_out = SplitWriter(job, coder), Counter()
+    for part in itertools.takewhile(lambda _: not writer.is_full, job.parts):
+        read = 0
+        for document in readers.documents(part, config, coder.to_pieces, left_out=left_out):
             if writer.is_full:
                 break
-    for name, shards in writer.writers.items():
-        writer.sides[name].shards = shards.shards
+            writer.add(document)
+            told(document.read - read)
+            read = document.read
+        told(part.size - read)
+    for name, side in writer.sides.items():
+        writer.writers[name].finish()
+        side.shards = writer.writers[name].shards
     record = Record(job.split, job.settings, **writer.sides, left_out=dict(left_out))
     if job.record:
         text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"

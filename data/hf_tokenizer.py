@@ -1,19 +1,14 @@
-"""Tokenizers of Hugging Face: a tiktoken encoding written as their files, and such files read.
-
-Byte-level BPE in both directions: `tokenizer.json` spells each byte of a token as one character.
+"""Read a tokenizer.json of Hugging Face: byte-level BPE, which spells each byte of a token as one
+character.
 """
 
 import hashlib
-import itertools
 import json
-import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import tiktoken
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders
 
 TABLE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"  # beside it, with the name of the token that ends a text
@@ -32,98 +27,42 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-BYTE_CHARACTERS = byte_characters()
-BYTES = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
-def spelled(token: bytes) -> str:
-    return "".join(BYTE_CHARACTERS[byte] for byte in token)
+class Special(NamedTuple):
+    """Special tokens, and what the settings beside a tokenizer say of them."""
+
+    ids: dict[str, int]  # by name
+    names: dict[str, str]  # bos_token and others, as chat templates call them
+    bos: int | None
+    adds_bos: bool
+    chat_template: str | None
 
 
-# --- written --------------------------------------------------------------------------------------
+def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> Special:
+    """folder  of the settings."""
+    given = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in given.items()}
+    names = {f"{n}_token": text for n, text in texts.items() if isinstance(text, str)}
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # of several the one called default
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        template = file.read_text()
+    bos = ids.get(names.get("bos_token", ""))
+    return Special(ids, names, bos, bool(settings.get("add_bos_token")), template)
 
 
-def write_hugging_face(
-    tokenizer: "tiktoken.Encoding | HuggingFace", folder: Path, model_max_length: int
-) -> None:
-    """Writes files with which AutoTokenizer.from_pretrained(folder) gives the ids that
-    `encode_ordinary` gives: what looks like a special token in a text is text there as well, unless
-    split_special_tokens=False is asked for.
-
-    One that was read from such files is copied, with the settings that lay beside it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": tokenizer.decode([tokenizer.eot_token]),
-    }
-    if isinstance(tokenizer, HuggingFace):
-        (folder / TABLE).write_bytes(tokenizer.content)
-        settings |= tokenizer.settings
-    else:
-        table_of(tokenizer).save(str(folder / TABLE))
-        settings["split_special_tokens"] = True
-        settings["pad_token"] = settings["eos_token"]  # there is no other, and batches need one
-    settings["model_max_length"] = model_max_length
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def table_of(tokenizer: tiktoken.Encoding) -> Tokenizer:
-    """The same tokens, merges and cuts, and the same ids, with holes where there were any."""
-    # No public reader; tiktoken's own guide to extending an encoding reads them so.
-    ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
-    names = {id: name for name, id in reversed(special.items())}  # the first of two for one id
-    # Special tokens are among the others: apart from them they would be numbered anew, in a row.
-    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
-    vocabulary |= {name: id for id, name in names.items()}
-    found = Tokenizer(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
-    pieces = Regex(for_oniguruma(tokenizer._pat_str))
-    # What the pattern does not match is left out, as tiktoken does.
-    cut = pre_tokenizers.Split(pieces, "removed", invert=True)
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(names[id], normalized=False) for id in sorted(names)])
-    return found
-
-
-def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """The two tokens that each token is joined from, in order of rank.
-
-    A token has one pair, that of its bytes alone: what is around it has no part in the merges
-    inside. One that no merges lead to has none, and is found where it is a whole piece of text
-    (`ignore_merges`).
-    """
-    parts = (halves(ranks, token) for token in sorted(ranks, key=ranks.__getitem__))
-    return [(spelled(found[0]), spelled(found[1])) for found in parts if len(found) == 2]
-
-
-def halves(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
-    """A token's bytes, joined as in any text until two are left, or no pair is a token."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        joined = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
-        at = joined.index(min(joined))
-        if joined[at] == math.inf:
-            break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
-
-
-def for_oniguruma(pattern: str) -> str:
-    """A pattern of tiktoken's with the same matches in Oniguruma, which Hugging Face uses.
-
-    There $ also matches before a line break, and {1,3}+ repeats instead of keeping what it has.
-    """
-    end, atom, count = r"(?P<end>\$)", r"(\\p\{\w+\}|\\.|\[(?:\\.|[^\]])+\]|.)", r"(\{[\d,]+\})"
-    # A group that is counted so has no place in any encoding.
-    assert not re.search(rf"(?<!\\)\){count}\+", pattern)
-    found = re.sub(f"{atom}{count}\\+", r"(?>\1\2)", pattern)
-    return re.sub(rf"{end}|{atom}", lambda m: r"\z" if m["end"] else m[0], found)
-
-
-# --- read -----------------------------------------------------------------------------------------
+def settings_of(file: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing if there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Correct it.") from None
+    return found if isinstance(found, dict) else {}
 
 
 class HuggingFace:
@@ -148,16 +87,14 @@ class HuggingFace:
             ) from None
         self.table = opened(self.content, self.path)
         self.settings = settings_of(self.path.with_name(SETTINGS))
-        self.added = {i: t.content for i, t in self.table.get_added_tokens_decoder().items()}
         self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
-        self.eot_token = self.end_of_text()
-        decoder = self.table.get_added_tokens_decoder()
-        self.special_ids = {t.content: i for i, t in decoder.items() if t.special}
-        self.special_names = token_names(self.settings)
-        self.chat_template = chat_template(self.settings, self.path.parent)
+        added = self.table.get_added_tokens_decoder()
+        self.added = {id: token.content for id, token in added.items()}
+        ids = {token.content: id for id, token in added.items() if token.special}
+        special = special_of(self.settings, self.path.parent, ids)
         first = self.table.encode("", add_special_tokens=True).ids[:1]
-        self.bos_token = self.table.token_to_id(self.special_names.get("bos_token", ""))
-        self.adds_bos = bool(self.settings.get("add_bos_token")) or first == [self.bos_token]
+        self.special = special._replace(adds_bos=special.adds_bos or first == [special.bos])
+        self.eot_token = self.end_of_text()
 
     @property
     def sha256(self) -> str:
@@ -188,45 +125,23 @@ class HuggingFace:
 
     def end_of_text(self) -> int:
         """The id of SETTINGS' eos_token, or else what MODEL_SETTINGS say."""
-        named = self.settings.get("eos_token")
-        name = named.get("content") if isinstance(named, dict) else named
+        name = self.special.names.get("eos_token")
         if name is not None:
             found = self.table.token_to_id(name)
         else:
             files = [settings_of(self.path.with_name(other)) for other in MODEL_SETTINGS]
             given = [file["eos_token_id"] for file in files if file.get("eos_token_id") is not None]
-            first = given[0] if given else None
-            found = first[0] if isinstance(first, list) else first
+            found = [*given, None][0]
+            found = found[0] if isinstance(found, list) else found
         if found is None:
             what = "names none" if name is None else f"names {name!r}, which is no token of it"
             raise ValueError(
                 f"--tokenizer {self.path} has no end of text: {self.path.with_name(SETTINGS)} "
                 f"{what}, and {' and '.join(MODEL_SETTINGS)} beside it have no eos_token_id. Write "
-                f"{SETTINGS} with {self.an_end()}."
+                f'{SETTINGS} with {{"eos_token": "<|endoftext|>"}}, or as its special token is '
+                "called."
             )
         return found
-
-    def an_end(self) -> str:
-        """What SETTINGS should say, with a special token as the example, if possible of the end."""
-        names = sorted(self.added.values(), key=lambda name: "end" not in name)
-        return json.dumps({"eos_token": (names or ["<|endoftext|>"])[0]}, ensure_ascii=False)
-
-
-def token_names(settings: dict[str, Any]) -> dict[str, str]:
-    """bos_token and others, as templates call them."""
-    found = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
-    named = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
-    return {f"{name}_token": value for name, value in named.items() if isinstance(value, str)}
-
-
-def chat_template(settings: dict[str, Any], folder: Path) -> str | None:
-    """Of the settings, or of the file beside them; of several the one called default."""
-    if (file := folder / CHAT_TEMPLATE).is_file():
-        return file.read_text()
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found
 
 
 def opened(content: bytes, path: Path) -> Tokenizer:
@@ -248,14 +163,3 @@ def opened(content: bytes, path: Path) -> Tokenizer:
     table.no_padding()
     table.encode_special_tokens = True  # as the text that they are
     return table
-
-
-def settings_of(file: Path) -> dict[str, Any]:
-    """What a file of JSON says; nothing if there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Correct it.") from None
-    return found if isinstance(found, dict) else {}

@@ -3,25 +3,26 @@
 Writes OUT/train and OUT/val, each with shards and an index.json, which is written last: a folder
 without one is not finished. The source is cut into splits (data/sources.py), each is tokenized by
 itself (data/encode.py), and the index lists what their records say, in the order of the splits. So
-the same bits come out whoever does it, and a preparation that was stopped goes on when it is
-started again: splits that have a record are not done again.
+the same bits come out whoever does it. Started again, splits that have a record are skipped.
 
     python data/prepare.py --source books.jsonl.zst --out data/books
     python data/prepare.py --source chat.jsonl --chat --out data/chat
     python data/prepare.py --source gs://bucket/books --out gs://bucket/data/books --ray local
 
 Splits are tokenized by processes of this machine, or with --ray by a cluster (data/cluster.py).
-Conversations (data/chat.py) get loss weights beside their tokens: 1 for answers and 0 for the rest,
-so that training and validation count answers only.
+Conversations (data/chat.py) get loss weights beside their tokens, 1 for answers and 0 elsewhere.
 """
 
 import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -29,31 +30,27 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import CancelledError, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 # Run as a script, this folder is on the path and the one above it is not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import settings, sources
 from data.encode import Coder, Job, Record, Side, record_of, tokenize_split
-from data.out import folder_at
+from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
-from data.shards import PARTIAL
+from data.shards import PARTIAL, folder_at
 from data.tokenizer import table_sha256
 from faults import Fault
-from manifest import DOCUMENT_RULE, INDEX, Manifest, files_of, index_text, read_manifest
+from manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 
-LINE_EVERY_S = 10.0
 TELL_S = 0.5  # between two looks at how far the processes are
 ABANDONED_S = 600.0  # after which an unfinished file that nobody writes to is removed
-FULL = errno.ENOSPC, errno.EDQUOT
 STATE = "splits"  # the folder of records and settings
 
 
@@ -63,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         Preparation(config).run()
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(
             f"there is no space left for {config.out} ({error}). Make room, and start this again: "
@@ -82,6 +79,7 @@ class Preparation:
         self.sides = [side for side, used in (("train", share < 1), ("val", share > 0)) if used]
         # A side that is prepared alone leaves the other as it is.
         self.state = STATE if len(self.sides) == 2 else f"{self.sides[0]}/{STATE}"
+        self.own = f"{self.state}/settings.json"
         # Files are known by names and contents, wherever they lie.
         but = (*NOT_CONTENT, *["source"] * ("files_sha256" in self.source.settings))
         decides = {k: v for k, v in vars(config).items() if k not in but}
@@ -96,144 +94,135 @@ class Preparation:
         self.hash = hashlib.sha256(text.encode()).hexdigest()
 
     def run(self) -> None:
+        config = self.config
         if self.source.left_out:
             print(self.source.left_out)
-        if self.config.overwrite:
+        if config.overwrite:
             self.out.remove([f"{side}/{INDEX}" for side in self.sides])
-            self.out.remove([*self.ours()])
-        elif self.is_finished():
+            self.out.remove(self.ours())
+        if self.is_finished():
             print(
-                f"{self.config.out} is already prepared with these settings; --overwrite prepares "
-                "it again"
+                f"{config.out} is already prepared with these settings; --overwrite prepares it "
+                "again"
             )
             return
-        self.check_settings()
-        began = time.perf_counter()
-        records = self.first_tokens(self.tokenized())
+        self.out.write(self.own, (json.dumps(self.settings, indent=1) + "\n").encode())
+        began, done = time.perf_counter(), self.records()
+        if done:
+            tokens = sum(record.tokens for record in done.values())
+            print(f"{config.out}: {len(done)} splits with {tokens:,} tokens are done")
+        missing = [n for n in range(len(self.source.splits)) if n not in done]
+        jobs = [self.job(n, config.max_tokens) for n in missing]
+        records = self.first_tokens(self.tokenized(jobs, done))
         left_out = sum((Counter(record.left_out) for record in records), Counter())
         if not (total := sum(record.tokens for record in records)):
-            raise ValueError(f"--source {self.config.source} has no text{told(left_out)}.")
+            raise ValueError(f"--source {config.source} has no text{told(left_out)}.")
         shared_out = sum(record.val.tokens for record in records) / total
-        share = self.config.val_share
-        if shared_out < share / 2 or 1 - shared_out < (1 - share) / 2:
+        if shared_out < config.val_share / 2 or 1 - shared_out < (1 - config.val_share) / 2:
             records = self.by_position(records, total)
         found = {side: sum((getattr(r, side) for r in records), Side()) for side in self.sides}
         for name, side in found.items():
             self.finish(name, side, left_out)
-        self.sweep(found, [record.split for record in records])
+        self.sweep(found, records)
         if left_out:
             print(f"left out{told(left_out)}")
         seconds = time.perf_counter() - began
-        print(f"prepared in {seconds:.1f} s with the tokenizer {self.config.tokenizer}")
-
-    # --- what is there
+        print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
     def is_finished(self) -> bool:
-        """Raises ValueError where a side is finished, and made otherwise: a run may need it."""
-        whole = True
+        """Whether all sides are whole. Raises ValueError where something was made with other
+        settings.
+        """
+        there, whole = self.files(), []
         for side in self.sides:
-            if f"{side}/{INDEX}" not in self.out.found(f"{side}/"):
-                whole = False
-                continue
-            found = read_manifest(f"{self.config.out}/{side}")
-            self.must_be_made_alike(f"{side}/{INDEX}", found.settings, "a run may depend on it")
-            whole = whole and self.has(side, found.shards)
-        return whole
-
-    def has(self, side: str, shards: list[Any]) -> bool:
-        """Whether their files are there, by size: data/verify.py compares checksums."""
-        there = self.files(side)
-        return all(there.get(file.name) == file.bytes for file in files_of(shards))
-
-    def files(self, side: str) -> dict[str, int]:
-        found = self.out.found(f"{side}/").items()
-        return {name.removeprefix(f"{side}/"): item.size for name, item in found}
-
-    def check_settings(self) -> None:
-        """Raises ValueError where OUT has splits that were made with other settings."""
-        name = f"{self.state}/settings.json"
+            if f"{side}/{INDEX}" in there:
+                manifest = read_manifest(f"{self.config.out}/{side}")
+                self.must_be_made_alike(f"{side}/{INDEX}", manifest.settings)
+                whole.append(has(there, side, manifest.shards))
         with contextlib.suppress(FileNotFoundError):
-            found = json.loads(self.out.read(name))
-            return self.must_be_made_alike(name, found, "splits of both would mix")
-        self.out.write(name, (json.dumps(self.settings, indent=1) + "\n").encode())
+            self.must_be_made_alike(self.own, json.loads(self.out.read(self.own)))
+        return len(whole) == len(self.sides) and all(whole)
 
-    def must_be_made_alike(self, name: str, found: dict[str, Any], why: str) -> None:
+    def must_be_made_alike(self, name: str, found: dict[str, Any]) -> None:
         names = (found.keys() | self.settings.keys()) - {"left_out"}  # what came of the others
-        differ = sorted(n for n in names if found.get(n) != self.settings.get(n))
-        if differ:
+        if differ := sorted(n for n in names if found.get(n) != self.settings.get(n)):
             raise ValueError(
-                f"{self.config.out}/{name} was made with another {', '.join(differ)}, and {why}. "
-                "Use another --out, or --overwrite to replace it."
+                f"{self.config.out}/{name} was made with another {', '.join(differ)}. Use another "
+                "--out, or --overwrite to replace what is there."
             )
+
+    def files(self) -> dict[str, int]:
+        """Bytes of what OUT has for the sides."""
+        found = [self.out.found(f"{side}/") for side in self.sides]
+        return {name: item.size for each in found for name, item in each.items()}
 
     def record_name(self, split: int) -> str:
         return f"{self.state}/{split:05d}.json"
 
     def records(self) -> dict[int, Record]:
-        """Of splits whose shards are there."""
-        there = {side: self.files(side) for side in self.sides}
-        names, found = self.out.found(f"{self.state}/"), {}
+        """Of splits whose shards are there, by size: data/verify.py compares checksums."""
+        there, names, found = self.files(), self.out.found(f"{self.state}/"), {}
         for split in range(len(self.source.splits)):
             if (name := self.record_name(split)) in names:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     record = record_of(self.out.read(name))
-                    files = [(s, f) for s in there for f in files_of(getattr(record, s).shards)]
-                    whole = all(there[s].get(f.name) == f.bytes for s, f in files)
+                    whole = all(has(there, s, getattr(record, s).shards) for s in self.sides)
                     if whole and record.settings == self.hash:
                         found[split] = record
         return found
-
-    # --- splits
 
     def job(self, split: int, limit: int, **how: Any) -> Job:
         how = {"record": self.record_name(split)} | how
         return Job(self.config, split, self.source.splits[split], self.hash, limit, **how)
 
-    def tokenized(self) -> list[Record]:
-        """Of all splits, or of the first that have --max-tokens, in order."""
-        config, done = self.config, self.records()
-        if done:
-            tokens = sum(record.tokens for record in done.values())
-            print(f"{config.out}: {len(done)} splits with {tokens:,} tokens are done")
-        report = Report(self, done)
-        missing = [n for n in range(len(self.source.splits)) if n not in done]
-        jobs = [self.job(n, config.max_tokens) for n in missing]
-        with report.progress, contextlib.closing(self.results(jobs, report)) as results:
+    def tokenized(self, jobs: list[Job], done: dict[int, Record]) -> list[Record]:
+        """The records of jobs, and those that are `done`, in order; with --max-tokens as many as
+        are needed.
+        """
+        sizes = [sum(part.size for part in parts) for parts in self.source.splits]
+        before = sum(sizes) - sum(sizes[job.split] for job in jobs)
+        tokens = sum(record.tokens for record in done.values())
+        with (
+            progress(sum(sizes), before) as bar,
+            contextlib.closing(self.results(jobs, bar.update)) as results,
+        ):
             while not self.is_enough(done) and (record := next(results, None)):
                 done[record.split] = record
-                report.add(record)
-        return [done[n] for n in range(len(done)) if n in done]
+                tokens += record.tokens
+                text = f"{len(done)} of {len(sizes)} splits, {tokens:,} tokens"
+                bar.set_postfix_str(text, refresh=False)
+                bar.update(sizes[record.split] if self.config.ray else 0)
+        return [done[split] for split in sorted(done)]
 
     def is_enough(self, done: dict[int, Record]) -> bool:
-        tokens = 0
-        for split in range(len(self.source.splits)):
-            if split not in done:
-                return False
-            if 0 < self.config.max_tokens <= (tokens := tokens + done[split].tokens):
-                return True
-        return True
+        """Whether the first splits have --max-tokens."""
+        if not (rest := self.config.max_tokens):
+            return False
+        for split in itertools.takewhile(done.__contains__, range(len(self.source.splits))):
+            rest -= done[split].tokens
+        return rest <= 0
 
-    def results(self, jobs: list[Job], report: "Report") -> Iterator[Record]:
+    def results(self, jobs: list[Job], told: Callable[[int], None]) -> Iterator[Record]:
+        """As splits end. told  is called with bytes that were read."""
         if self.config.ray:
             from data import cluster  # late: ray is needed for it alone
 
-            return cluster.results(self.config, jobs, report.tell)
-        workers = self.config.workers or len(os.sched_getaffinity(0))
-        if min(workers, len(jobs)) <= 1:
-            return (tokenize_split(job, report.read) for job in jobs)
-        return by_processes(jobs, min(workers, len(jobs)), report)
+            return cluster.results(self.config, jobs)
+        workers = min(self.config.workers or len(os.sched_getaffinity(0)), len(jobs))
+        if workers <= 1:
+            return (tokenize_split(job, told) for job in jobs)
+        return by_processes(jobs, workers, told)
 
     def first_tokens(self, records: list[Record]) -> list[Record]:
         """The first that have --max-tokens, the last cut after the document that reaches it."""
-        kept, tokens = [], 0
+        kept, rest = [], self.config.max_tokens or math.inf
         for record in records:
-            if 0 < self.config.max_tokens <= tokens:
+            if rest <= 0:
                 break
-            rest = self.config.max_tokens - tokens
-            if kept and 0 < rest < record.tokens:
-                record = tokenize_split(self.job(record.split, rest, record="", stem="cut"))
+            if kept and rest < record.tokens:
+                record = tokenize_split(self.job(record.split, int(rest), record="", stem="cut"))
             kept.append(record)
-            tokens += record.tokens
+            rest -= record.tokens
         return kept
 
     def by_position(self, records: list[Record], total: int) -> list[Record]:
@@ -242,24 +231,17 @@ class Preparation:
         """
         share = self.config.val_share
         print(f"too few documents to share them out: the last {share:.3g} of all tokens are val")
-        cut, at = total - max(1, round(share * total)), 0
+        room = total - max(1, round(share * total))
         jobs, kept = [], {}
         for record in records:
-            room = min(max(cut - at, 0), record.tokens)
-            at += record.tokens
-            if room == record.train.tokens and (room in (0, record.tokens)):
+            cut = min(max(room, 0), record.tokens)
+            room -= record.tokens
+            if cut == record.train.tokens and cut in (0, record.tokens):
                 kept[record.split] = record
             else:
-                how = {"record": "", "stem": "moved", "cut": room}
+                how = {"record": "", "stem": "moved", "cut": cut}
                 jobs.append(self.job(record.split, record.tokens, **how))
-        report = Report(self, kept)
-        with report.progress, contextlib.closing(self.results(jobs, report)) as results:
-            for record in results:
-                kept[record.split] = record
-                report.add(record)
-        return [kept[split] for split in sorted(kept)]
-
-    # --- the end
+        return self.tokenized(jobs, kept)
 
     def finish(self, name: str, side: Side, left_out: Counter[str]) -> None:
         """Writes index.json, which says that the side is whole."""
@@ -269,24 +251,21 @@ class Preparation:
                 f"no document of --source {config.source} is for {name}{told(left_out)}. Use "
                 "another --val-share, or 0 for no validation set."
             )
+        others = {"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}
+        counted = vars(side) if config.chat else vars(side) | {"learned_tokens": None}
         manifest = Manifest(
             split=name,
             tokenizer=config.tokenizer,
-            tokenizer_sha256=table_sha256(tokenizer),
+            tokenizer_sha256=self.settings["tokenizer_sha256"],
             vocabulary=tokenizer.n_vocab,
             end_of_text=tokenizer.eot_token,
             document_rule=DOCUMENT_RULE,
             dtype=self.coder.dtype.name,
-            documents=side.documents,
-            tokens=side.tokens,
-            text_bytes=side.text_bytes,
-            shards=side.shards,
             command=command(config),
-            settings=self.settings
-            | ({"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}),
+            settings=self.settings | others,
             template=self.settings["template"],
-            learned_tokens=side.learned_tokens if config.chat else None,
             begin_of_text=self.coder.begin,
+            **counted,
         )
         self.out.write(f"{name}/{INDEX}", index_text(manifest).encode())
         answers = f" ({side.learned_tokens:,} of answers)" if config.chat else ""
@@ -296,28 +275,28 @@ class Preparation:
             f"{bytes_per_token:.2f} bytes per token, {len(side.shards)} shards"
         )
 
-    def ours(self) -> Iterator[str]:
+    def ours(self) -> list[str]:
         """Files in OUT that preparations made, but indexes."""
-        for side in self.sides:
-            for name in self.files(side):
-                if "/" not in name and name.startswith(("shard_", "cut_", "moved_")):
-                    yield f"{side}/{name}"
-        yield from self.out.found(f"{self.state}/")
+        own = re.compile(r"(train|val)/(shard|cut|moved)_[^/]+")
+        return [n for n in self.files() if own.fullmatch(n)] + [*self.out.found(f"{self.state}/")]
 
-    def sweep(self, found: dict[str, Side], splits: list[int]) -> None:
+    def sweep(self, found: dict[str, Side], records: list[Record]) -> None:
         """Removes shards that the indexes do not list, records of splits that they do not have,
         and what killed preparations left.
         """
         kept = {f"{name}/{file.name}" for name in found for file in files_of(found[name].shards)}
-        kept |= {f"{self.state}/settings.json", *map(self.record_name, splits)}
-        for name in self.ours():
-            if name.endswith(PARTIAL):
-                path = Path(self.config.out) / name
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - path.stat().st_mtime > ABANDONED_S:
-                        path.unlink()
-            elif name not in kept:
-                self.out.remove([name])
+        kept |= {self.record_name(record.split) for record in records}
+        kept.add(self.own)
+        for name in set(self.ours()) - kept:
+            path = Path(self.config.out, name)
+            with contextlib.suppress(FileNotFoundError):  # another preparation was faster
+                age_s = time.time() - path.stat().st_mtime if name.endswith(PARTIAL) else math.inf
+                self.out.remove([name] if age_s > ABANDONED_S else [])
+
+
+def has(there: dict[str, int], side: str, shards: list[Shard]) -> bool:
+    """Whether all files of shards are there."""
+    return all(there.get(f"{side}/{file.name}") == file.bytes for file in files_of(shards))
 
 
 def told(left_out: Counter[str]) -> str:
@@ -336,27 +315,21 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-# --- processes ------------------------------------------------------------------------------------
-
-
-def by_processes(jobs: list[Job], workers: int, report: "Report") -> Iterator[Record]:
+def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> Iterator[Record]:
     """As splits end. What is under way ends early where the iterator is closed."""
     # Fresh processes rather than forks: a fork copies locks of threads that it does not copy.
     context = multiprocessing.get_context("spawn")
     read, stop = context.Value("q"), context.Event()
     pool = ProcessPoolExecutor(workers, context, start_worker, (read, stop))
-    pending: set[Future[Record]] = set()
-    left = iter(jobs)
+    before = 0
     try:
-        while True:
-            while len(pending) < 2 * workers and (job := next(left, None)):
-                pending.add(pool.submit(in_worker, job))
-            if not pending:
-                return
-            done, pending = wait(pending, TELL_S, FIRST_COMPLETED)
-            report.tell(read.value)
-            for future in done:
-                yield future.result()
+        pending = {pool.submit(in_worker, job) for job in jobs}
+        while pending:
+            done, pending = wait(pending, TELL_S)
+            now = read.value
+            told(now - before)
+            before = now
+            yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         raise Fault(
             "a process that tokenizes was killed, perhaps for want of memory. Start this again, "
@@ -365,10 +338,6 @@ def by_processes(jobs: list[Job], workers: int, report: "Report") -> Iterator[Re
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-
-
-class Stopped(Exception):
-    """Nobody waits for the split."""
 
 
 told_by_worker: Callable[[int], None]
@@ -385,7 +354,7 @@ def start_worker(read: Any, stop: Any) -> None:
 
     def tell(count: int) -> None:
         if stop.is_set():
-            raise Stopped
+            raise CancelledError
         with read.get_lock():
             read.value += count
 
@@ -396,50 +365,6 @@ def start_worker(read: Any, stop: Any) -> None:
 
 def in_worker(job: Job) -> Record:
     return tokenize_split(job, told_by_worker)
-
-
-# --- what the user sees ---------------------------------------------------------------------------
-
-
-class Report:
-    """A progress bar in a terminal; elsewhere a line every LINE_EVERY_S."""
-
-    def __init__(self, preparation: Preparation, done: dict[int, Record]):
-        sizes = [sum(part.size for part in parts) for parts in preparation.source.splits]
-        self.total, self.before = sum(sizes), sum(sizes[split] for split in done)
-        self.splits, self.done, self.tokens, self.bytes = len(sizes), len(done), 0, 0
-        self.began = time.monotonic()
-        self.next_line_s = self.began + LINE_EVERY_S
-        columns = TextColumn("{task.description}"), BarColumn()
-        times = TimeElapsedColumn(), TimeRemainingColumn()
-        self.progress = Progress(*columns, *times, disable=not Console().is_terminal)
-        self.task = self.progress.add_task("starting", total=self.total or None)
-
-    def add(self, record: Record) -> None:
-        self.done += 1
-        self.tokens += record.tokens
-        self.tell(self.bytes)
-
-    def read(self, count: int) -> None:
-        self.tell(self.bytes + count)
-
-    def tell(self, read: int = 0) -> None:
-        """read  bytes since this preparation started."""
-        self.bytes, now = max(read, self.bytes), time.monotonic()
-        if self.progress.disable and now < self.next_line_s:
-            return
-        seconds, done = now - self.began, self.before + self.bytes
-        text = (
-            f"{self.done:,} of {self.splits:,} splits, {self.tokens / 1e6:,.1f} M tokens, "
-            f"{self.tokens / 1e6 / max(seconds, 1e-9):.2f} M tokens/s"
-        )
-        self.progress.update(self.task, completed=done, description=text)
-        if self.progress.disable:
-            if self.bytes and self.total:
-                left_s = seconds * (self.total - done) / self.bytes
-                text += f", {min(done / self.total, 1):.0%}, {max(left_s, 0):,.0f} s left"
-            print(text, flush=True)
-            self.next_line_s = now + LINE_EVERY_S
 
 
 if __name__ == "__main__":

@@ -18,15 +18,13 @@ class Prepare:
     out: str  # folder to write train/ and val/ into, or gs://bucket/folder
     tokenizer: str = "sample"  # sample, a name of tiktoken's, or a folder with a tokenizer's files
     val_share: float = 0.05  # share of the documents for validation
-    shard_tokens: int = 100_000_000  # tokens in a shard at most
+    shard_tokens: int = 25_000_000  # tokens in a shard at most; a process holds one in memory
     split_mb: float = 64.0  # of the source, in a split, which one process tokenizes
     max_tokens: int = 0  # stop after the document that reaches this many; 0 takes all
     workers: int = 0  # processes; 0 is one for each core that this process may use
     ray: str = ""  # run on a Ray cluster instead: HOST:PORT of its head, or local
     glob: str = "**/*"  # files of a folder to read; hidden ones are never read
-    kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = (
-        "auto"  # text: of all files
-    )
+    kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = "auto"  # or text for all
     text_field: str = "text"  # with the text of a row; data.text is field text of field data
     chat: bool = False  # rows are conversations, of which only the answers are learned
     chat_template: Literal["plain", "tokenizer"] = "plain"  # tokenizer: its own
@@ -43,16 +41,11 @@ def check(config: Prepare) -> None:
         raise ValueError(
             f"--val-share {config.val_share} is not a share: expected 0 to 1. Use --val-share 0.05."
         )
-    for name, least in (("shard_tokens", 1), ("max_tokens", 0), ("workers", 0), ("split_mb", 1e-7)):
-        if (value := getattr(config, name)) < least:
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--{flag} {value} is too small: expected at least {least}. Leave it out."
-            )
+    for flag, least in (("shard-tokens", 1), ("max-tokens", 0), ("workers", 0), ("split-mb", 1e-7)):
+        if (value := getattr(config, flag.replace("-", "_"))) < least:
+            raise ValueError(f"--{flag} {value} is too small: expected at least {least}.")
     if config.out.startswith("gs:") and not config.out.removeprefix("gs://").strip("/").count("/"):
-        raise ValueError(
-            f"--out {config.out} names no folder of a bucket. Use --out gs://bucket/data/books."
-        )
+        raise ValueError(f"--out {config.out} names no folder of a bucket. Use gs://bucket/books.")
 
 
 VALIDATION_RULE = (

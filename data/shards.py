@@ -1,122 +1,110 @@
 """Write token shards: flat .npy files of token ids, with files of loss weights where they differ.
 
-A shard is written under a temporary name and has its own when it is complete. In a bucket it is
-uploaded when it is complete, and the bucket's checksum is compared.
+A shard is collected in memory. On a disk it is written under a temporary name and then has its own;
+in a bucket an upload is complete or nothing, and the bucket's checksum is compared.
 """
 
-import base64
 import contextlib
-import dataclasses
+import io
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from buckets import Found, Prefix, is_bucket
-from manifest import Shard, file_crc32c
+from manifest import Shard
 
 PARTIAL = ".partial"
 
 
-class NpyFile:
-    """A .npy file of one dimension that is written as its elements come."""
+class DiskFolder:
+    """A folder with the methods of buckets.Prefix that a preparation uses."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype):
-        self.path, self.dtype, self.length = folder / name, dtype, 0
+    def __init__(self, url: str):
+        self.root = Path(url)
+
+    def found(self, below: str = "") -> dict[str, Found]:
+        """All files whose names begin with `below`, by their names in the folder."""
+        found = {}
+        for path in (self.root / below.rpartition("/")[0]).rglob("*"):
+            name = path.relative_to(self.root).as_posix()
+            if name.startswith(below) and path.is_file():
+                with contextlib.suppress(FileNotFoundError):  # another preparation removed it
+                    found[name] = Found(path.stat().st_size, "")
+        return found
+
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        """The file has its old content or this one, whenever the machine stops."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same file: to each its own.
-        self._partial = folder / f"{name}.{secrets.token_hex(4)}{PARTIAL}"
-        self._file = self._partial.open("w+b")
-        self._header()
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
-    def _header(self) -> None:
-        """The same number of bytes for every length."""
-        described = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self._file, described)
+    def remove(self, names: list[str]) -> None:
+        for name in names:
+            (self.root / name).unlink(missing_ok=True)
 
-    def append(self, values: np.ndarray) -> None:
-        self._file.write(values.astype(self.dtype, copy=False).data)
-        self.length += len(values)
 
-    def finish(self) -> Shard:
-        self._file.seek(0)
-        self._header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        crc32c, size = file_crc32c(self._partial), self._partial.stat().st_size
-        os.replace(self._partial, self.path)
-        return Shard(self.path.name, self.length, size, crc32c)
-
-    def discard(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, again
-            self._file.close()
-        self._partial.unlink(missing_ok=True)
+def folder_at(url: str) -> DiskFolder | Prefix:
+    return Prefix(url) if is_bucket(url) else DiskFolder(url)
 
 
 class ShardWriter:
-    """A context that cuts a stream of tokens into shards STEM_000.npy, STEM_001.npy, .. of a folder
-    on a disk or in a bucket; an error leaves no unfinished file.
+    """Cuts a stream of tokens into shards STEM_000.npy, STEM_001.npy, .. of a folder on a disk or
+    in a bucket.
     """
 
     def __init__(
         self, folder: str, stem: str, shard_tokens: int, dtype: np.dtype, weighted: bool = False
     ):
         """weighted  with the loss weight of each token, in STEM_000.weights.npy."""
-        self.folder, self.stem, self.shard_tokens = str(folder), stem, shard_tokens
-        self.kinds = [("", dtype)] + [(".weights", np.dtype(np.uint8))] * weighted
+        self.folder, self.stem, self.shard_tokens = folder_at(folder), stem, shard_tokens
+        self.dtype, self.weighted = dtype, weighted
         self.shards: list[Shard] = []
-        self._open: list[NpyFile] = []
-        self._staging: tempfile.TemporaryDirectory | None = None
-
-    def __enter__(self) -> "ShardWriter":
-        if is_bucket(self.folder):
-            self._staging = tempfile.TemporaryDirectory(prefix="shards-")
-        else:
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-        self._local = Path(self._staging.name if self._staging else self.folder)
-        return self
-
-    def __exit__(self, kind: type | None, *error: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            for file in self._open:
-                file.discard()
-            if self._staging:
-                self._staging.cleanup()
+        self._ids: list[np.ndarray] = []  # of the shard that is collected
+        self._weights: list[np.ndarray] = []
+        self._room = shard_tokens
 
     def add(self, ids: np.ndarray, weight: int | None = None) -> None:
         """weight  of the loss on all of these tokens, where the writer is `weighted`."""
         while len(ids):
-            if not self._open:
-                stem = f"{self.stem}_{len(self.shards):03d}"
-                self._open = [NpyFile(self._local, f"{stem}{k}.npy", d) for k, d in self.kinds]
-            tokens, *weights = self._open
-            room = self.shard_tokens - tokens.length
-            tokens.append(ids[:room])
-            for file in weights:
-                file.append(np.full(len(ids[:room]), weight, np.uint8))
-            ids = ids[room:]
-            if tokens.length == self.shard_tokens:
-                self._finish()
+            some, ids = ids[: self._room], ids[self._room :]
+            self._ids.append(some.astype(self.dtype))
+            if self.weighted:
+                self._weights.append(np.full(len(some), weight, np.uint8))
+            self._room -= len(some)
+            if not self._room:
+                self.finish()
 
-    def _finish(self) -> None:
-        """The shard that is being written, if there is one."""
-        if not self._open:
-            return
-        shard, *weights = files = [file.finish() for file in self._open]
-        self._open = []
-        if self._staging:
-            paths = {file.name: self._local / file.name for file in files}
-            Prefix(self.folder).send(paths, {file.name: found(file) for file in files})
-            for path in paths.values():
-                path.unlink()
-        self.shards.append(dataclasses.replace(shard, weights=(weights or [None])[0]))
+    def finish(self) -> None:
+        """Write the tokens that are no shard yet, if there are any."""
+        if self._ids:
+            stem = f"{self.stem}_{len(self.shards):03d}"
+            weights = self._write(f"{stem}.weights.npy", self._weights) if self.weighted else None
+            self.shards.append(self._write(f"{stem}.npy", self._ids, weights))
+        self._ids, self._weights, self._room = [], [], self.shard_tokens
 
-
-def found(file: Shard) -> Found:
-    """What a bucket says of it."""
-    return Found(file.bytes, base64.b64encode(bytes.fromhex(file.crc32c)).decode())
+    def _write(self, name: str, parts: list[np.ndarray], weights: Shard | None = None) -> Shard:
+        file, tokens = io.BytesIO(), sum(map(len, parts))
+        described = {"descr": parts[0].dtype.str, "fortran_order": False, "shape": (tokens,)}
+        np.lib.format.write_array_header_1_0(file, described)
+        file.writelines(part.data for part in parts)
+        content = file.getvalue()
+        self.folder.write(name, content)
+        crc32c = f"{google_crc32c.value(content):08x}"
+        return Shard(name, tokens, len(content), crc32c, weights)

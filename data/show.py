@@ -5,9 +5,6 @@ metrics.jsonl and skipped.jsonl, from 1. A window is the run's sequence length a
 which is a target only; its text may begin and end inside a character.
 
     python data/show.py --run runs/tiny --windows 3 17
-
-The run's data must still lie where its config says. What is printed is compared with its checksums
-first.
 """
 
 import sys
@@ -24,8 +21,9 @@ import faults
 import resume
 import run_folder
 import utils
-from data.tokenizer import Tokenizer, load_tokenizer, text_of
-from mixture import Data, open_training
+from data.tokenizer import load_tokenizer, text_of
+from dataset import Dataset
+from mixture import open_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,53 +38,35 @@ class Flags:
 def main(arguments: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=arguments)
     config = utils.load(resume.config_file(run_folder.at(flags.run), "--run"))
-    check(flags)
+    if (flags.step is None) == (not flags.windows) or (flags.step is not None and flags.step < 1):
+        raise ValueError(
+            "--step names the batch of a step, from 1, and --windows single windows. Give one of "
+            "them, as --step 1."
+        )
     data = open_training(config)
-    check_windows(flags.windows, data)
     numbers = list(flags.windows)
     if flags.step is not None:
         numbers = data.windows_of(flags.step - 1, np.arange(data.sequences)).tolist()
-    m = data.manifest
-    tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_sha256)
     for number in numbers:
-        print(f"--- {place(data, number)}\n{text(data, tokenizer, number)}")
+        if not 0 <= number < data.windows:
+            raise ValueError(
+                f"--windows {number} is not a window of {data.folder}, which has those from 0 to "
+                f"{data.windows - 1}. Use these."
+            )
+    tokenizer = load_tokenizer(data.manifest.tokenizer, data.manifest.tokenizer_sha256)
+    for number in numbers:
+        dataset, own = data.part_of(number)
+        [ids], *_ = dataset.stacked(np.array([own]))
+        print(f"--- window {number}: {place(dataset, own)}\n{text_of(tokenizer, ids.tolist())}")
 
 
-def check(flags: Flags) -> None:
-    """Raises ValueError for a step before the first, or not exactly one of --step and --windows."""
-    if (flags.step is None) == (not flags.windows):
-        raise ValueError(
-            "--step names the batch of a step, and --windows single windows. Give one of them, as "
-            "--step 1."
-        )
-    if flags.step is not None and flags.step < 1:
-        raise ValueError(f"--step {flags.step} is below 1, which is the first step. Use 1 or more.")
-
-
-def check_windows(numbers: tuple[int, ...], data: Data) -> None:
-    """Raises ValueError for a window that there is not."""
-    outside = [number for number in numbers if not 0 <= number < data.windows]
-    if outside:
-        raise ValueError(
-            f"--windows {outside[0]} is not a window of {data.folder}, which has those from 0 to "
-            f"{data.windows - 1}. Use these."
-        )
-
-
-def place(data: Data, number: int) -> str:
-    """A window's number, and the shards and tokens where it lies."""
+def place(data: Dataset, window: int) -> str:
+    """The shards and tokens where a window lies."""
     parts = []
-    of, own = data.part_of(number)
-    for file, first, end in of.places(np.array([own]))[0]:
-        name = of.manifest.shards[file].name
-        parts.append(f"tokens {first} to {end - 1} of {of.folder}/{name}")
-    return f"window {number}: {', '.join(parts)}"
-
-
-def text(data: Data, tokenizer: Tokenizer, number: int) -> str:
-    of, own = data.part_of(number)
-    [window], *_ = of.stacked(np.array([own]))
-    return text_of(tokenizer, window.tolist())
+    for file, begin, end in data.places(np.array([window])):
+        name = data.manifest.shards[file].name
+        parts.append(f"tokens {begin} to {end - 1} of {data.folder}/{name}")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -13,39 +13,28 @@ import json
 import math
 import os
 import re
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from fsspec.utils import glob_translate
+
 import buckets
 from data import readers
-from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, Part
+from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, Bad, Part, opened, reading
 from data.settings import Prepare
 
 STDLIB = "python-stdlib"
-NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+HIDDEN = r"\..*"
+# Of the standard library: tests, installed packages, and what each build of Python generates.
+NOT_SOURCE = rf"{HIDDEN}|tests?|idle_test|(site|dist)-packages|__pycache__|_sysconfigdata.*"
 HEAD_BYTES = 1 << 16  # of a file, from which its kind is known
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 EXPANDS = 4  # times as many bytes of text as of a compressed file, about
-# Names of data that is read as text nowhere, unless by --as text.
-OTHER_FORMATS = re.compile(
-    r"\.(csv|tsv|arrow|feather|orc|avro|h5|npy|npz|zip|tar|tgz|7z|pdf|docx?|odt|epub|bin|pt|"
-    r"safetensors|msgpack|db|so|exe|png|jpe?g|gif|webp|mp[34]|wav)"
-)
-KNOWN = (
-    "text in UTF-8; JSON lines (.jsonl, .ndjson, .json); a JSON array (.json); Parquet (.parquet); "
-    "each also as .gz, .bz2, .xz or .zst"
-)
-
-
-class SourceFile(NamedTuple):
-    name: str  # path below --source
-    path: str  # as it is opened
-    size: int
-    identity: str  # checksum of its ends; of an object in a bucket its CRC32C
+TEXTS, LINES = (".txt", ".md", ".rst", ".tex", ".py"), (".jsonl", ".ndjson")
+KINDS = {".parquet": PARQUET, ".csv": "", ".tsv": "", **dict.fromkeys(TEXTS, TEXT)}
 
 
 class Source(NamedTuple):
@@ -57,234 +46,159 @@ class Source(NamedTuple):
 def open_source(config: Prepare) -> Source:
     """Raises ValueError where there is nothing to read, or a file of an unknown kind."""
     if config.source.startswith(readers.HUGGING_FACE):
-        count = readers.hub(config).num_shards
-        parts = [Part(config.hf_split, config.source, HUB, begin=n) for n in range(count)]
-        return Source([(part,) for part in parts], {"files": count}, "")
+        numbers = range(readers.hub(config).num_shards)
+        parts = [Part(config.hf_split, f"{config.source}, file {n}", HUB, begin=n) for n in numbers]
+        return Source([(part,) for part in parts], {"files": len(parts)}, "")
     files = sorted(in_bucket(config) if buckets.is_bucket(config.source) else on_disk(config))
     if not files:
         raise ValueError(
-            f"--source {config.source} holds no file (--glob {config.glob}): expected {STDLIB}, a "
-            f"folder, a file, either in a bucket, or {readers.HUGGING_FACE}NAME. Use --source "
+            f"--source {config.source} holds no file (--glob {config.glob}): expected a file, a "
+            f"folder, either in a bucket, {readers.HUGGING_FACE}NAME, or {STDLIB}. Use --source "
             f"{STDLIB}, which every machine has."
         )
-    chosen, left_out = by_kind(files, config)
-    size = int(min(config.split_mb * 2**20, 2**62))
-    parts = [part for file, part in chosen for part in cut(file, part, size, config)]
-    listing = [(file.name, file.size, file.identity) for file, _ in chosen]
-    settings = {
-        "files": len(listing),
-        "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
-    }
+    files, left_out = of_known_kinds([with_kind(file, config) for file in files], config)
+    size = max(1, int(config.split_mb * 2**20))
+    parts = itertools.chain.from_iterable(cut(file, size) for file in files)
+    listing = json.dumps([(file.name, file.size, file.identity) for file in files])
+    digest = hashlib.sha256(listing.encode()).hexdigest()
+    return Source(grouped(parts, size), {"files": len(files), "files_sha256": digest}, left_out)
+
+
+def on_disk(config: Prepare) -> Iterator[Part]:
+    root, without, glob = Path(config.source), HIDDEN, config.glob
     if config.source == STDLIB:
-        settings["python"] = sys.version.split()[0]
-    return Source(list(grouped(parts, size)), settings, left_out)
+        root, without, glob = Path(sysconfig.get_path("stdlib")), NOT_SOURCE, "**/*.py"
+    chosen = re.compile(glob_translate(glob)).match
+    for path in walk(root, re.compile(without)):
+        name = path.name if path == root else path.relative_to(root).as_posix()
+        if path == root or chosen(name):
+            size, checksum = readers.size_and_checksum(str(path))
+            yield Part(name, str(path), size=size, identity=checksum)
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-def on_disk(config: Prepare) -> Iterator[SourceFile]:
-    root = Path(sysconfig.get_path("stdlib") if config.source == STDLIB else config.source)
-    if config.source == STDLIB:
-        found = library(root)
-    elif root.is_file():
-        root, found = root.parent, iter([root])
-    else:
-        chosen = matcher(config.glob)
-        found = (path for path in walk(root) if chosen(path.relative_to(root).as_posix()))
-    for path in found:
-        name = path.relative_to(root).as_posix()
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            yield SourceFile(name, str(path), size, readers.ends_checksum(file, size))
-
-
-def walk(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Files below a folder that are not hidden. Symbolic links are followed.
+def walk(path: Path, without: re.Pattern[str], above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """A file, or those below a folder but what is called as `without`. Symbolic links are followed.
 
     Raises  ValueError for a link to a folder above it, or to nothing.
     """
-    if not folder.is_dir():
-        return
-    stat = folder.stat()
-    here = (stat.st_dev, stat.st_ino)
-    if here in above:
-        raise ValueError(f"{folder} is a link to a folder above it. Remove it, or use --glob.")
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from walk(path, (*above, here))
-        elif path.is_file():
-            yield path
-        elif path.is_symlink():
-            raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there.")
+    if path.is_dir():
+        here = path.resolve()
+        if here in above:
+            raise ValueError(f"{path} is a link to a folder above it. Remove it.")
+        for below in path.iterdir():
+            if not without.fullmatch(below.name):
+                yield from walk(below, without, (*above, here))
+    elif path.is_file():
+        yield path
+    elif path.is_symlink():
+        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there. Remove it.")
 
 
-def library(root: Path) -> Iterator[Path]:
-    """Python files but tests, installed packages, and what each build of Python generates for
-    itself.
-    """
-    for folder, below, names in os.walk(root):
-        below[:] = set(below) - NOT_SOURCE
-        for name in names:
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                yield Path(folder, name)
-
-
-def in_bucket(config: Prepare) -> Iterator[SourceFile]:
+def in_bucket(config: Prepare) -> Iterator[Part]:
     """The object that --source names, or those below it."""
-    root, _, last = config.source.rstrip("/").rpartition("/")
-    if root == buckets.SCHEME.rstrip("/"):  # a whole bucket
-        root, last = config.source.rstrip("/"), ""
-    chosen, below = matcher(config.glob), f"{last}/" if last else ""
-    for name, (size, crc32c) in buckets.Prefix(root).found(last).items():
-        inside = PurePosixPath(name).name if name == last else name.removeprefix(below)
-        below_it = name.startswith(below) and chosen(inside) and not name.endswith("/")
-        if (name == last or below_it) and "/." not in f"/{inside}":
-            yield SourceFile(inside, f"{root}/{name}", size, crc32c)
+    bucket, _, source = config.source.removeprefix(buckets.SCHEME).strip("/").partition("/")
+    root, folder = f"{buckets.SCHEME}{bucket}", f"{source}/" if source else ""
+    chosen = re.compile(glob_translate(config.glob)).match
+    for found, (size, crc32c) in buckets.Prefix(root).found(source).items():
+        name = PurePosixPath(found).name if found == source else found.removeprefix(folder)
+        below = found.startswith(folder) and not found.endswith("/") and "/." not in f"/{name}"
+        if found == source or (below and chosen(name)):
+            yield Part(name, f"{root}/{found}", size=size, identity=crc32c)
 
 
-def matcher(glob: str) -> Any:
-    from fsspec.utils import glob_translate
+def of_known_kinds(files: list[Part], config: Prepare) -> tuple[list[Part], str]:
+    """(files to read, in words which are left out, as is plain text beside files with rows).
 
-    return re.compile(glob_translate(glob)).match
-
-
-# --- kinds ----------------------------------------------------------------------------------------
-
-
-def by_kind(files: list[SourceFile], config: Prepare) -> tuple[list[tuple[SourceFile, Part]], str]:
-    """(files with all of each as a part, what is left out in words).
-
-    Where some files hold rows, as JSON lines or Parquet do, plain text beside them, as a README, is
-    not read. Raises ValueError for a kind that is not known, and for text with --chat.
+    Raises  ValueError for a kind that is not known, and for text with --chat.
     """
-    parts = [(file, part_of(file, config)) for file in files]
-    rows = any(part.kind in readers.ROWS for _, part in parts)
-    unknown = [file.path for file, part in parts if not part.kind]
-    if unknown and not (rows or config.skip_bad):
+    with_rows = any(file.kind in readers.READERS for file in files)
+    wanted = set(readers.READERS) if with_rows else {TEXT}
+    if config.kind == "auto" and all(".json" in file.name.lower() for file in files):
+        wanted.discard(TEXT)  # but an object each, which only code beside it makes a text
+    others = [file for file in files if file.kind not in wanted]
+    if others and not (with_rows or config.skip_bad):
         raise ValueError(
-            f"{unknown[0]} is of no kind that is known{more(unknown)}. Known are {KNOWN}. Leave "
-            "others out by --glob or --skip-bad, or read all files as text by --as text."
+            f"{others[0].path} is of no kind that is known ({len(others)} of {len(files)} files). "
+            "Known are text in UTF-8; JSON lines (.jsonl, .ndjson, .json), an object per line; a "
+            "JSON array (.json); Parquet; each also as .gz, .bz2, .xz or .zst. Leave others out by "
+            "--glob or --skip-bad, or read all files as text by --as text."
         )
-    if not rows and config.kind == "auto" and all(".json" in file.name.lower() for file in files):
+    if config.chat and not with_rows:
         raise ValueError(
-            f"{files[0].path} is one JSON object{more([file.path for file in files])}: expected an "
-            "object per line, or an array of them. Convert it, or read it as text by --as text."
+            f"--chat reads conversations, a line of JSON or a row each, and not "
+            f"{files[0].path}. Use --source chat.jsonl, or --glob '**/*.jsonl'."
         )
-    if config.chat and not rows:
-        raise ValueError(
-            f"--chat reads conversations, a line of JSON or a row each, and --source "
-            f"{config.source} has {files[0].path}. Use --source chat.jsonl, or --glob "
-            "'**/*.jsonl' for a folder; without --chat it is plain text."
-        )
-    wanted = readers.ROWS if rows else {TEXT}
-    chosen = [(file, part) for file, part in parts if part.kind in wanted]
-    others = [file.name for file, part in parts if part.kind not in wanted]
-    if not others:
-        return chosen, ""
-    what = "plain text or of an unknown kind, beside files with rows" if rows else "of unknown kind"
-    return chosen, f"{len(others)} files are left out, as they are {what}: {listed(others)}"
+    names = ", ".join(file.name for file in others[:5]) + ", .." * (len(others) > 5)
+    why = "are left out, as they are plain text beside files with rows, or of an unknown kind"
+    left_out = f"{len(others)} files {why}: {names}" if others else ""
+    return [file for file in files if file.kind in wanted], left_out
 
 
-def more(paths: list[str]) -> str:
-    return f", nor are {len(paths) - 1} others" * (len(paths) > 1)
-
-
-def listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + ", .." * (len(names) > 5)
-
-
-def part_of(file: SourceFile, config: Prepare) -> Part:
-    """All of a file. Its kind is what its name says, or else its content; "" is unknown."""
+def with_kind(file: Part, config: Prepare) -> Part:
+    """Its kind is what its name says, or else its content."""
     path = PurePosixPath(file.name.lower())
-    compression = COMPRESSIONS.get(path.suffix, "")
+    compression = COMPRESSIONS.get(path.suffix)
     suffix = PurePosixPath(path.stem).suffix if compression else path.suffix
-    part = Part(file.name, file.path, TEXT, compression, size=file.size, identity=file.identity)
+    file = file._replace(compression=compression)
     if config.kind == TEXT or config.source == STDLIB:
-        return part
-    if suffix == ".parquet":
-        kind = PARQUET
-    elif OTHER_FORMATS.fullmatch(suffix):
-        kind = ""
-    elif suffix in (".json", ".jsonl", ".ndjson") or not suffix[1:].isalpha():
-        kind = kind_of(head(part), named=suffix in (".jsonl", ".ndjson"))
-    else:  # .rs, .tcl, ..
-        named = suffix in (".txt", ".md", ".rst", ".tex", ".py")
-        kind = TEXT if named or b"\0" not in head(part) else ""
-    return part._replace(kind=kind)
+        return file._replace(kind=TEXT)
+    return file._replace(kind=KINDS[suffix] if suffix in KINDS else kind_of(head(file), suffix))
 
 
-def head(part: Part) -> bytes:
+def head(file: Part) -> bytes:
     """The first bytes of its text; none where it cannot be unpacked, which its reader says."""
-    with contextlib.suppress(readers.Bad), readers.reading(part), readers.opened(part) as (file, _):
-        return file.read(HEAD_BYTES)
+    with contextlib.suppress(Bad), reading(file), opened(file, HEAD_BYTES) as (text, _):
+        return text.read(HEAD_BYTES)
     return b""
 
 
-def kind_of(content: bytes, named: bool) -> str:
-    """Of content whose name does not say it; `named` as JSON lines."""
-    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+def kind_of(content: bytes, suffix: str) -> str:
+    """Of the first bytes of a file."""
+    text = content.removeprefix(readers.BOM).lstrip()
     if content.startswith(b"PAR1"):
         return PARQUET
-    if text.startswith(b"["):
-        return JSON_ARRAY
-    first = text.split(b"\n", 1)[0].strip()
-    with contextlib.suppress(ValueError):
-        if text.startswith(b"{") and (
-            len(text) == len(first) >= HEAD_BYTES // 2 or json.loads(first)
-        ):
+    if suffix in (".json", *LINES) or not suffix[1:].isalpha():  # not .rs, .toml, ..
+        if text.startswith(b"["):
+            return JSON_ARRAY
+        if suffix in LINES or is_json_line(text):
             return JSON_LINES
-    if named:
-        return JSON_LINES
     return "" if b"\0" in content else TEXT
 
 
-# --- splits ---------------------------------------------------------------------------------------
+def is_json_line(text: bytes) -> bool:
+    """Whether text begins with an object in one line, or with more of one than was read."""
+    line, line_end, _ = text.partition(b"\n")
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    return line.startswith(b"{") and not line_end and len(line) > HEAD_BYTES // 2
 
 
-def cut(file: SourceFile, part: Part, size: int, config: Prepare) -> Iterator[Part]:
-    """A file in parts of about `size` bytes, where it is larger and can be cut."""
-    if part.kind == PARQUET and file.size > size:
-        yield from readers.row_group_parts(part, size, config)
-    elif part.kind in (TEXT, JSON_LINES) and file.size > size and not part.compression:
-        begins = [*range(0, file.size, size), None]
-        for begin, end in itertools.pairwise(begins):
-            yield part._replace(begin=begin, end=end, size=(end or file.size) - begin)
-    else:
-        yield part
+def cut(file: Part, size: int) -> Iterator[Part]:
+    """In parts of `size` bytes, where it can be cut."""
+    can_be_cut = file.kind in (TEXT, JSON_LINES, PARQUET) and not file.compression
+    begins = range(0, max(1, file.size), size if can_be_cut else file.size + 1)
+    for begin, end in itertools.pairwise([*begins, math.inf]):
+        yield file._replace(begin=begin, end=end, size=int(min(end, file.size)) - begin)
 
 
-def grouped(parts: Iterable[Part], size: int) -> Iterator[tuple[Part, ...]]:
+def grouped(parts: Iterable[Part], size: int) -> list[tuple[Part, ...]]:
     """Neighbours together, up to `size` bytes of text."""
-    group: list[Part] = []
+    groups: list[list[Part]] = []
     total = 0
     for part in parts:
         text = part.size * (EXPANDS if part.compression else 1)
-        if group and total + text > size:
-            yield tuple(group)
-            group, total = [], 0
-        group.append(part)
+        if not groups or total + text > size:
+            groups.append([])
+            total = 0
+        groups[-1].append(part)
         total += text
-    if group:
-        yield tuple(group)
+    return [tuple(group) for group in groups]
 
 
-# --- whole documents ------------------------------------------------------------------------------
-
-
-class Document(NamedTuple):
-    name: str
-    position: int
-    text: str
-
-
-def documents(config: Prepare) -> Iterator[Document]:
-    """All documents with text, for who wants them whole."""
-    left_out: Counter[str] = Counter()
-    uncut = dataclasses.replace(config, split_mb=math.inf)
+def documents(config: Prepare) -> Iterator[tuple[readers.Document, str]]:
+    """All documents that have text, with it, of files that are not cut."""
+    uncut = dataclasses.replace(config, split_mb=2**40)
     for part in itertools.chain(*open_source(uncut).splits):
-        for found in readers.documents(part, config, left_out=left_out):
-            if text := "".join(piece.text for piece in found.pieces):
-                yield Document(found.name, found.position, text)
+        for document in readers.documents(part, config, left_out=Counter()):
+            if text := "".join(piece.text for piece in document.pieces):
+                yield document, text

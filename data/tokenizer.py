@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tiktoken
 
-from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, chat_template, settings_of, token_names
+from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, settings_of, special_of
 
 Tokenizer = tiktoken.Encoding | HuggingFace
 
@@ -52,11 +52,9 @@ def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
     expected.
     """
     if name == SAMPLE:
-        tokenizer = load_sample(SAMPLE_RANKS)
-    elif (ranks := ranks_file(Path(name))) and is_path(name):
-        tokenizer = TiktokenModel(ranks)
+        tokenizer = encoding(read_ranks(SAMPLE_RANKS))
     elif is_path(name):
-        tokenizer = HuggingFace(Path(name))
+        tokenizer = load_file(Path(name))
     else:
         tokenizer = load_tiktoken(name)
     found = table_sha256(tokenizer)
@@ -76,18 +74,16 @@ def is_path(name: str) -> bool:
     return name.endswith((".json", ".model")) or "/" in name or Path(name).is_dir()
 
 
-def ranks_file(path: Path) -> Path | None:
-    """The tiktoken.model that is meant, where there is no tokenizer.json beside it."""
-    file = path / RANKS if path.is_dir() else path
-    beside = file.with_name(TABLE).exists() and path.is_dir()
-    return file if file.suffix == ".model" and file.is_file() and not beside else None
+def load_file(path: Path) -> Tokenizer:
+    """A tokenizer.json, or else a tiktoken.model; path  of either, or of its folder."""
+    if path.is_dir() and not (path / TABLE).exists() and (path / RANKS).is_file():
+        path = path / RANKS
+    is_ranks = path.suffix == ".model" and path.is_file()
+    return TiktokenModel(path) if is_ranks else HuggingFace(path)
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Of lines of base64 token, space, rank.
-
-    Raises  ValueError where it has others.
-    """
+    """Of lines of base64 token, space, rank. Raises ValueError where it has others."""
     # Not read through tiktoken.load, which caches by path and would miss that the file has changed.
     try:
         lines = map(bytes.split, file.read_bytes().splitlines())
@@ -113,47 +109,34 @@ class TiktokenModel(tiktoken.Encoding):
             )
         named = {int(i): t["content"] for i, t in settings.get("added_tokens_decoder", {}).items()}
         ids = range(len(ranks), len(ranks) + MOONSHOT_SPECIALS)
-        self.special_ids = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
-        self.special_names = token_names(settings)
-        self.chat_template = chat_template(settings, file.parent)
-        self.bos_token = self.special_ids.get(self.special_names.get("bos_token", ""))
-        self.adds_bos = bool(settings.get("add_bos_token"))
-        if self.special_names.get("eos_token") not in self.special_ids:
+        names = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
+        self.special = special_of(settings, file.parent, names)
+        if self.special.names.get("eos_token") not in names:
             raise ValueError(f"--tokenizer {file}: {SETTINGS} names no eos_token that is special.")
         super().__init__(
             file.parent.name,
             pat_str=MOONSHOT_PATTERN,
             mergeable_ranks=ranks,
-            special_tokens=self.special_ids,
+            special_tokens=names,
             explicit_n_vocab=ids.stop,
         )
 
     @property
     def eot_token(self) -> int:
-        return self.special_ids[self.special_names["eos_token"]]
+        return self.special.ids[self.special.names["eos_token"]]
 
 
 def begin_of_text(tokenizer: Tokenizer, always: bool) -> int | None:
-    """The token that begins each document: as the tokenizer says, or `always`.
-
-    Raises  ValueError where it has none.
+    """The token that begins each document: as the tokenizer says, or `always`. Raises ValueError
+    where it has none.
     """
-    found = getattr(tokenizer, "bos_token", None)
-    if always and found is None:
+    special = getattr(tokenizer, "special", None)  # tiktoken's own have none
+    if always and (special is None or special.bos is None):
         raise ValueError(
             "--add-bos needs a tokenizer that names its bos_token, in tokenizer_config.json. Leave "
             "it out, or add the name."
         )
-    return found if always or getattr(tokenizer, "adds_bos", False) else None
-
-
-def special_id(tokenizer: Tokenizer, name: str) -> int:
-    return tokenizer.special_ids[name]
-
-
-def load_sample(ranks: Path) -> tiktoken.Encoding:
-    """Byte-level BPE from a rank file."""
-    return encoding(read_ranks(ranks))
+    return special.bos if special and (always or special.adds_bos) else None
 
 
 def encoding(table: dict[bytes, int]) -> tiktoken.Encoding:
@@ -189,15 +172,13 @@ def load_tiktoken(name: str) -> tiktoken.Encoding:
 def table_sha256(tokenizer: Tokenizer) -> str:
     """sha256 of all that decides the ids of a text: pattern, tokens by rank, end-of-text; or of the
     content of tokenizer.json.
-
-    Two tokenizers of one name that differ are told apart by it.
     """
     if isinstance(tokenizer, HuggingFace):
         return tokenizer.sha256
     # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
     pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
     table = sorted((rank, token.hex()) for token, rank in ranks.items())
-    specials = [tokenizer.special_ids] if isinstance(tokenizer, TiktokenModel) else []
+    specials = [tokenizer.special.ids] if isinstance(tokenizer, TiktokenModel) else []
     content = json.dumps([pattern, table, tokenizer.eot_token, *specials])
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -7,18 +7,17 @@ file, byte by byte.
 """
 
 import base64
-import itertools
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import regex
 import tyro
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data.hf_tokenizer import BYTES
 from data.settings import Prepare, in_validation
 from data.sources import STDLIB, documents
 from data.tokenizer import SAMPLE_PATTERN, SAMPLE_RANKS, encoding
@@ -35,14 +34,11 @@ class TrainTokenizer:
 def main(arguments: list[str] | None = None) -> None:
     config = tyro.cli(TrainTokenizer, args=arguments)
     if config.vocabulary < 257:
-        raise ValueError(
-            f"--vocabulary {config.vocabulary} is too small: expected 256 bytes, merges and "
-            "end-of-text. Use --vocabulary 4096."
-        )
+        raise ValueError(f"--vocabulary {config.vocabulary} is too small: expected at least 257.")
     splits: dict[bool, list[str]] = {False: [], True: []}
-    for document in documents(Prepare(source=STDLIB, out="")):
+    for document, text in documents(Prepare(source=STDLIB, out="")):
         held_out = in_validation(document.name, document.position, Prepare.val_share)
-        splits[held_out].append(document.text)
+        splits[held_out].append(text)
     tokens = train(splits[False], config.vocabulary - 1)
     table = {token: rank for rank, token in enumerate(tokens)}
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in table.items()]
@@ -56,60 +52,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train(texts: Iterable[str], size: int) -> list[bytes]:
-    """`size` tokens by rank: the 256 bytes, then merges, the most frequent first.
-
-    Of equally frequent ones the first in byte order is taken. There are fewer when the text has no
-    more pairs.
+    """`size` tokens by rank: the 256 bytes, then merges, the most frequent first. There are fewer
+    when the text has no more pairs.
     """
-    pattern = regex.compile(SAMPLE_PATTERN)
-    counts = Counter(word for text in texts for word in pattern.findall(text))
-    words = Words(counts)
-    tokens = [bytes([i]) for i in range(256)]
-    while len(tokens) < size and (most := max(words.pair_counts.values(), default=0)):
-        token = min(pair for pair, count in words.pair_counts.items() if count == most)
-        words.merge(token)
-        tokens.append(token)
-    return tokens
-
-
-class Words:
-    """Counted words, each cut into tokens; a pair is known by the bytes it would join to.
-
-    That names one pair: the merges so far cut the same bytes, between two cuts, in the same way.
-    """
-
-    def __init__(self, counts: Counter[str]):
-        self.words = [[bytes([byte]) for byte in word.encode()] for word in counts]
-        self.counts = list(counts.values())
-        self.pair_counts: Counter[bytes] = Counter()
-        self.places: defaultdict[bytes, set[int]] = defaultdict(set)
-        for index in range(len(self.words)):
-            self.add(index, 1)
-
-    def add(self, index: int, sign: int) -> None:
-        """Count the pairs of one word in (sign 1) or out (sign -1)."""
-        for left, right in itertools.pairwise(self.words[index]):
-            self.pair_counts[left + right] += sign * self.counts[index]
-            # It stays there: merge() finds nothing to join where a pair has gone.
-            self.places[left + right].add(index)
-
-    def merge(self, token: bytes) -> None:
-        """Join neighbours that give `token`, from left to right, in every word."""
-        for index in self.places.pop(token):
-            self.add(index, -1)
-            self.words[index] = join(self.words[index], token)
-            self.add(index, 1)
-
-
-def join(word: list[bytes], token: bytes) -> list[bytes]:
-    """The word with each two neighbours that give `token` as one, from left to right."""
-    joined = []
-    for part in word:
-        if joined and joined[-1] + part == token:
-            joined[-1] = token
-        else:
-            joined.append(part)
-    return joined
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(SAMPLE_PATTERN), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = tokenizer.get_vocab()
+    tokens = [bytes(BYTES[c] for c in token) for token in sorted(ids, key=ids.__getitem__)]
+    return [bytes([byte]) for byte in range(256)] + tokens[256:]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 import faults
 import main
-from dataset import Dataset
+from mixture import Mixture
 
 NAN_STEPS = (2, 4)  # steps as metrics.jsonl counts them
 FLIPPED_AT = 6
@@ -34,8 +34,8 @@ def flipped(a, device, bit, element):
     return jax.make_array_from_single_device_arrays(a.shape, a.sharding, parts)
 
 
-def rows_with_nan(self, step, rows, right=Dataset.rows):
-    """In place of Dataset.rows: the first row of a batch has it, which the first devices hold."""
+def rows_with_nan(self, step, rows, right=Mixture.rows):
+    """In place of Mixture.rows: the first row of a batch has it, which the first devices hold."""
     found = right(self, step, rows)
     if step + 1 in NAN_STEPS:
         found["loss_weights"][np.asarray(rows) == 0, 3] = np.nan
@@ -52,5 +52,5 @@ def flipped_then_compared(self, state, step, right=main.Loop._must_agree):
 
 
 if __name__ == "__main__":
-    Dataset.rows, main.Loop._must_agree = rows_with_nan, flipped_then_compared
+    Mixture.rows, main.Loop._must_agree = rows_with_nan, flipped_then_compared
     faults.command_line(lambda: main.run(main.parse()))

@@ -77,10 +77,11 @@ def child(folder: Path, arguments: list[str]) -> None:
     import checkpoint
     import faults
     import main
-    from dataset import Dataset, Rows
+    from dataset import Rows
+    from mixture import Mixture
     from train import State
 
-    run, rows = main.Loop.run, Dataset.rows
+    run, rows = main.Loop.run, Mixture.rows
     file = folder / f"rows-{time.time_ns()}-{os.environ['JAX_PROCESS_ID']}.jsonl"
 
     def saved_again(self: main.Loop, state: State) -> State:
@@ -91,7 +92,7 @@ def child(folder: Path, arguments: list[str]) -> None:
             again.close()
         return run(self, state)
 
-    def noted(self: Dataset, step: int, numbers: np.ndarray) -> Rows:
+    def noted(self: Mixture, step: int, numbers: np.ndarray) -> Rows:
         found = rows(self, step, numbers)
         with file.open("a") as out:
             for i, number in enumerate(numbers):
@@ -100,7 +101,7 @@ def child(folder: Path, arguments: list[str]) -> None:
                 out.write(json.dumps([step + 1, int(number), digest]) + "\n")
         return found
 
-    main.Loop.run, Dataset.rows = saved_again, noted
+    main.Loop.run, Mixture.rows = saved_again, noted
     faults.command_line(lambda: main.run(main.parse(arguments)))
 
 

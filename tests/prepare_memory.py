@@ -1,20 +1,22 @@
 """Most memory that any process of data/prepare.py takes, for one text in several forms.
 
     ./run.sh python tests/prepare_memory.py --mb 50 500
+    ./run.sh python tests/prepare_memory.py --mb 5000 --forms lines
 
 Each size is prepared as many documents, as one file of JSON lines, as Parquet, and as one file of
-text, which is a single document. Prints a table: MB of the process that writes and of the largest
-worker, and seconds.
+text, which is a single document. Prints a table: most MB of the command's own process and of any of
+its workers, how many workers had work, and seconds.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,50 +27,53 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = 4_000  # characters
 LOOK_S = 0.05
+BUSY_S = 5.0  # of CPU, more than it takes to start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     mb: tuple[int, ...] = (50,)  # of text
+    forms: tuple[str, ...] = ("documents", "lines", "parquet", "document")
     workers: int = 2
 
 
-def documents(text: str, folder: Path) -> None:
-    for number, i in enumerate(range(0, len(text), DOCUMENT)):
+def documents(pieces: Iterable[str], folder: Path) -> None:
+    for number, piece in enumerate(pieces):
         place = folder / f"{number // 1_000:04}"
         place.mkdir(exist_ok=True)
-        (place / f"{number:07}.txt").write_text(text[i : i + DOCUMENT])
+        (place / f"{number:07}.txt").write_text(piece)
 
 
-def lines(text: str, folder: Path) -> None:
+def lines(pieces: Iterable[str], folder: Path) -> None:
     with (folder / "a.jsonl").open("w") as file:
-        for i in range(0, len(text), DOCUMENT):
-            file.write(json.dumps({"text": text[i : i + DOCUMENT]}) + "\n")
+        file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
 
 
-def parquet(text: str, folder: Path) -> None:
-    rows = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / "a.parquet")
+def parquet(pieces: Iterable[str], folder: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(pieces)}), folder / "a.parquet")
 
 
-def one(text: str, folder: Path) -> None:
-    (folder / "a.txt").write_text(text)
+def one(pieces: Iterable[str], folder: Path) -> None:
+    with (folder / "a.txt").open("w") as file:
+        file.writelines(pieces)
 
 
-FORMS: dict[str, Callable[[str, Path], None]] = {
+FORMS: dict[str, Callable[[Iterable[str], Path], None]] = {
     "documents": documents,
-    "JSON lines": lines,
-    "Parquet, one row group": parquet,
-    "one document": one,
+    "lines": lines,
+    "parquet": parquet,  # one row group for each million rows
+    "document": one,
 }
 
 
-def text_of(mb: int) -> str:
+def pieces_of(mb: int) -> Iterator[str]:
     """The project's own files, again and again."""
-    text = "".join(
-        path.read_text() for path in sorted(ROOT.glob("**/*.py")) if ".venv" not in str(path)
-    )
-    return (text * (mb * 1_000_000 // len(text) + 1))[: mb * 1_000_000]
+    paths = sorted(path for path in ROOT.glob("**/*.py") if ".venv" not in str(path))
+    text = "".join(path.read_text() for path in paths)
+    text += text[:DOCUMENT]
+    for i in range(0, mb * 1_000_000, DOCUMENT):
+        begin = i % (len(text) - DOCUMENT)
+        yield text[begin : begin + DOCUMENT]
 
 
 def peak_mb(process: int) -> float:
@@ -81,6 +86,14 @@ def peak_mb(process: int) -> float:
     return int(found[1]) * 1024 / 1e6 if found else 0
 
 
+def cpu_s(process: int) -> float:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children(process: int) -> list[int]:
     try:
         found = Path(f"/proc/{process}/task/{process}/children").read_text()
@@ -89,11 +102,11 @@ def children(process: int) -> list[int]:
     return [int(child) for child in found.split()]
 
 
-def measured(source: Path, out: Path, workers: int) -> tuple[float, float, float]:
-    """(MB of the process that writes, of the largest of its workers, seconds)."""
+def measured(source: Path, out: Path, workers: int) -> tuple[float, float, int, float]:
+    """(MB of its own process, of the largest of its workers, workers that were busy, seconds)."""
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
     command += ["--val-share", "0"]  # one document is enough
-    began, own, worker = time.monotonic(), 0.0, 0.0
+    began, own, worker, busy = time.monotonic(), 0.0, 0.0, set()
     process = subprocess.Popen(
         [*map(str, command), "--workers", str(workers)], stdout=subprocess.PIPE, text=True
     )
@@ -103,26 +116,27 @@ def measured(source: Path, out: Path, workers: int) -> tuple[float, float, float
     while process.poll() is None:
         own = max(own, peak_mb(process.pid))
         worker = max([worker, *map(peak_mb, children(process.pid))])
+        busy |= {child for child in children(process.pid) if cpu_s(child) > BUSY_S}
         time.sleep(LOOK_S)
     reader.join()
     if process.returncode:
         raise SystemExit(process.returncode)
-    return own, worker, time.monotonic() - began
+    return own, worker, len(busy), time.monotonic() - began
 
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    print("MB of text  form                    writer MB  worker MB  seconds")
+    print("MB of text  form       own MB  worker MB  busy workers  seconds")
     for mb in flags.mb:
-        for name, make in FORMS.items():
+        for name in flags.forms:
             with tempfile.TemporaryDirectory() as folder:
                 source = Path(folder) / "source"
                 source.mkdir()
-                make(text_of(mb), source)
+                FORMS[name](pieces_of(mb), source)
                 found = measured(source, Path(folder) / "out", flags.workers)
-            print(
-                f"{mb:10}  {name:22}  {found[0]:9.0f}  {found[1]:9.0f}  {found[2]:7.1f}", flush=True
-            )
+            own, worker, busy, seconds = found
+            row = f"{mb:10}  {name:9}  {own:6.0f}  {worker:9.0f}  {busy:12}  {seconds:7.1f}"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -159,23 +159,20 @@ def test_a_driver_that_dies_is_gone_on_with_by_any_way(nodes, source, whole, tmp
         assert files_of(out) == whole
 
 
-def test_a_cluster_without_a_node_is_given_up(nodes, source, whole, tmp_path):  # noqa: F811
+def test_a_cluster_that_loses_all_nodes_waits_for_others(nodes, source, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
-    limits = "from data import cluster\ncluster.WAIT_S, cluster.NODELESS_S = 1.0, 3.0\n"
-    process = started(nodes, 0.3, flags(source, out), limits)
+    process = started(nodes, 0.3, flags(source, out))
     while records(out) < 2:
         assert process.poll() is None
         time.sleep(0.02)
     for node in nodes.working:
         nodes.all.remove_node(node, allow_graceful=False)
-    _, errors = process.communicate(timeout=PATIENCE_S)
     nodes.working = []
+    time.sleep(3)
+    assert process.poll() is None
     for _ in range(3):
         nodes.add()
-    assert process.returncode == 75, errors
-    [line] = (line for line in errors.splitlines() if not RAYS.match(line))
-    assert line.startswith("error: the cluster has had no node with a CPU for 3 s.")
-    ended(started(nodes, 0, flags(source, out)))
+    ended(process)
     assert files_of(out) == whole
 
 
@@ -215,7 +212,7 @@ def test_what_a_task_refuses_is_the_line_of_one_process(nodes, tmp_path):
     with pytest.raises(ValueError) as raised:
         main(arguments)
     assert process.returncode == 2
-    assert errors == f"error: {raised.value}\n"
+    assert errors.splitlines()[-1] == f"error: {raised.value}"
     assert f"{tmp_path}/a.jsonl:9001 is not a line of JSON" in errors
 
 
@@ -228,14 +225,14 @@ def test_a_cluster_that_is_not_there_is_said_in_one_line(tmp_path):
 
 
 def test_a_node_that_would_make_other_bits_is_refused():
-    versions = cluster.versions()
+    versions = cluster.versions("/")
     assert {"python", "tiktoken", "data/encode.py", "manifest.py"} <= versions.keys()
     with pytest.raises(ValueError, match=rf"node {platform.node()} has another tiktoken than"):
         cluster.on_node(None, versions | {"tiktoken": "0.0"})
 
 
 def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path, monkeypatch):  # noqa: F811
-    before = "from data import cluster\nfrom data.out import DiskFolder\n"
+    before = "from data import cluster\nfrom data.shards import DiskFolder\n"
     before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"
     process = started(nodes, 0, flags(source, tmp_path / "out"), before)
     _, errors = process.communicate(timeout=PATIENCE_S)

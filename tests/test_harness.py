@@ -59,7 +59,7 @@ def harness():
 
 @pytest.fixture(scope="module")
 def known(whole):
-    """(config, declared, mesh, weights, tokenizer, end of text) of the tiny run."""
+    """(config, declared, mesh, weights, tokenizer, end of text, begin) of the tiny run."""
     config = resume.config_of(run_folder.at(whole), [], validate.Flags)
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
@@ -134,12 +134,21 @@ def test_the_result_is_a_table_of_as_many_examples_as_asked(harness, whole, fold
 @pytest.mark.huggingface
 def test_choices_have_the_likelihood_that_questions_have(asked, known):
     found = asked.loglikelihood(of(*((q["prompt"], c) for q in ASKED for c in q["choices"])), True)
-    config, declared, mesh, w, tokenizer, _ = known
+    config, declared, mesh, w, tokenizer, *_ = known
     given = [questions.Question(**q) for q in ASKED]
     ours = questions.answered(config, declared, mesh, w, given, tokenizer)["log_likelihoods"]
     assert [score for score, _ in found] == pytest.approx(
         [score for scores in ours for score in scores], rel=1e-5
     )
+
+
+@pytest.mark.huggingface
+def test_texts_begin_as_documents_of_the_training_data_do(harness, known):
+    asked, encode = harness.Model(*known[:-1], [7]), known[4].encode_ordinary
+    found = asked.loglikelihood(of(("def", " f"), ("", "import os")), True)
+    pairs = [([7, *encode("def")], encode(" f")), ([7], encode("import os"))]
+    assert [score for score, _ in found] == asked.scores(pairs)[0].tolist()
+    assert asked.loglikelihood_rolling(of(("import os",)), True) == [found[1][0]]
 
 
 @pytest.mark.huggingface

@@ -17,8 +17,9 @@ import utils
 from conftest import ROOT
 from data import prepare
 from data.encode import coder_of
-from data.hf_tokenizer import HuggingFace, halves, write_hugging_face
+from data.hf_tokenizer import HuggingFace
 from data.tokenizer import load_tokenizer, table_sha256, token_bytes
+from hugging_face_tokenizer import halves, write_hugging_face
 from manifest import read_manifest
 
 SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
@@ -161,8 +162,8 @@ def test_data_made_with_another_end_of_text_is_not_taken_for_prepared(folder, tm
 def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder):
     sha256 = table_sha256(load_tokenizer(str(folder)))
     told = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
-    tokenizer, end_of_text = resume.tokenizer_of(told, utils.Config())
-    assert end_of_text == 4095
+    tokenizer, end_of_text, begin = resume.tokenizer_of(told, utils.Config())
+    assert end_of_text == 4095 and begin == []
     ids = tokenizer.encode_ordinary("def f(x):")
     assert generate.text_of(tokenizer, [*ids, 4095, generate.ENDED]) == "def f(x):<|endoftext|>"
     table = folder / "tokenizer.json"
@@ -270,9 +271,13 @@ def test_a_tiktoken_model_is_read_with_its_special_tokens(tmp_path):
     count = write_moonshot(tmp_path / "kimi")
     for name in (tmp_path / "kimi", tmp_path / "kimi" / "tiktoken.model"):
         found = load_tokenizer(str(name))
-        assert (found.n_vocab, found.eot_token, found.bos_token) == (count + 256, count + 1, count)
-    assert found.special_ids["<|im_end|>"] == count + 2
-    assert found.special_ids[f"<|reserved_token_{count + 9}|>"] == count + 9
+        assert (found.n_vocab, found.eot_token, found.special.bos) == (
+            count + 256,
+            count + 1,
+            count,
+        )
+    assert found.special.ids["<|im_end|>"] == count + 2
+    assert found.special.ids[f"<|reserved_token_{count + 9}|>"] == count + 9
 
     def cut(text):
         return [token_bytes(found, i).decode() for i in found.encode_ordinary(text)]

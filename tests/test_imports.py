@@ -119,7 +119,7 @@ def test_imports_make_no_circle():
             "data.readers",
             {"data.sources", "data.chat", "data.encode", "data.shards", "data.prepare"},
         ),
-        ("data.sources", {"data.encode", "data.shards", "data.out", "data.prepare"}),
+        ("data.sources", {"data.encode", "data.shards", "data.prepare"}),
         ("data.shards", {"data.readers", "data.sources", "data.encode", "data.prepare"}),
         ("data.encode", {"data.sources", "data.prepare", "data.cluster"}),
         ("data.cluster", {"data.sources", "data.prepare"}),

@@ -106,8 +106,8 @@ def config_with(data, runs, *flags):
 def begin(config):
     """(config that names the step, state) that a run begins with."""
     declared, mesh = model.declare(config), train.make_mesh(config)
-    with mixture.open_datasets(config) as data:
-        config, w = main.weights_from(config, declared, mesh, data[0])
+    data = mixture.open_datasets(config)
+    config, w = main.weights_from(config, declared, mesh, data[0])
     return config, main.begin(config, declared, mesh, None, w), (declared, mesh, data[1])
 
 

@@ -107,7 +107,7 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
     files = {"README.md": b"# Data", "a.jsonl": LINES, "LICENSE": b"MIT", "table.csv": b"a,b"}
     assert texts(tmp_path, files) == TEXTS
     told = capsys.readouterr().out
-    assert "3 files are left out, as they are plain text or of an unknown kind, beside" in told
+    assert "3 files are left out, as they are plain text beside files with rows, or" in told
     assert "LICENSE, README.md, table.csv" in told
 
 
@@ -122,7 +122,7 @@ def test_a_field_may_lie_in_another(tmp_path, kind):
     content = {"a.jsonl": lines, "a.json": json.dumps(DEEP).encode(), "a.parquet": parquet(DEEP)}
     found = texts(tmp_path, {kind: content[kind]}, "--text-field", "data.text")
     assert found == TEXTS
-    with pytest.raises(ValueError, match=r"field 'text'|called 'text'; .*data\.text"):
+    with pytest.raises(ValueError, match=r"field 'text'; .*: data\.text"):
         texts(tmp_path / "2", {kind: content[kind]})
 
 
@@ -151,25 +151,25 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path, to, pattern):
 
 
 REFUSED = {
-    "another format": ({"a.csv": b"a,b"}, r"a.csv is of no kind that is known. Known are text in"),
+    "another format": ({"a.csv": b"a,b"}, r"a.csv is of no kind that is known \(1 of 1 files"),
     "one object": (
         {"a.json": b'{\n "data": []\n}'},
-        "a.json is one JSON object: expected an object",
+        "a.json is of no kind that is known .* an object per line",
     ),
     "binary": ({"a.pdb": b"\x00\x01"}, "a.pdb is of no kind that is known"),
     "a line that is cut off": (
         {"a.jsonl": LINES + b'{"text"\n'},
         r"a.jsonl:6 is not a line of JSON",
     ),
-    "an array that is cut off": ({"a.json": ARRAY[:-20]}, r"no JSON array behind its element 4"),
+    "an array that is cut off": ({"a.json": ARRAY[:-20]}, "a.json cannot be read as JSON array"),
     "fields of another type": (
         {"a.jsonl": b'{"text": ["a"], "body": "b"}\n'},
         r"a.jsonl:1 has no text in the field 'text'; fields with text: body",
     ),
     "no field": ({"a.jsonl": b'{"text": null}\n'}, "fields with text: none"),
     "a list": ({"a.jsonl": b'{"text": "a"}\n["x"]\n'}, "a.jsonl:2 has no text"),
-    "Latin-1": ({"a.txt": b"ab\xff"}, r"a.txt is not UTF-8 text \(byte 2\)"),
-    "UTF-16": ({"a.txt": "hello".encode("utf-16")}, "a.txt is not UTF-8 text"),
+    "Latin-1": ({"a.txt": b"ab\xff"}, r"a.txt cannot be read as text \(byte 2 is not UTF-8"),
+    "UTF-16": ({"a.txt": "hello".encode("utf-16")}, "byte 0 is not UTF-8"),
     "not gzip": ({"a.jsonl.gz": LINES}, "a.jsonl.gz cannot be read .*gzip"),
     "gzip that is cut off": ({"a.jsonl.gz": gzip.compress(LINES)[:-9]}, "ended before the end"),
     "zstandard that is cut off": ({"a.jsonl.zst": zstd.compress(LINES)[:-3]}, "ended before"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch, name)
     assert not list((tmp_path / "out").rglob("index.json"))
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "one object"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_it_is_left_out_and_counted_where_that_is_asked_for(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(readers, "RECORD_BYTES", 1000)
     files = REFUSED[name][0] | ({"z.jsonl": LINES} if "jsonl" in str(REFUSED[name][0]) else {})

@@ -30,9 +30,8 @@ import train
 import utils
 from common import config_of, mesh_of
 from conftest import ROOT
-from dataset import Dataset
 from faults import Exit, Stopped
-from mixture import open_training
+from mixture import Mixture, open_training
 from planning import cost
 from processes import environments, run_all
 from tiny_run import FLAGS, Killed, arrays, losses, start
@@ -594,7 +593,7 @@ def with_nan(data, runs, whole):
 
     flags = "--sample.prompts", "--eval.every_steps", "0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dataset, "rows", faulty_run.rows_with_nan)
+        patch.setattr(Mixture, "rows", faulty_run.rows_with_nan)
         folder = start(data, runs, "nan", *flags)
         with pytest.MonkeyPatch.context() as killing, pytest.raises(Killed):
             killing.setattr(main.Loop, "_stop_if_lost", kill)

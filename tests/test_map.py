@@ -18,7 +18,7 @@ import pytest
 from buckets import Prefix, Refused, Unanswered
 from conftest import ROOT
 from data import encode, prepare, shards
-from data.out import DiskFolder
+from data.shards import DiskFolder
 from manifest import INDEX, read_manifest
 from prepared import files_of, texts_of, tokens_of
 from processes import STRUCK
@@ -30,16 +30,16 @@ KILLS = 20
 # Kills itself when this kind of work is done for the n-th time.
 CHILD = """
 import os, signal, sys
-from data import encode, out, prepare, shards
+from data import encode, prepare, shards
 
 kind, number, *arguments = sys.argv[1:]
 """
 CHILD += STRUCK
 CHILD += """
 encode.SplitWriter.add = struck("document", encode.SplitWriter.add)
-shards.NpyFile.append = struck("append", shards.NpyFile.append)
-shards.NpyFile.finish = struck("shard", shards.NpyFile.finish)
-out.DiskFolder.write = struck("record", out.DiskFolder.write)
+shards.ShardWriter.add = struck("append", shards.ShardWriter.add)
+shards.ShardWriter._write = struck("shard", shards.ShardWriter._write)
+shards.DiskFolder.write = struck("record", shards.DiskFolder.write)
 prepare.Preparation.finish = struck("index", prepare.Preparation.finish)
 prepare.main(arguments)
 """
@@ -197,7 +197,7 @@ def test_a_split_that_is_not_whole_is_done_again(source, whole, tmp_path, monkey
 def test_what_was_begun_with_other_settings_is_refused(source, whole, tmp_path, monkeypatch):
     stopped(monkeypatch, flags(source, tmp_path))
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"another val_share, and splits of both.*--overwrite"):
+    with pytest.raises(ValueError, match=r"another val_share\. Use another --out, or --overwrite"):
         prepare.main(flags(source, tmp_path, "--val-share", "0.3"))
     assert files_of(tmp_path) == before
     prepare.main(flags(source, tmp_path, "--val-share", "0.3", "--overwrite"))
@@ -381,9 +381,10 @@ def test_files_in_a_bucket_are_chosen_as_those_of_a_folder(bucket, tmp_path):
 
 
 def test_a_shard_is_a_file_that_numpy_reads(tmp_path):
-    with shards.ShardWriter(str(tmp_path), "x", 4, np.dtype(np.uint16), weighted=True) as writer:
-        for begin, weight in ((0, 1), (3, 0), (6, 1)):
-            writer.add(np.arange(begin, begin + 3), weight)
+    writer = shards.ShardWriter(str(tmp_path), "x", 4, np.dtype(np.uint16), weighted=True)
+    for begin, weight in ((0, 1), (3, 0), (6, 1)):
+        writer.add(np.arange(begin, begin + 3), weight)
+    writer.finish()
     assert [shard.name for shard in writer.shards] == [f"x_00{n}.npy" for n in range(3)]
     found = [np.load(tmp_path / shard.name) for shard in writer.shards]
     np.testing.assert_array_equal(np.concatenate(found), np.arange(9))
@@ -393,14 +394,6 @@ def test_a_shard_is_a_file_that_numpy_reads(tmp_path):
     assert np.concatenate(weights).tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
 
 
-def test_an_error_leaves_no_unfinished_file(tmp_path):
-    how = str(tmp_path), "x", 4, np.dtype(np.uint16)
-    with pytest.raises(ZeroDivisionError), shards.ShardWriter(*how) as writer:
-        writer.add(np.arange(6))
-        raise ZeroDivisionError
-    assert [path.name for path in tmp_path.iterdir()] == ["x_000.npy"]
-
-
 def test_a_file_has_its_old_content_or_the_new_one(tmp_path, monkeypatch):
     folder = DiskFolder(str(tmp_path))
     folder.write("a/b.json", b"old")
@@ -408,6 +401,7 @@ def test_a_file_has_its_old_content_or_the_new_one(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         folder.write("a/b.json", b"new")
     assert folder.read("a/b.json") == b"old"
+    assert [*folder.found()] == ["a/b.json"]  # and no unfinished file
     folder.remove(["a/b.json", "gone"])
     with pytest.raises(FileNotFoundError):
         folder.read("a/b.json")

@@ -1,7 +1,6 @@
 """Several datasets as one: tokens of a folder here are its own positions, from a number on."""
 
 import dataclasses
-from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from buckets import Prefix
 from data import show
 from dataset import Dataset
 from mixture import PERIOD, Mixture, entries, shares
-from test_dataset import make_folder
+from test_dataset import alone, make_folder
 from tiny_run import start
-from token_files import Reader
 from utils import Config, Data, Eval, Model, Train
 
 SIZES = {"a": 103, "b": 53, "c": 203}  # tokens: 20, 10 and 40 windows of 5
@@ -110,11 +108,11 @@ def test_shares_are_whole_and_the_nearest_to_the_weights(weights):
 
 
 def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):
-    alone = Dataset(folders["c"], 5, sequences=8, seed=1)
+    own = alone(folders["c"], 5, sequences=8, seed=1)
     data = mixed({"c": folders["c"]}, weights=[2.0], seed=1)
     for step in (0, 4, 9):
         np.testing.assert_array_equal(
-            data.rows(step, np.arange(8))["tokens"], alone.rows(step, np.arange(8))["tokens"]
+            data.rows(step, np.arange(8))["tokens"], own.rows(step, np.arange(8))["tokens"]
         )
 
 
@@ -125,15 +123,15 @@ def test_progress_is_told_and_when_a_dataset_is_used_up(folders):
     assert sum(told[f"data/{name}/sequences"] for name in SIZES) == 80
     assert told["data/b/epochs"] == told["data/b/sequences"] / 10
     texts = [text for step in range(1, 16) for text in data.used_up(step)]
-    assert any("b: each of the 10 windows of" in t and "epoch 2 begins" in t for t in texts)
+    assert f"epoch 1 of {folders['b']} is over, of 10 windows" in texts
     for name in SIZES:
         whole = int(data.progress(15)[f"data/{name}/epochs"])
-        assert len([text for text in texts if text.startswith(f"{name}: ")]) == whole
-    alone = Dataset(folders["b"], 5, sequences=4)
-    ends = [step for step in range(1, 9) if alone.used_up(step)]
+        assert len([text for text in texts if f"of {folders[name]} is over" in text]) == whole
+    own = alone(folders["b"], 5, sequences=4)
+    ends = [step for step in range(1, 9) if own.used_up(step)]
     assert ends == [3, 5, 8]
-    assert "trained on once; epoch 2 begins" in alone.used_up(3)[0]
-    assert "trained on 2 times; epoch 3 begins" in alone.used_up(5)[0]
+    assert own.used_up(5) == [f"epoch 2 of {folders['b']} is over, of 10 windows"]
+    assert own.progress(5) == {}
 
 
 def test_windows_have_numbers_of_their_own(folders):
@@ -143,8 +141,8 @@ def test_windows_have_numbers_of_their_own(folders):
     for number, expected in zip(numbers, named(data.rows(3, rows)["tokens"]), strict=True):
         part, own = data.part_of(int(number))
         assert (next(n for n, d in data.parts.items() if d is part), own) == expected
-        assert show.place(data, int(number)).startswith(f"window {number}: tokens ")
-        assert part.folder in show.place(data, int(number))
+        assert show.place(part, own).startswith(f"tokens {5 * own % 30} to ")
+        assert part.folder in show.place(part, own)
 
 
 def test_identity_is_of_tokens_and_shares(folders):
@@ -190,8 +188,7 @@ def config_of(tmp_path, **data):
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
 def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
-    with mixture.open_datasets(config_of(tmp_path, order=order)) as (train, val):
-        pass  # on a disk there is nothing to close
+    train, val = mixture.open_datasets(config_of(tmp_path, order=order))
     assert train.shares == pytest.approx(WEIGHTS, abs=1e-4)
     assert [data.order for data in train.parts.values()] == [order] * 3
     assert [data.sequences for data in train.parts.values()] == [4, 2, 2]
@@ -200,7 +197,7 @@ def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
     )
     too_many = dataclasses.replace(config_of(tmp_path), eval=Eval(sequences=8))
     with pytest.raises(ValueError, match=r"--eval.sequences 8 is more than the 7 windows"):
-        mixture.open_datasets(too_many).__enter__()
+        mixture.open_datasets(too_many)
 
 
 def test_the_order_of_a_mixture_does_not_depend_on_how_its_weights_are_written(folders, tmp_path):
@@ -228,25 +225,16 @@ def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_next_steps_of_every_dataset_are_read_ahead(folders, bucket):
-    """Also of one that gives this host nothing in this step."""
+def test_a_mixture_in_a_bucket_is_the_one_on_a_disk(folders, bucket):
     urls = {}
     for name, folder in folders.items():
         urls[name] = f"{bucket.url}/{name}"
         for path in folder.iterdir():
             Prefix(urls[name]).write(path.name, path.read_bytes())
-    reader, disk = Reader(), mixed(folders)
-    data = Mixture({n: Dataset(u, 5, reader=reader) for n, u in urls.items()}, WEIGHTS, 8)
-    row = np.arange(1)
-    reads = bucket.fault("delay", on="read", path="*.npy", times=0)
-    for step in range(20):
-        rows = data.rows(step, row)
-        wait(reader._found.values())
-        np.testing.assert_array_equal(rows["tokens"], disk.rows(step, row)["tokens"])
-        seen = reads.seen
-        windows = data.windows_of(step + 1, row)
-        np.testing.assert_array_equal(data.read(windows)["tokens"], disk.read(windows)["tokens"])
-        assert reads.seen == seen
+    remote, disk, rows = mixed(urls), mixed(folders), np.arange(8)
+    for step in range(10):
+        found = remote.rows(step, rows)
+        np.testing.assert_array_equal(found["tokens"], disk.rows(step, rows)["tokens"])
 
 
 def test_bits_per_byte_of_a_mixture_are_its_bits_over_its_bytes(folders, tmp_path):

@@ -92,6 +92,21 @@ def test_a_text_of_likeliest_tokens_is_known_as_such(mesh, whole):
     assert found.tolist() == [True, False, False, False]
 
 
+def test_a_prompt_begins_as_documents_of_the_training_data_do(whole):
+    config = resume.config_of(run_folder.at(whole), [], validate.Flags)
+    declared, place = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, place).weights
+    w = resume.weights_of(run_folder.at(whole), None, shapes)[1]
+    tokenizer = load_tokenizer("sample")
+    asked = [questions.Question(prompt, [" f"], 0) for prompt in ("def", "")]
+    found = questions.answered(config, declared, place, w, asked, tokenizer, [7])
+    pairs = [
+        ([7, *tokenizer.encode_ordinary(q.prompt)], tokenizer.encode_ordinary(" f")) for q in asked
+    ]
+    scores = questions.Scorer(config, declared, place, 4)(w, pairs)[0].tolist()
+    assert found["log_likelihoods"] == [[score] for score in scores]
+
+
 def test_many_questions_are_asked_in_several_passes(whole, tmp_path, expected, capsys):
     file = tmp_path / "asked.jsonl"
     file.write_text("\n".join(json.dumps(q) for q in ASKED * 3))  # 21 choices, 8 in a pass

@@ -52,7 +52,7 @@ def test_single_windows_are_printed_in_the_order_asked_for(run, capsys):
     [
         ("", "Give one of them, as --step 1"),
         ("--step 1 --windows 2", "Give one of them, as --step 1"),
-        ("--step 0", "--step 0 is below 1"),
+        ("--step 0", "a step, from 1, .* Give one of them, as --step 1"),
         ("--windows 3 100000000", "--windows 100000000 is not a window of .* from 0 to"),
         ("--windows -1", "--windows -1 is not a window"),
         ("--run absent --step 1", "--run absent does not exist. Give the folder of a run"),

@@ -1,9 +1,7 @@
-"""Elements of shards: mapped from a disk, and read ahead from a bucket as byte ranges."""
+"""Elements of shards: mapped from a disk, and read from a bucket as byte ranges."""
 
 import os
-import subprocess
-import sys
-from concurrent.futures import wait
+import threading
 
 import numpy as np
 import pytest
@@ -12,13 +10,12 @@ import buckets
 import dataset
 import token_files
 from buckets import Prefix, Unanswered
-from conftest import ROOT
 from data import verify
 from data.shards import ShardWriter
 from dataset import Dataset
+from loop import AHEAD_STEPS, prefetch
 from manifest import DOCUMENT_RULE, INDEX, Manifest, index_text
-from test_dataset import make_folder
-from token_files import Range, Reader
+from test_dataset import alone, make_folder
 
 # Clients leave connections to be closed when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -37,9 +34,10 @@ def folder(tmp_path):
 def weighted(tmp_path):
     """The same with loss weights."""
     folder, ids = tmp_path / "chat" / "train", np.arange(TOKENS)
-    with ShardWriter(str(folder), "shard", SHARD, np.dtype("uint16"), weighted=True) as writer:
-        for begin in range(0, TOKENS, 10):
-            writer.add(ids[begin : begin + 10], begin // 10 % 2)
+    writer = ShardWriter(str(folder), "shard", SHARD, np.dtype("uint16"), weighted=True)
+    for begin in range(0, TOKENS, 10):
+        writer.add(ids[begin : begin + 10], begin // 10 % 2)
+    writer.finish()
     fields = ("sample", "aa", 1000, 999, DOCUMENT_RULE, "uint16", 1, TOKENS, 0)
     manifest = Manifest("train", *fields, writer.shards, "python data/prepare.py", {})
     (folder / INDEX).write_text(index_text(manifest))
@@ -54,8 +52,12 @@ def uploaded(bucket, folder):
     return url
 
 
-def opened(folder, reader=None, **how):
-    return Dataset(folder, T, sequences=len(ROWS), reader=reader, **how)
+def opened(folder, **how):
+    return alone(folder, T, sequences=len(ROWS), **how)
+
+
+def files_of(data):
+    return data.parts[""].files
 
 
 def same(one, other):
@@ -71,27 +73,36 @@ def same(one, other):
 def test_files_are_mapped_when_they_are_first_used(folder, monkeypatch):
     mapped, real = [], np.memmap
     monkeypatch.setattr(np, "memmap", lambda path, *g: mapped.append(path[-7:]) or real(path, *g))
-    data = opened(folder, shuffle=False)
+    data = Dataset(folder, T)
     assert not mapped
-    for step in range(TOKENS // T // len(ROWS)):
-        data.rows(step, ROWS)
+    for window in range(data.windows):
+        data.batch(np.array([window]))
     assert mapped == [f"{n:03d}.npy" for n in range(5)]
 
 
 def test_a_shard_that_goes_or_changes_meanwhile_is_named(folder):
-    data = opened(folder, shuffle=False)
-    data.rows(0, ROWS)
+    data = Dataset(folder, T)
+    data.batch(ROWS)
     for name in ("shard_000.npy", "shard_001.npy"):
-        (folder / name).unlink()
-    assert data.rows(0, ROWS)["tokens"][0, 0] == 0  # it is mapped
-    with pytest.raises(ValueError, match=r"shard_001.npy is missing: .*, or bring"):
-        data.rows(6, ROWS)
-    (folder / "shard_001.npy").mkdir()
-    with pytest.raises(ValueError, match=r"shard_001.npy cannot be read: .*directory"):
-        data.rows(6, ROWS)
+        (folder / name).rename(folder / f"{name}.away")
+    assert data.batch(ROWS)["tokens"][0, 0] == 0  # it is mapped
+    with pytest.raises(ValueError, match=r"shard_000.npy is missing: .* Copy the file again"):
+        data.batch(ROWS + 35)
+    for name in ("shard_000.npy", "shard_001.npy"):
+        (folder / f"{name}.away").rename(folder / name)
     (folder / "shard_002.npy").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"shard_002.npy cannot be read: .*Copy the file again"):
-        data.rows(11, ROWS)
+    with pytest.raises(ValueError, match=r"shard_002.npy is truncated, with 5 bytes: .*Copy"):
+        data.batch(ROWS + 70)
+
+
+def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
+    def refused(path, *how):
+        raise PermissionError(13, "Permission denied", path)
+
+    data = Dataset(folder, T)
+    monkeypatch.setattr(np, "memmap", refused)
+    with pytest.raises(ValueError, match=r"shard_000.npy cannot be read: .*Permission denied"):
+        data.batch(ROWS)
 
 
 def test_no_more_files_are_open_than_a_process_may_have(folder, monkeypatch):
@@ -107,61 +118,54 @@ def test_no_more_files_are_open_than_a_process_may_have(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
-@pytest.mark.parametrize("limit", [10**9, 7 * CHUNK, 1])
-def test_a_batch_from_a_bucket_is_the_one_from_a_disk(bucket, weighted, monkeypatch, order, limit):
+@pytest.mark.parametrize("chunks", [64, 7, 1])
+def test_a_batch_from_a_bucket_is_the_one_from_a_disk(bucket, weighted, monkeypatch, order, chunks):
     """Also where the cache holds little, or less than a step needs."""
     monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
-    reader, how = Reader(limit), {"order": order, "segments": True, "seed": 3}
-    disk, remote = opened(weighted, **how), opened(uploaded(bucket, weighted), reader, **how)
+    for module in (dataset, token_files):
+        monkeypatch.setattr(module, "CACHED_CHUNKS", chunks)
+    kept = max(chunks, 2 * len(ROWS)) if order == "blocks" or chunks == 64 else 0
+    how = {"order": order, "segments": True, "seed": 3}
+    disk, remote = opened(weighted, **how), opened(uploaded(bucket, weighted), **how)
     for step in (*range(30), 2, 77, 5):
         same(remote.rows(step, ROWS), disk.rows(step, ROWS))
-        wait(reader._found.values())
-        needed = set(remote.ranges(remote.windows_of(step, ROWS)))
-        most = max(limit, sum(range.end - range.begin for range in needed))
-        held = sum(len(future.result()) for future in reader._found.values())
-        assert held == reader._bytes <= most
+        for files in files_of(remote):  # each of the rows may lie in two chunks
+            assert len(files._cache) <= kept
     for rows in (ROWS[:3], ROWS[[5, 1]]):
         same(remote.rows(9, rows), disk.rows(9, rows))
-    same(remote.eval_rows(ROWS, 6), disk.eval_rows(ROWS, 6))
+    same(remote.parts[""].eval_rows(ROWS, 6), disk.parts[""].eval_rows(ROWS, 6))
 
 
 def test_windows_read_what_they_need_and_blocks_read_a_chunk_once(bucket, folder, monkeypatch):
     monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
     url, steps = uploaded(bucket, folder), TOKENS // T // len(ROWS)
     read = {}
-    for order in ("windows", "blocks"):
-        reader = Reader()
-        data = opened(url, reader, order=order)
-        for step in range(steps):
-            data.rows(step, ROWS)
-        read[order] = reader.requests
-        sizes = {range.end - range.begin for range in reader._found}
-        assert max(sizes) == (2 * (T + 1) if order == "windows" else CHUNK)
-    assert read["windows"] > steps * len(ROWS)
-    assert read["blocks"] == 22  # chunks of all files, but those of headers alone
+    for order, kept in (("windows", 0), ("blocks", 0), ("windows", 64)):
+        monkeypatch.setattr(dataset, "CACHED_CHUNKS", kept)
+        data = opened(url, order=order)
+        list(prefetch(lambda step, data=data: data.rows(step, ROWS), range(steps)))
+        read[order, kept] = files_of(data)[0].requests
+    # Some lie in two files.
+    assert steps * len(ROWS) < read["windows", 0] < steps * len(ROWS) * 1.1
+    assert read["blocks", 0] == 22  # chunks of all files, but those of headers alone
+    assert read["windows", 64] == 22  # a small folder is read once
 
 
-def test_the_next_steps_are_read_while_one_is_used(bucket, folder):
-    url, reader = uploaded(bucket, folder), Reader()
-    reads = bucket.fault("delay", on="read", path="*.npy", times=0)
-    data = opened(url, reader)
-    data.rows(0, ROWS)
-    wait(reader._found.values())
-    seen = reads.seen
-    assert seen >= 5 * len(ROWS)
-    for step in range(1, 5):
-        same(data.batch(data.windows_of(step, ROWS)), opened(folder).rows(step, ROWS))
-    assert reads.seen == seen
+def test_the_next_steps_are_read_while_one_is_used(bucket, folder, monkeypatch):
+    url, real = uploaded(bucket, folder), buckets.filesystem()
+    together = threading.Barrier(AHEAD_STEPS)
+    monkeypatch.setattr(dataset, "CACHED_CHUNKS", 0)
 
+    class Waiting:
+        def cat_ranges(self, *where):
+            together.wait(60)
+            return real.cat_ranges(*where)
 
-def test_what_comes_soon_waits_where_there_is_no_room(bucket, folder):
-    url = uploaded(bucket, folder)
-    size = 2 * (T + 1) * len(ROWS)
-    reader = Reader(2 * size)
-    data = opened(url, reader, shuffle=False)
-    data.rows(0, ROWS)
-    wait(reader._found.values())
-    assert size < reader._bytes <= 2 * size
+    data, disk = opened(url), opened(folder)
+    monkeypatch.setattr(buckets, "filesystem", Waiting)
+    steps = range(2 * AHEAD_STEPS)
+    for step, found in zip(steps, prefetch(lambda s: data.rows(s, ROWS), steps), strict=True):
+        same(found, disk.rows(step, ROWS))
 
 
 @pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
@@ -173,8 +177,7 @@ def test_a_bucket_that_fails_for_a_while_is_asked_again(bucket, folder, kind):
 
 
 def test_a_bucket_that_stays_away_is_a_fault_and_may_come_back(bucket, folder, monkeypatch):
-    reader, url = Reader(), uploaded(bucket, folder)
-    data, real = opened(url, reader), buckets.filesystem()
+    data, real = opened(uploaded(bucket, folder)), buckets.filesystem()
 
     class Away:
         def cat_ranges(self, paths, begins, ends):
@@ -195,10 +198,10 @@ def test_a_bucket_that_stays_away_is_a_fault_and_may_come_back(bucket, folder, m
 
 def test_a_shard_that_is_removed_from_the_bucket_meanwhile_is_named(bucket, folder):
     url = uploaded(bucket, folder)
-    data = opened(url, shuffle=False)
+    data = Dataset(url, T)
     Prefix(url).remove(["shard_001.npy"])
-    with pytest.raises(ValueError, match=r"shard_001.npy is missing: .*, or bring"):
-        data.rows(7, ROWS)
+    with pytest.raises(ValueError, match=r"shard_001.npy is missing: .* Copy the file again"):
+        data.batch(ROWS + 35)
 
 
 @pytest.mark.parametrize("harm", ["missing", "truncated", "index"])
@@ -213,42 +216,14 @@ def test_a_bucket_in_which_a_shard_is_not_whole_is_refused_at_the_start(bucket, 
         opened(url)
 
 
-def test_a_process_that_ends_does_not_wait_for_what_it_expected():
-    """What is under way ends; what waits for it does not begin once the reader is closed."""
-    code = """
-import time, buckets
-from token_files import Range, Reader
-class Slow:
-    def cat_ranges(self, paths, begins, ends):
-        print("read", flush=True)
-        time.sleep(1)
-        return [b"x"] * len(paths)
-buckets.filesystem = Slow
-reader = Reader()
-for n in range(200):
-    reader.expect([Range("gs://a/b", n, n + 1)])
-time.sleep(0.3)
-reader.close()
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 0 < done.stdout.count("read") <= 2 * token_files.READERS
-
-
-def test_a_range_that_was_dropped_is_read_again(monkeypatch):
-    class Counted:
-        read = 0
-
-        def cat_ranges(self, paths, begins, ends):
-            Counted.read += len(paths)
-            return [bytes(e - b) for b, e in zip(begins, ends, strict=True)]
-
-    monkeypatch.setattr(buckets, "filesystem", Counted)
-    reader = Reader(10)
-    one, two = Range("gs://a/b", 0, 8), Range("gs://a/b", 8, 16)
-    for range in (one, one, two, two, one):
-        assert reader.content(range) == bytes(8)
-    assert Counted.read == reader.requests == 3
+def test_the_chunks_that_were_used_last_stay(bucket, folder, monkeypatch):
+    monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(token_files, "CACHED_CHUNKS", 2)
+    data = Dataset(uploaded(bucket, folder), T, order="blocks")
+    one, two, three = np.array([0]), np.array([8]), np.array([14])  # at bytes 128, 240, 324
+    for windows in (one, one, two, one, three, one, two):
+        data.batch(windows)
+    assert data.files[0].requests == 4
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -281,7 +256,7 @@ def test_verify_names_what_is_damaged_and_passes_what_is_whole(bucket, weighted,
     with pytest.raises(ValueError, match=r"4 files are damaged, listed above"):
         verify.main(["--folder", f"{url}/val"])
     told = capsys.readouterr().out
-    assert "shard_001.npy is altered: its checksum is not" in told
+    assert "shard_001.npy is altered, with another checksum" in told
     assert "shard_003.npy is missing" in told
     assert "shard_002.npy is altered" in told and "shard_004.npy is truncated" in told
     assert "shard_000.npy" not in told
@@ -302,5 +277,3 @@ def test_verify_goes_on_behind_a_shard_that_cannot_be_read(folder, capsys, monke
 def test_verify_of_what_is_no_folder_of_shards_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no index.json"):
         verify.main(["--folder", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--workers 0 is below 1"):
-        verify.main(["--folder", str(tmp_path), "--workers", "0"])

@@ -150,7 +150,7 @@ def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys)
     validate.main(["--run", str(whole), "--json", "--model.eval_capacity_factor", "8"])
     told = json.loads(capsys.readouterr().out)
     assert told["moe/dropped"] == 0
-    data = mixture.open_validation(utils.load(whole / "config.toml"))
+    data = mixture.open_validation(utils.load(whole / "config.toml")).parts[""]
     rows = data.eval_rows(np.arange(16), sequences=16)
     with torch.no_grad():
         theirs = found(torch.from_numpy(rows["tokens"]).long()).logits.flatten(0, 1)

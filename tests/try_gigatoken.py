@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tokens_same
 from benchmark import spread
-from data.hf_tokenizer import merges, spelled, table_of
 from data.tokenizer import load_tokenizer
+from hugging_face_tokenizer import merges, spelled, table_of
 
 SCHEMES = {"p50k_base": "gpt2", "cl100k_base": "gpt4", "o200k_base": "o200k"}  # cuts by its names
 ROUNDS = 3
