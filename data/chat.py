@@ -118,7 +118,7 @@ def rendered(special: Special, messages: list[Message]) -> list[Piece]:
     learned = bytearray(len(whole))  # of each character, the weight
     for number, (role, _) in enumerate(messages):
         if role == ANSWERS:
-            before = render(messages[:number], add_generation_prompt=True)
+            before = render(messages[:number], prompt=True)
             upto = render(messages[: number + 1])
             if not (whole.startswith(upto) and upto.startswith(before)):
                 raise ValueError(
@@ -128,7 +128,7 @@ def rendered(special: Special, messages: list[Message]) -> list[Piece]:
             learned[len(before) : len(upto)] = b"\1" * (len(upto) - len(before))
     # Special tokens are cut out, the longest first; what is between them is one text.
     names = sorted(special.ids, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, names)) or "$^")
+    pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
     at, pieces = 0, []
     for begin, end in own_parts(render, messages, whole):
         for name in pattern.finditer(whole, begin, end):
@@ -138,12 +138,14 @@ def rendered(special: Special, messages: list[Message]) -> list[Piece]:
     return [*pieces, *texts(whole, learned, at, len(whole))]
 
 
-def render_with(template: Any, names: dict[str, str], messages: list[Message], **how: bool) -> str:
+def render_with(
+    template: Any, names: dict[str, str], messages: list[Message], prompt: bool = False
+) -> str:
     from jinja2 import TemplateError
 
     given = [{"role": role, "content": content} for role, content in messages]
     try:
-        return template.render(messages=given, **names, **how)
+        return template.render(messages=given, add_generation_prompt=prompt, **names)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 

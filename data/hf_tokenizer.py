@@ -2,7 +2,6 @@
 character.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,14 +91,10 @@ class HuggingFace:
         self.added = {id: token.content for id, token in added.items()}
         ids = {token.content: id for id, token in added.items() if token.special}
         special = special_of(self.settings, self.path.parent, ids)
+        bos = self.table.token_to_id(special.names.get("bos_token", ""))  # special or not
         first = self.table.encode("", add_special_tokens=True).ids[:1]
-        self.special = special._replace(adds_bos=special.adds_bos or first == [special.bos])
+        self.special = special._replace(bos=bos, adds_bos=special.adds_bos or first == [bos])
         self.eot_token = self.end_of_text()
-
-    @property
-    def sha256(self) -> str:
-        """As sha256sum prints it of the file."""
-        return hashlib.sha256(self.content).hexdigest()
 
     def encode_ordinary(self, text: str) -> list[int]:
         try:

@@ -174,7 +174,7 @@ def table_sha256(tokenizer: Tokenizer) -> str:
     content of tokenizer.json.
     """
     if isinstance(tokenizer, HuggingFace):
-        return tokenizer.sha256
+        return hashlib.sha256(tokenizer.content).hexdigest()
     # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
     pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
     table = sorted((rank, token.hex()) for token, rank in ranks.items())

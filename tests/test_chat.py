@@ -24,6 +24,7 @@ import validate
 from common import canonical
 from data import chat, prepare
 from data.encode import Coder
+from data.hf_tokenizer import Special
 from data.readers import Document, Piece
 from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
@@ -406,6 +407,13 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
     assert learned == "".join(answer + tail for answer in answers)
     assert (ids == tokenizer.special.ids["<|bos|>"]).sum() == (not chatml)
     assert read_manifest(tmp_path / "out" / "train").template == template
+
+
+def test_a_template_has_no_need_of_special_tokens_and_always_has_add_generation_prompt():
+    text = "{% for m in messages %}{{ m.content }}.{% endfor %}"
+    text += "{{ '' if add_generation_prompt is defined else '!' }}"
+    found = chat.rendered(Special({}, {}, None, False, text), [("user", "a"), ("assistant", "b")])
+    assert found == [Piece("a.", 0), Piece("b.", 1)]
 
 
 @pytest.mark.parametrize(
