@@ -5,9 +5,7 @@ hold the loss weight of each token as a target, uint8, in files beside the shard
 tokens with stride T run over the concatenation of the shards, so every token but the first is a
 target once per epoch. The stream of epochs, each in its own order, is endless; step `s` is the
 next `sequences` windows of it. A batch depends on neither hosts nor mesh, nor on where the shards
-lie, so a run resumes with nothing but its step number.
-
-`T` tokens of a sequence, `n` rows asked for.
+lie, so a run resumes with nothing but its step number. `T` tokens of a sequence, `n` rows.
 """
 
 from pathlib import Path

@@ -3,8 +3,7 @@
     ./run.sh python main.py --data.mixture "web 0.7 data/web" "code 0.3 data/code"
 
 Which dataset a sequence is from follows from its position in the run alone, and its window from
-how many of that dataset came before it, which is a closed form: so a mixture resumes, like a
-dataset, with nothing but the step number. Each dataset has epochs of its own.
+how many of that dataset came before it, in closed form. Each dataset has epochs of its own.
 """
 
 import hashlib

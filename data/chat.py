@@ -11,12 +11,10 @@ special tokens. A prompt for generate.py ends with `<|assistant|>` and a line br
     4<|end|>
 
 An answer and the mark that ends it, here `4<|end|>`, have weight 1, and so has the end-of-text
-after a conversation that ends with an answer. Nothing else is ever learned to follow the mark, so
-that a model stops there in every turn.
+after a conversation that ends with an answer. So a model learns to stop in every turn.
 
-The template `tokenizer` is the chat_template of the tokenizer, which jinja2 renders in a sandbox as
-transformers does. An answer is what follows where rendering the messages before it, and the start
-of an answer, ends.
+The template `tokenizer` is the chat_template of the tokenizer, which jinja2 renders in a sandbox.
+An answer begins where rendering the messages before it, with the start of an answer, ends.
 """
 
 import datetime
@@ -100,12 +98,14 @@ def compiled(text: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = lambda x, indent=None: json.dumps(
-        x, ensure_ascii=False, indent=indent
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(
+        x, ensure_ascii=ensure_ascii, **how
     )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.date(2024, 1, 1).strftime(form)
-    return environment.from_string(text)
+    # A tag of transformers, which marks what is learned: that is found by prefixes here.
+    text = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", text)
+    return environment.from_string(re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", text))
 
 
 def rendered(special: Special, messages: list[Message]) -> list[Piece]:
@@ -113,7 +113,7 @@ def rendered(special: Special, messages: list[Message]) -> list[Piece]:
 
     Raises  ValueError where the template refuses, or rewrites messages or earlier turns.
     """
-    render = functools.partial(render_with, compiled(special.chat_template), special.names)
+    render = functools.partial(render_with, special)
     whole = render(messages)
     learned = bytearray(len(whole))  # of each character, the weight
     for number, (role, _) in enumerate(messages):
@@ -138,15 +138,12 @@ def rendered(special: Special, messages: list[Message]) -> list[Piece]:
     return [*pieces, *texts(whole, learned, at, len(whole))]
 
 
-def render_with(
-    template: Any, names: dict[str, str], messages: list[Message], prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
+def render_with(special: Special, messages: list[Message], prompt: bool = False) -> str:
     given = [{"role": role, "content": content} for role, content in messages]
     try:
-        return template.render(messages=given, add_generation_prompt=prompt, **names)
-    except TemplateError as error:
+        template = compiled(special.chat_template)
+        return template.render(messages=given, add_generation_prompt=prompt, **special.names)
+    except Exception as error:  # of whatever a template does
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
@@ -209,7 +206,7 @@ def message(one: Any, marks: tuple[str, ...]) -> Message:
     fields = one if isinstance(one, dict) else {}
     role, content = fields.get("role"), fields.get("content")
     if "from" in fields and "value" in fields:  # ShareGPT
-        role, content = SHAREGPT_ROLES.get(fields["from"], fields["from"]), fields["value"]
+        role, content = SHAREGPT_ROLES.get(str(fields["from"]), fields["from"]), fields["value"]
     if not isinstance(role, str) or not isinstance(content, str):
         what = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
         raise ValueError(

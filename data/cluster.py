@@ -4,9 +4,8 @@
     ./run.sh ray start --address HEAD:6379                   on the others
     python data/prepare.py --ray HEAD:6379 --source gs://bucket/books --out gs://bucket/data
 
-A split is a task. A node reads it, and writes its shards and its record to OUT; counts alone come
-here. This checkout, and a source or an OUT that is in no bucket, must be at the same path on every
-machine. A task whose node is lost is done again by another.
+A split is a task: a node reads it, and writes its shards and its record to OUT. This checkout, and
+a source or an OUT that is in no bucket, must be at the same path on every machine.
 """
 
 import functools

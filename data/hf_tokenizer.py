@@ -17,9 +17,7 @@ MODEL_SETTINGS = ("generation_config.json", "config.json")  # which may have tha
 
 def byte_characters() -> list[str]:
     """The character that stands for each byte: its own where that can be seen, or else one from 256
-    on, in order.
-
-    Source: bytes_to_unicode of GPT-2's encoder.py.
+    on, in order. Source: bytes_to_unicode of GPT-2's encoder.py.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -65,10 +63,8 @@ def settings_of(file: Path) -> dict[str, Any]:
 
 
 class HuggingFace:
-    """What this project uses of a tiktoken.Encoding, of a `tokenizer.json`.
-
-    What looks like a special token in a text is text; tokens that were added without being special
-    are found in it.
+    """What this project uses of a tiktoken.Encoding, of a tokenizer.json. What looks like a special
+    token in a text is text; tokens that were added without being special are found in it.
     """
 
     def __init__(self, path: Path):

@@ -50,6 +50,7 @@ from faults import Fault
 from manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 
 TELL_S = 0.5  # between two looks at how far the processes are
+SLOTS = 4096  # for the bytes that each process has read, by the number of the process
 ABANDONED_S = 600.0  # after which an unfinished file that nobody writes to is removed
 STATE = "splits"  # the folder of records and settings
 
@@ -59,6 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     settings.check(config)
     try:
         Preparation(config).run()
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise ValueError(f"{error.filename}: {error.strerror}. Use another path.") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -80,13 +83,14 @@ class Preparation:
         # A side that is prepared alone leaves the other as it is.
         self.state = STATE if len(self.sides) == 2 else f"{self.sides[0]}/{STATE}"
         self.own = f"{self.state}/settings.json"
-        # Files are known by names and contents, wherever they lie.
-        but = (*NOT_CONTENT, *["source"] * ("files_sha256" in self.source.settings))
+        # Files are known by their contents. What was read without --skip-bad is the same with it.
+        but = (*NOT_CONTENT, "skip_bad", *["source"] * ("files_sha256" in self.source.settings))
         decides = {k: v for k, v in vars(config).items() if k not in but}
         decides |= self.source.settings | {
             "validation_rule": VALIDATION_RULE,
             "tokenizer_sha256": table_sha256(self.coder.tokenizer),
             "end_of_text": self.coder.tokenizer.eot_token,
+            "begin_of_text": self.coder.begin,
             "template": self.coder.template and self.coder.template.text,
         }
         self.settings = json.loads(json.dumps(decides))
@@ -138,9 +142,11 @@ class Preparation:
             if f"{side}/{INDEX}" in there:
                 manifest = read_manifest(f"{self.config.out}/{side}")
                 self.must_be_made_alike(f"{side}/{INDEX}", manifest.settings)
-                whole.append(has(there, side, manifest.shards))
-        with contextlib.suppress(FileNotFoundError):
-            self.must_be_made_alike(self.own, json.loads(self.out.read(self.own)))
+                left_out = manifest.settings.get("left_out") and not self.config.skip_bad
+                whole.append(has(there, side, manifest.shards) and not left_out)
+        if whole or self.out.found(f"{self.state}/0"):  # a record
+            with contextlib.suppress(FileNotFoundError):
+                self.must_be_made_alike(self.own, json.loads(self.out.read(self.own)))
         return len(whole) == len(self.sides) and all(whole)
 
     def must_be_made_alike(self, name: str, found: dict[str, Any]) -> None:
@@ -167,6 +173,7 @@ class Preparation:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     record = record_of(self.out.read(name))
                     whole = all(has(there, s, getattr(record, s).shards) for s in self.sides)
+                    whole = whole and (self.config.skip_bad or not record.left_out)
                     if whole and record.settings == self.hash:
                         found[split] = record
         return found
@@ -319,14 +326,15 @@ def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> 
     """As splits end. What is under way ends early where the iterator is closed."""
     # Fresh processes rather than forks: a fork copies locks of threads that it does not copy.
     context = multiprocessing.get_context("spawn")
-    read, stop = context.Value("q"), context.Event()
+    # Without locks, which a worker that is killed would keep.
+    read, stop = context.RawArray("q", SLOTS), context.RawValue("b")
     pool = ProcessPoolExecutor(workers, context, start_worker, (read, stop))
     before = 0
     try:
         pending = {pool.submit(in_worker, job) for job in jobs}
         while pending:
             done, pending = wait(pending, TELL_S)
-            now = read.value
+            now = sum(read)
             told(now - before)
             before = now
             yield from (future.result() for future in done)
@@ -336,7 +344,7 @@ def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> 
             "with fewer --workers: splits that are done are kept."
         ) from error
     finally:
-        stop.set()
+        stop.value = 1
         pool.shutdown(cancel_futures=True)
 
 
@@ -346,17 +354,16 @@ told_by_worker: Callable[[int], None]
 def start_worker(read: Any, stop: Any) -> None:
     """In a new process: it ends with its parent, which may be killed."""
     global told_by_worker
-    parent = multiprocessing.parent_process()
+    parent, slot = multiprocessing.parent_process(), os.getpid() % SLOTS
 
     def watch() -> None:
         parent.join()
         os._exit(1)
 
     def tell(count: int) -> None:
-        if stop.is_set():
+        if stop.value:
             raise CancelledError
-        with read.get_lock():
-            read.value += count
+        read[slot] += count
 
     told_by_worker = tell
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this

@@ -139,8 +139,18 @@ def opened(part: Part, request_bytes: int = REQUEST_BYTES) -> Iterator[tuple[IO[
         file = io.FileIO(part.path)
     # The reader of Parquet knows which ranges it needs.
     stored = file if part.kind == PARQUET else io.BufferedReader(file, request_bytes)
-    with stored, compr[part.compression](stored, mode="rb") as unpacked:
+    is_zstd = part.compression == "zstd"  # also what was packed with --long=31
+    how = {"options": {zstd().DecompressionParameter.window_log_max: 31}} if is_zstd else {}
+    with stored, compr[part.compression](stored, mode="rb", **how) as unpacked:
         yield unpacked, stored
+
+
+def zstd() -> Any:
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        from backports import zstd
+    return zstd
 
 
 @functools.cache
@@ -149,11 +159,7 @@ def damages() -> tuple[type[Exception], ...]:
     import ijson
     import pyarrow
 
-    try:
-        from compression.zstd import ZstdError  # Python 3.14
-    except ImportError:
-        from backports.zstd import ZstdError
-    unpacking = (OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError)
+    unpacking = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd().ZstdError)
     return (*unpacking, UnicodeDecodeError, ijson.JSONError, pyarrow.ArrowException)
 
 
@@ -198,6 +204,7 @@ def check_same(part: Part) -> None:
 def line_start(file: IO[bytes], byte: int) -> int:
     """Go to the first line that begins at a byte or behind it, or to the end of the file."""
     if byte == 0:
+        file.seek(0)
         return len(BOM) if file.read(len(BOM)) == BOM else file.seek(0)
     file.seek(byte - 1)
     while (data := file.readline(READ_BYTES)) and not data.endswith(b"\n"):
@@ -286,7 +293,7 @@ def json_array(part: Part, config: Prepare) -> Rows:
 
     with opened(part) as (file, stored):
         line_start(file, 0)  # behind a byte order mark
-        for number, row in enumerate(ijson.items(file, "item", use_float=True)):
+        for number, row in enumerate(ijson.items(file, "item")):
             yield number, row, stored.tell()
 
 
@@ -303,7 +310,7 @@ def parquet(part: Part, config: Prepare) -> Rows:
         wanted = [config.text_field] if config.text_field in texts and not config.chat else None
         for n in range(metadata.num_row_groups):
             group = metadata.row_group(n)
-            begin = group.column(0).data_page_offset
+            begin = group.column(0).data_page_offset if columns else 0
             if not part.begin <= begin < part.end:
                 number += group.num_rows
                 continue

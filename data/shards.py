@@ -76,17 +76,16 @@ class ShardWriter:
         self.folder, self.stem, self.shard_tokens = folder_at(folder), stem, shard_tokens
         self.dtype, self.weighted = dtype, weighted
         self.shards: list[Shard] = []
-        self._ids: list[np.ndarray] = []  # of the shard that is collected
-        self._weights: list[np.ndarray] = []
+        self._ids, self._weights = bytearray(), bytearray()  # of the shard that is collected
         self._room = shard_tokens
 
     def add(self, ids: np.ndarray, weight: int | None = None) -> None:
         """weight  of the loss on all of these tokens, where the writer is `weighted`."""
         while len(ids):
             some, ids = ids[: self._room], ids[self._room :]
-            self._ids.append(some.astype(self.dtype))
+            self._ids += some.astype(self.dtype).tobytes()
             if self.weighted:
-                self._weights.append(np.full(len(some), weight, np.uint8))
+                self._weights += bytes([weight]) * len(some)
             self._room -= len(some)
             if not self._room:
                 self.finish()
@@ -94,17 +93,18 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the tokens that are no shard yet, if there are any."""
         if self._ids:
-            stem = f"{self.stem}_{len(self.shards):03d}"
-            weights = self._write(f"{stem}.weights.npy", self._weights) if self.weighted else None
-            self.shards.append(self._write(f"{stem}.npy", self._ids, weights))
-        self._ids, self._weights, self._room = [], [], self.shard_tokens
+            stem, weights = f"{self.stem}_{len(self.shards):03d}", None
+            if self.weighted:
+                weights = self._write(f"{stem}.weights.npy", self._weights, np.dtype(np.uint8))
+            self.shards.append(self._write(f"{stem}.npy", self._ids, self.dtype, weights))
+        self._ids, self._weights, self._room = bytearray(), bytearray(), self.shard_tokens
 
-    def _write(self, name: str, parts: list[np.ndarray], weights: Shard | None = None) -> Shard:
-        file, tokens = io.BytesIO(), sum(map(len, parts))
-        described = {"descr": parts[0].dtype.str, "fortran_order": False, "shape": (tokens,)}
-        np.lib.format.write_array_header_1_0(file, described)
-        file.writelines(part.data for part in parts)
-        content = file.getvalue()
+    def _write(
+        self, name: str, elements: bytearray, dtype: np.dtype, weights: Shard | None = None
+    ) -> Shard:
+        header, tokens = io.BytesIO(), len(elements) // dtype.itemsize
+        described = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
+        np.lib.format.write_array_header_1_0(header, described)
+        content = header.getvalue() + elements
         self.folder.write(name, content)
-        crc32c = f"{google_crc32c.value(content):08x}"
-        return Shard(name, tokens, len(content), crc32c, weights)
+        return Shard(name, tokens, len(content), f"{google_crc32c.value(content):08x}", weights)

@@ -57,11 +57,13 @@ def open_source(config: Prepare) -> Source:
             f"{STDLIB}, which every machine has."
         )
     files, left_out = of_known_kinds([with_kind(file, config) for file in files], config)
-    size = max(1, int(config.split_mb * 2**20))
-    parts = itertools.chain.from_iterable(cut(file, size) for file in files)
+    size = max(1 + len(readers.BOM), int(config.split_mb * 2**20))
+    parts = itertools.chain.from_iterable(cut(file, size, config) for file in files)
     listing = json.dumps([(file.name, file.size, file.identity) for file in files])
     digest = hashlib.sha256(listing.encode()).hexdigest()
-    return Source(grouped(parts, size), {"files": len(files), "files_sha256": digest}, left_out)
+    splits = grouped(parts, size)
+    settings = {"files": len(files), "files_sha256": digest, "splits": len(splits)}
+    return Source(splits, settings, left_out)
 
 
 def on_disk(config: Prepare) -> Iterator[Part]:
@@ -142,14 +144,15 @@ def with_kind(file: Part, config: Prepare) -> Part:
     file = file._replace(compression=compression)
     if config.kind == TEXT or config.source == STDLIB:
         return file._replace(kind=TEXT)
-    return file._replace(kind=KINDS[suffix] if suffix in KINDS else kind_of(head(file), suffix))
-
-
-def head(file: Part) -> bytes:
-    """The first bytes of its text; none where it cannot be unpacked, which its reader says."""
-    with contextlib.suppress(Bad), reading(file), opened(file, HEAD_BYTES) as (text, _):
-        return text.read(HEAD_BYTES)
-    return b""
+    if suffix in KINDS:
+        return file._replace(kind=KINDS[suffix])
+    try:
+        with reading(file), opened(file, HEAD_BYTES) as (text, _):
+            return file._replace(kind=kind_of(text.read(HEAD_BYTES), suffix))
+    except Bad:
+        if not config.skip_bad:
+            raise
+        return file._replace(kind=JSON_LINES if "json" in suffix else TEXT)  # a reader counts it
 
 
 def kind_of(content: bytes, suffix: str) -> str:
@@ -158,7 +161,7 @@ def kind_of(content: bytes, suffix: str) -> str:
     if content.startswith(b"PAR1"):
         return PARQUET
     if suffix in (".json", *LINES) or not suffix[1:].isalpha():  # not .rs, .toml, ..
-        if text.startswith(b"["):
+        if text.startswith(b"[") and ("json" in suffix or text[1:].lstrip().startswith(b"{")):
             return JSON_ARRAY
         if suffix in LINES or is_json_line(text):
             return JSON_LINES
@@ -173,9 +176,10 @@ def is_json_line(text: bytes) -> bool:
     return line.startswith(b"{") and not line_end and len(line) > HEAD_BYTES // 2
 
 
-def cut(file: Part, size: int) -> Iterator[Part]:
-    """In parts of `size` bytes, where it can be cut."""
-    can_be_cut = file.kind in (TEXT, JSON_LINES, PARQUET) and not file.compression
+def cut(file: Part, size: int, config: Prepare) -> Iterator[Part]:
+    """In parts of `size` bytes, where it can be cut. A text that may be bad is left out whole."""
+    kinds = (JSON_LINES, PARQUET) if config.skip_bad else (JSON_LINES, PARQUET, TEXT)
+    can_be_cut = file.kind in kinds and not file.compression
     begins = range(0, max(1, file.size), size if can_be_cut else file.size + 1)
     for begin, end in itertools.pairwise([*begins, math.inf]):
         yield file._replace(begin=begin, end=end, size=int(min(end, file.size)) - begin)

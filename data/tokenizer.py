@@ -37,9 +37,8 @@ MOONSHOT_PATTERN = "|".join(
 )
 MOONSHOT_SPECIALS = 256
 
-# Where no merge may cross: a word or a sign, with the space before it; a digit; a line break; a
-# level of indentation; any other white space. Names, signs and layout stay apart, as in Python's
-# own grammar, which a small model learns sooner. A possessive quantifier keeps long runs linear.
+# Where no merge may cross: names, signs and layout stay apart, as in Python's own grammar, which a
+# small model learns sooner. A possessive quantifier keeps long runs linear.
 SAMPLE_PATTERN = r" ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]|\r?\n| {4}|\s"
 
 
@@ -48,8 +47,7 @@ def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
 
     name    sample, a name of tiktoken's, or the path of a tokenizer.json or tiktoken.model, or of
             the folder of either.
-    Raises  ValueError when there is none, it cannot be fetched, or it is not the one that was
-    expected.
+    Raises  ValueError when there is none, it cannot be fetched, or it is another one.
     """
     if name == SAMPLE:
         tokenizer = encoding(read_ranks(SAMPLE_RANKS))
@@ -112,7 +110,7 @@ class TiktokenModel(tiktoken.Encoding):
         names = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
         self.special = special_of(settings, file.parent, names)
         if self.special.names.get("eos_token") not in names:
-            raise ValueError(f"--tokenizer {file}: {SETTINGS} names no eos_token that is special.")
+            raise ValueError(f"--tokenizer {file}: name a special eos_token in {SETTINGS}.")
         super().__init__(
             file.parent.name,
             pat_str=MOONSHOT_PATTERN,

@@ -392,6 +392,17 @@ def test_ids_are_those_of_transformers_but_what_looks_special_in_a_message(
     assert not any(content.strip() in learned for role, content in plain if role != "assistant")
 
 
+def test_a_template_that_marks_what_is_learned_for_transformers_is_taken(tmp_path, talker):
+    said = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    marked = "{%- generation -%}\n" + said + "{%- endgeneration -%}"
+    assert said in CHATML
+    found = []
+    for template in (CHATML, CHATML.replace(said, marked)):
+        ids, weights, _ = talk(tmp_path, talker(template), TALK)
+        found.append((ids.tolist(), weights.tolist()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
 def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, template):
     folder = talker(template, bos_token="<|bos|>", eos_token="<|endoftext|>")
@@ -425,6 +436,8 @@ def test_a_template_has_no_need_of_special_tokens_and_always_has_add_generation_
             "changes earlier turns",
         ),
         ("{{ raise_exception('roles must alternate') }}", "refuses .*roles must alternate"),
+        ("{% nonsense %}", "refuses .*nonsense"),
+        ("{{ 1 + '1' }}", "refuses .*unsupported operand"),
         ("{{ messages.__class__.__base__.__subclasses__() }}", "refuses the conversation"),
     ],
 )
@@ -462,6 +475,7 @@ def test_rows_of_sharegpt_are_conversations(tmp_path):
         ({"text": "a", "id": 1}, r"has the fields text, id; expected \{\"messages\""),
         ({}, "has the fields none"),
         (["a"], "it has list"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"it has from \(list\)"),
         ({"messages": "a"}, "it is no conversation: it has the fields messages"),
         ({"prompt": "a"}, "it has the fields prompt"),
         ({"prompt": 1, "answer": "a"}, r"it has role \(str\), content \(int\)"),

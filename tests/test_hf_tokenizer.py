@@ -291,7 +291,7 @@ def test_a_tiktoken_model_is_read_with_its_special_tokens(tmp_path):
     ("settings", "pattern"),
     [
         ({"tokenizer_class": "QWenTokenizer"}, "needs its tokenizer_config.json with the token"),
-        ({"eos_token": "<|gone|>"}, "names no eos_token that is special"),
+        ({"eos_token": "<|gone|>"}, "name a special eos_token"),
     ],
 )
 def test_a_tiktoken_model_of_another_kind_is_refused(tmp_path, settings, pattern):
@@ -325,6 +325,13 @@ def test_documents_begin_with_bos_where_the_tokenizer_says_so_or_it_is_asked_for
     assert begins(tmp_path, tmp_path / "kimi", "--add-bos") == both
     write_moonshot(tmp_path / "says", add_bos_token=True)
     assert begins(tmp_path, tmp_path / "says") == both
+    settings = tmp_path / "says" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": False}))
+    coder_of.cache_clear()
+    source, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="made with another begin_of_text"):
+        flags = ["--tokenizer", str(settings.parent), "--val-share", "0"]
+        prepare.main(["--source", source, "--out", out, *flags])
 
 
 @pytest.mark.parametrize("special", [True, False])

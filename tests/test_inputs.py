@@ -57,6 +57,18 @@ READ = {
     "gzip": ({"a.jsonl.gz": gzip.compress(LINES)}, TEXTS),
     "gzip in two members": ({"a.json.gz": gzip.compress(HALF) + gzip.compress(REST)}, TEXTS),
     "bzip2": ({"a.jsonl.bz2": bz2.compress(LINES)}, TEXTS),
+    "text that begins like a list": (
+        {"README": b"[Illustration]\n", "a.txt": b"a"},
+        ["[Illustration]\n", "a"],
+    ),
+    "an array with long integers": (
+        {"a.json": json.dumps([{"id": 2**64 - 1, "x": 0.5} | row for row in ROWS]).encode()},
+        TEXTS,
+    ),
+    "zstandard with a long window": (
+        {"a.jsonl.zst": zstd.compress(LINES, options={zstd.CompressionParameter.window_log: 31})},
+        TEXTS,
+    ),
     "xz": ({"a.jsonl.xz": lzma.compress(LINES)}, TEXTS),
     "zstandard": ({"a.jsonl.zst": zstd.compress(LINES)}, TEXTS),
     "zstandard in two frames": ({"a.jsonl.zst": zstd.compress(HALF) + zstd.compress(REST)}, TEXTS),
@@ -173,6 +185,10 @@ REFUSED = {
     "not gzip": ({"a.jsonl.gz": LINES}, "a.jsonl.gz cannot be read .*gzip"),
     "gzip that is cut off": ({"a.jsonl.gz": gzip.compress(LINES)[:-9]}, "ended before the end"),
     "zstandard that is cut off": ({"a.jsonl.zst": zstd.compress(LINES)[:-3]}, "ended before"),
+    "JSON that is not gzip, beside some that is": (
+        {"a.json.gz": gzip.compress(LINES), "b.json.gz": LINES},
+        "b.json.gz cannot be read .*gzip",
+    ),
     "damaged Parquet": ({"a.parquet": b"PAR1" + b"x" * 99}, "a.parquet cannot be read as Parquet"),
     "a long record": ({"a.jsonl": b'{"text": "' + b"x" * 2000 + b'"}\n'}, "a record of more than"),
 }
@@ -198,6 +214,12 @@ def test_it_is_left_out_and_counted_where_that_is_asked_for(tmp_path, monkeypatc
     assert found[-5:] == TEXTS or found == ["hello"]
     told = capsys.readouterr().out
     assert "left out" in told
+
+
+def test_a_text_that_is_left_out_is_left_out_whole(tmp_path):
+    text = b"line one\n" * 100
+    files = {"a.txt": text + b"\xff" + text, "b.txt": text}
+    assert texts(tmp_path, files, "--skip-bad", "--split-mb", 1e-4) == [text.decode()]
 
 
 def test_a_long_record_takes_no_more_memory_than_it_may_have(tmp_path, monkeypatch):
@@ -241,11 +263,12 @@ def read(config):
         ]
 
 
-@pytest.mark.parametrize("size", [1, 7, 17, 18, 19, 60, 1000])
-def test_a_file_of_lines_is_cut_at_line_ends_wherever_its_parts_begin(tmp_path, size):
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+@pytest.mark.parametrize("size", [4, 7, 17, 18, 19, 60, 1000])
+def test_a_file_of_lines_is_cut_at_line_ends_wherever_its_parts_begin(tmp_path, size, bom):
     lines = [{"text": "x" * (n * 7 % 50)} for n in range(30)]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n\n")
+    path.write_text(bom + "".join(json.dumps(line) + "\n" for line in lines) + "\n\n")
     whole, *none = read(Prepare(source=str(path), out=""))
     assert not none and [text for _, _, text, *_ in whole] == [line["text"] for line in lines]
     parts = list(read(Prepare(source=str(path), out="", split_mb=size / 2**20)))
@@ -254,10 +277,11 @@ def test_a_file_of_lines_is_cut_at_line_ends_wherever_its_parts_begin(tmp_path, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 33, 10_000])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
 @pytest.mark.parametrize("text", ["é\n" * 40, "x" * 100, "\n" * 20 + "y", "ab\ncd" * 15 + "\n"])
-def test_a_file_of_text_stays_one_document_wherever_it_is_cut(tmp_path, size, text):
+def test_a_file_of_text_stays_one_document_wherever_it_is_cut(tmp_path, size, bom, text):
     path = tmp_path / "a.txt"
-    path.write_text(text)
+    path.write_text(bom + text)
     parts = list(read(Prepare(source=str(path), out="", split_mb=size / 2**20)))
     assert "".join(part[0][2] for part in parts) == text
     assert [(d[0], d[1]) for part in parts for d in part] == [("a.txt", 0)] * len(parts)

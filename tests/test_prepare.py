@@ -424,3 +424,25 @@ def test_the_command_prepares_in_processes_of_its_own_and_refuses_in_one_line(te
     assert refused.stderr == (
         "error: --val-share 2.0 is not a share: expected 0 to 1. Use --val-share 0.05.\n"
     )
+
+
+def test_the_fix_that_an_error_names_can_be_taken_in_the_same_folder(tmp_path):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = [json.dumps({"body": f"row {n}"}) + "\n" for n in range(200)]
+    path.write_text("".join(lines) + "{")
+    split = ["--split-mb", "0.001", "--val-share", "0"]
+    with pytest.raises(ValueError, match="--text-field"):
+        run(path, out, *split)
+    with pytest.raises(ValueError, match="--skip-bad"):
+        run(path, out, *split, "--text-field", "body")
+    assert len(list(out.glob("train/splits/0*.json"))) > 2
+    run(path, out, *split, "--text-field", "body", "--skip-bad")
+    assert texts_of(out / "train") == [f"row {n}" for n in range(200)]
+    with pytest.raises(ValueError, match="is not a line of JSON"):  # and not finished without it
+        run(path, out, *split, "--text-field", "body")
+
+
+def test_an_out_that_cannot_be_a_folder_is_refused_in_one_line(texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/.*Not a directory"):
+        run(texts, tmp_path / "file" / "out")
