@@ -46,7 +46,7 @@ from manifest import INDEX, read_manifest
 PREPARE = Path(__file__).with_name("data") / "prepare.py"
 OURS = "data/prepare.py"
 BATCH_CHARACTERS = 1_000_000  # that tiktoken is given at a time
-SPLIT_MB = "4"  # so that a text of some 10 MB keeps two workers busy
+SPLIT_MB = "1"  # so that a part of the text too keeps two workers busy
 PART = 8  # of the text, one in so many is prepared to learn what a start takes
 LEAST = 0.85  # of tiktoken alone that the preparation should reach
 PROCESSES = (1, 2)
