@@ -201,6 +201,23 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_that_was_never_stopped(
     assert {"config.toml", "starts.jsonl", "plots/validation_loss.png"} <= names.keys()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
+    bucket, data, tmp_path, mixed
+):
+    """Alone, and in a mixture."""
+    folder, url = Path(data[1]).parent, f"{bucket.url}/corpus"
+    for path in folder.rglob("*.*"):
+        Prefix(url).write(path.relative_to(folder).as_posix(), path.read_bytes())
+    for place, name in ((folder, "disk"), (url, "bucket")):
+        source = ["--data.train", f"{place}/train", "--data.val", f"{place}/val"]
+        if mixed:
+            source = ["--data.mixture", f"a 0.7 {place}", f"b 0.3 {place}"]
+        main.run(utils.parse([*FLAGS, *source, "--run.dir", str(tmp_path), "--run.name", name]))
+    same_but_measured(tmp_path / "disk", tmp_path / "bucket")
+    assert len(metrics.read(tmp_path / "bucket" / "metrics.jsonl")) > 6
+
+
 KILLED_AT_STEP_5 = """
 import os, signal, sys
 import faults, main
