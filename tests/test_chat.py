@@ -23,7 +23,7 @@ import utils
 import validate
 from common import canonical
 from data import chat, prepare
-from data.encode import Coder
+from data.encode import Coder, coder_of
 from data.hf_tokenizer import Special
 from data.readers import Document, Piece
 from data.settings import Prepare, in_validation
@@ -354,6 +354,7 @@ def talker(tmp_path):
     table.save(str(folder / "tokenizer.json"))
 
     def made(template, **settings):
+        coder_of.cache_clear()  # it has the template of before
         path = folder / "tokenizer_config.json"
         found = json.loads(path.read_text()) | {"chat_template": template, **settings}
         found["split_special_tokens"] = False  # as models of others have it

@@ -185,9 +185,9 @@ REFUSED = {
     "not gzip": ({"a.jsonl.gz": LINES}, "a.jsonl.gz cannot be read .*gzip"),
     "gzip that is cut off": ({"a.jsonl.gz": gzip.compress(LINES)[:-9]}, "ended before the end"),
     "zstandard that is cut off": ({"a.jsonl.zst": zstd.compress(LINES)[:-3]}, "ended before"),
-    "JSON that is not gzip, beside some that is": (
-        {"a.json.gz": gzip.compress(LINES), "b.json.gz": LINES},
-        "b.json.gz cannot be read .*gzip",
+    "a file that is not gzip, beside one that is": (
+        {"a.json.gz": gzip.compress(LINES), "b.gz": LINES},
+        "b.gz cannot be read .*gzip",
     ),
     "damaged Parquet": ({"a.parquet": b"PAR1" + b"x" * 99}, "a.parquet cannot be read as Parquet"),
     "a long record": ({"a.jsonl": b'{"text": "' + b"x" * 2000 + b'"}\n'}, "a record of more than"),
