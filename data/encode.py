@@ -142,8 +142,8 @@ def cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
 class SplitWriter:
     """The shards of a split, and what is counted of them."""
 
-    def __init__(self, job: Job, coder: Coder, told: Callable[[int], object]):
-        self.job, self.coder, self.told, config = job, coder, told, job.config
+    def __init__(self, job: Job, coder: Coder, on_read: Callable[[int], object]):
+        self.job, self.coder, self.on_read, config = job, coder, on_read, job.config
         self.sides = {name: Side() for name in SIDES}
         stem, how = f"{job.stem}_{job.split:05d}", (config.shard_tokens, coder.dtype, config.chat)
         self.writers = {n: ShardWriter(f"{config.out}/{n}", stem, *how) for n in SIDES}
@@ -152,7 +152,7 @@ class SplitWriter:
         job, side = self.job, None
         is_val = in_validation(document.name, document.position, job.config.val_share)
         for ids, weight, size in self.coder.coded(document):
-            self.told(0)  # it may stop this
+            self.on_read(0)  # it may stop this
             if job.cut is None:
                 side = self.put("val" if is_val else "train", ids, weight, size)
                 continue
@@ -180,19 +180,19 @@ class SplitWriter:
         return 0 < self.job.limit <= sum(side.tokens for side in self.sides.values())
 
 
-def tokenize_split(job: Job, told: Callable[[int], object] = lambda read: None) -> Record:
-    """told  is called with the bytes that were read. Raises what data/readers.py does; OSError."""
+def tokenize_split(job: Job, on_read: Callable[[int], object] = lambda read: None) -> Record:
+    """on_read  is called with the bytes that were read. Raises OSError, and as data/readers.py."""
     config, coder = job.config, coder_of(job.config)
-    writer, left_out = SplitWriter(job, coder, told), Counter()
+    writer, left_out = SplitWriter(job, coder, on_read), Counter()
     for part in itertools.takewhile(lambda _: not writer.is_full, job.parts):
         read = 0
         for document in readers.documents(part, config, coder.to_pieces, left_out=left_out):
             if writer.is_full:
                 break
             writer.add(document)
-            told(document.read - read)
+            on_read(document.read - read)
             read = document.read
-        told(part.size - read)
+        on_read(part.size - read)
     for name, side in writer.sides.items():
         writer.writers[name].finish()
         side.shards = writer.writers[name].shards

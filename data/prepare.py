@@ -120,7 +120,7 @@ class Preparation:
         records = self.first_tokens(self.tokenized(jobs, done))
         left_out = sum((Counter(record.left_out) for record in records), Counter())
         if not (total := sum(record.tokens for record in records)):
-            raise ValueError(f"--source {config.source} has no text{told(left_out)}.")
+            raise ValueError(f"--source {config.source} has no text{described(left_out)}.")
         shared_out = sum(record.val.tokens for record in records) / total
         if shared_out < config.val_share / 2 or 1 - shared_out < (1 - config.val_share) / 2:
             records = self.by_position(records, total)
@@ -129,7 +129,7 @@ class Preparation:
             self.finish(name, side, left_out)
         self.sweep(found, records)
         if left_out:
-            print(f"left out{told(left_out)}")
+            print(f"left out{described(left_out)}")
         seconds = time.perf_counter() - began
         print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
@@ -209,16 +209,16 @@ class Preparation:
             rest -= done[split].tokens
         return rest <= 0
 
-    def results(self, jobs: list[Job], told: Callable[[int], None]) -> Iterator[Record]:
-        """As splits end. told  is called with bytes that were read."""
+    def results(self, jobs: list[Job], on_read: Callable[[int], None]) -> Iterator[Record]:
+        """As splits end. on_read  is called with bytes that were read."""
         if self.config.ray:
             from data import cluster  # late: ray is needed for it alone
 
             return cluster.results(self.config, jobs)
         workers = min(self.config.workers or len(os.sched_getaffinity(0)), len(jobs))
         if workers <= 1:
-            return (tokenize_split(job, told) for job in jobs)
-        return by_processes(jobs, workers, told)
+            return (tokenize_split(job, on_read) for job in jobs)
+        return by_processes(jobs, workers, on_read)
 
     def first_tokens(self, records: list[Record]) -> list[Record]:
         """The first that have --max-tokens, the last cut after the document that reaches it."""
@@ -255,7 +255,7 @@ class Preparation:
         config, tokenizer = self.config, self.coder.tokenizer
         if not side.tokens:
             raise ValueError(
-                f"no document of --source {config.source} is for {name}{told(left_out)}. Use "
+                f"no document of --source {config.source} is for {name}{described(left_out)}. Use "
                 "another --val-share, or 0 for no validation set."
             )
         others = {"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}
@@ -306,7 +306,7 @@ def has(there: dict[str, int], side: str, shards: list[Shard]) -> bool:
     return all(there.get(f"{side}/{file.name}") == file.bytes for file in files_of(shards))
 
 
-def told(left_out: Counter[str]) -> str:
+def described(left_out: Counter[str]) -> str:
     """What was left out, behind a word."""
     return ": " * bool(left_out) + ", ".join(f"{n:,} {kind}" for kind, n in left_out.items())
 
@@ -322,7 +322,7 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> Iterator[Record]:
+def by_processes(jobs: list[Job], workers: int, on_read: Callable[[int], None]) -> Iterator[Record]:
     """As splits end. What is under way ends early where the iterator is closed."""
     # Fresh processes rather than forks: a fork copies locks of threads that it does not copy.
     context = multiprocessing.get_context("spawn")
@@ -335,7 +335,7 @@ def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> 
         while pending:
             done, pending = wait(pending, TELL_S)
             now = sum(read)
-            told(now - before)
+            on_read(now - before)
             before = now
             yield from (future.result() for future in done)
     except BrokenProcessPool as error:
@@ -348,12 +348,12 @@ def by_processes(jobs: list[Job], workers: int, told: Callable[[int], None]) -> 
         pool.shutdown(cancel_futures=True)
 
 
-told_by_worker: Callable[[int], None]
+count_read: Callable[[int], None]
 
 
 def start_worker(read: Any, stop: Any) -> None:
     """In a new process: it ends with its parent, which may be killed."""
-    global told_by_worker
+    global count_read
     parent, slot = multiprocessing.parent_process(), os.getpid() % SLOTS
 
     def watch() -> None:
@@ -365,13 +365,13 @@ def start_worker(read: Any, stop: Any) -> None:
             raise CancelledError
         read[slot] += count
 
-    told_by_worker = tell
+    count_read = tell
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
     threading.Thread(target=watch, daemon=True).start()
 
 
 def in_worker(job: Job) -> Record:
-    return tokenize_split(job, told_by_worker)
+    return tokenize_split(job, count_read)
 
 
 if __name__ == "__main__":

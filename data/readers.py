@@ -67,7 +67,7 @@ class Document(NamedTuple):
     position: int  # in it: a byte or the number of a row
     pieces: Iterable[Piece]
     begins: bool = True  # False: it has begun in the part before
-    ends: bool = True  # False: it goes on in the next part
+    ends: bool = True  # False: it continues in the next part
     read: int = 0  # bytes of the part, up to its end, as far as that is known
 
 
@@ -179,8 +179,8 @@ def reading(part: Part) -> Iterator[None]:
 
 def damaged(part: Part, why: str, fix: str = "Bring a whole copy") -> Bad:
     return Bad(
-        f"{part.path} cannot be read as {part.kind} ({why}). {fix}, or leave it out with --glob or "
-        "--skip-bad.",
+        f"{part.path} cannot be read as {part.kind or 'any kind'} ({why}). {fix}, or leave it out "
+        "with --glob or --skip-bad.",
         "files that cannot be read",
     )
 

@@ -187,7 +187,7 @@ REFUSED = {
     "zstandard that is cut off": ({"a.jsonl.zst": zstd.compress(LINES)[:-3]}, "ended before"),
     "a file that is not gzip, beside one that is": (
         {"a.json.gz": gzip.compress(LINES), "b.gz": LINES},
-        "b.gz cannot be read .*gzip",
+        "b.gz cannot be read as any kind .*gzip",
     ),
     "damaged Parquet": ({"a.parquet": b"PAR1" + b"x" * 99}, "a.parquet cannot be read as Parquet"),
     "a long record": ({"a.jsonl": b'{"text": "' + b"x" * 2000 + b'"}\n'}, "a record of more than"),
