@@ -1,271 +1,142 @@
-"""Orbax checkpoints: save, find, verify, restore onto any mesh. Knows nothing of the loop.
+"""Save, find, verify and restore checkpoints.
 
-A checkpoint is a folder `<step>` that appears when all of it is written, on a disk or in a bucket
-(checkpoint_folder.py): every array whole (cut into chunks as its shards were, so any mesh can read
-it), the run's config, and the size and checksum of each file, which `latest` checks before anything
-is read. Beside the config stand a digest of each array, taken on the devices before it was written
-and compared where it is restored (digests.py), the start that wrote it (starts.py), and a format
-number. Blocks are stored in the order in which they run, [blocks, ...], whatever mesh they were
-trained on: `stored_shapes`.
+Orbax writes the arrays in the layout of the devices, in the background. Beside them, RECORD holds
+the config, the start that wrote it (runtime/provenance.py), and the shape and digest of each array.
+The devices compute the digests (runtime/array_digests.py); Orbax stores no checksums of arrays.
 
-A save that fails is told and leaves the others as they are; the next one is tried when it is due.
+An array of blocks is stored as on the devices: [virtual, stage, block, ...]. In row-major order
+this is the order of layers, so its canonical shape is [layers, ...]. A restore reads with
+tensorstore the rows that each device of the new mesh needs. Each process reads its own rows: if one
+fails, the others do not wait at a barrier, as in Orbax's restore.
+
+If a save fails on any process, all processes end with the reason.
 """
 
 import contextlib
-import itertools
+import json
 import math
-import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import checkpoint_managers
+from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
-import buckets
-import checkpoint_folder
-import digests
-import multihost
-from checkpoint_folder import Damaged, Unreadable
-from faults import Fault
-from metrics import say
 from model import Transformer
+from runtime import array_digests, buckets, checkpoint_directory, distributed, run_directory
+from runtime.console import is_primary, log
+from runtime.stored_array import Damaged, StoredArray, is_damage, open_arrays
+from utils import ConfigError
 
-# What a checkpoint holds and where; one with a higher number is not read. No later format may
-# change what is told of files in CHECKSUMS, nor where its own number stands. (Code of before there
-# were buckets does not know their checksums, and takes a copy of such a checkpoint for damaged.)
-FORMAT = 1
-OWN = ("format", "made_by", "digests")  # keys that stand beside the config's sections
-FILE_BYTES = 256 << 20  # of a file of arrays: as much of a checkpoint is in memory once more
-CHUNK_BYTES = 64 << 20  # of an array that is written from a file, and may be larger than memory
-MOST_NAMED = 10  # arrays in one message
-LATE_S = 60  # in which a thread ends that writes when another has failed
-GOOD_S = 60  # in which all processes, having written, say that they could
-# The two points at which Orbax's threads of all processes meet while they save.
-MEETINGS = ("async_write_complete", "async_commit_complete")
-_meetings = itertools.count()  # a name for each save, the same on every process
+FORMAT = 2  # of RECORD; every format has the fields `format` and `crc32`
+RECORD = "record.json"
+FILE_BYTES = 256 << 20  # size of Orbax's files; it holds one in memory while writing
+CHUNK_BYTES = 64 << 20  # of an array that is saved from a file, which may exceed the memory
+READ_AT_ONCE = 8  # arrays
+POLL_S = 0.2  # interval of checks whether a save is complete
+MAX_NAMED = 10  # arrays in one message
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """{"blocks.moe.router": leaf, ...}: the same names whatever containers hold the leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+# --- the arrays of a checkpoint -------------------------------------------------------------------
 
 
-def _part(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
-    """To restore these arrays and leave the others where they are."""
-    how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    return ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+def _named(tree: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Return {"weights.blocks.moe.router": (leaf, stages), ...}.
 
-
-def _without_copy() -> ocp.type_handlers.TypeHandlerRegistry:
-    handlers = ocp.type_handlers
-    return handlers.create_type_handler_registry(
-        (jax.Array, handlers.ArrayHandler()),
-        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
-    )
-
-
-def _in_chunks(arrays: dict[str, np.ndarray], stacked: Mapping[str, int]) -> ocp.args.PyTreeSave:
-    def one(name: str) -> ocp.SaveArgs:
-        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(stacked[name])))
-
-    how = {name: one(name) for name in arrays}
-    return ocp.args.PyTreeSave(arrays, save_args=how, ocdbt_target_data_file_size=FILE_BYTES)
-
-
-def _told_by_all(text: str) -> str:
-    """What any process has to report, in one line, the same on all; empty where none has."""
-    if jax.process_count() == 1:
-        return text
-    texts = [found.decode() for found in multihost.gather(text.encode())]
-    return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(texts) if text)
-
-
-def _join_orbax() -> None:
-    """Waits for what still writes when a save has failed elsewhere."""
-    for thread in threading.enumerate():
-        of_orbax = type(thread).__module__.startswith("orbax.") or thread.name == "async_save"
-        if of_orbax and thread is not threading.current_thread():
-            threading.Thread.join(thread, LATE_S)
-
-
-def _ends(text: str, problem: str) -> Exception:
-    """What a run ends with that cannot write: a bucket that does not answer may, when it is started
-    again; all else a person has to mend.
+    stages  [virtual, stage, block] for an array of blocks, () for any other
     """
-    text = f"{text} ({problem})" if problem else text
-    if buckets.Unanswered.__name__ in problem:
-        return Fault(f"{text}. Start the run again when the bucket answers.")
-    return ValueError(
-        f"{text}. Make room or give back the right to write there, or give a --run.dir that can "
-        "be written, and start the run again."
-    )
+    found = {}
+    for path, part in leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Transformer)):
+        for rest, x in leaves_with_path(part):
+            stacked = isinstance(part, Transformer) and rest[0].name == "blocks"
+            name = jax.tree_util.keystr((*path, *rest), simple=True, separator=".")
+            found[name] = x, tuple(x.shape[:3]) if stacked else ()
+    return found
 
 
-def _line(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    text, _, _ = f"{type(error).__name__}: {error}".partition(" [source locations=")
-    return " ".join(text.split())
+def _canonical(x: Any, stages: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """Return canonical shape and type."""
+    shape = (math.prod(stages), *x.shape[3:]) if stages else tuple(x.shape)
+    return shape, np.dtype(x.dtype).name
+
+
+# --- the checkpoints of a run ---------------------------------------------------------------------
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every process makes one and calls the same methods in order."""
+    """The checkpoints of one run. All processes call the same methods in the same order."""
 
-    def __init__(
-        self,
-        folder: str | Path,
-        keep: int | None = None,
-        stacked: Mapping[str, int] | None = None,
-        keep_every_steps: int = 0,
-    ):
-        """Opens `folder` to write, keeping the newest `keep` and each step that is a multiple of
-        `keep_every_steps`; without `keep`, to read only.
+    def __init__(self, folder: str | Path, keep: int | None = None, keep_every_steps: int = 0):
+        """Open `folder` to write, or without `keep` to read only.
 
-        stacked  what is saved are numpy arrays that lie in files: they are written from there, in
-                 chunks that have one of so many dimensions of each name's array, and not copied.
-        A run that is writing keeps all its files while others read.
-
-        Raises  ValueError when `keep` is 0, nothing can be read, or the folder cannot be made.
+        keep              number of newest checkpoints that are kept
+        keep_every_steps  multiples of this step are kept, too
+        Raises            ConfigError if `keep` is 0 or the folder cannot be used;
+                          TransientError if a bucket does not respond
         """
         if keep is not None and keep < 1:
-            raise ValueError(
-                f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is there. "
-                f"Use 1 or more, or --checkpoint.every_steps 0 to save none."
+            raise ConfigError(
+                f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is complete. "
+                "Use 1 or more, or --checkpoint.every_steps 0 to save none."
             )
-        self._files = checkpoint_folder.opened(folder)
-        self.folder = self._files.path
-        self.made_by: dict[str, Any] | None = None  # the start that is told in what is saved
-        self._writes, self._keep = keep is not None, (keep, keep_every_steps)
-        self._stacked = stacked
-        self._saving: int | None = None  # saved and not yet waited for
-        self._meeting, self._met = 0, set()
-        self._problem = ""  # of the last save that failed
-        self._whole = self._seen = 0  # newest step on disk: as all agree; as process 0 just saw
-        self._spoiled: set[int] = set()  # steps that were found damaged and are not asked again
-        self.longest_s = self._begun = 0.0  # of the saves so far, as process 0 knows
-        self._opened: ocp.CheckpointManager | None = None
-        if not self._writes and not self._files.exists():
-            raise ValueError(
+        self._files = checkpoint_directory.open_directory(folder)
+        self.folder, self._run = self._files.path, self._files.path.rpartition("/")[0]
+        self._writes, self._keep, self._keep_every = keep is not None, keep, keep_every_steps
+        self.made_by: dict[str, Any] | None = None  # the start, for RECORD
+        self.longest_s = 0.0  # longest time of a save until its files were complete, on process 0
+        self._saving: int | None = None  # the step that is being written
+        self._began, self._committing = 0.0, False
+        self._error: Exception | None = None  # of the last save; `wait` shares it
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove checkpoints")
+        if self._writes:
+            with self._shared():
+                self._files.make()
+                for name in self._files.unfinished() if is_primary() else []:
+                    log(f"warning: removed {self.folder}/{name}, which was not complete")
+                    self._files.remove(name)
+                self._files.try_to_write(jax.process_index())
+        elif not self._from_first(self._files.exists):
+            raise ConfigError(
                 f"there are no checkpoints in {self.folder}: no such folder. Give the folder of a "
-                f"run that was trained with --checkpoint.every_steps above 0."
-            )
-        problem = self._not_writable(tell=True) if self._writes else ""
-        try:
-            if not problem:
-                self._opened = self._open()
-        except OSError as error:
-            problem = _line(error)
-        if problem:
-            raise _ends(f"checkpoints cannot be written to {self.folder}", problem)
-
-    def _open(self) -> ocp.CheckpointManager:
-        with self._files.asked():
-            return ocp.CheckpointManager(
-                self.folder,
-                options=self._options(),
-                item_names=("state", "config"),
-                item_handlers={"state": self._handler(), "config": ocp.JsonCheckpointHandler()},
+                "run that was trained with --checkpoint.every_steps above 0."
             )
 
-    @property
-    def _manager(self) -> ocp.CheckpointManager:
-        if self._opened is None:  # the last one went with a save that failed
-            self._opened = self._open()
-        return self._opened
+    @contextlib.contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Run a block. If it fails on one process, all raise the reason."""
+        with distributed.shared_errors():
+            try:
+                yield
+            except OSError as error:
+                raise self._reason(error) from error
 
-    def _handler(self) -> ocp.CheckpointHandler:
-        # Weights hardly become smaller, and the cores of a CPU host are busy with the steps.
-        how = {"use_compression": False}
-        if self._stacked is not None:
-            how["type_handler_registry"] = _without_copy()
-        return ocp.PyTreeCheckpointHandler(**how)
+    def _from_first(self, function: Callable[[], Any]) -> Any:
+        """Call the function on process 0 and return its result, as JSON values, on all."""
+        with self._shared():
+            found = function() if is_primary() else None
+        return json.loads(distributed.gather(json.dumps(found).encode())[0])
 
-    def _options(self) -> ocp.CheckpointManagerOptions:
-        if not self._writes:
-            return ocp.CheckpointManagerOptions(create=False)
-        newest, every = self._keep
-        policies = [checkpoint_managers.LatestN(newest)]
-        if every:
-            policies.append(checkpoint_managers.EveryNSteps(every))
-        return ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._write_checksums, barrier_sync_fn=self._meet
-            ),
-        )
-
-    def _not_writable(self, tell: bool = False, before: Callable[[], None] = lambda: None) -> str:
-        """Why some process cannot write here now, as all tell it; empty where all can.
-
-        Asked before Orbax is: there, who fails alone leaves the others waiting for it.
-        """
-        problem = ""
-        try:
-            self._files.make()
-            self._remove_unfinished(tell)  # first, as it may be what fills the disk
-            if jax.process_index() == 0:
-                before()
-            self._files.try_to_write(jax.process_index())
-        except OSError as error:
-            problem = _line(error)
-        return _told_by_all(problem)
-
-    def _remove_unfinished(self, tell: bool = False) -> None:
-        for name in self._files.unfinished() if jax.process_index() == 0 else []:
-            if tell:
-                say(f"warning: {self.folder / name} was not finished when its run stopped; removed")
-            self._files.remove(name)
-
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Where Orbax's threads of all processes wait for each other, with the same key.
-
-        A thread that fails would leave out MEETINGS, and those who are there wait in vain. So it
-        comes late, and who was in time raises. At the end of each save process 0 looks whether it
-        came to a checkpoint.
-        """
-        wait = partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=timeout_ms)
-        if threading.current_thread() is threading.main_thread():
-            wait(key=key)
-            return
-        name = next((name for name in MEETINGS if name in key), None)
-        if name is None and "set_value_start" in key:
-            _join_orbax()
-            for missed in [name for name in MEETINGS if name not in self._met]:
-                wait(key=f"{missed} {self._meeting}")
-        elif name:
-            self._met.add(name)
-            wait(key=f"{name} {self._meeting}")
-            if name == MEETINGS[0]:  # all have come; now all who could write
-                wait(key=f"good {self._meeting}", timeout_ms=GOOD_S * 1000)
-            return
-        wait(key=key)
-        if jax.process_index() == 0 and "set_value_end" in key:
-            self._look()
-
-    def _look(self) -> None:
-        """Runs in Orbax's thread on process 0, when a save has ended, well or not."""
-        self.longest_s = max(self.longest_s, time.monotonic() - self._begun)
-        try:
-            if self._files.is_whole(self._saving):
-                self._seen = self._saving
-            else:
-                self._remove_unfinished()
-        except OSError:  # told by who waits for the save
-            return
-
-    def _write_checksums(self) -> None:
-        """Runs in Orbax's thread on process 0, when all files are there, and before the rename."""
-        self._files.write_checksums(self._saving)
+    def _reason(self, error: Exception) -> Exception:
+        """Return the exception for a failed read or write; a TransientError if it may pass."""
+        cause = f"{type(error).__name__}: {buckets.one_line(error)}"
+        text = f"the checkpoints in {self.folder} cannot be used ({cause})"
+        if isinstance(error, buckets.AccessDenied | buckets.Unavailable):
+            return error
+        if buckets.is_bucket(self.folder):
+            why = buckets.refusal(self.folder, error)
+            return (
+                buckets.AccessDenied(why) if why else buckets.Unavailable(f"{text}. Start again.")
+            )
+        if not isinstance(error, OSError | ValueError):
+            return error
+        fix = "Free disk space, grant read and write permission, or use another --run.dir"
+        return ConfigError(f"{text}. {fix}. A run resumes from its newest checkpoint.")
 
     def save(
         self,
@@ -273,382 +144,274 @@ class Checkpoints:
         state: Any,
         config: dict[str, Any],
         before: Callable[[], None] = lambda: None,
+        stacked: Mapping[str, int] | None = None,
     ) -> None:
-        """Copies `state` off the devices and returns; the files are written behind the training.
+        """Copy `state` to host memory and return. Orbax writes it in the background.
 
-        state   tree of jax arrays in canonical shapes, which may be donated right after; with
-                `stacked` of numpy arrays, which have to stay until `wait` returns.
-        config  tree of what JSON can hold.
-        before  called on process 0 before anything is written; if it raises OSError, nothing is.
-        A step that is saved already stays as it is. What goes wrong with the files is told, now or
-        when the next save is due, and is no error: see `stop_if_old`, `must_have`.
+        A checkpoint of this step is not replaced.
 
-        Raises  ValueError when there is a later step.
+        state    tree of jax arrays, which may be donated afterwards; or of NumPy arrays in files,
+                 which must exist until `wait` returns
+        config   tree of JSON values
+        before   called on process 0 before anything is written
+        stacked  number of leading dimensions of each NumPy array that are split into chunks
+        Raises   as `wait`; ConfigError if a later step is saved
         """
-        assert self._writes
         self.wait()
-        if problem := self._not_writable(before=before):
-            self._tell_failed(step, problem)
+        with self._shared():
+            if is_primary():
+                before()
+            self._files.try_to_write(jax.process_index())
+        steps = self.steps()
+        if step in steps:
             return
-        self._saving, self._meeting, self._met = step, next(_meetings), set()
-        self._begun = time.monotonic()
-        try:
-            there = self._files.steps()
-            if step in there:
-                self._saving, self._whole = None, max(self._whole, step)
-                return
-            later = [other for other in there if other > step]
-            if not later:
-                self._manager.save(step, args=self._items(_named(state), config), force=True)
-        except self._files.failures as error:
-            if jax.process_count() > 1:  # the others are somewhere in the save
-                raise Fault(f"the save of step {step} failed here alone: {_line(error)}") from error
-            self._end(error)
-            return
-        if later:
-            self._saving = None
-            raise ValueError(
-                f"step {step} cannot be saved in {self.folder}, which has step {later[-1]} "
-                f"already: the newest is where a run continues. Continue that run, or start "
-                f"another with --run.name."
+        if steps and steps[-1] > step:
+            raise ConfigError(
+                f"step {step} cannot be saved in {self.folder}, which has step {steps[-1]}: a run "
+                "resumes from the newest step. Resume that run, or use another --run.name."
             )
+        named = _named(state)
+        record = _record(named, self.made_by, config)
+        self._saving, self._began, self._committing = step, time.monotonic(), False
+        if self._writer is None:
+            self._writer = _writer(stacked is not None, lambda: setattr(self, "_committing", True))
+        args = _arguments({name: x for name, (x, _) in named.items()}, stacked, record)
+        try:
+            self._writer.save(f"{self.folder}/{step}", args=args)
+        except Exception as error:
+            self._error = self._reason(error)  # `wait` raises it, on all processes
 
-    def _items(self, named: dict[str, Any], config: dict[str, Any]) -> ocp.args.Composite:
-        if self._stacked is None:
-            args = ocp.args.PyTreeSave(named, ocdbt_target_data_file_size=FILE_BYTES)
-            found = digests.of_arrays(named)
-        else:
-            args = _in_chunks(named, self._stacked)
-            found = {name: digests.of_numpy(x) for name, x in named.items()}
-        own = {"format": FORMAT, "made_by": self.made_by, "digests": found}
-        return ocp.args.Composite(state=args, config=ocp.args.JsonSave(config | own))
+    def failed(self) -> bool:
+        """Return whether the current save has failed on this process. Does not wait."""
+        if self._saving is not None and self._error is None:
+            try:
+                self._writer.check_for_errors()
+                if self._committing and is_primary() and self._files.is_complete(self._saving):
+                    self._committing = False
+                    self.longest_s = max(self.longest_s, time.monotonic() - self._began)
+                    self._remover.submit(self._remove_old)
+            except Exception as error:
+                self._error = self._reason(error)
+        return self._error is not None
+
+    def _remove_old(self) -> None:
+        try:
+            for step in self._files.steps()[: -self._keep]:
+                if not self._keep_every or step % self._keep_every:
+                    self._files.remove(str(step))
+        except OSError as error:  # the next start removes it
+            log(f"warning: an old checkpoint in {self.folder} was not removed: {error}")
 
     def wait(self) -> None:
-        """Returns when the last save is on disk, or told to have failed."""
-        if self._saving is None:
-            return
-        error = None
-        try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        except Exception as caught:  # whatever ended Orbax's threads
-            error = caught
-        self._end(error)
+        """Wait until the last save is complete.
 
-    def _end(self, error: BaseException | None) -> None:
-        """All processes agree on what became of the last save: process 0 gave it its name, or not.
-
-        A manager that failed has forgotten steps and remembers errors: another takes its place.
+        Raises  the reason if any process could not write: ConfigError or TransientError
         """
-        step, self._saving = self._saving, None
-        error = self._files.outside(error)
-        if error is None and jax.process_index() == 0:
+        is_complete = jax.process_count() == 1  # as soon as the writer has ended
+        while self._saving is not None:
             try:
-                if not self._files.is_whole(step):
-                    error = OSError("it is not there")
-            except OSError as found:
-                error = found
-        problem = _told_by_all(_line(error))
-        if not problem:
-            self._whole = step
-            return
-        self._close_manager()
-        whole = False
-        if jax.process_index() == 0:
-            try:
-                whole = self._files.is_whole(step)
-                self._remove_unfinished()
-            except OSError as found:
-                problem += f"; {_line(found)}"
-        whole = bool(multihost_utils.broadcast_one_to_all(np.asarray(whole)))
-        if whole:
-            self._whole = step
-            say(f"warning: checkpoint of step {step} is written, and then: {problem}")
-        else:
-            self._tell_failed(step, problem)
-
-    def _tell_failed(self, step: int, problem: str) -> None:
-        self._problem = problem
-        say(
-            f"warning: checkpoint of step {step} could not be written: {problem}. The newest is "
-            f"{self._newest()}; the next save is tried when it is due."
-        )
-
-    def newest_whole(self) -> str:
-        """In words; waits for the last save."""
-        self.wait()
-        return self._newest()
-
-    def _newest(self) -> str:
-        return f"of step {self._whole}" if self._whole else "none"
-
-    def _close_manager(self) -> None:
-        """Ends its threads. Each error that it remembers is raised once, and was told."""
-        manager, self._opened = self._opened, None
-        for _ in range(4):
-            try:
-                if manager is not None:
-                    manager.close()
+                with distributed.shared_errors():
+                    if is_complete:
+                        self._join()
+                    if self.failed():
+                        raise self._error
+            except Exception as error:
+                self._error = error  # so that no process waits in `close`
+                raise
+            if is_complete:
+                self._saving = None
                 return
-            except Exception:  # whatever ended Orbax's threads
-                continue
-
-    def age_steps(self, step: int) -> int:
-        """Steps since the newest checkpoint that is whole on disk, or since the run began. Only
-        process 0 knows at once; does not wait.
-        """
-        return step - max(self._whole, self._seen)
-
-    def stop_if_old(self, step: int, most: int) -> None:
-        """Raises ValueError, or Fault where a bucket did not answer, when the newest checkpoint is
-        more than `most` steps old. Waits for a save only when it otherwise would be.
-        """
-        if step - self._whole > most:
-            self.wait()
-        if step - self._whole > most:
-            raise _ends(
-                f"stopped after step {step}: no checkpoint could be written for more than {most} "
-                f"steps (--checkpoint.max_age_steps), and the newest in {self.folder}, from which "
-                f"the run goes on, is {self._newest()}",
-                self._problem,
+            is_complete = self._from_first(
+                lambda: not self._committing and self._files.is_complete(self._saving)
             )
+            if not is_complete:
+                time.sleep(POLL_S)
 
-    def must_have(self, step: int) -> None:
-        """Waits for the last save. Raises as `stop_if_old` when it came to no checkpoint."""
+    def _join(self) -> None:
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            self._error = self._reason(error)
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints."""
+        return self._from_first(self._files.steps)
+
+    def describe_newest(self) -> str:
+        """Wait for the last save, and return the newest step for a message."""
         self.wait()
-        if self._whole != step:
-            raise _ends(
-                f"the checkpoint of step {step} could not be written to {self.folder}, and the "
-                f"newest there is {self._newest()}",
-                self._problem,
-            )
-
-    def latest(self) -> int | None:
-        """The newest step whose files are as they were written; None without any checkpoint.
-
-        A damaged one is named, and put aside as `damaged-<step>` by a run that writes, so that the
-        step can be saved again.
-
-        Raises  ValueError when there are checkpoints and all are damaged.
-        """
-        self.wait()
-        steps = self._files.steps()[::-1]
-        asked = (step for step in steps if step not in self._spoiled)
-        newest = next((step for step in asked if self._is_good(step)), None)
-        if steps and newest is None:
-            mend = "start another run with --run.name" if self._writes else "give another run"
-            raise ValueError(
-                f"every checkpoint in {self.folder} is damaged (steps {steps}), so the run cannot "
-                f"be continued. Bring back a good copy, or {mend}."
-            )
-        if self._writes:
-            # Those of other values wait until this one's are known to be good.
-            self._put_aside([s for s in steps if s > newest and s not in self._spoiled])
-        return newest
+        steps = self.steps()
+        return f"of step {steps[-1]}" if steps else "none"
 
     def newest(
         self,
         abstract: Any,
-        must_match: Callable[[dict[str, Any]], None] = lambda config: None,
+        check_config: Callable[[dict[str, Any]], None] = lambda config: None,
     ) -> tuple[int, Any] | None:
-        """(step, state) of the newest checkpoint whose files and values are as they were saved;
-        None without any checkpoint. What is damaged is told and put aside as by `latest`.
+        """Return (step, state) of the newest undamaged checkpoint; None without checkpoints.
 
-        abstract    as `restore` takes it, or a function of the step that gives it.
-        must_match  raises for a config with which this run does not go on.
+        A damaged checkpoint is logged. A run that writes quarantines it as `damaged-<step>`.
+
+        abstract      as in `restore`, or a function that returns it for the names of saved arrays
+        check_config  raises for the config of a run that cannot be continued
+        Raises        ConfigError if all checkpoints are damaged
         """
-        while (step := self.latest()) is not None:
+        self.wait()
+        steps, damaged = self.steps(), []
+        for step in reversed(steps):
             try:
-                must_match(self.config(step))
-                like = abstract(step) if callable(abstract) else abstract
-                state = self._restored(step, like)
+                record = self._record_of(step)
+                check_config(record["config"])
+                like = abstract(frozenset(record["arrays"])) if callable(abstract) else abstract
+                state = self.restore(step, like)
             except Damaged as error:
-                say(f"warning: {error}")
-                self._spoiled.add(step)
+                log(f"warning: {error}; it is skipped")
+                damaged.append(step)
                 continue
-            if self._writes:
-                self._put_aside(sorted(self._spoiled))
-                self._spoiled.clear()
-            self._whole = step
+            if self._writes:  # only now: a folder without any checkpoint would start a new run
+                with self._shared():
+                    for other in damaged if is_primary() else []:
+                        self._files.quarantine(other)
             return step, state
+        if steps:
+            raise ConfigError(
+                f"every checkpoint in {self.folder} is damaged (steps {steps}). Restore a good "
+                "copy, or start a new run with --run.name."
+            )
         return None
 
-    def _restored(self, step: int, like: Any) -> Any:
-        """As `restore`; what one process alone cannot read, it reads again, or ends all."""
-        try:
-            return self.restore(step, like)
-        except Unreadable as error:
-            if jax.process_count() == 1:
-                return self.restore(step, like)  # a bit may have flipped on the way
-            if self._writes:  # the others wait for this one in Orbax
-                self._files.spoil(step, str(error))
-            raise Fault(f"{error}. Started again, the run takes the one before.") from error
+    def good(self, step: int | None, abstract: Any) -> tuple[int, Any]:
+        """Return (step, state) of this step, or of the newest undamaged one if None.
 
-    def _is_good(self, step: int) -> bool:
-        """One process reads, and all follow it: they must not restore different steps."""
-        good = True
-        if jax.process_index() == 0:
-            damage = self._files.damage(step)
-            good = damage is None
-            if not good:
-                folder = self.folder / str(step)
-                say(f"warning: checkpoint {folder} is damaged and skipped: {damage}")
-        good = bool(multihost_utils.broadcast_one_to_all(np.asarray(good)))
-        if not good and not self._writes:
-            self._spoiled.add(step)  # a run that writes puts it aside
-        return good
+        Raises  ConfigError if it is missing or damaged
+        """
+        if step is not None or not self.steps():
+            step = self.step_or_newest(step)
+            return step, self.restore(step, abstract)
+        return self.newest(abstract)
 
-    def _put_aside(self, steps: list[int]) -> None:
-        """Only ever beside a good one: a folder without checkpoints would be a new run."""
-        for step in steps if jax.process_index() == 0 else []:
-            self._files.put_aside(step)
-        multihost_utils.sync_global_devices("put aside")
-        with self._files.asked():
-            self._manager.reload()
+    def step_or_newest(self, step: int | None) -> int:
+        """Return `step`, or the newest if None. Raises ConfigError without checkpoints."""
+        steps = [step] if step is not None else self.steps()
+        if not steps:
+            raise ConfigError(
+                f"{self._run} has no checkpoint yet. Let the run continue to its first "
+                "(--checkpoint.every_steps), or give another run."
+            )
+        return steps[-1]
 
     def config(self, step: int) -> dict[str, Any]:
-        """The config that was saved with a step."""
-        return {name: value for name, value in self._told(step).items() if name not in OWN}
+        """Return the config of a step."""
+        return self._record_of(step)["config"]
 
     def start_of(self, step: int) -> dict[str, Any] | None:
-        """The start that saved a step; None where an older version of the code did."""
-        return self._told(step).get("made_by")
+        """Return the start that saved a step."""
+        return self._record_of(step)["made_by"]
 
-    def _told(self, step: int) -> dict[str, Any]:
-        """All that stands beside the arrays of a step.
+    def _record_of(self, step: int) -> dict[str, Any]:
+        """Return RECORD of a step, read by process 0.
 
-        Raises  ValueError for a step of a later format.
+        Raises  ConfigError if the step is missing or has another format; Damaged
         """
-        self._must_exist(step)
-        told = self._read(step, config=ocp.args.JsonRestore()).config
-        found = told.get("format", 0)
-        if found > FORMAT:
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} was written by a newer version of "
-                f"this code (format {found}, and this one knows {FORMAT}). Use that version."
+
+        def read() -> dict[str, Any] | None:
+            if step not in (steps := self._files.steps()):
+                raise ConfigError(
+                    f"there is no checkpoint of step {step} in {self.folder}: it has steps "
+                    f"{steps}. Use one of these."
+                )
+            try:
+                record = json.loads(self._files.read(f"{step}/config/{RECORD}"))
+                return record if record.pop("crc32") == _crc32(record) else None
+            except (buckets.AccessDenied, buckets.Unavailable):
+                raise
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+                return None
+
+        record = self._from_first(read)
+        if record is None:
+            raise self._damaged(step, f"{RECORD} is not what was written")
+        if record["format"] != FORMAT:
+            raise ConfigError(
+                f"the checkpoint of step {step} in {self.folder} was written by another version of "
+                f"this code: its format is {record['format']}, and this version reads {FORMAT}."
             )
-        return told
+        return record
 
-    def names(self, step: int) -> frozenset[str]:
-        """Of the arrays that are stored of a step."""
-        self._must_exist(step)
-        return frozenset(self._stored(step))
+    def _damaged(self, step: int, why: str) -> Damaged:
+        return Damaged(
+            f"the checkpoint of step {step} in {self.folder} is damaged: {why}. Use another step, "
+            "or restore a good copy"
+        )
 
-    def _stored(self, step: int) -> dict[str, Any]:
-        """Shapes and types of the arrays of a step."""
-        with self._files.asked(step):
-            return self._manager.item_metadata(step).state.tree
+    def arrays(self, step: int) -> dict[str, StoredArray]:
+        """Return the arrays of a step by name, to read parts of them without devices."""
+        entries = self._record_of(step)["arrays"]
+        with self._reading(step):
+            return open_arrays(f"{self.folder}/{step}/state", entries)
 
-    def _read(self, step: int, **items: Any) -> ocp.args.Composite:
-        with self._files.asked(step):
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
-            if any(found[name] is None for name in items):  # Orbax, where it does not see a folder
-                raise ValueError(f"{' and '.join(items)} of step {step} cannot be read")
-            return found
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Run a block that reads arrays of a step. Raises Damaged, else `_reason`."""
+        try:
+            yield
+        except (Damaged, buckets.AccessDenied, buckets.Unavailable):
+            raise
+        except Exception as error:  # tensorstore raises ValueError or a bare Exception
+            text = buckets.one_line(error)
+            if is_damage(error):
+                raise self._damaged(step, text) from error
+            if isinstance(error, ValueError) or type(error) is Exception:
+                raise self._reason(OSError(text)) from error
+            raise
 
     def restore(self, step: int, abstract: Any) -> Any:
-        """The state of a step, on the devices and in the layout that `abstract` says.
+        """Return the state of a step, on the devices and in the shardings of `abstract`.
 
-        abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh; of one that was opened
-                  to read only, it may be a part of what was saved.
-        Raises    ValueError that names arrays which are missing, or have another shape or type;
-                  Damaged, those whose values are not the ones that were saved.
+        abstract  tree of `jax.ShapeDtypeStruct` with shardings, of any mesh and any number of
+                  virtual stages. It may be a part of the saved tree if opened to read only.
+        Raises    ConfigError with the arrays that are missing or of another shape or type; Damaged
         """
-        told = self._told(step)
-        wanted = _named(abstract)
-        self._must_hold(step, wanted)
-        found = self._read(step, state=_part(wanted)).state
-        self._must_be_as_saved(step, found, told.get("digests", {}))
+        entries, wanted = self._record_of(step)["arrays"], _named(abstract)
+        self._check_arrays(step, entries, wanted)
+        try:
+            found = self._restored(step, entries, wanted)
+        except Damaged:  # a bit may have flipped in transit: read once more
+            found = self._restored(step, entries, wanted)
         return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
 
-    def _must_be_as_saved(
-        self, step: int, found: dict[str, Any], saved: dict[str, list[int]]
-    ) -> None:
-        """`saved` is empty where an older version of the code saved."""
-        names = [name for name in found if name in saved]
-        have = digests.of_arrays({name: found[name] for name in names}) if names else {}
-        differ = [name for name in names if list(have[name]) != saved[name]]
+    def _restored(
+        self, step: int, entries: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        found, problem = {}, ""
+        with distributed.shared_errors():
+            try:
+                with self._reading(step), ThreadPoolExecutor(READ_AT_ONCE) as pool:
+                    wanted_entries = {name: entries[name] for name in wanted}
+                    stored = open_arrays(f"{self.folder}/{step}/state", wanted_entries)
+                    arrays = pool.map(lambda name: stored[name].onto(*wanted[name]), wanted)
+                    found = dict(zip(wanted, arrays, strict=True))
+            except Damaged as error:  # raised below, on all processes
+                problem = str(error)
+        for text in distributed.gather(problem.encode()):
+            if text:
+                raise Damaged(text.decode())
+        digests = _digests({name: (found[name], stages) for name, (_, stages) in wanted.items()})
+        differ = [name for name in found if digests[name] != tuple(entries[name]["digest"])]
         if differ:
-            others = [s for s in self._files.steps() if s != step]
-            raise Damaged(
-                f"the checkpoint of step {step} in {self.folder} is damaged: the values of "
-                f"{_listed(differ)} are not those that were saved. Give another of steps "
-                f"{others}, or bring back a good copy."
-            )
-
-    def _must_exist(self, step: int) -> None:
-        steps = self._files.steps()
-        if step not in steps:
-            raise ValueError(
-                f"there is no checkpoint of step {step} in {self.folder}: it has steps {steps}. "
-                f"Give one of these."
-            )
-
-    def good_step(self, step: int | None, flag: str = "--run") -> int:
-        """This step, or the newest good one if None.
-
-        flag    that named the run's folder.
-        Raises  ValueError where there is none, or it is damaged.
-        """
-        if step is not None:
-            self.must_be_good(step)
-            return step
-        newest = self.latest()
-        if newest is None:
-            raise ValueError(
-                f"{flag} {self.folder.parent} has no checkpoint yet. Let the run go on to its "
-                f"first (--checkpoint.every_steps), or give another {flag}."
-            )
-        return newest
-
-    def good(self, step: int | None, abstract: Any, flag: str = "--run") -> tuple[int, Any]:
-        """(step, state) of this step, or of the newest good one if None; as `good_step`, and its
-        values are compared too.
-        """
-        found = None if step is not None else self.newest(abstract)
-        if found is None:
-            step = self.good_step(step, flag)
-            found = step, self.restore(step, abstract)
+            raise self._damaged(step, f"{_listed(differ)} does not have the values that were saved")
         return found
 
-    def arrays(self, step: int) -> dict[str, ts.TensorStore]:
-        """The arrays of a step by name, on disk, for who reads parts of them without a device."""
-        self._told(step)
-        scheme = "" if buckets.is_bucket(self.folder) else "file://"
-        folder = f"{scheme}{self.folder / str(step) / 'state'}/"
-
-        def opened(name: str) -> Any:
-            kvstore = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
-            return ts.open({"driver": "zarr", "kvstore": kvstore})
-
-        # All at once: they share a context, and wait for the same files.
-        found = {name: opened(name) for name in self._stored(step)}
-        with self._files.asked(step):
-            return {name: future.result() for name, future in found.items()}
-
-    def must_be_good(self, step: int) -> None:
-        """Raises ValueError when there is no such step, or its files are not as they were
-        written.
-        """
-        self._must_exist(step)
-        if not self._is_good(step):
-            steps = [other for other in self._files.steps() if other != step]
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is damaged. Give another of "
-                f"steps {steps}, or bring back a good copy."
+    def _check_arrays(
+        self, step: int, entries: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> None:
+        if self._writes and all(name.startswith("weights.") for name in entries):
+            raise ConfigError(
+                f"{self.folder}/{step} holds weights alone, as imported. Start a run with them: "
+                f"--run.init_from {self._run} --run.name {self._run.rpartition('/')[2]}-2."
             )
-
-    def _must_hold(self, step: int, wanted: dict[str, Any]) -> None:
-        """Orbax itself would cast float32 to what is asked for."""
-        stored = self._stored(step)
-        have = {name: (x.shape, np.dtype(x.dtype).name) for name, x in stored.items()}
-        want = {name: (x.shape, np.dtype(x.dtype).name) for name, x in wanted.items()}
-        if self._writes and all(name.startswith("weights.") for name in have):
-            raise ValueError(
-                f"{self.folder / str(step)} holds weights alone, as they were imported, and no "
-                f"training to continue. Begin a run with them: --init {self.folder.parent} "
-                f"--run.name {self.folder.parent.name}-2."
-            )
+        have = {name: (tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
+        want = {name: _canonical(*described) for name, described in wanted.items()}
         names = sorted(have.keys() | want.keys() if self._writes else want.keys())
         differ = [
             f"{name} is {have.get(name, 'absent')} there and {want.get(name, 'absent')} in this run"
@@ -656,60 +419,93 @@ class Checkpoints:
             if have.get(name) != want.get(name)
         ]
         if differ:
-            raise ValueError(
-                f"checkpoint {self.folder / str(step)} is of another model: {_listed(differ)}. "
-                f"Give the config it was saved with ({self.folder.parent / 'config.toml'})."
+            raise ConfigError(
+                f"checkpoint {self.folder}/{step} is of another model: {_listed(differ)}. Use the "
+                f"config it was saved with ({self._run}/config.toml)."
             )
 
     def close(self) -> None:
-        """Waits for the last save: a process that ends before it leaves half a checkpoint."""
-        self.wait()
-        self._close_manager()
-        if self._writes and jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # a late write may have left something again
-                self._remove_unfinished()
+        """Wait for the last save, unless it failed, and end the threads."""
+        if self._error is None:
+            self.wait()
+        self._remover.shutdown(wait=self._error is None)
+        if self._writer and self._error is None:
+            self._writer.close()
+
+
+def _crc32(record: Any) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - MOST_NAMED} more" * (len(texts) > MOST_NAMED)
-    return ", ".join(texts[:MOST_NAMED]) + more
+    more = f" and {len(texts) - MAX_NAMED} more" * (len(texts) > MAX_NAMED)
+    return ", ".join(texts[:MAX_NAMED]) + more
 
 
-# --- the layout of what is saved ------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
-def stored_shapes(shapes: Any) -> Any:
-    """Shape and layout of what a checkpoint holds of a state.
+def _digests(named: Mapping[str, Any]) -> dict[str, array_digests.Digest]:
+    """Return the digest of each array in its canonical shape."""
+    arrays = {name: x for name, (x, _) in named.items()}
+    if all(isinstance(x, jax.Array) for x in arrays.values()):
+        return array_digests.of_arrays(arrays, {n: len(s) or 1 for n, (_, s) in named.items()})
+    return {name: array_digests.of_numpy(x) for name, x in arrays.items()}
 
-    shapes  the state as `jax.ShapeDtypeStruct`s: blocks are [virtual, stage, block, ...] in it, and
-            [blocks, ...] in the result, in a row over pipeline. So are the optimizer's.
+
+def _record(
+    named: Mapping[str, Any], made_by: dict[str, Any] | None, config: dict[str, Any]
+) -> dict[str, Any]:
+    digests, arrays = _digests(named), {}
+    for name, (x, stages) in named.items():
+        shape, dtype = _canonical(x, stages)
+        entry = {"shape": shape, "dtype": dtype, "stages": stages, "digest": digests[name]}
+        arrays[name] = entry
+    record = {"format": FORMAT, "made_by": made_by, "config": config, "arrays": arrays}
+    record = json.loads(json.dumps(record))
+    return record | {"crc32": _crc32(record)}
+
+
+def _writer(from_files: bool, committing: Callable[[], None]) -> ocp.AsyncCheckpointer:
     """
+    from_files  the arrays are NumPy arrays, which are not copied
+    committing  called on process 0 after all arrays are written and before COMMIT
 
-    def unstacked(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        layout = NamedSharding(a.sharding.mesh, P("pipeline", *a.sharding.spec[3:]))
-        shape = (math.prod(a.shape[:3]), *a.shape[3:])
-        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=layout)
-
-    def one(x: Any) -> Any:
-        is_weights = isinstance(x, Transformer)
-        return x.replace(blocks=jax.tree.map(unstacked, x.blocks)) if is_weights else x
-
-    return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Transformer))
-
-
-def reshaped(arrays: Any, shapes: Any) -> Any:
-    """The same elements in the same order, in these shapes and layouts."""
-    likes, tree = jax.tree.flatten(shapes)
-    program = _reshape(tuple((like.shape, like.sharding) for like in likes))
-    return tree.unflatten(program(tree.flatten_up_to(arrays)))
+    A copy to pinned host memory frees the devices' buffers for donation, also on simulated devices.
+    There is no compression: weights hardly compress.
+    """
+    options = {"use_compression": False, "enable_pinned_host_transfer": True}
+    if from_files:
+        handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
+        options["type_handler_registry"] = registry
+    state = ocp.PyTreeCheckpointHandler(**options)
+    config = ocp.JsonCheckpointHandler(filename=RECORD)
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(state=state, config=config),
+        async_options=ocp.options.AsyncOptions(post_finalization_callback=committing),
+    )
 
 
-@cache
-def _reshape(likes: tuple[tuple[tuple[int, ...], NamedSharding], ...]) -> Any:
-    """One program for all saves: jit knows a function by its identity, and would compile anew."""
-    shapes, layouts = zip(*likes, strict=True)
+def _arguments(
+    arrays: dict[str, Any], stacked: Mapping[str, int] | None, record: dict[str, Any]
+) -> ocp.args.Composite:
+    def chunks(name: str) -> ocp.SaveArgs:
+        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=tuple(range(stacked[name])))
 
-    def change(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
+    save_args = None if stacked is None else {name: chunks(name) for name in arrays}
+    state = ocp.args.PyTreeSave(arrays, save_args=save_args, ocdbt_target_data_file_size=FILE_BYTES)
+    return ocp.args.Composite(state=state, config=ocp.args.JsonSave(record))
 
-    return jax.jit(change, out_shardings=list(layouts))
+
+def load_weights(
+    run: run_directory.RunDirectory, step: int | None, shapes: Transformer
+) -> tuple[int, Transformer, dict[str, Any]]:
+    """Return (step, weights in these shapes and shardings, config) of a run's checkpoint.
+
+    step    None for the newest undamaged one
+    Raises  ConfigError if it is missing or damaged
+    """
+    with contextlib.closing(Checkpoints(run.checkpoints)) as saved:
+        step, found = saved.good(step, {"weights": shapes})
+        return step, found["weights"], saved.config(step)

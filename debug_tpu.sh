@@ -1,58 +1,57 @@
 #!/usr/bin/env bash
-# One tmux window with a pane for each host, in which a command runs on all of them at once and all
-# keys go to all; a second window with a monitor of each host's accelerators.
+# Run one command on many hosts in a tmux window with a pane per host; typed keys go to all panes. A
+# second window monitors the accelerators of each host.
 #
 #   ./debug_tpu.sh --hosts hosts.txt -- ./run.sh python main.py --config configs/tiny.toml
-#   ./debug_tpu.sh --tpu NAME --zone us-central2-b     a shell on each
+#   ./debug_tpu.sh --tpu NAME --zone us-central2-b     a shell on each host
 #
-# The tree has to be on the hosts, as ./launcher.sh start or setup sends it. The command runs in its
-# folder, with the variables that tell each process its place, and a shell is left when it ends.
+# The tree must be on the hosts: ./launcher.sh start or setup sends it. The command runs in its
+# folder with the variables of its process, and a shell remains when it ends.
 #
 # Options:
-#   --hosts, --tpu, --zone, --project, --folder, --port, --coordinator   as of launcher.sh
-#   --name NAME   of the tmux session here; debug
-#   --detach      do not enter the session
-#   --dry-run     print the commands for the hosts, and run none
+#   --hosts, --tpu, --zone, --project, --folder, --port, --coordinator   as in launcher.sh
+#   --name NAME   name of the local tmux session; default debug
+#   --detach      do not attach to the session
+#   --dry-run     print the commands for the hosts and run none
 #
-# Keys: Ctrl-b n the other window, Ctrl-b z one pane alone and back, Ctrl-b d leave, Ctrl-b & end the
-# window. Exit code: 0; 2 on bad input.
+# Keys: Ctrl-b n next window, Ctrl-b z zoom a pane in or out, Ctrl-b d detach, Ctrl-b & close the
+# window.
+#
+# Exit code: 0; 2 on bad input.
 
 set -euo pipefail
-# shellcheck source=hosts.sh
-source "$(dirname "${BASH_SOURCE[0]}")/hosts.sh"
+path=$(readlink -f "${BASH_SOURCE[0]}")
+# shellcheck source=launch/hosts.sh
+source "${path%/*}/launch/hosts.sh"
 
-given+=([coordinator]="" [name]=debug)
-switches+=([detach]="")
+options+=([coordinator]="" [name]=debug)
+flags+=([detach]="")
 
-# A shell command that runs $2 in the folder, with the place of process number $1, and leaves a shell.
-on_host() {
-  local variables
-  mapfile -t variables < <(place "$1")
-  echo "cd $(quoted "${given[folder]}") && export $(quoted "${variables[@]}") && { $2; exec bash; }"
-}
-
-# Prints what tmux runs in the pane of host number $1.
+# Prints the command of the pane of host number $1, which runs $2 in the tree and leaves a shell.
 pane() {
-  reach "$1" "$(on_host "$1" "$2")" -t
-  quoted "${reach[@]}"
+  local variables folder
+  folder=$(quoted "${options[folder]}")
+  mapfile -t variables < <(job_variables "$1")
+  set_remote "$1" "cd $folder && export $(quoted "${variables[@]}") && { $2; exec bash; }" -t
+  quoted "${remote[@]}"
 }
 
-# A window named $1 with a pane for each host, in which $2 runs.
+# Opens the window $1 with a pane for each host, in which $2 runs.
 window() {
   local number
   for number in "${!hosts[@]}"; do
-    if [[ ${switches[dry-run]} ]]; then
+    if [[ ${flags[dry-run]} ]]; then
       pane "$number" "$2"
     elif ((number == 0)); then
       open_window "$1" "$(pane 0 "$2")"
     else
       tmux split-window -d -t "=$session:$1" "$(pane "$number" "$2")"
-      tmux select-layout -t "=$session:$1" tiled >/dev/null # room for the next
+      tmux select-layout -t "=$session:$1" tiled >/dev/null # makes space for the next pane
     fi
   done
 }
 
-# Large enough for any number of panes, until somebody looks at it.
+# A new session is large enough for all panes; attaching resizes it to the terminal.
 open_window() {
   if tmux has-session -t "=$session" 2>/dev/null; then
     tmux new-window -d -t "=$session:" -n "$1" "$2"
@@ -63,12 +62,12 @@ open_window() {
 }
 
 parse "$@"
-((${#words[@]} == 0)) || fail "what is to be run follows --, and ${words[0]} does not"
+((${#words[@]} == 0)) || fail "unexpected argument ${words[0]}. Give the command after --."
 find_hosts
-session=${given[name]}
-if [[ -z ${switches[dry-run]} ]] && tmux has-session -t "=$session" 2>/dev/null; then
-  fail "there is a tmux session $session: tmux attach -t $session enters it, and tmux kill-session" \
-    "-t $session ends it"
+session=${options[name]}
+if [[ -z ${flags[dry-run]} ]] && tmux has-session -t "=$session" 2>/dev/null; then
+  fail "the tmux session $session exists already. Attach with tmux attach -t $session, or end it" \
+    "with tmux kill-session -t $session."
 fi
 text=":"
 ((${#command[@]} == 0)) || text=$(quoted "${command[@]}")
@@ -77,10 +76,10 @@ elif command -v nvidia-smi >/dev/null; then watch -n 2 nvidia-smi
 else top; fi"
 window command "$text"
 window monitor "$monitor"
-[[ -z ${switches[dry-run]} ]] || exit 0
+[[ -z ${flags[dry-run]} ]] || exit 0
 tmux set-option -w -t "=$session:command" synchronize-panes on
-if [[ ${switches[detach]} || ! -t 0 ]]; then
-  say "tmux attach -t $session enters it"
+if [[ ${flags[detach]} || ! -t 0 ]]; then
+  log "attach with tmux attach -t $session"
 else
   exec tmux attach -t "=$session"
 fi

@@ -1,329 +1,578 @@
-"""A training run: parse, start the processes, resume, loop, report the result.
+"""Train a model: read the settings, connect the processes, resume, run the loop, report.
 
     ./run.sh python main.py --config configs/tiny.toml --train.steps 500
-    ./run.sh python main.py --init runs/tiny --run.name chat --data.train data/chat/train ...
+    ./run.sh python main.py --run.init_from runs/tiny --run.name chat --data.train data/chat/train
 
-Every setting is a flag and a key of the TOML file (see utils.py, or --help). A run lives in
-DIR/NAME: config.toml, starts.jsonl, metrics.jsonl, samples.jsonl, checkpoints/, plots/, and
-skipped.jsonl, which tells of each step that was not applied why, and which windows of the data it
-was on (data/show.py prints them). DIR may be gs://BUCKET/FOLDER. The steps are in loop.py.
-`--init` begins a new run with the newest weights of another, on any mesh: optimizer, schedule and
-steps are new, and the loss before the first step is recorded.
+Every setting is a flag and a key of the TOML file (utils.py, or --help). A run is a directory
+DIR/NAME; DIR may be gs://BUCKET/FOLDER. It holds config.toml, starts.jsonl, metrics.jsonl,
+samples.jsonl, goodput.jsonl, checkpoints/ and plots/. If steps were skipped, skipped.jsonl has the
+reason and the data windows of each (data/show.py prints the windows).
+
+`--run.init_from` starts a new run from the newest weights of another run, on any mesh. Optimizer
+state, schedule and step count are new. The validation loss before the first step is recorded.
 """
 
 import dataclasses
-import os
+import math
+import statistics
 import sys
-from contextlib import ExitStack, nullcontext
-from typing import Any, NoReturn
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, nullcontext
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import attention
 import checkpoint
-import chips
-import faults
-import flops
-import lock
-import metrics
+import hardware
 import model
-import multihost
-import passes
+import optimizer
 import plot
-import resume
-import run_folder
-import starts
+import sharded_model
 import train
 import utils
 import weights
 from checkpoint import Checkpoints
-from faults import Failed
-from loop import Loop, checkpoint_config, folder_of
-from metrics import is_primary, say
-from mixture import Mixture, open_datasets
-from model import Transformer
-from stop import StopRequest
+from dataset import Mixture, open_datasets
+from inference.sampling import Sampler
+from metrics import Metrics
+from model import Batch, Transformer
+from runtime import (
+    cli,
+    distributed,
+    errors,
+    files,
+    goodput,
+    jsonl,
+    loggers,
+    provenance,
+    resume,
+    run_directory,
+    writer_lock,
+)
+from runtime.console import is_primary, log
+from runtime.errors import Exit, JobFailed, TransientError
+from runtime.goodput import GoodputLog, PhaseTimes
+from runtime.replica_check import ReplicaChecker
+from runtime.signals import StopRequest
+from runtime.watchdog import Watchdog
 from train import State
-from utils import Config
-from watchdog import Watchdog
+from utils import Config, ConfigError
+from validate import Validation
+
+# (file, key) of the records that show that an evaluation, and samples, of a step are done.
+RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
 
 
 def parse(arguments: list[str] | None = None) -> Config:
-    """As utils.parse; with --init and without --config, [model] is that run's, or, when the run
-    continues, its own. A mesh that neither flags nor --config set is utils.UNSET_MESH.
+    """Return the config from flags and --config, as `cli.parse` does.
+
+    With --run.init_from and without --config, [model] defaults to that of the other run, or, when
+    this run resumes, to its own. A mesh that neither flags nor --config set is utils.UNSET_MESH.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    config, model = utils.parse(arguments, checked=False), None
-    if config.run.init:
-        own = folder_of(config)
-        file = (own if own.saved_steps() else run_folder.at(config.run.init)).files / "config.toml"
-        if file.is_file():
-            model = utils.load(file).model
-    if utils.sets_mesh(arguments):
-        return utils.parse(arguments, model=model)
-    config = utils.parse(arguments, checked=False, model=model)
+    config, model = cli.parse(arguments, checked=False), None
+    if config.run.init_from:
+        source = run_directory.of(config)
+        if not source.saved_steps():
+            source = run_directory.at(config.run.init_from)
+        if (file := source.files / "config.toml").is_file():
+            model = cli.load(file).model
+    if cli.sets_mesh(arguments):
+        return cli.parse(arguments, model=model)
+    config = cli.parse(arguments, checked=False, model=model)
     one = utils.Mesh(fsdp=1, pipeline=1, tensor=1)
-    utils.check(dataclasses.replace(config, mesh=one))  # what does not depend on the mesh
+    cli.check(dataclasses.replace(config, mesh=one))  # what does not depend on the mesh
     return dataclasses.replace(config, mesh=utils.UNSET_MESH)
 
 
-def continued(config: Config) -> Config:
-    """The config with the schedule's length and what the run began with filled in, after a look at
-    what its run folder holds.
-
-    Raises ValueError when the folder and --run.resume or --init do not go together, or its run was
-    another one.
-    """
-    folder, asked = folder_of(config), config.run.resume
-    if config.run.init and run_folder.at(config.run.init).is_same(folder):
-        raise ValueError(
-            f"--init {config.run.init} is this run's own folder, and a new run needs another. Use "
-            f"another --run.name, as --run.name {config.run.name}-2."
-        )
-    if not folder.saved_steps():
-        if asked == "must":
-            raise ValueError(
-                f"--run.resume must, and {folder} has no checkpoint to resume from. Check "
-                "--run.name and --run.dir, or use --run.resume auto."
-            )
-        resume.must_not_be_lost(folder, config.checkpoint.every_steps)
-        if config.run.init:
-            source = run_folder.at(config.run.init)
-            theirs = utils.load(resume.config_file(source, "--init")).model
-            resume.same_model(source, theirs, config.model)
-        return with_schedule(config, config.train.steps)
-    if not config.checkpoint.every_steps:
-        raise ValueError(
-            f"--checkpoint.every_steps 0, and {folder} has checkpoints, which such a run neither "
-            "goes on from nor leaves as they are. Use --checkpoint.every_steps 100, or another "
-            "--run.name."
-        )
-    if asked == "never":
-        raise ValueError(
-            f"--run.resume never, and {folder} has checkpoints, which a new run would overwrite. "
-            "Use another --run.name, or --run.resume auto to continue it."
-        )
-    before = utils.load(folder.files / "config.toml")
-    if config.run.init not in ("", before.run.init):
-        say(
-            f"warning: --init {config.run.init} is not read: {folder} has checkpoints and "
-            "continues. Use another --run.name for a new run."
-        )
-    began = {"init": before.run.init, "init_step": before.run.init_step}
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, **began))
-    config = with_schedule(config, before.optimizer.schedule_steps)
-    resume.what_must_match(dataclasses.asdict(before), dataclasses.asdict(config))
-    return config
-
-
-def with_schedule(config: Config, steps: int) -> Config:
-    """The config with the schedule's length filled in.
-
-    Raises  ValueError for steps behind a schedule that ends at 0: they would change nothing.
-    """
-    length = config.optimizer.schedule_steps or steps
-    if config.train.steps > length and not config.optimizer.min_lr_ratio:
-        raise ValueError(
-            f"--train.steps {config.train.steps}, and the learning rate is 0 after {length} "
-            "(--optimizer.schedule_steps, --optimizer.min_lr_ratio 0.0): steps after that would "
-            f"learn nothing. Use --train.steps {length}. What has come to its end goes on as the "
-            f"start of a new run: --init {folder_of(config)} with another --run.name."
-        )
-    return dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=length)
-    )
-
-
 def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
-    """The state of the newest good checkpoint, in these shapes and layouts; None where there is
-    none.
+    """Return the state of the newest undamaged checkpoint, in these shapes and layouts, or None.
 
-    With --train.skip_spikes it begins without norms where none are stored; without it, stored ones
-    are left behind.
+    --train.skip_spikes may change between starts: gradient norms that are not stored start empty,
+    and stored ones that are not needed are discarded.
     """
-
-    def there(step: int) -> State:
-        norms = train.abstract_norms(replicated) if "norms" in saved.names(step) else None
-        return shapes.replace(norms=norms)
-
     replicated = shapes.step.sharding
-    found = saved.newest(
-        lambda step: checkpoint.stored_shapes(there(step)),
-        lambda told: resume.what_must_match(told, settings),
-    )
+
+    def stored_shapes(names: frozenset[str]) -> State:
+        return shapes.replace(norms=train.abstract_norms(replicated) if "norms" in names else None)
+
+    found = saved.newest(stored_shapes, lambda config: resume.check_compatible(config, settings))
     if found is None:
         return None
-    step, arrays = found
-    state = checkpoint.reshaped(arrays, there(step))
+    _, state = found
     if (state.norms is None) == (shapes.norms is None):
         return state
-    return state.replace(norms=train.no_norms(replicated) if shapes.norms else None)
+    return state.replace(norms=train.initial_norms(replicated) if shapes.norms else None)
 
 
-def weights_from(
+def load_init_weights(
     config: Config, declared: Transformer, mesh: Mesh, data: Mixture
 ) -> tuple[Config, Transformer]:
-    """(the config that names the step, the weights of that checkpoint) of the run of --init."""
-    source = run_folder.at(config.run.init)
+    """Load the weights of --run.init_from. Return them and the config with their step filled in."""
+    source = run_directory.at(config.run.init_from)
     shapes = train.abstract_state(config, declared, mesh).weights
-    step = config.run.init_step or None
-    step, w, told = resume.weights_of(source, step, shapes, "--init")
-    resume.same_tokenizer(source, told["tokens"], data.folder, data.manifest)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, init_step=step)), w
+    step = config.run.init_from_step or None
+    step, w, settings = checkpoint.load_weights(source, step, shapes)
+    resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
+    return utils.changed(config, {"run.init_from_step": step}), w
 
 
 def result(config: Config) -> str:
-    """What a finished run came to, and where its files are."""
-    folder = folder_of(config)
-    records = metrics.read(folder.files / "metrics.jsonl")
+    """Describe a finished run: its last validation loss, and its files."""
+    directory = run_directory.of(config)
+    records = jsonl.read(directory.files / "metrics.jsonl")
     losses = [r for r in records if r.get("loss/val") is not None]
-    text = f"{folder}: {config.train.steps} steps"
+    text = f"{directory}: {config.train.steps} steps"
     if losses:
         text += f", validation loss {losses[-1]['loss/val']:.4f} after {losses[-1]['step']}"
     names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
-    there = [folder.path(name) for name in names if (folder.files / name).exists()]
-    if folder.has_checkpoints():
-        there.append(str(folder.checkpoints))
-    return f"{text}\nfiles: {', '.join(there)}"
+    paths = [directory.path(name) for name in names if (directory.files / name).exists()]
+    if directory.has_checkpoints():
+        paths.append(str(directory.checkpoints))
+    return f"{text}\nfiles: {', '.join(paths)}"
 
 
 def run(config: Config) -> None:
-    """A run, new or continued, to its end, in each process of the job."""
+    """Start or resume a run and train to its last step. Every process of the job calls this."""
     r = config.run
-    limit_s = utils.seconds(r.time_limit) if r.time_limit else None
+    limit_s = cli.seconds(r.time_limit) if r.time_limit else None
     with (
-        Watchdog(60 * r.stall_minutes) as watchdog,
-        multihost.job(r.peer_seconds, config.mesh.replica),
+        PhaseTimes(60 * r.stall_minutes) as watchdog,
+        distributed.job(r.peer_seconds, config.mesh.replica),
         StopRequest(watchdog, limit_s) as stop,
         ExitStack() as stack,
     ):
         watchdog.phase("opening of the data")
-        with multihost.shared_errors():
-            config, made = train.for_devices(config, jax.devices())
-            config = continued(config)
+        with distributed.shared_errors():
+            config, mesh_note = train.for_devices(config, jax.devices())
+            loggers.check_packages(config)
+            config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
-            passes.schedule_of(config)
-            data, folder = open_datasets(config), folder_of(config)
-            is_new, w = not folder.saved_steps(), None
-        if made:
-            say(made)
-        watchdog.phase("restore")
-        if config.run.init and is_new:
-            config, w = weights_from(config, declared, mesh, data[0])
-        stack.enter_context(lock.held(str(folder), end_at_once))
-        stack.enter_context(folder.in_step() if is_primary() else nullcontext())
-        _run(config, declared, mesh, data, watchdog, stop, w)
+            sharded_model.schedule_of(config)
+            data, directory = open_datasets(config), run_directory.of(config)
+            is_new, w = not directory.saved_steps(), None
+        if mesh_note:
+            log(mesh_note)
+        watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
+        if r.init_from and is_new:
+            config, w = load_init_weights(config, declared, mesh, data[0])
+        directory.lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
+        stack.enter_context(directory.synced() if is_primary() else nullcontext())
+        _train(config, declared, mesh, data, watchdog, stop, w)
 
 
-def end_at_once(text: str) -> NoReturn:
-    """Ends this process, from any thread, after a fault that starting again can help."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    finally:
-        os._exit(faults.Exit.AGAIN)
-
-
-def _run(
+def _train(
     config: Config,
     declared: Transformer,
     mesh: Mesh,
     data: tuple[Mixture, Mixture],
-    watchdog: Watchdog,
+    watchdog: PhaseTimes,
     stop: StopRequest,
     w: Transformer | None,
 ) -> None:
-    """w  weights that a new run begins with."""
-    planned = plan(config, mesh)
-    folder, saved = folder_of(config), None
-    if config.checkpoint.every_steps:
-        c = config.checkpoint
-        saved = Checkpoints(folder.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
+    """Restore the state, run the loop and draw the plots; `w` as in `start_state`."""
+    directory, c, plan_line = run_directory.of(config), config.checkpoint, plan(config, mesh)
+    saved = goodput_log = state = None
+    if c.every_steps:
+        saved = Checkpoints(directory.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
     try:
-        state = None
         if saved:
             shapes = train.abstract_state(config, declared, mesh)
             state = restore(saved, shapes, checkpoint_config(config, data[0]))
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
-            state = begin(config, declared, mesh, state, w)
-            start = starts.record(folder.files, int(state.step))
+            state = start_state(config, declared, mesh, state, w)
+            start = provenance.record(directory.files, int(state.step))
+            goodput_log = GoodputLog(directory.files, watchdog, int(state.step))
             if is_primary():
-                folder.send()
-            say(planned)
+                directory.upload()
+            log(plan_line)
             if stop.reached():
-                newest = saved.newest_whole() if saved else "none"
+                newest = saved.describe_newest() if saved else "none"
                 raise stop.stopped(f"the newest checkpoint is {newest}")
-            loop = Loop(config, declared, mesh, data, saved, watchdog, stop)
+            loop = Loop(config, declared, mesh, data, saved, watchdog, stop, goodput_log)
             if saved:
                 saved.made_by = start
-            state = loop.run(state)
+            loop.run(state)
             watchdog.phase("save at the end")
             if saved:
-                saved.must_have(int(state.step))
-            say(f"{planned}\n{loop.measured()}")
+                saved.wait()
+            log(f"{plan_line}\n{loop.measured()}")
     except Exception as error:
-        # It waits for the other processes, which come only after errors that all of them raise.
-        if saved and (not jax.distributed.is_initialized() or isinstance(error, Failed)):
+        # `close` waits for the other processes, which call it only after an error of all processes.
+        if saved and (not jax.distributed.is_initialized() or isinstance(error, JobFailed)):
             saved.close()
+        if goodput_log:
+            goodput_log.write()
         raise
     if saved:
         saved.close()
     watchdog.phase("pictures")
     if is_primary():
-        if (folder.files / "metrics.jsonl").exists():
-            plot.plot_run(folder.files, again=not finished)
-        say(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
+        if goodput_log:
+            goodput_log.write(ended=True)
+        if lines := goodput.read(directory.files):
+            log(goodput.summary(lines))
+        if (directory.files / "metrics.jsonl").exists():
+            plot.plot_run(directory.files, overwrite=not finished)
+        log(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
 
 
 def plan(config: Config, mesh: Mesh) -> str:
-    """What a step is expected to need, in a line."""
-    chip = chips.chip_of_kind(mesh.devices.flat[0].device_kind)
+    """Return one line with the memory and time that a step is predicted to take."""
+    chip = hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     try:
         from planning import cost  # late: training needs nothing else of it
 
-        return cost.predict(config, chip, passes.platform(mesh)).line()
-    except Exception as error:  # a run that cannot be planned can be trained
+        return cost.predict(config, chip, sharded_model.platform(mesh)).line()
+    except Exception as error:  # training does not depend on the prediction
         return f"no plan: {type(error).__name__}: {error}"
 
 
-def begin(
+def start_state(
     config: Config,
     declared: Transformer,
     mesh: Mesh,
     state: State | None,
     w: Transformer | None = None,
 ) -> State:
-    """Says what is about to run, and gives the state that it starts from.
+    """Log what is about to run, write config.toml, and return the state of the first step.
 
-    w  weights that a new run begins with; its own first values if not given.
+    state  the restored state; None for a new run
+    w      initial weights of a new run; None to initialize them
     """
-    folder, m = folder_of(config), config.model
+    directory, m = run_directory.of(config), config.model
     total, active = weights.count(declared)
-    device, kernel = mesh.devices.flat[0], attention.told(config, passes.platform(mesh))
-    say(
-        f"{total:,} parameters, {active:,} active; {m.layers} layers; mesh "
-        f"{config.mesh} on {mesh.devices.size} x {device.device_kind}, attention "
-        f"{kernel}; {config.train.sequences} x {config.train.sequence_length} tokens per step"
+    kernel = attention.describe_kernel(config, sharded_model.platform(mesh))
+    log(
+        f"{total:,} parameters, {active:,} active; {m.num_hidden_layers} layers; mesh "
+        f"{config.mesh} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, attention "
+        f"{kernel}; {config.train.global_batch_size} x {config.train.seq_len} tokens per step"
     )
-    say(flops.MFU_RULE)
-    if far := train.far_rate(config):
-        say(far)
+    log(hardware.MFU_RULE)
+    if warning := optimizer.learning_rate_warning(config):
+        log(warning)
     if is_primary():
         try:
-            folder.files.mkdir(parents=True, exist_ok=True)
-            metrics.replace(folder.files / "config.toml", utils.to_toml(config))
+            directory.files.mkdir(parents=True, exist_ok=True)
+            kept = utils.changed(config, {"run.take_over": False})  # is of this start only
+            text = cli.to_toml(kept)
+            files.write_atomically(directory.files / "config.toml", text)
         except OSError as error:
-            raise ValueError(
-                f"{folder} cannot be written: {error}. Give a --run.dir that can be written."
+            raise ConfigError(
+                f"{directory} cannot be written: {error}. Use a --run.dir that can be written."
             ) from error
     if state is None:
-        source = f", weights from {config.run.init} at step {config.run.init_step}" if w else ""
-        say(f"{folder}: a new run{source}")
+        source = f", weights from {config.run.init_from} at step {config.run.init_from_step}"
+        log(f"{directory}: a new run{source if w else ''}")
         return train.initial_state(config, declared, mesh, w)
-    say(f"{folder}: continues after step {int(state.step)}")
+    log(f"{directory}: continues after step {int(state.step)}")
     return state
 
 
+def checkpoint_config(config: Config, data: Mixture) -> dict[str, Any]:
+    """Return what a checkpoint stores of its run: the config, and the identity of its tokens."""
+    m = data.manifest
+    tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
+    if m.begin_of_text is not None:
+        tokens["begin_of_text"] = [m.begin_of_text]
+    tokens["tokenizer_sha256"] = m.tokenizer_sha256
+    return dataclasses.asdict(config) | {"tokens": tokens}
+
+
+def sampler(config: Config, mesh: Mesh, data: Mixture) -> Sampler | None:
+    """Return the sampler; None on all processes without prompts, or if one lacks the memory."""
+    if not config.sample.prompts:
+        return None
+    try:
+        with distributed.shared_errors():
+            return Sampler(config, mesh, data.manifest)
+    except (ConfigError, JobFailed) as error:
+        if errors.code_of(error) == Exit.BUG:
+            raise
+        log(f"no samples: {error}")
+        return None
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+class Loop:
+    """The training loop: from a state to the last step, with evaluations, samples and saves."""
+
+    def __init__(
+        self,
+        config: Config,
+        declared: Transformer,
+        mesh: Mesh,
+        data: tuple[Mixture, Mixture],
+        saved: Checkpoints | None,
+        watchdog: Watchdog,
+        stop: StopRequest,
+        goodput_log: GoodputLog,
+    ):
+        self.config, self.mesh, self.saved = config, mesh, saved
+        self.watchdog, self.stop, self.goodput_log = watchdog, stop, goodput_log
+        self.train_data, val = data
+        self.directory = run_directory.of(config)
+        self.validation = Validation(config, declared, mesh, val)
+        self.sample = sampler(config, mesh, self.train_data)
+        shapes = train.abstract_state(config, declared, mesh)
+        self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
+        watchdog.phase("compile")
+        started = time.perf_counter()
+        step = train.jitted_step(config, declared, mesh)
+        self.step = errors.compile_program(step, shapes, sharded_model.abstract_batch(config, mesh))
+        log(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
+        self.tracing = False
+        # (steps done, report, seconds of waiting for its batch) of the step that is running
+        self.running: tuple[int, dict[str, Any], float] | None = None
+        self.ended_at: float | None = None  # end of this step, until its report is read
+        self.done_at = 0.0  # when the loop was ready for this step
+        self.taken_s: list[float] = []  # of each step, without evaluations, samples and saves
+        t = config.train
+        self.flops_per_token = hardware.palm_flops_per_token(config.model, declared, t.seq_len)
+        chip = hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
+        self.peak = chip and chip.flops * mesh.devices.size
+
+    def run(self, state: State) -> State:
+        """Run all steps after `state`."""
+        self.first = int(state.step)
+        for name in ("samples.jsonl", "skipped.jsonl"):
+            if is_primary() and (file := self.directory.files / name).exists():
+                jsonl.truncate(file, self.first)
+        with Metrics(self.config, self.directory.files, self.first) as self.recorder:
+            source = train.batches(self.config, self.mesh, self.train_data.rows, self.first)
+            with closing(source):
+                return self._steps(state, source)
+
+    def _steps(self, state: State, source: Iterator[Batch]) -> State:
+        """Run the steps. The report of a step is read while the next one runs, except before
+        evaluations, samples, saves and comparisons. A step is started when the previous one has
+        ended, so that a request to stop waits for at most one step.
+        """
+        last = self.config.train.steps
+        self._stop_if_requested(state, self.first)
+        self._evaluate_and_sample(state, self.first, *self._missing(self.first))
+        self.done_at = time.perf_counter()
+        for number in range(self.first, last):
+            self._wait()
+            self._stop_if_requested(state, number)
+            self._profile(number)
+            self.watchdog.phase(f"batch of step {number + 1}")
+            wait_began = time.perf_counter()
+            batch = next(source)
+            waited_s = time.perf_counter() - wait_began
+            self.watchdog.phase(f"step {number + 1}")
+            state, report = self.step(state, batch)
+            self._read_report()  # of the previous step
+            self.running = number + 1, report, waited_s
+            if any(self._due(number + 1)):
+                self._read_report()
+                if number + 1 < last:  # the last step ends the run anyway
+                    self._stop_if_requested(state, number + 1)
+                self._between_steps(state, number + 1)
+                self.done_at = time.perf_counter()  # not counted in the next step's time
+        self._read_report()
+        self._profile(last)
+        return state
+
+    def _wait(self) -> None:
+        """Wait until the running step, if any, has ended."""
+        if self.running and self.ended_at is None:
+            jax.block_until_ready(self.running[1])
+            self.ended_at = time.perf_counter()
+
+    def _read_report(self) -> None:
+        """Wait until the running step, if any, has ended, and record it."""
+        if self.running is None:
+            return
+        self._wait()
+        (step, report, waited_s), self.running = self.running, None
+        report = jax.device_get(report)
+        step_s, self.done_at, self.ended_at = self.ended_at - self.done_at, self.ended_at, None
+        self.taken_s.append(step_s)
+        self.recorder.train(self._record(step, report, step_s, waited_s))
+        self.goodput_log.after_step(step)
+        for text in self.train_data.finished_epochs(step):
+            log(text)
+        if report["skipped_in_row"]:
+            self._record_skipped(step, report)
+        self._stop_if_diverged(step, report)
+        if self.saved and self.saved.failed():
+            self.stop.request("the checkpoint could not be written")  # on all processes
+
+    def _record(
+        self, step: int, report: dict[str, Any], step_s: float, waited_s: float
+    ) -> dict[str, Any]:
+        t, stats = self.config.train, report["stats"]
+        tokens = t.global_batch_size * t.seq_len
+        tokens_per_s = tokens / step_s
+        return {
+            "step": step,
+            "tokens": step * tokens,
+            "loss/train": float(stats.loss),
+            "loss/cross_entropy": float(stats.cross_entropy),
+            "loss/balance": float(stats.balance),
+            "loss/z": float(stats.z),
+            "grad_norm": float(report["grad_norm"]),
+            "lr": float(report["lr"]),
+            "tokens_per_s": tokens_per_s,
+            "step_s": step_s,
+            "data_wait_s": waited_s,
+            "mfu": tokens_per_s * self.flops_per_token / self.peak if self.peak else None,
+            "skipped": int(report["skipped"]),
+        } | self.train_data.progress(step)
+
+    def _record_skipped(self, step: int, report: dict[str, Any]) -> None:
+        """Log a skipped step, and append it to skipped.jsonl with the windows of its batch."""
+        loss, norm = float(report["stats"].loss), float(report["grad_norm"])
+        median = float(report.get("median", math.inf))  # infinite if there is none yet
+        why = "spike" if report.get("spike") else "not finite"
+        after = f" after a median of {median:.4g}" * (why == "spike")
+        log(
+            f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}{after}"
+            f"; the windows of its batch are in {self.directory.path('skipped.jsonl')}"
+        )
+        record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
+        rows = np.arange(self.config.train.global_batch_size)
+        record["windows"] = self.train_data.windows_of(step - 1, rows).tolist()
+        jsonl.append(self.directory.files / "skipped.jsonl", [record])
+
+    def _stop_if_diverged(self, step: int, report: dict[str, Any]) -> None:
+        t = self.config.train
+        if report["skipped_in_row"] < t.max_skipped_in_row:
+            return
+        why, fix = "had a loss or gradient norm that was not finite", "Lower --optimizer.lr"
+        if t.skip_spikes:
+            why += f", or a norm above {t.skip_spikes} (--train.skip_spikes) times the median,"
+            fix += f", use a larger --train.skip_spikes, as {2 * t.skip_spikes}"
+        raise ConfigError(
+            f"stopped after step {step}: {t.max_skipped_in_row} steps in a row {why} and were not "
+            f"applied (--train.max_skipped_in_row). {fix}, or inspect the data: python "
+            f"data/show.py --run {self.directory} --step {step}; the last checkpoint is in "
+            f"{self.directory.checkpoints}."
+        )
+
+    def _check_replicas(self, state: State, step: int) -> None:
+        """Raise TransientError, on every process, if copies of an array differ between devices."""
+        if difference := self.replicas(state):
+            raise TransientError(
+                f"stopped after step {step}: {difference}, and should not: a device failed in "
+                "memory or arithmetic (--run.check_replicas_every). This state is not saved; the "
+                f"last checkpoint in {self.directory.checkpoints} stays. Start the run again; if "
+                "the same device is named again, leave out its host."
+            )
+
+    def _due(self, step: int) -> tuple[bool, bool, bool, bool]:
+        """Return whether to evaluate, sample, save and compare replicas after `step` steps."""
+
+        def due(every: int) -> bool:
+            return step == self.config.train.steps or (every > 0 and step % every == 0)
+
+        evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
+        save, every = due(self.config.checkpoint.every_steps), self.config.run.check_replicas_every
+        return evaluate, sample, save, self.replicas is not None and (save or step % every == 0)
+
+    def _missing(self, step: int) -> tuple[bool, bool]:
+        """Return whether to evaluate and to sample before the first step.
+
+        A run that starts from other weights is evaluated at step 0. After a resume, what was due
+        at this step and is not recorded is done now.
+        """
+        if step == 0:
+            return bool(self.config.run.init_from), False
+        due = np.array(self._due(step)[:2])
+        if is_primary():
+            done = [jsonl.has(self.directory.files / name, step, key) for name, key in RECORDED]
+            due &= ~np.array(done)
+        return tuple(multihost_utils.broadcast_one_to_all(due).tolist())
+
+    def _between_steps(self, state: State, step: int) -> None:
+        evaluate, sample, save, compare = self._due(step)
+        if compare:  # first, so that only a compared state is saved
+            self._check_replicas(state, step)
+        self._evaluate_and_sample(state, step, evaluate, sample)
+        if save:  # last, so that what is recorded up to a checkpoint is not recorded again
+            self._save(state, step)
+
+    def _evaluate_and_sample(self, state: State, step: int, evaluate: bool, sample: bool) -> None:
+        if evaluate:
+            self.watchdog.phase(f"evaluation after step {step}")
+            self.recorder.evaluation({"step": step} | self.validation(state.weights))
+        if sample and self.sample is not None:
+            self.watchdog.phase(f"samples after step {step}")
+            samples = self.sample(state.weights, step)
+            for s in samples:
+                log(f"step {s['step']}  {s['prompt']!r} -> {s['text']!r}")
+            jsonl.append(self.directory.files / "samples.jsonl", samples)
+
+    def _save(self, state: State, step: int) -> None:
+        if self.saved is None:
+            return
+        self.watchdog.phase(f"save of step {step}")
+        self.stop.save_s = self.saved.longest_s
+        self.goodput_log.write()  # before the records are uploaded
+
+        def records_first() -> None:
+            self.recorder.sync()
+            self.directory.upload()
+
+        settings = checkpoint_config(self.config, self.train_data)
+        self.saved.save(step, state, settings, before=records_first)
+
+    def _stop_if_requested(self, state: State, step: int) -> None:
+        """Save and raise Stopped, on all processes, after a request to stop."""
+        if not self.stop.reached():
+            return
+        self._read_report()
+        if self.saved:
+            self.saved.wait()  # raises, on all processes, if one could not write
+        if step > self.first:
+            if self.replicas:
+                self._check_replicas(state, step)
+            self._save(state, step)
+        if self.saved is None:
+            raise self.stop.stopped("nothing is saved, by --checkpoint.every_steps 0")
+        self.watchdog.phase("save at the end")
+        raise self.stop.stopped(f"the newest checkpoint is {self.saved.describe_newest()}")
+
+    def _profile(self, number: int) -> None:
+        """Start or end the trace of `profile.steps` steps."""
+        p, folder = self.config.profile, self.directory.files / "profile"
+        if p.steps and number == p.first_step:
+            self._read_report()  # the trace begins with the next step
+            jax.profiler.start_trace(folder, create_perfetto_trace=True)
+            self.tracing = True
+        # A run that resumed between these steps has started no trace.
+        if self.tracing and number == min(p.first_step + p.steps, self.config.train.steps):
+            self._read_report()
+            jax.profiler.stop_trace()
+            self.tracing = False
+            try:
+                from planning import timeline  # late: training needs nothing else of it
+
+                for file in folder.rglob("perfetto_trace.json.gz"):
+                    timeline.name_layers(file, self.step.as_text())
+            except Exception as error:  # the trace is complete without these names
+                log(f"warning: layers are not named in the trace: {error!r}")
+            log(
+                f"trace of steps {p.first_step} to {number - 1}: "
+                f"{self.directory.path(folder.name)} (open perfetto_trace.json.gz in Perfetto)"
+            )
+
+    def measured(self) -> str:
+        """Return one line with the measured memory and step time."""
+        memory, source = train.peak_bytes(self.mesh, self.step)
+        later = self.taken_s[1:] or self.taken_s
+        seconds = f"; {statistics.median(later):.3g} s per step (median)" if later else ""
+        return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
+
+
 if __name__ == "__main__":
-    faults.command_line(lambda: run(parse()))
+    errors.run_command(lambda: run(parse()))

@@ -1,116 +1,45 @@
-"""What a run tells: lines of JSON always, wandb if asked, and the console. Only process 0 tells.
+"""Record what a run measures: metrics.jsonl, the console and, if enabled, wandb and TensorBoard.
 
-`metrics.jsonl` holds one object per line, of two kinds, both with `step` (steps done):
-- of a step: TRAIN. Losses as they are added to the total (`loss/balance` and `loss/z` with their
-  factors), `mfu` null where the chip is unknown, `skipped` steps not applied since the run began,
-  `checkpoint/age_steps` since the newest checkpoint that is whole on disk, or since the run began,
-  null where none are saved. MEASURED depends on the machine: in two runs that are the same to the
-  bit, all else is;
-  with a mixture also `data/NAME/sequences` and `data/NAME/epochs` of each dataset, since the run
-  began;
-- of an evaluation: EVALUATION. `loss/val` of a mixture is the mean by its weights of
-  `loss/val/NAME`, which it has too. `loss/val_balance` is without its factor and the mean over MoE
-  layers, so that 1 is a perfectly even load; `moe/tokens_per_expert` holds a list per MoE layer.
+Process 0 writes `metrics.jsonl`, one object per line. Both kinds have `step` (steps done):
+
+- A step has the keys TRAIN. `loss/balance` and `loss/z` include their factors; `mfu` is null on an
+  unknown chip; `skipped` counts skipped steps since the run began. With a mixture there are also
+  `data/NAME/sequences` and `data/NAME/epochs` since the run began. MEASURED depends on the machine.
+  All other values are equal in two runs that are bit-identical.
+- An evaluation has the keys EVALUATION. `loss/val` of a mixture is the weighted mean of
+  `loss/val/NAME`. `loss/val_balance` is the mean over MoE layers without its factor, so that 1 is a
+  perfectly even load. `moe/tokens_per_expert` has one list per MoE layer.
+
+runtime/loggers.py sends the same records to wandb and TensorBoard, without any effect on the run.
 """
 
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 import utils
+from runtime import loggers
+from runtime.console import console, is_primary, log
+from runtime.jsonl import plain, truncate
 
 TRAIN = (
     *("step", "tokens", "loss/train", "loss/cross_entropy", "loss/balance", "loss/z"),
     *("grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_s", "mfu", "skipped"),
-    "checkpoint/age_steps",
 )
-MIXED = ("data/", "loss/val/")  # what names of a mixture's datasets begin with
-MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu", "checkpoint/age_steps")
+MIXED = ("data/", "loss/val/")  # prefixes of the keys of single datasets
+MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu")
 EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
 PLAIN_EVERY_S = 10.0  # between lines on a console that is not a terminal
 
-console = Console()
-
-
-def is_primary() -> bool:
-    """Whether this process writes. Asks jax only where there are several: asking starts devices."""
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
-
-
-def say(text: str) -> None:
-    """Prints a line, above the progress display where there is one. A full log loses it."""
-    if is_primary():
-        with contextlib.suppress(OSError):
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, nan and infinity as null."""
-    text = json.dumps(value, default=lambda array: np.asarray(array).tolist())
-    return json.loads(text, parse_constant=lambda name: None)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without lines that were cut off in writing."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
-
-
-def has(path: Path, step: int, key: str) -> bool:
-    """Whether a record of `step` steps with this key is there."""
-    return path.exists() and any(r["step"] == step and key in r for r in read(path))
-
-
-def append(path: Path, records: list[dict[str, Any]]) -> None:
-    """Adds lines to a file beside metrics.jsonl, on disk when this returns; only process 0 does.
-    What a full disk does not take is lost, and told.
-    """
-    if not is_primary():
-        return
-    try:
-        with path.open("ab+") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                file.write(b"\n")  # what a full disk cut off
-            file.writelines((json.dumps(plain(r)) + "\n").encode() for r in records)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        say(f"warning: {path} takes no more records: {error}")
-
-
-def cut(path: Path, step: int) -> None:
-    """Takes out what was recorded after `step` steps, which will be run and recorded again."""
-    kept = [record for record in read(path) if 0 < step >= record["step"]]
-    replace(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes the file at once: a run killed here has the old one or the new one."""
-    new = path.with_suffix(".new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-
 
 def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
-    """One line for people."""
+    """Return the console line of a step."""
     parts = [f"step {record['step']}/{steps}", f"loss {_number(record['loss/train'], '.4f')}"]
     parts.append(f"{_number(record['tokens_per_s'], ',.0f')} tokens/s")
     parts.append(f"MFU {_number(record['mfu'], '.1%')}")
@@ -123,7 +52,7 @@ def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
 
 
 def evaluation_summary(record: dict[str, Any], steps: int) -> str:
-    """One line for people; without experts there is no load to tell of."""
+    """Return the console line of an evaluation; a dense model has no load."""
     text = f"step {record['step']}/{steps}  validation loss {_number(record['loss/val'], '.4f')}"
     if not record["moe/tokens_per_expert"]:
         return text
@@ -136,34 +65,30 @@ def _number(value: float | None, form: str) -> str:
 
 
 class Metrics:
-    """Where the loop sends what it measured."""
+    """A context that records the steps and evaluations of a run."""
 
     def __init__(
         self,
         config: utils.Config,
         folder: Path,
         step: int = 0,
-        wandb_config: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Continues the records of the run in `folder` after `step` steps.
-
-        wandb_config  what wandb shows as the run's settings.
-        Raises        ValueError when wandb is asked for and cannot be had.
-        """
+        """Continue the records of the run in `folder` after `step` steps."""
         self._steps, self._clock = config.train.steps, clock
         self._first = self._shown = None
-        self._file = self._wandb = self._progress = None
+        self._file = self._progress = None
+        self._sinks = []
         self._open = contextlib.ExitStack()
         if not is_primary():
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         if path.exists():
-            cut(path, step)
-        if config.wandb.project:
-            self._wandb = start_wandb(config, folder, wandb_config or {})
-            self._open.callback(self._wandb.finish)
+            truncate(path, step)
+        self._sinks = loggers.open_sinks(config, folder, step)
+        for sink in self._sinks:
+            self._open.callback(sink.close)
         self._file = self._open.enter_context(path.open("ab", buffering=0))
         self._unwritten = b""
         if console.is_terminal:
@@ -172,15 +97,15 @@ class Metrics:
             self._task = self._progress.add_task("", total=self._steps, completed=step)
 
     def train(self, record: dict[str, Any]) -> None:
-        """Records a step: every name of TRAIN and no other."""
+        """Record a step, with exactly the keys TRAIN."""
         self._show(self._recorded(record, TRAIN))
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Records an evaluation: every name of EVALUATION and no other."""
-        say(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
+        """Record an evaluation, with exactly the keys EVALUATION."""
+        log(evaluation_summary(self._recorded(record, EVALUATION), self._steps))
 
     def sync(self) -> None:
-        """Returns when what was recorded is on disk. Raises OSError where that does not take it."""
+        """Flush the records to disk. Raises OSError if the disk does not take them."""
         if self._file is not None:
             self._write("")
             if self._unwritten:
@@ -188,39 +113,39 @@ class Metrics:
             os.fsync(self._file.fileno())
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-        """The record as JSON has it; written, where this process writes."""
+        """Write the record on process 0; return it as JSON values."""
         found = {name for name in record if not name.startswith(MIXED)}
         assert found == set(names), found ^ set(names)
         record = plain(record)
         if self._file is not None:
             self._write(json.dumps(record) + "\n")
-        if self._wandb is not None:
-            self._wandb.log(for_wandb(record), step=record["step"])
+        for sink in self._sinks:
+            sink.put(record)
         return record
 
     def _write(self, text: str) -> None:
-        """What a full disk does not take is kept, and written with the next line."""
-        told = bool(self._unwritten)
+        """Write text. What a full disk does not take is kept and written with the next line."""
+        warned = bool(self._unwritten)
         self._unwritten += text.encode()
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            if not told:
-                say(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
+            if not warned:
+                log(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
 
     def _show(self, record: dict[str, Any]) -> None:
-        """The bar at every step; plain lines at the first and last, and some in between."""
+        """Update the progress bar; without a terminal, print the first, the last and some lines."""
         now, step = self._clock(), record["step"]
         text = summary(record, self._steps, self._left_s(now, step))
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
         elif self._shown is None or step >= self._steps or now - self._shown >= PLAIN_EVERY_S:
-            say(text)
+            log(text)
             self._shown = now
 
     def _left_s(self, now: float, step: int) -> float | None:
-        """From the steps after the first one seen, which is slower by its compilation."""
+        """Estimate the time left, without the first step of this start, which is slower."""
         if self._first is None:
             self._first = (now, step)
         first, first_step = self._first
@@ -232,53 +157,6 @@ class Metrics:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Ends the display and the files."""
-        with contextlib.suppress(OSError):  # told when the records were written
+        with contextlib.suppress(OSError):  # logged by _write
             self.sync()
         self._open.close()
-
-
-def for_wandb(record: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as they are; the tokens of a layer's experts as one histogram over the experts."""
-    import wandb
-
-    sent = {name: value for name, value in record.items() if not isinstance(value, list)}
-    for layer, tokens in enumerate(record.get("moe/tokens_per_expert", [])):
-        bins = np.asarray(tokens), np.arange(len(tokens) + 1)
-        sent[f"moe/tokens_per_expert/{layer}"] = wandb.Histogram(np_histogram=bins)
-    return sent
-
-
-def start_wandb(config: utils.Config, folder: Path, settings: dict[str, Any]) -> Any:
-    """A wandb run that a later start in `folder` continues; offline without WANDB_API_KEY."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            f"--wandb.project {config.wandb.project} needs the package wandb, which is not "
-            f"installed. Install wandb, or leave out --wandb.project."
-        ) from error
-    identity = folder / "wandb_id"
-    if not identity.exists():
-        replace(identity, secrets.token_hex(4))
-    online = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    mode = os.environ.get("WANDB_MODE", online)
-    try:
-        run = wandb.init(
-            project=config.wandb.project,
-            name=config.run.name,
-            id=identity.read_text(),
-            dir=folder,
-            config=settings,
-            mode=mode,
-            resume="allow" if mode == "online" else None,
-            settings=wandb.Settings(console="off", silent=True),
-        )
-    except (wandb.errors.Error, OSError) as error:
-        raise ValueError(
-            f"--wandb.project {config.wandb.project}: wandb could not start in mode {mode}: "
-            f"{' '.join(str(error).split())}. Check WANDB_API_KEY and the network, set "
-            f"WANDB_MODE=offline, or leave out --wandb.project."
-        ) from error
-    say(f"wandb: {run.url or f'{mode}, in {run.dir}'}")
-    return run

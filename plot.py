@@ -1,10 +1,10 @@
-"""Draws a run from its metrics.jsonl: validation loss, load loss, tokens per expert; and schedules.
+"""Plot the records of runs: losses, tokens per expert and wall time.
 
 python plot.py --run runs/tiny             -> runs/tiny/plots/*.png
-python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, one over the other
+python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, with both runs in each plot
 """
 
-import tomllib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,17 +14,13 @@ import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter
 
-import buckets
-import faults
-import metrics
-import run_folder
-import utils
-from schedule import Schedule
+from runtime import buckets, cli, errors, goodput, jsonl, run_directory
+from runtime.files import write_atomically
+from utils import ConfigError
 
-# Told apart by colour-blind readers as well: Okabe and Ito's set.
+# Okabe and Ito's set, which colour-blind readers can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
     "axes.prop_cycle": matplotlib.cycler(color=COLORS),  # run i is drawn in "Ci"
@@ -37,36 +33,34 @@ STYLE = {
     "axes.titlesize": 10.0,
     "legend.frameon": False,
 }
+MOST_BARS = 30  # newest starts of a run that have a bar each
 
 
-class Recorded:
-    """What one run's folder holds, as arrays over its steps and its evaluations.
+class RunRecords:
+    """The records of one run, as arrays over steps and over evaluations.
 
-    Raises  ValueError where there is nothing to draw.
+    Raises  ConfigError without a step or an evaluation.
     """
 
     def __init__(self, folder: Path):
         path = folder / "metrics.jsonl"
-        if not path.is_file():
-            raise ValueError(
-                f"{folder} has no metrics.jsonl. Give the folder of a run, as runs/tiny."
-            )
-        records = metrics.read(path)
+        _check_is_run(folder, folder)
+        records = jsonl.read(path)
         train = [record for record in records if "loss/train" in record]
         val = [record for record in records if "loss/val" in record]
         if not train or not val:
-            raise ValueError(
-                f"{path} holds {len(train)} steps and {len(val)} evaluations, and a picture needs "
-                "one of each. Let the run go on to its first evaluation (--eval.every_steps)."
+            raise ConfigError(
+                f"{path} has {len(train)} steps and {len(val)} evaluations; plots need both. "
+                "Continue the run to its first evaluation (--eval.every_steps)."
             )
         self.name = folder.resolve().name
         self.tokens_per_step = train[-1]["tokens"] / train[-1]["step"]
         self.steps = _column(train, "step")
         self.tokens = self.steps * self.tokens_per_step
         self.val_tokens = _column(val, "step") * self.tokens_per_step
-        self.train = _column(train, "loss/cross_entropy")  # which validation loss compares with
+        self.train = _column(train, "loss/cross_entropy")  # the counterpart of validation loss
         self.val = _column(val, "loss/val")
-        # Over what a perfectly even load costs; None where that is 0.
+        # Relative to the loss of a perfectly even load; None if that is 0.
         factor = _balance_factor(folder / "config.toml")
         self.balance = _column(train, "loss/balance") / factor if factor > 0 else None
         self.val_balance = _column(val, "loss/val_balance")
@@ -76,21 +70,26 @@ class Recorded:
         self.share = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
 
 
+def _check_is_run(folder: Path, name: object) -> None:
+    if not (folder / "metrics.jsonl").is_file():
+        raise ConfigError(f"{name} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
+
+
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """A gap where a value was not finite or not there."""
+    """Return one key of all records; NaN, a gap in the plot, for null."""
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
 
 
 def _balance_factor(path: Path) -> float:
-    """Of the balance loss, times MoE layers; 0 where the config is not known."""
+    """Return the factor of the balance loss times the MoE layers; 0 without a config."""
     if not path.is_file():
         return 0.0
-    m = vars(utils.Model()) | tomllib.loads(path.read_text()).get("model", {})
-    return m["blocks"] * m["moe_layers"] * m["balance_loss"]
+    m = cli.load(path).model
+    return m.blocks * m.moe_layers * m.aux_loss_alpha
 
 
-def _axes_of_time(axes: list[Axes], runs: list[Recorded]) -> None:
-    """Tokens below, and steps above where all runs take as many tokens in a step."""
+def _axes_of_time(axes: list[Axes], runs: list[RunRecords]) -> None:
+    """Label the x axes: tokens below; steps above if the runs have equal batches."""
     per_step = runs[0].tokens_per_step
     same = all(run.tokens_per_step == per_step for run in runs)
     for ax in axes:
@@ -112,26 +111,26 @@ def _figure(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, list(shape.flat)
 
 
-def _marker(run: Recorded) -> dict[str, Any]:
+def _marker(run: RunRecords) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3.5} if len(run.val) <= 40 else {}
 
 
-def validation_loss(runs: list[Recorded]) -> Figure:
-    """Cross-entropy on held-out text over tokens; faint, in training."""
+def validation_loss(runs: list[RunRecords]) -> Figure:
+    """Plot cross-entropy on held-out text over tokens; training loss is faint."""
     lines = [(r.train, r.val, f"{r.name}: {r.val[-1]:.3f} at the end") for r in runs]
     return _losses(runs, lines, "Validation loss", "cross-entropy (nats per token)")
 
 
-def load_loss(runs: list[Recorded]) -> Figure:
-    """Balance loss without its factor, mean over MoE layers, over tokens; 1 is perfectly even."""
+def load_loss(runs: list[RunRecords]) -> Figure:
+    """Plot the balance loss, mean over MoE layers, without its factor; 1 is an even load."""
     lines = [(r.balance, r.val_balance, r.name) for r in runs]
     return _losses(runs, lines, "Load loss, at evaluations", "balance loss (1 = even)", even=1.0)
 
 
 def _losses(
-    runs: list[Recorded], lines: list[tuple], title: str, ylabel: str, even: float | None = None
+    runs: list[RunRecords], lines: list[tuple], title: str, ylabel: str, even: float | None = None
 ) -> Figure:
-    """Draws (loss in training or None, at evaluations, label) of each run; dashed, an even load."""
+    """Plot (training loss or None, loss at evaluations, label) of each run, and `even` dashed."""
     figure, [ax] = _figure()
     for i, (run, (trained, evaluated, label)) in enumerate(zip(runs, lines, strict=True)):
         if trained is not None:
@@ -147,10 +146,10 @@ def _losses(
     return figure
 
 
-def tokens_per_expert(runs: list[Recorded]) -> Figure:
-    """Share of routed tokens over tokens: a panel per MoE layer, a line per expert.
+def tokens_per_expert(runs: list[RunRecords]) -> Figure:
+    """Plot each expert's share of routed tokens, one panel per MoE layer.
 
-    Several runs are drawn as the band between their least and most loaded expert.
+    Several runs are plotted as the band between the least and the most loaded expert.
     """
     layers = max(run.share.shape[1] for run in runs)
     columns = min(layers, 4)
@@ -168,7 +167,7 @@ def tokens_per_expert(runs: list[Recorded]) -> Figure:
             ax.tick_params(labelbottom=True)
         if layer % columns == 0:
             ax.set_ylabel("share of tokens")
-    axes[0].set_ylim(bottom=0.0)  # all have the same, from what all have drawn
+    axes[0].set_ylim(bottom=0.0)  # shared by all panels
     _axes_of_time(axes[:layers], runs)
     handles, labels = axes[0].get_legend_handles_labels()
     if len(labels) <= 16:
@@ -178,7 +177,7 @@ def tokens_per_expert(runs: list[Recorded]) -> Figure:
     return figure
 
 
-def _draw_layer(ax: Axes, run: Recorded, layer: int, color: str | None) -> None:
+def _draw_layer(ax: Axes, run: RunRecords, layer: int, color: str | None) -> None:
     x, share, marker = run.val_tokens, run.share[:, layer], _marker(run)
     ax.axhline(1.0 / share.shape[1], color="#444444", lw=1.0, ls="--", zorder=3)
     if color is not None:
@@ -191,79 +190,67 @@ def _draw_layer(ax: Axes, run: Recorded, layer: int, color: str | None) -> None:
         ax.plot(x, share[:, expert], color=shade, lw=1.1, label=f"{expert}", **marker)
 
 
-def plot_runs(folders: list[Path], out: Path, again: bool = True) -> list[Path]:
-    """Draws the runs in `folders` over each other into `out`, and returns the files.
+def wall_time(starts: list[tuple[str, list[dict[str, Any]]]]) -> Figure:
+    """Plot the time of each kind (runtime/goodput.py): a bar per run; for one run also per start.
 
-    Runs without experts have a validation loss only.
-
-    again   also those pictures that are there already.
-    Raises  ValueError where there is nothing to draw.
+    starts  (name, lines of goodput.jsonl) of each run
     """
-    runs = [Recorded(folder) for folder in folders]
-    pictures = [validation_loss]
+    bars = starts
+    if len(bars) == 1 and len(bars[0][1]) > 1:
+        [(name, lines)] = bars
+        newest = list(enumerate(lines, 1))[-MOST_BARS:]
+        # The steps that a start lost are in the line of the next start.
+        lost = [line["repeated_s"] for line in lines[1:]] + [0.0]
+        each = ((f"start {n}", [line | {"repeated_s": lost[n - 1]}]) for n, line in newest)
+        bars = [(name, lines), *each]
+    figure = Figure(figsize=(7.0, 1.6 + 0.3 * len(bars)), layout="constrained")
+    ax = figure.subplots()
+    spent = [goodput.seconds(lines) for _, lines in bars]
+    kinds = list(dict.fromkeys(kind for each in spent for kind in each))
+    longest_s = max(sum(each.values()) for each in spent)
+    unit, size = ("hours", 3600) if longest_s >= 3600 else ("seconds", 1)
+    colors = matplotlib.colormaps["tab20"](np.linspace(0.0, 1.0, 20))
+    left = np.zeros(len(bars))
+    for i, kind in enumerate(kinds):
+        width = np.array([each.get(kind, 0.0) for each in spent]) / size
+        if width.max() * size > 1e-3 * longest_s:
+            ax.barh(range(len(bars)), width, left=left, color=colors[i % 20], label=kind)
+        left += width
+    ax.set_yticks(range(len(bars)), [name for name, _ in bars])
+    ax.invert_yaxis()
+    ax.set(xlabel=unit, title="Wall time")
+    figure.legend(loc="outside right upper", fontsize=8.0)
+    return figure
+
+
+def plot_runs(folders: list[Path], out: Path, overwrite: bool = True) -> list[Path]:
+    """Write plots of all these runs together into `out`, and return their files.
+
+    Expert load is not plotted for dense models, nor wall time without goodput.jsonl.
+
+    overwrite  also plots that exist
+    Raises     ConfigError for a run without a step or an evaluation
+    """
+    runs = [RunRecords(folder) for folder in folders]
+    pictures = [(validation_loss, runs)]
     if any(run.share.size for run in runs):
-        pictures += [load_loss, tokens_per_expert]
+        pictures += [(load_loss, runs), (tokens_per_expert, runs)]
+    starts = [(run.name, goodput.read(f)) for run, f in zip(runs, folders, strict=True)]
+    if starts := [(name, lines) for name, lines in starts if lines]:
+        pictures.append((wall_time, starts))
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{picture.__name__}.png" for picture in pictures]
+    files = [out / f"{picture.__name__}.png" for picture, _ in pictures]
     with matplotlib.rc_context(STYLE):
-        for picture, file in zip(pictures, files, strict=True):
-            if again or not file.exists():
-                unfinished = file.with_suffix(".new")
-                picture(runs).savefig(unfinished, dpi=150, format="png")
-                unfinished.replace(file)
+        for (picture, of), file in zip(pictures, files, strict=True):
+            if overwrite or not file.exists():
+                picture(of).savefig(image := io.BytesIO(), dpi=150, format="png")
+                write_atomically(file, image.getvalue())
     return files
 
 
-def plot_run(folder: Path, again: bool = True) -> list[Path]:
-    """Draws the run in `folder` into its `plots/`."""
-    return plot_runs([folder], folder / "plots", again)
-
-
-# --- a schedule -----------------------------------------------------------------------------------
-
-
-def _colour(schedule: Schedule, way: str, chunk: int) -> tuple[float, ...]:
-    """Forward is blue and backward orange; later chunks are darker."""
-    shade = 0.3 + 0.35 * chunk / max(schedule.virtual - 1, 1)
-    return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[way]](shade)
-
-
-def _draw_tasks(axes: Axes, schedule: Schedule, ranks: list[int]) -> None:
-    """A box per task with its microbatch in it: forward in the upper half of a rank's row."""
-    height = 0.45
-    for row, rank in enumerate(ranks):
-        for tick in range(schedule.ticks):
-            for way, chunk, microbatch in schedule.tasks_at(tick, rank):
-                y = row - height if way == "fwd" else row
-                face = _colour(schedule, way, chunk)
-                axes.add_patch(Rectangle((tick, y), 1, height, facecolor=face, edgecolor="white"))
-                axes.text(tick + 0.5, y + height / 2, microbatch, ha="center", va="center", size=8)
-    axes.set(xlim=(0, schedule.ticks), ylim=(len(ranks) - 0.4, -0.6), xlabel="tick")
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-
-
-def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
-    """A timeline as a picture, with a legend of the colours.
-
-    Raises  ValueError for a file that is not named as a picture of this kind.
-    """
-    if path.suffix != ".png":
-        raise ValueError(
-            f"--png {path} does not end in .png. Use --png {path.with_suffix('.png')}."
-        )
-    inches = min(2 + 0.35 * schedule.ticks, 60)
-    figure = Figure(figsize=(inches, 1.6 + 0.7 * len(ranks)), layout="constrained")
-    _draw_tasks(figure.subplots(), schedule, ranks)
-    title = f"{schedule.microbatches} microbatches through {schedule.stages} stages: "
-    figure.suptitle(f"{title}{schedule.ticks} ticks, bubble {schedule.bubble}", size=10)
-    patches = [
-        Patch(color=_colour(schedule, way, chunk), label=f"{name}, chunk {chunk}")
-        for way, name in (("fwd", "forward"), ("bwd", "backward"))
-        for chunk in range(schedule.virtual)
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+def plot_run(folder: Path, overwrite: bool = True) -> list[Path]:
+    """Plot one run into its `plots/`."""
+    return plot_runs([folder], folder / "plots", overwrite)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -271,22 +258,23 @@ def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Draws runs from their metrics.jsonl."""
+    """Plot runs from their metrics.jsonl."""
 
-    run: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER...")]  # one is drawn alone
+    run: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="FOLDER...")
+    ]  # one run, or several in the same plots
     out: Path | None = None  # folder for the PNGs; RUN/plots, or A+B/plots beside the runs
 
 
 def main() -> None:
     arguments = tyro.cli(Arguments)
     if not arguments.run:
-        raise ValueError("--run names no folder. Give one or more, as --run runs/tiny.")
+        raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
     if not arguments.out and any(buckets.is_bucket(run) for run in arguments.run):
-        raise ValueError("--run is in a bucket. Say where the pictures go, as --out plots.")
-    runs = [run_folder.at(run) for run in arguments.run]
+        raise ConfigError("--run is in a bucket. Give a folder for the plots, as --out plots.")
+    runs = [run_directory.at(run) for run in arguments.run]
     for run in runs:
-        if not (run.files / "metrics.jsonl").exists():
-            raise ValueError(f"{run} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
+        _check_is_run(run.files, run)
     folders = [run.files for run in runs]
     together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     for file in plot_runs(folders, arguments.out or together / "plots"):
@@ -294,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

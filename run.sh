@@ -1,45 +1,58 @@
 #!/usr/bin/env bash
-# Set up the environment once, then run a command in it: the same on a laptop and on a pod worker.
+# Set up the environment once, then run a command in it, on a laptop as on a worker of a TPU pod.
 #
 #   ./run.sh                       prepare the sample data and train configs/tiny.toml
 #   ./run.sh --train.steps 20      the same with flags for main.py
 #   ./run.sh COMMAND [ARGUMENT..]  run a command: python main.py ..., pytest, ruff, ...
 #   ./run.sh --help                print this
 #
-# Commands run in the folder of this file.
+# Commands run in the folder of this file, also if a symbolic link starts it.
 #
-# The environment is .venv beside this file, made by uv where it is installed and by python3
-# otherwise, with the jax for this machine: NVIDIA GPU, TPU or CPU. It is brought up to date when
-# requirements.txt changes, and made anew if setting it up was interrupted.
+# The environment is .venv beside this file. uv installs the versions in locks/ and checks their
+# hashes: the packages of a run, jax's plugin for this machine (NVIDIA GPU, TPU or neither), and for
+# pytest, ruff, shellcheck and the scripts in tests/ their packages. Without uv on the PATH, python3
+# creates .venv and pip installs uv there. A changed lock updates .venv; an interrupted set-up
+# starts over. To install more packages: ./run.sh uv pip install PACKAGE
 #
-# Training, validation and generation run on several hosts at once: start the same command on each.
-# multihost.py finds the others in a Slurm step (srun ./run.sh python main.py ..), on a TPU VM, and
-# with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which launcher.sh sets.
+# Works on Linux and on macOS, with its bash 3.2 and its tools.
 #
-# Read from the environment, and given a value here if they have none:
-#   PYTHON                     the Python to make .venv from, 3.11 or newer
-#   JAX_COMPILATION_CACHE_DIR  where compiled programs are kept; a folder of .cache/jax for each kind
-#                              of CPU, on others of which they would end with an illegal instruction
-#   XLA_FLAGS                  on a machine with only CPUs: 8 simulated devices, patience with devices
-#                              that share a core, and collectives in one order; each flag only where
-#                              it is not given
-#   PJRT_NPROC                 there also: threads that devices may wait in for each other; 32
-#   JAX_PLATFORMS              there also: cpu, or an installed libtpu looks for a TPU
-#   GLIBC_TUNABLES             there also: freed memory is kept, in large pages; or each step asks
-#                              the kernel for all that it needs, page by page
+# To train, validate or generate on several hosts, start the same command on each of them.
+# runtime/distributed.py finds the other processes in a Slurm step (srun ./run.sh python main.py
+# ..), on a TPU VM, and by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which
+# launcher.sh sets.
+#
+# Environment variables, with the value that this script sets if there is none:
+#   PYTHON                     the Python for .venv, 3.11 to 3.14
+#   JAX_COMPILATION_CACHE_DIR  cache of compiled programs; a folder in .cache/jax for each CPU
+#                              model, since a program for another CPU ends with an illegal
+#                              instruction
+#   XLA_FLAGS                  without an accelerator: 8 simulated devices, long timeouts for
+#                              devices that share a core, and collectives in one order. Your flags
+#                              take precedence
+#   PJRT_NPROC                 without an accelerator: threads in which devices can wait; 32
+#   JAX_PLATFORMS              without an accelerator: cpu, so that libtpu does not look for a TPU
+#   GLIBC_TUNABLES             without an accelerator: keep freed memory, in large pages. Otherwise
+#                              each step requests its memory from the kernel page by page
 #   XLA_PYTHON_CLIENT_MEM_FRACTION
-#                              with a GPU: the share of its memory that jax takes; 0.92, for jax's
-#                              own 0.75 leaves a quarter unused
+#                              with a GPU: the share of its memory that jax uses; 0.92, since jax's
+#                              default of 0.75 leaves a quarter unused
 #
 # Exit code: that of the command; 2 if the environment cannot be set up.
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+unset CDPATH
+file=${BASH_SOURCE[0]}
+while [[ -L $file ]]; do # a link is relative to its own folder
+  cd -P "$(dirname "$file")"
+  file=$(readlink "$(basename "$file")")
+done
+cd -P "$(dirname "$file")"
 root=$PWD
 
-# The last: by its own scheduler XLA starts collectives that do not depend on each other beside loops
-# with others in them, in an order that can differ between devices, which then wait for each other
-# for ever: 5 of 8 starts of a mixture of experts on (2, 2, 2). Steps take as long without.
+# The last flag prevents a deadlock. XLA's scheduler starts independent collectives beside loops
+# that contain collectives, in an order that can differ between devices, and the devices then wait
+# for each other: in 5 of 8 starts of a mixture of experts on (2, 2, 2). Steps are not slower
+# without it.
 cpu_flags=(
   --xla_force_host_platform_device_count=8
   --xla_cpu_collective_call_warn_stuck_timeout_seconds=600
@@ -48,23 +61,23 @@ cpu_flags=(
   --xla_cpu_enable_concurrency_optimized_scheduler=false
 )
 
-say() {
+log() {
   echo "run.sh: $*" >&2
 }
 
 fail() {
-  say "$@"
+  log "$@"
   exit 2
 }
 
-# Prints cpu, tpu, cuda12 or cuda13: the extra of jax, whose CUDA 13 needs driver 580, and whose
-# CUDA 12 needs 525.
+# Prints the extra of jax for this machine: cpu, tpu, cuda12 (needs NVIDIA driver 525) or cuda13
+# (580).
 machine() {
   local driver
   if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null); then
     driver=${driver%%.*}
     if [[ ! $driver =~ ^[0-9]+$ ]] || ((driver < 525)); then
-      say "the NVIDIA driver (${driver:-unknown}) is older than 525, which jax needs: using the CPU"
+      log "using the CPU: the NVIDIA driver (${driver:-unknown}) is older than 525, which jax needs"
       echo cpu
     elif ((driver < 580)); then
       echo cuda12
@@ -78,102 +91,131 @@ machine() {
   fi
 }
 
-# A TPU is /dev/accel0 and on, or on newer hosts a device of Google's (0x1ae0) that vfio holds.
+# A TPU is /dev/accel0 and up, or on newer hosts a Google device (0x1ae0) under vfio.
 has_tpu() {
   compgen -G '/dev/accel[0-9]*' >/dev/null && return
   compgen -G '/dev/vfio/[0-9]*' >/dev/null || return
   grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
 }
 
-# What .venv must hold: kept in it as .ready once it does.
-wanted() {
-  echo "jax[$1]"
-  cat requirements.txt
+# Prints the locks that a command needs: needed_locks EXTRA COMMAND [ARGUMENT..]
+needed_locks() {
+  local names=cpu
+  [[ $1 == cpu ]] || names+=" $1"
+  case "${2:-} ${3:-} ${4:-}" in
+    "pytest "* | "ruff "* | "codespell "* | "shellcheck "* | "python tests/"*) names+=" dev" ;;
+    "python -m pytest" | "python -m ruff" | "python benchmark.py data") names+=" dev" ;;
+  esac
+  echo "$names"
 }
 
+# Tests if .venv has the packages of the locks $1. An installed lock has a copy in .venv/.locks.
 is_ready() {
-  [[ -x .venv/bin/python && "$(cat .venv/.ready 2>/dev/null)" == "$(wanted "$1")" ]]
+  local lock
+  [[ -x .venv/bin/python ]] || return
+  for lock in $1; do
+    cmp -s "locks/$lock.txt" ".venv/.locks/$lock.txt" || return
+  done
 }
 
-set_up() ( # in a process of its own, with which the lock ends
-  extra=$1 started=$SECONDS
-  if command -v flock >/dev/null; then # one at a time, where two hosts or shells share a folder
+set_up() ( # a subshell, which releases the file lock when it ends
+  local lock started=$SECONDS
+  if command -v flock >/dev/null; then # hosts and shells that share the folder take turns
     exec 9>.venv-lock
     flock 9
-    is_ready "$extra" && exit
+    ! is_ready "$1" || exit 0
+  else
+    log "flock is not installed. Start nothing else in this folder until .venv is set up."
   fi
   mkdir -p .cache
-  say "setting up .venv with jax[$extra], once: some minutes (details in .cache/install.log)"
+  log "setting up .venv with the locks $1; the log is .cache/install.log"
+  : >.cache/install.log
   if [[ -e .venv-unfinished || ! -x .venv/bin/python ]]; then
     touch .venv-unfinished
     logged create
   fi
   touch .venv-unfinished
-  logged install "$extra"
-  wanted "$extra" >.venv/.ready
+  rm -rf .venv/.locks # until all packages are installed
+  logged install "$1"
+  mkdir .venv/.locks
+  for lock in $1; do
+    cp "locks/$lock.txt" .venv/.locks
+  done
   rm .venv-unfinished
-  say "set up in $((SECONDS - started)) s"
+  log "set up in $((SECONDS - started)) s"
 )
 
 logged() {
-  "$@" </dev/null >.cache/install.log 2>&1 && return
+  "$@" </dev/null >>.cache/install.log 2>&1 && return
   tail -n 5 .cache/install.log >&2
-  fail "could not $1 .venv (all of it: .cache/install.log). Mend that and run this again."
+  fail "could not set up .venv. Fix this error and start again. Log: .cache/install.log"
 }
 
 create() {
   if command -v uv >/dev/null; then
-    uv venv --clear --python "${PYTHON:->=3.11}" .venv
+    uv venv --clear --python "${PYTHON:->=3.11,<3.15}" .venv
     return
   fi
   local python=${PYTHON:-python3}
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "$python is not Python 3.11 or newer: name one that is, as in PYTHON=python3.12 ./run.sh"
+  if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))'; then
+    echo "$python is not Python 3.11 to 3.14. Set PYTHON, as in PYTHON=python3.12 ./run.sh"
     return 1
   fi
   if ! "$python" -m venv --clear .venv; then
-    echo "$python -m venv failed: install uv, or the package python3-venv of this system"
+    echo "$python -m venv failed. Install uv, or the system package python3-venv."
     return 1
   fi
 }
 
+# Installs the locks $1. With --no-build a package without a wheel is an error, and no package runs
+# its own build code.
 install() {
-  local packages=(-r requirements.txt)
-  local installer=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-  [[ $1 == cpu ]] || packages+=("jax[$1]")
-  if command -v uv >/dev/null; then
-    installer=(uv pip install --quiet --python .venv/bin/python)
+  local lock uv=uv files=()
+  if ! command -v uv >/dev/null; then
+    uv=.venv/bin/uv
+    .venv/bin/python -m pip --version || .venv/bin/python -m ensurepip # if uv created .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+      --only-binary :all: -r locks/uv.txt || return
   fi
-  "${installer[@]}" "${packages[@]}"
+  for lock in $1; do
+    files+=(-r "locks/$lock.txt")
+  done
+  "$uv" pip install --quiet --python .venv/bin/python --require-hashes --no-build "${files[@]}"
 }
 
-# Adds each flag to XLA_FLAGS whose name is not in it.
+# Adds the flags to XLA_FLAGS that it does not set, and the other variables for CPUs.
 set_cpu_flags() {
   local flag
   for flag in "${cpu_flags[@]}"; do
     [[ " ${XLA_FLAGS:-}" == *" ${flag%%=*}="* ]] || XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }$flag"
   done
   export XLA_FLAGS
-  # A device can wait in several collectives at once, each in a thread of one pool. By default the
-  # pool has as many threads as devices; when all of them wait, the program hangs.
+  # A device can wait in several collectives at once, each in a thread of one pool. The pool has one
+  # thread per device by default; when all threads wait, the program hangs.
   local cores
   cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
   export PJRT_NPROC=${PJRT_NPROC:-$((cores > 32 ? cores : 32))}
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
-  # A step of configs/reference.toml on one device: 700 page faults for 194,000, 1.45 s for 1.90.
-  local kept=$((1 << 37)) # bytes, more than there are
+  # A step of configs/reference.toml on one device: 700 page faults instead of 194,000, and 1.45 s
+  # instead of 1.90 s.
+  local kept=$((1 << 37)) # bytes, more than any machine here has
   local tunables=glibc.malloc.hugetlb=1
   tunables+=:glibc.malloc.mmap_threshold=$kept:glibc.malloc.trim_threshold=$kept
   export GLIBC_TUNABLES=${GLIBC_TUNABLES-$tunables}
 }
 
-# A name for what programs are compiled for: the model of the CPU and its instructions.
+# Prints a name for the CPU model and its instruction set, for which XLA compiles.
 cpu_kind() {
-  grep -m 3 -E '^(model name|flags|Features)' /proc/cpuinfo 2>/dev/null | cksum | tr ' ' -
+  if [[ -e /proc/cpuinfo ]]; then
+    grep -m 3 -E '^(model name|flags|Features)' /proc/cpuinfo
+  else # macOS
+    uname -m
+    sysctl -n machdep.cpu.brand_string 2>/dev/null
+  fi | cksum | tr ' ' -
 }
 
-# Whether the command connects to the processes of its job. It touches UP_FILE itself, once the
-# pre-flight checks have passed.
+# Tests if the command connects to other processes. Such a command touches UP_FILE itself, after its
+# pre-flight checks.
 connects() {
   [[ ${1:-} == python && " main.py validate.py generate.py tests/stand_in.py " == *" ${2:-} "* ]]
 }
@@ -183,9 +225,10 @@ main() {
     sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
     return
   fi
-  local extra
+  local extra locks
   extra=$(machine)
-  is_ready "$extra" || set_up "$extra"
+  locks=$(needed_locks "$extra" "$@")
+  is_ready "$locks" || set_up "$locks"
   if [[ $extra == cpu || ${JAX_PLATFORMS:-} == cpu ]]; then
     set_cpu_flags
   elif [[ $extra == cuda* ]]; then
@@ -193,7 +236,7 @@ main() {
   fi
   export VIRTUAL_ENV=$root/.venv PATH=$root/.venv/bin:$PATH
   export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/.cache/jax/$(cpu_kind)}
-  # A program that compiles faster than this is not worth a file.
+  # Programs that compile faster are not cached.
   : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
   if [[ $# == 0 || $1 == --* ]]; then

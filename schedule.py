@@ -1,14 +1,14 @@
-"""When each stage runs, as arithmetic: no pipelining, 1F1B and interleaved 1F1B in one formula.
+"""The pipeline schedule as arithmetic: no pipelining, 1F1B and interleaved 1F1B in one formula.
 
-A model is cut into `stages = pipeline * virtual` stages; stage `chunk * pipeline + rank` lives on
-`rank`. Forward work of a rank is numbered 0, 1, ..., and backward work likewise; a number says
-which chunk and microbatch, and in which tick:
+A model has `stages = pipeline * virtual` stages. Stage `chunk * pipeline + rank` is model chunk
+`chunk` (a virtual stage) of `rank`. The forward tasks of a rank are numbered 0, 1, ..., and so are
+its backward tasks. The number of a task determines its chunk, its microbatch and its tick:
 
     forward  k runs at tick  rank + k
     backward k runs at tick  stages - 1 + (pipeline - 1 - rank) + k
 
-A rank does at most one forward and one backward in a tick, and what it sends in a tick its
-neighbour needs in the next one. Only + - * // % are used, so every function of ticks, numbers,
+In a tick a rank runs at most one forward and one backward task. What it sends in a tick, its
+neighbour uses in the next. The formulas use only + - * // %, so every function of ticks, numbers,
 chunks and microbatches takes Python integers and traced ones alike.
 
 Source: interleaved 1F1B, arXiv:2104.04473, section 2.2.
@@ -17,16 +17,21 @@ Source: interleaved 1F1B, arXiv:2104.04473, section 2.2.
 from dataclasses import dataclass
 from fractions import Fraction
 
+from utils import ConfigError
+
+# (forward tasks, backward tasks) in the ticks of a phase -> its name in profiles.
+PHASES = {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}
+
 
 @dataclass(frozen=True)
 class Schedule:
     """The ticks of one training step on every pipeline rank.
 
-    Raises  ValueError for sizes that no schedule can have.
+    Raises  ConfigError for sizes without a schedule.
     """
 
     pipeline: int  # ranks
-    virtual: int  # chunks per rank
+    virtual: int  # model chunks per rank
     microbatches: int  # M
 
     def __post_init__(self) -> None:
@@ -36,15 +41,15 @@ class Schedule:
             ("--train.microbatches", self.microbatches),
         ):
             if size < 1:
-                raise ValueError(
+                raise ConfigError(
                     f"{flag} {size} is not a size: it must be 1 or more. Use {flag} 1."
                 )
         if self.virtual > 1 and self.microbatches % self.pipeline:
             works = -(-self.microbatches // self.pipeline) * self.pipeline
-            raise ValueError(
+            raise ConfigError(
                 f"--train.microbatches {self.microbatches} is not a multiple of --mesh.pipeline "
                 f"{self.pipeline}: with --mesh.virtual {self.virtual} microbatches pass through "
-                f"the chunks in groups of one per rank. Use --train.microbatches {works}, or "
+                f"the model chunks in groups of one per rank. Use --train.microbatches {works}, or "
                 f"--mesh.virtual 1."
             )
 
@@ -53,23 +58,23 @@ class Schedule:
         return self.pipeline * self.virtual
 
     @property
-    def at_once(self) -> bool:
-        """Whether a microbatch goes forward and back in the same tick."""
+    def single_stage(self) -> bool:
+        """Whether a microbatch runs forward and backward in the same tick."""
         return self.stages == 1
 
     @property
-    def work(self) -> int:
-        """Forward tasks of one rank; it has as many backward tasks."""
+    def tasks_per_rank(self) -> int:
+        """Forward tasks of a rank; it has as many backward tasks."""
         return self.microbatches * self.virtual
 
     @property
     def ticks(self) -> int:
-        return self.work + self.stages + self.pipeline - 2
+        return self.tasks_per_rank + self.stages + self.pipeline - 2
 
     @property
     def phases(self) -> list[tuple[int, int, bool, bool]]:
-        """(first tick, tick after the last, any forward, any backward): at most three, in order."""
-        steady, cooldown = self.stages - 1, self.work + self.pipeline - 1
+        """(first tick, end tick, forward tasks, backward tasks) of each phase, in order."""
+        steady, cooldown = self.stages - 1, self.tasks_per_rank + self.pipeline - 1
         phases = [
             (0, steady, True, False),
             (steady, cooldown, True, True),
@@ -79,76 +84,76 @@ class Schedule:
 
     @property
     def bubble(self) -> Fraction:
-        """Idle share of the slots, counted: a rank has one per tick and direction of its phase."""
+        """Idle share of the task slots: a rank has one per tick and direction of the phase."""
         slots = sum((stop - start) * (fwd + bwd) for start, stop, fwd, bwd in self.phases)
-        return Fraction(slots - 2 * self.work, slots)
+        return Fraction(slots - 2 * self.tasks_per_rank, slots)
 
     @property
-    def slots(self) -> int:
-        """Length of the ring in which forward k leaves its residuals at k % slots.
+    def ring_slots(self) -> int:
+        """Length of the ring of residuals; forward k writes to slot k % ring_slots.
 
-        Rank 0 keeps those of chunk 0 for 2 * stages - 2 ticks, and stores in the last of them
-        before it reads. A rank never stores more often than there are forward ticks.
+        Rank 0 holds those of chunk 0 for 2 * stages - 2 ticks, and in the last of these it writes
+        before it reads. There are never more writes than forward ticks.
         """
-        return min(2 * self.stages - 1, self.work + self.pipeline - 1)
+        return min(2 * self.stages - 1, self.tasks_per_rank + self.pipeline - 1)
 
     def forward_number(self, tick, rank):
-        """Number of the forward task at a tick; below 0 or from `work` on, the rank idles."""
+        """Return the number of the forward task at a tick; not `is_task` if the rank is idle."""
         return tick - rank
 
     def backward_number(self, tick, rank):
-        """Number of the backward task at a tick; below 0 or from `work` on, the rank idles."""
+        """Return the number of the backward task at a tick; not `is_task` if the rank is idle."""
         return tick - (self.stages - 1) - (self.pipeline - 1 - rank)
 
     def is_task(self, number):
-        """Whether a number is a task, and not an idle slot."""
-        return (number >= 0) & (number < self.work)
+        """Whether a number is a task: 0 <= number < tasks_per_rank."""
+        return (number >= 0) & (number < self.tasks_per_rank)
 
     def forward_task(self, number):
-        """(chunk, microbatch); the number of an idle slot wraps around, to point at real data."""
-        k = number % self.work
+        """Return (chunk, microbatch). Numbers that are no task wrap around to valid data."""
+        k = number % self.tasks_per_rank
         chunk = k % self.stages // self.pipeline
         return chunk, k // self.stages * self.pipeline + k % self.pipeline
 
     def backward_task(self, number):
-        """(chunk, microbatch); chunks in the opposite order of forward_task."""
+        """Return (chunk, microbatch), with chunks in the opposite order of forward_task."""
         chunk, microbatch = self.forward_task(number)
         return self.virtual - 1 - chunk, microbatch
 
     def task_number(self, chunk, microbatch):
-        """The forward number of (chunk, microbatch): forward_task inverted."""
+        """Return the number of a forward task: the inverse of forward_task."""
         group, position = microbatch // self.pipeline, microbatch % self.pipeline
         return group * self.stages + chunk * self.pipeline + position
 
-    def enters(self, tick):
-        """Whether rank 0 takes a new microbatch into its first chunk."""
+    def starts_forward(self, tick):
+        """Whether rank 0 runs its first chunk on a new microbatch."""
         number = self.forward_number(tick, 0)
         return (self.forward_task(number)[0] == 0) & self.is_task(number)
 
-    def ends(self, tick):
-        """Whether the last rank has just taken a microbatch through its last chunk."""
+    def ends_forward(self, tick):
+        """Whether the last rank runs its last chunk forward in this tick."""
         number = self.forward_number(tick, self.pipeline - 1)
         return (self.forward_task(number)[0] == self.virtual - 1) & self.is_task(number)
 
-    def leaves(self, tick):
-        """Whether rank 0 takes a microbatch backward through its first chunk."""
+    def ends_backward(self, tick):
+        """Whether rank 0 runs its first chunk backward in this tick."""
         number = self.backward_number(tick, 0)
         return (self.backward_task(number)[0] == 0) & self.is_task(number)
 
     def tasks_at(self, tick: int, rank: int) -> list[tuple[str, int, int]]:
-        """(`fwd` or `bwd`, chunk, microbatch) of what a rank does in a tick: forward first."""
+        """Return (`fwd` or `bwd`, chunk, microbatch) of each task in a tick, forward first."""
         forward, backward = self.forward_number(tick, rank), self.backward_number(tick, rank)
-        found = []
+        tasks = []
         if self.is_task(forward):
-            found.append(("fwd", *self.forward_task(forward)))
+            tasks.append(("fwd", *self.forward_task(forward)))
         if self.is_task(backward):
-            found.append(("bwd", *self.backward_task(backward)))
-        return found
+            tasks.append(("bwd", *self.backward_task(backward)))
+        return tasks
 
     def tasks(self, rank: int) -> list[str]:
-        """`fwd_<stage>__<microbatch>` and `bwd_...` in the order in which a rank runs them."""
+        """Return `fwd_<stage>__<microbatch>` and `bwd_...` in the order of execution."""
         return [
-            f"{way}_{chunk * self.pipeline + rank}__{microbatch}"
+            f"{kind}_{chunk * self.pipeline + rank}__{microbatch}"
             for tick in range(self.ticks)
-            for way, chunk, microbatch in self.tasks_at(tick, rank)
+            for kind, chunk, microbatch in self.tasks_at(tick, rank)
         ]

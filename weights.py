@@ -1,13 +1,12 @@
-"""Declare a weight once: shape, layout, first value, and how the optimizer treats it.
+"""Declare a weight once: shape, layout, initial values, and how the optimizer treats it.
 
     gate: jax.Array = weight("D/fsdp F/tensor", normal("D"))
 
-says that `gate` has dimensions D and F, that D is cut over the mesh axis `fsdp` and F over
-`tensor`, that its first values have standard deviation 1/sqrt(D), and (by default) that weight
-decay applies. `declare` turns a class of such fields into a tree of `Weight`s for given sizes;
-everything else is derived from that tree: partition specs, initial values, the gather before use
-and the reduction of gradients after it, counts, the optimizer's masks. Nothing here knows which
-model the weights are for.
+declares `gate` with dimensions D, sharded over the mesh axis `fsdp`, and F, sharded over `tensor`.
+Its initial values have standard deviation 1/sqrt(D), and weight decay applies by default. `declare`
+turns a class of such fields into a tree of `Weight`s of given sizes. All else is derived from that
+tree: partition specs, initial values, the gather before use, the reduction of gradients, parameter
+counts and the optimizer's masks. Nothing here depends on the model.
 """
 
 import dataclasses
@@ -24,30 +23,31 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from utils import LANES, MESH_AXES
+from utils import LANES, MESH_AXES, ConfigError
 
-Tree = Any  # a nest of flax.struct dataclasses with arrays, or Weights, as leaves
+Tree = Any  # nested flax.struct dataclasses with arrays, or Weights, as leaves
 Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
 
 
 class Size(NamedTuple):
-    """A dimension's whole size; for error messages, the flag that sets it, and how."""
+    """The global size of a dimension and, for error messages, the flag that sets it."""
 
     size: int
     flag: str
     times: int = 1  # the size over the flag's value
-    fixed: str = ""  # where no other may be chosen: the flag's value, and why
+    fixed: str = ""  # for a value that the user cannot change: the value, and why
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What is known of one array before it exists. Dimensions are whole, not this rank's slice.
+    """The declaration of one array. Dimensions are global.
 
-    matrix  dimensions, from the end, that are rows and columns of a matrix; others count matrices.
+    matrix  the dimensions, from the end, of the rows and of the columns of a matrix. The others
+            are batch dimensions.
     """
 
     name: str
-    cuts: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes it is cut over
+    dim_axes: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes it is sharded over
     sizes: tuple[Size, ...]  # per dimension
     init: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     decay: bool
@@ -55,7 +55,7 @@ class Weight:
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None
     trained: bool
     float32: bool
-    active: float  # share of its elements that one token uses
+    active: float  # share of its elements that a token uses
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,24 +63,22 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        entries = [axes[0] if len(axes) == 1 else axes or None for axes in self.cuts]
+        entries = [axes[0] if len(axes) == 1 else axes or None for axes in self.dim_axes]
         return PartitionSpec(*entries)
 
     @property
     def gathered_dim(self) -> int | None:
-        """The dimension cut over fsdp alone, from the end (so that stacking does not move it), if
-        there is one.
+        """The dimension sharded over fsdp alone, from the end, so that stacking does not move it.
 
-        A dimension cut over fsdp and another axis (experts spread over a plane) stays cut while it
-        is used.
+        A dimension sharded over fsdp and another axis (expert parallelism) is not gathered.
         """
-        dims = [i - len(self.cuts) for i, axes in enumerate(self.cuts) if axes == ("fsdp",)]
+        dims = [i - len(self.dim_axes) for i, axes in enumerate(self.dim_axes) if axes == ("fsdp",)]
         return dims[0] if dims else None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes that its slices differ along."""
-        return tuple(axis for axes in self.cuts for axis in axes)
+        """The mesh axes that it is sharded over."""
+        return tuple(axis for axes in self.dim_axes for axis in axes)
 
     @property
     def size(self) -> int:
@@ -101,15 +99,15 @@ def weight(
     float32: bool = False,
     active: tuple[str, str] | None = None,
 ) -> Any:
-    """A dataclass field for one weight.
+    """Declare a weight as a dataclass field.
 
-    layout   dimensions by letter, each with the axes it is cut over: "V/pipeline+tensor D/fsdp".
-    decay    weight decay applies.
-    group    which of the optimizer's settings apply: "matrix" where there is one, else "rest".
-    matrix   "D x N A": the letters of its rows and of its columns; others count matrices.
-    trained  has a gradient; else something other than the optimizer moves it.
-    float32  is not cast to the compute dtype.
-    active   ("K", "E"): of its E slices a token uses K.
+    layout   dimensions by letter, each with its mesh axes: "V/pipeline+tensor D/fsdp".
+    decay    whether weight decay applies.
+    group    the group of optimizer settings; by default "matrix" if there is a matrix, else "rest".
+    matrix   "D x N A": the letters of rows and of columns; the others are batch dimensions.
+    trained  whether it has a gradient. Something other than the optimizer updates it if not.
+    float32  whether it stays float32 in compute.
+    active   ("K", "E"): a token uses K of its E slices.
     """
     options = {
         "decay": decay,
@@ -131,10 +129,7 @@ def zeros(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> 
 
 
 def normal(inputs: str, scale: float = 1.0) -> Init:
-    """N(0, scale^2 / inputs).
-
-    `inputs` names the contracted dimensions, whole, so that the mesh cannot change the scale.
-    """
+    """N(0, scale^2 / fan-in). The fan-in is the global size of `inputs`, the contracted letters."""
 
     def init(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> jax.Array:
         std = scale * math.prod(sizes[letter].size for letter in inputs.split()) ** -0.5
@@ -144,9 +139,7 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
 
 
 def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
-    """`cls` with a Weight in each field that `weight` made, and `children` in the other nodes (None
-    if not given).
-    """
+    """Return `cls` with a Weight in each declared field, and `children` or None in the others."""
     fields = {
         f.name: _declared(f.name, sizes, **f.metadata["weight"])
         if "weight" in f.metadata
@@ -166,11 +159,11 @@ def _declared(
     matrix: str,
     **options: Any,
 ) -> Weight:
-    letters, cuts = _parse(layout)
+    letters, dim_axes = _parse_layout(layout)
     return Weight(
         name=name,
-        cuts=cuts,
-        matrix=_sides(name, letters, matrix) if matrix or options["group"] == "matrix" else None,
+        dim_axes=dim_axes,
+        matrix=_matrix(name, letters, matrix) if matrix or options["group"] == "matrix" else None,
         sizes=tuple(sizes[letter] for letter in letters),
         init=lambda key, shape: init(key, shape, sizes),
         active=sizes[active[0]].size / sizes[active[1]].size if active else 1.0,
@@ -178,21 +171,21 @@ def _declared(
     )
 
 
-def _parse(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+def _parse_layout(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """ "V/pipeline+tensor D" -> ("V", "D"), (("pipeline", "tensor"), ())."""
     parts = [part.partition("/") for part in layout.split()]
-    cuts = tuple(tuple(axes.split("+")) if axes else () for _, _, axes in parts)
-    unknown = {axis for axes in cuts for axis in axes} - set(MESH_AXES)
+    dim_axes = tuple(tuple(axes.split("+")) if axes else () for _, _, axes in parts)
+    unknown = {axis for axes in dim_axes for axis in axes} - set(MESH_AXES)
     assert not unknown, f"layout {layout!r} names axes {unknown} that the mesh does not have"
-    return tuple(letter for letter, _, _ in parts), cuts
+    return tuple(letter for letter, _, _ in parts), dim_axes
 
 
-def _sides(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int, ...], ...]:
+def _matrix(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int, ...], ...]:
     """ "D x N A" -> the dimensions of rows and of columns, from the end."""
     sides = [side.split() for side in matrix.split(" x ")]
     named = [letter for side in sides for letter in side]
     if len(sides) != 2 or not all(sides) or sorted({*named} & {*letters}) != sorted(named):
-        raise ValueError(
+        raise ConfigError(
             f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}. Name those of "
             'its rows and those of its columns, as matrix="D x N A", or give it another group.'
         )
@@ -200,18 +193,18 @@ def _sides(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int,
 
 
 def stacked(tree: Tree, layout: str, sizes: Mapping[str, Size]) -> Tree:
-    """The same weights with the dimensions of `layout` put in front of each."""
-    letters, cuts = _parse(layout)
+    """Prepend the dimensions of `layout` to each weight."""
+    letters, dim_axes = _parse_layout(layout)
     front = tuple(sizes[letter] for letter in letters)
 
-    def stack(w: Weight) -> Weight:
-        return dataclasses.replace(w, cuts=cuts + w.cuts, sizes=front + w.sizes)
+    def one(w: Weight) -> Weight:
+        return dataclasses.replace(w, dim_axes=dim_axes + w.dim_axes, sizes=front + w.sizes)
 
-    return jax.tree.map(stack, tree)
+    return jax.tree.map(one, tree)
 
 
 def named(tree: Tree) -> Tree:
-    """The same weights, each named by its path in the tree, e.g. `blocks.dense.mlp.gate`."""
+    """Name each weight by its path in the tree, as `blocks.dense.mlp.gate`."""
 
     def name(path: tuple, w: Weight) -> Weight:
         return dataclasses.replace(w, name=jax.tree_util.keystr(path, simple=True, separator="."))
@@ -223,40 +216,38 @@ def named(tree: Tree) -> Tree:
 
 
 def specs(declared: Tree) -> Tree:
-    """The PartitionSpec of each weight."""
+    """Return the PartitionSpec of each weight."""
     return jax.tree.map(lambda w: w.spec, declared)
 
 
-def check_cuts(declared: Tree, ranks: Mapping[str, int]) -> None:
-    """Every dimension can be cut into equal slices over the axes that it is cut over.
+def check_divisible(declared: Tree, ranks: Mapping[str, int]) -> None:
+    """Check that every dimension divides into equal slices over its mesh axes.
 
-    Raises ValueError that names the flag of the dimension with a value that works, and ranks that
-    do.
+    Raises  ConfigError with the flag of the dimension, a value that works, and ranks that do.
     """
-    cuts = [
+    sharded = [
         (w.name, size, axes, math.prod(ranks[axis] for axis in axes))
         for w in jax.tree.leaves(declared)
-        for size, axes in zip(w.sizes, w.cuts, strict=True)
+        for size, axes in zip(w.sizes, w.dim_axes, strict=True)
     ]
-    for name, size, axes, parts in cuts:
-        if size.size % parts == 0:
+    for name, size, axes, slices in sharded:
+        if size.size % slices == 0:
             continue
         value = size.size // size.times
-        # A flag may set several dimensions: the value is to work for all of them.
-        step = math.lcm(*(n // math.gcd(n, s.times) for _, s, _, n in cuts if s.flag == size.flag))
-        works = "" if size.fixed else f"--{size.flag} {-(-value // step) * step}, or "
+        # A flag may set several dimensions, and the value must work for all of them.
+        same = [(n, s.times) for _, s, _, n in sharded if s.flag == size.flag]
+        step = math.lcm(*(n // math.gcd(n, times) for n, times in same))
+        value_hint = "" if size.fixed else f"--{size.flag} {-(-value // step) * step}, or "
         where = name if size.times == 1 else f"{name} has {size.times} times as many"
         mesh = " x ".join(f"--mesh.{axis} {ranks[axis]}" for axis in axes)
-        raise ValueError(
-            f"--{size.flag} {size.fixed or value} cannot be cut over {mesh} ({where}): every rank "
-            f"must hold an equal slice. Use {works}{_dividing(size.size, axes, ranks)}."
+        raise ConfigError(
+            f"--{size.flag} {size.fixed or value} is not divisible by {mesh} ({where}): every rank "
+            f"holds an equal slice. Use {value_hint}{_divisors(size.size, axes, ranks)}."
         )
 
 
-def _dividing(size: int, axes: tuple[str, ...], ranks: Mapping[str, int]) -> str:
-    """The most ranks whose product divides size, of divisors of `ranks`, which therefore divide
-    what `ranks` do.
-    """
+def _divisors(size: int, axes: tuple[str, ...], ranks: Mapping[str, int]) -> str:
+    """Return flags with the most ranks, each a divisor of `ranks`, whose product divides size."""
     flags = []
     for axis in axes:
         fewer = math.gcd(size, ranks[axis])
@@ -266,11 +257,10 @@ def _dividing(size: int, axes: tuple[str, ...], ranks: Mapping[str, int]) -> str
 
 
 def initialize(declared: Tree, mesh: Mesh, seed: int) -> Tree:
-    """First values, float32, laid out as declared.
+    """Return initial values, float32, in the declared layout; bit-identical on every mesh.
 
-    Whole matrices are drawn under jit and the partitioner cuts them, so the values are
-    bit-identical on every mesh. A weight's key is folded from its name: a new weight does not move
-    the others.
+    Global arrays are drawn under jit, and the partitioner slices them. Each key is folded from the
+    weight's name, so a new weight does not change the others.
     """
 
     def draw(key: jax.Array) -> Tree:
@@ -284,7 +274,7 @@ def initialize(declared: Tree, mesh: Mesh, seed: int) -> Tree:
 
 
 def count(declared: Tree) -> tuple[int, int]:
-    """Parameters in all, and those that one token uses."""
+    """Return the number of parameters, and of those that a token uses."""
     leaves = jax.tree.leaves(declared)
     return sum(w.size for w in leaves), round(sum(w.size * w.active for w in leaves))
 
@@ -293,13 +283,13 @@ def count(declared: Tree) -> tuple[int, int]:
 
 
 def varying(tree: Tree) -> tuple[str, ...]:
-    """The mesh axes that some leaf is typed as differing along."""
+    """Return the mesh axes along which any leaf varies, by its type."""
     types = [jax.typeof(a).mat.varying for a in jax.tree.leaves(tree)]
     return tuple(axis for axis in MESH_AXES if any(axis in axes for axes in types))
 
 
 def vary(tree: Tree, axes: tuple[str, ...] = MESH_AXES) -> Tree:
-    """Type every leaf as differing along `axes` (no data moves)."""
+    """Type every leaf as varying along `axes`. No data moves."""
 
     def one(a: jax.Array) -> jax.Array:
         need = tuple(axis for axis in axes if axis not in varying(a))
@@ -309,14 +299,14 @@ def vary(tree: Tree, axes: tuple[str, ...] = MESH_AXES) -> Tree:
 
 
 def cast(declared: Tree, arrays: Tree, dtype: jnp.dtype) -> Tree:
-    """Weights in the dtype that they are used in, before any is gathered."""
+    """Cast weights to the compute dtype, before they are gathered."""
     return jax.tree.map(lambda w, a: a if w.float32 else a.astype(dtype), declared, arrays)
 
 
 def gather(declared: Tree, arrays: Tree) -> Tree:
-    """Weights whole along fsdp: what a layer multiplies by.
+    """Gather weights over fsdp.
 
-    Sends  all_gather(fsdp) of each weight with a dimension cut over fsdp alone.
+    Collectives  all_gather(fsdp) of each weight with a dimension sharded over fsdp alone.
     """
     return jax.tree.map(
         lambda w, a: a if w.gathered_dim is None else _gather(a, w.gathered_dim % a.ndim),
@@ -331,37 +321,38 @@ def _gather(a: jax.Array, dim: int) -> jax.Array:
 
 
 def _gather_forward(a: jax.Array, dim: int) -> tuple[jax.Array, None]:
-    # Not _gather itself: a remat policy could not see that this is a gather, and would keep the
-    # result.
+    # Not _gather itself, in which a remat policy could not see the all_gather.
     return lax.all_gather(a, "fsdp", axis=dim, tiled=True), None
 
 
 def _gather_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    # Written by hand because the transpose of a bfloat16 gather would add up the ranks' gradients
-    # in bfloat16.
+    # Custom, because the transpose of a bfloat16 gather sums the ranks' gradients in bfloat16.
     return (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _scatter(part: jax.Array, dim: int) -> jax.Array:
-    """Parts of a sum -> this rank's slice of the sum, cut over fsdp along `dim`."""
+def _scatter(partial_grad: jax.Array, dim: int) -> jax.Array:
+    """Reduce partial gradients to this rank's slice of the sum, sharded over fsdp along `dim`."""
     if lax.axis_size("fsdp") == 1:
-        return part
-    # libtpu scatters along the dimension that is second from the last in memory; for any other it
-    # makes an all-reduce, which sends twice as much.
-    minor = part.ndim - 1 if dim < part.ndim - 1 else part.ndim - 2
-    order = (*(d for d in range(part.ndim) if d not in (dim, minor)), dim, minor)
-    part = with_layout_constraint(part, Layout(major_to_minor=order))
-    own = lax.psum_scatter(part, "fsdp", scatter_dimension=dim, tiled=True)
-    # Said again of the slice, or another layout of what is made of it would reach the sum.
-    return with_layout_constraint(own, Layout(major_to_minor=order))
+        return partial_grad
+    # libtpu scatters the second-to-last dimension in memory. For any other it emits an all-reduce,
+    # which sends twice as much.
+    ndim = partial_grad.ndim
+    minor = ndim - 1 if dim < ndim - 1 else ndim - 2
+    order = (*(d for d in range(ndim) if d not in (dim, minor)), dim, minor)
+    partial_grad = with_layout_constraint(partial_grad, Layout(major_to_minor=order))
+    grad = lax.psum_scatter(partial_grad, "fsdp", scatter_dimension=dim, tiled=True)
+    # Constrained again, or the layout of the slice's consumer would propagate to the sum.
+    return with_layout_constraint(grad, Layout(major_to_minor=order))
 
 
 def _default_layout(grad: jax.Array) -> jax.Array:
-    """In the layout of its weight, or libtpu would copy weight and state of the optimizer to that
-    of the gradient, and back. A TPU's default is row-major where that fills its registers.
+    """Constrain a gradient to the default layout of its weight.
+
+    Otherwise libtpu copies weight and optimizer state to the layout of the gradient, and back. The
+    default on a TPU is row-major if that fills its registers.
     """
     if grad.shape[-1] % LANES:
         return grad
@@ -369,20 +360,20 @@ def _default_layout(grad: jax.Array) -> jax.Array:
 
 
 def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
-    """Each rank's part of the gradients -> their sums, float32, laid out as the weights.
+    """Reduce partial gradients over ranks, to float32 sums in the layout of the weights.
 
-    gathered  the gradients are of weights whole along fsdp (they were gathered once, before); else
-              the gather's own backward has already scattered them.
-    Sends     psum_scatter(fsdp) of gathered weights, psum over the axes of a slice along which a
-              weight is replicated, then psum(replica) of what a rank holds.
+    gathered  whether the gradients are of gathered weights. If not, the backward pass of `gather`
+              has already scattered them.
+
+    Collectives  psum_scatter(fsdp) of gathered weights, psum over the other axes along which a
+                 weight is replicated, then psum(replica) of this rank's slice.
     """
 
-    def reduce(w: Weight, part: jax.Array) -> jax.Array:
+    def reduce(w: Weight, grad: jax.Array) -> jax.Array:
         if gathered and w.gathered_dim is not None:
-            dim = w.gathered_dim % part.ndim
-            part = _default_layout(_scatter(part, dim))
+            grad = _default_layout(_scatter(grad, w.gathered_dim % grad.ndim))
         replicated = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
-        part = lax.psum(part, replicated) if replicated else part
-        return lax.psum(part, "replica")
+        grad = lax.psum(grad, replicated) if replicated else grad
+        return lax.psum(grad, "replica")
 
     return jax.tree.map(reduce, declared, grads)

@@ -1,7 +1,7 @@
-"""Tokenize one split of a source into shards of its own, and a record of them.
+"""Tokenize one split of a source into its own shards, and a record of them, which is written last.
 
-What comes out depends on the split and the settings alone, so it does not matter which process or
-machine does it, in which order, or how often. The record is written last.
+The result depends on the split and the settings alone. It does not matter which process or machine
+tokenizes a split, in which order, or how often.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ import numpy as np
 import tiktoken
 
 from data import chat, readers
-from data.readers import Document, Part, Piece
+from data.manifest import Shard, shard_of
+from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
 from data.shards import ShardWriter, folder_at
 from data.tokenizer import begin_of_text, load_tokenizer, token_bytes
-from manifest import Shard, shard_of
 
-# tiktoken's patterns run out of stack on a run of white space of about a million characters.
-PIECE_CHARACTERS = 400_000
-SIDES = ("train", "val")
+# tiktoken's patterns overflow the stack on a run of about a million spaces.
+CHUNK_CHARACTERS = 400_000
+SUBSETS = ("train", "val")
 
 
 @dataclass
-class Side:
-    """What is for training, or for validation."""
+class Subset:
+    """Shards for training or for validation, and their totals."""
 
     documents: int = 0
     tokens: int = 0
@@ -39,19 +39,19 @@ class Side:
     learned_tokens: int = 0  # with weight 1
     shards: list[Shard] = field(default_factory=list)
 
-    def __add__(self, other: "Side") -> "Side":
-        return Side(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+    def __add__(self, other: "Subset") -> "Subset":
+        return Subset(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Record:
-    """What became of a split."""
+    """The result of a split."""
 
     split: int
-    settings: str  # hash of all that decides it
-    train: Side
-    val: Side
-    left_out: dict[str, int]  # how many of each kind, with --skip-bad
+    settings: str  # hash of everything that determines the result
+    train: Subset
+    val: Subset
+    left_out: dict[str, int]  # unusable input by category, with --skip-bad
 
     @property
     def tokens(self) -> int:
@@ -59,11 +59,11 @@ class Record:
 
 
 def record_of(content: bytes) -> Record:
-    """Raises ValueError, TypeError, KeyError for what is no record."""
+    """Raises ValueError, TypeError or KeyError for malformed content."""
     fields = json.loads(content)
-    for side in SIDES:
-        shards = [shard_of(shard) for shard in fields[side].pop("shards")]
-        fields[side] = Side(**fields[side], shards=shards)
+    for name in SUBSETS:
+        shards = [shard_of(shard) for shard in fields[name].pop("shards")]
+        fields[name] = Subset(**fields[name], shards=shards)
     return Record(**fields)
 
 
@@ -72,131 +72,137 @@ class Job(NamedTuple):
 
     config: Prepare
     split: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     settings: str
-    limit: int  # stop after the document that reaches so many tokens; 0 takes all
-    record: str  # name of the record below OUT; "" writes none
+    limit: int  # stop after the document that reaches this many tokens; 0: no limit
+    record: str  # name of the record below OUT; empty: write none
     stem: str = "shard"  # of the names of shards
-    cut: int | None = None  # after so many tokens validation begins; None: by VALIDATION_RULE
+    train_tokens: int | None = None  # later tokens are for validation; None: by VALIDATION_RULE
 
 
-class Coder:
-    """Documents to tokens."""
+class Encoder:
+    """Converts documents to tokens and loss weights."""
 
     def __init__(self, config: Prepare):
-        """Raises ValueError where the tokenizer does not serve."""
         self.tokenizer = load_tokenizer(config.tokenizer)
-        self.begin = begin_of_text(self.tokenizer, config.add_bos)
+        self.bos = begin_of_text(self.tokenizer, config.add_bos)
         self.dtype = np.dtype(np.uint16 if self.tokenizer.n_vocab <= 2**16 else np.uint32)
-        self.template, self.to_pieces = None, None
+        self.template, self.to_chunks = None, None
         if config.chat:
             self.template = chat.template_of(config.chat_template, self.tokenizer)
-            self.to_pieces = functools.partial(chat.to_pieces, template=self.template)
+            self.to_chunks = functools.partial(chat.to_chunks, template=self.template)
 
-    def coded(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
-        """(ids, loss weight, bytes of text with weight 1) of each piece, BOS and end-of-text.
+    def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
+        """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text.
 
-        Each piece is tokenized by itself, so that no token has a part of a prompt and of an answer.
-        What looks like a special token in the text is text: no document can end another one.
+        Each chunk is tokenized on its own, so no token spans a prompt and an answer. Special tokens
+        in the text are plain text, so no document can end another one.
         """
         weight, begun = None, not document.begins
-        for piece in cut(document.pieces):
-            ids, text = self.ids(piece), "" if piece.special or piece.weight == 0 else piece.text
-            if not begun and self.begin not in (None, *ids[:1]):
-                yield np.array([self.begin]), None if piece.weight is None else 0, 0
-            weight, begun = piece.weight, True
+        for chunk in resize(document.chunks):
+            ids, text = self.ids(chunk), "" if chunk.special or chunk.weight == 0 else chunk.text
+            if not begun and self.bos not in (None, *ids[:1]):
+                yield np.array([self.bos]), None if chunk.weight is None else 0, 0
+            weight, begun = chunk.weight, True
             yield np.asarray(ids), weight, len(text.encode(errors="replace"))
         if begun and document.ends:
             yield np.array([self.tokenizer.eot_token]), weight, 0
 
-    def ids(self, piece: Piece) -> np.ndarray | list[int]:
-        if piece.special:
-            return [self.tokenizer.special.ids[piece.text]]
+    def ids(self, chunk: Chunk) -> np.ndarray | list[int]:
+        if chunk.special:
+            return [self.tokenizer.special.ids[chunk.text]]
         if isinstance(self.tokenizer, tiktoken.Encoding):
-            # As encode_ordinary, without a Python object for each. Half a surrogate pair, which
-            # that replaces, is an error here.
+            # Equals encode_ordinary, without one Python object per token. Half a surrogate pair is
+            # an error here; encode_ordinary replaces it.
             with contextlib.suppress(UnicodeEncodeError):
-                return self.tokenizer.encode_to_numpy(piece.text, disallowed_special=())
-        return self.tokenizer.encode_ordinary(piece.text)
+                return self.tokenizer.encode_to_numpy(chunk.text, disallowed_special=())
+        return self.tokenizer.encode_ordinary(chunk.text)
 
 
-coder_of = functools.lru_cache(4)(Coder)  # a worker loads a tokenizer once
+encoder_of = functools.lru_cache(4)(Encoder)  # a worker loads a tokenizer once
 
 
-def cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces of PIECE_CHARACTERS at most, and of so many where more of the same weight follows."""
-    for (weight, special), group in itertools.groupby(pieces, lambda piece: piece[1:]):
+def resize(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Join neighbours of equal weight, and split the result every CHUNK_CHARACTERS."""
+    for (weight, special), group in itertools.groupby(chunks, lambda chunk: chunk[1:]):
         if special:
             yield from group
             continue
         rest = ""
-        for piece in group:
-            rest += piece.text
-            while len(rest) > PIECE_CHARACTERS:
-                yield Piece(rest[:PIECE_CHARACTERS], weight)
-                rest = rest[PIECE_CHARACTERS:]
+        for chunk in group:
+            rest += chunk.text
+            while len(rest) > CHUNK_CHARACTERS:
+                yield Chunk(rest[:CHUNK_CHARACTERS], weight)
+                rest = rest[CHUNK_CHARACTERS:]
         if rest:
-            yield Piece(rest, weight)
+            yield Chunk(rest, weight)
 
 
 class SplitWriter:
-    """The shards of a split, and what is counted of them."""
+    """Writes the shards of a split and counts their content."""
 
-    def __init__(self, job: Job, coder: Coder, on_read: Callable[[int], object]):
-        self.job, self.coder, self.on_read, config = job, coder, on_read, job.config
-        self.sides = {name: Side() for name in SIDES}
-        stem, how = f"{job.stem}_{job.split:05d}", (config.shard_tokens, coder.dtype, config.chat)
-        self.writers = {n: ShardWriter(f"{config.out}/{n}", stem, *how) for n in SIDES}
+    def __init__(self, job: Job, encoder: Encoder, on_read: Callable[[int], object]):
+        self.job, self.encoder, self.on_read, config = job, encoder, on_read, job.config
+        self.subsets = {name: Subset() for name in SUBSETS}
+        stem, options = f"{job.stem}_{job.split:05d}", (encoder.dtype, config.chat)
+        self.writers = {
+            name: ShardWriter(f"{config.out}/{name}", stem, config.shard_tokens, *options)
+            for name in SUBSETS
+        }
 
     def add(self, document: Document) -> None:
-        job, side = self.job, None
+        job, subset = self.job, None
         is_val = in_validation(document.name, document.position, job.config.val_share)
-        for ids, weight, size in self.coder.coded(document):
-            self.on_read(0)  # it may stop this
-            if job.cut is None:
-                side = self.put("val" if is_val else "train", ids, weight, size)
+        for ids, weight, size in self.encoder.encode(document):
+            self.on_read(0)  # raises if the preparation has stopped
+            if job.train_tokens is None:
+                subset = self.put("val" if is_val else "train", ids, weight, size)
                 continue
-            room, first = max(0, job.cut - self.sides["train"].tokens), size
-            if room < len(ids):
-                text = b"".join(token_bytes(self.coder.tokenizer, int(i)) for i in ids[:room])
-                first = min(size, len(text))
-            if room:
-                side = self.put("train", ids[:room], weight, first)
-            if room < len(ids):
-                side = self.put("val", ids[room:], weight, size - first)
-        if side:  # it is not empty
-            side.documents += document.ends
+            left, train_size = max(0, job.train_tokens - self.subsets["train"].tokens), size
+            if left < len(ids):
+                text = b"".join(token_bytes(self.encoder.tokenizer, int(i)) for i in ids[:left])
+                train_size = min(size, len(text))
+            if left:
+                subset = self.put("train", ids[:left], weight, train_size)
+            if left < len(ids):
+                subset = self.put("val", ids[left:], weight, size - train_size)
+        if subset:  # the document is not empty
+            subset.documents += document.ends
 
-    def put(self, name: str, ids: np.ndarray, weight: int | None, size: int) -> Side:
-        side = self.sides[name]
+    def put(self, name: str, ids: np.ndarray, weight: int | None, size: int) -> Subset:
+        subset = self.subsets[name]
         self.writers[name].add(ids, weight)
-        side.tokens += len(ids)
-        side.learned_tokens += len(ids) if weight is None else weight * len(ids)
-        side.text_bytes += size
-        return side
+        subset.tokens += len(ids)
+        subset.learned_tokens += len(ids) if weight is None else weight * len(ids)
+        subset.text_bytes += size
+        return subset
 
     @property
     def is_full(self) -> bool:
-        return 0 < self.job.limit <= sum(side.tokens for side in self.sides.values())
+        return 0 < self.job.limit <= sum(subset.tokens for subset in self.subsets.values())
 
 
 def tokenize_split(job: Job, on_read: Callable[[int], object] = lambda read: None) -> Record:
-    """on_read  is called with the bytes that were read. Raises OSError, and as data/readers.py."""
-    config, coder = job.config, coder_of(job.config)
-    writer, left_out = SplitWriter(job, coder, on_read), Counter()
+    """Write the shards and the record of a split.
+
+    on_read  called with the number of bytes read since the last call
+    Raises   OSError, and the errors of readers.documents.
+    """
+    config, encoder = job.config, encoder_of(job.config)
+    writer, left_out = SplitWriter(job, encoder, on_read), Counter()
     for part in itertools.takewhile(lambda _: not writer.is_full, job.parts):
         read = 0
-        for document in readers.documents(part, config, coder.to_pieces, left_out=left_out):
+        for document in readers.documents(part, config, encoder.to_chunks, left_out=left_out):
             if writer.is_full:
                 break
             writer.add(document)
             on_read(document.read - read)
             read = document.read
         on_read(part.size - read)
-    for name, side in writer.sides.items():
-        writer.writers[name].finish()
-        side.shards = writer.writers[name].shards
-    record = Record(job.split, job.settings, **writer.sides, left_out=dict(left_out))
+    for name, subset in writer.subsets.items():
+        writer.writers[name].flush()
+        subset.shards = writer.writers[name].shards
+    record = Record(job.split, job.settings, **writer.subsets, left_out=dict(left_out))
     if job.record:
         text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
         folder_at(config.out).write(job.record, text.encode())

@@ -1,6 +1,4 @@
-"""Read a tokenizer.json of Hugging Face: byte-level BPE, which spells each byte of a token as one
-character.
-"""
+"""Read tokenizer.json of Hugging Face: byte-level BPE, which spells each byte as one character."""
 
 import json
 from collections.abc import Sequence
@@ -9,15 +7,18 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders
 
+from utils import ConfigError
+
 TABLE = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"  # beside it, with the name of the token that ends a text
-CHAT_TEMPLATE = "chat_template.jinja"  # where it is not in the settings
-MODEL_SETTINGS = ("generation_config.json", "config.json")  # which may have that token's id
+SETTINGS = "tokenizer_config.json"  # beside it; names the end-of-text token
+CHAT_TEMPLATE = "chat_template.jinja"  # if it is not in the settings
+MODEL_SETTINGS = ("generation_config.json", "config.json")  # may have that token's id
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte: its own where that can be seen, or else one from 256
-    on, in order. Source: bytes_to_unicode of GPT-2's encoder.py.
+    """Return the character that spells each byte: its own if printable, else the next from 256 on.
+
+    Source  bytes_to_unicode of GPT-2's encoder.py.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -28,7 +29,7 @@ BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 class Special(NamedTuple):
-    """Special tokens, and what the settings beside a tokenizer say of them."""
+    """Special tokens, and the settings that refer to them."""
 
     ids: dict[str, int]  # by name
     names: dict[str, str]  # bos_token and others, as chat templates call them
@@ -38,12 +39,11 @@ class Special(NamedTuple):
 
 
 def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> Special:
-    """folder  of the settings."""
     given = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
     texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in given.items()}
     names = {f"{n}_token": text for n, text in texts.items() if isinstance(text, str)}
     template = settings.get("chat_template")
-    if isinstance(template, list):  # of several the one called default
+    if isinstance(template, list):  # several templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (file := folder / CHAT_TEMPLATE).is_file():
         template = file.read_text()
@@ -51,37 +51,39 @@ def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> S
     return Special(ids, names, bos, bool(settings.get("add_bos_token")), template)
 
 
-def settings_of(file: Path) -> dict[str, Any]:
-    """What a file of JSON says; nothing if there is none."""
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Correct it.") from None
+        raise ConfigError(f"{file} is not JSON ({error}). Correct it.") from None
     return found if isinstance(found, dict) else {}
 
 
 class HuggingFace:
-    """What this project uses of a tiktoken.Encoding, of a tokenizer.json. What looks like a special
-    token in a text is text; tokens that were added without being special are found in it.
+    """A tokenizer.json with the interface of tiktoken.Encoding that this project uses.
+
+    Special tokens in a text are encoded as text; added tokens that are not special are recognized.
     """
 
     def __init__(self, path: Path):
-        """path    the file, or the folder that has it; beside it lies what names the end of a text.
-        Raises  ValueError where it is missing, is no byte-level tokenizer, or no end is named.
+        """path  the file or its folder, which also has the settings.
+
+        Raises  ConfigError if it is missing, not byte-level, or has no end-of-text token.
         """
         self.path = path / TABLE if path.is_dir() else path
         try:
             self.content = self.path.read_bytes()
         except OSError as error:
-            raise ValueError(
-                f"--tokenizer {path}: {self.path} cannot be read ({error.strerror}). Give a "
-                f"{TABLE} of Hugging Face or the folder that holds one; data and checkpoints that "
-                "name it need the same file in the same place."
+            raise ConfigError(
+                f"--tokenizer {path}: {self.path} cannot be read ({error.strerror}). Use a "
+                f"{TABLE} of Hugging Face or its folder; data and checkpoints that name it need "
+                "the same file in the same place."
             ) from None
-        self.table = opened(self.content, self.path)
-        self.settings = settings_of(self.path.with_name(SETTINGS))
+        self.table = open_table(self.content, self.path)
+        self.settings = read_settings(self.path.with_name(SETTINGS))
         self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
         added = self.table.get_added_tokens_decoder()
         self.added = {id: token.content for id, token in added.items()}
@@ -95,12 +97,12 @@ class HuggingFace:
     def encode_ordinary(self, text: str) -> list[int]:
         try:
             return self.table.encode(text, add_special_tokens=False).ids
-        except TypeError:  # of half a surrogate pair, which tiktoken replaces so
+        except TypeError:  # half a surrogate pair; replace it as tiktoken does
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self.encode_ordinary(whole)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """Raises  KeyError for an id that is no token."""
+        """Raises KeyError for an id without a token."""
         if token in self.added:
             return self.added[token].encode()
         spelling = self.table.id_to_token(token) if token >= 0 else None
@@ -115,42 +117,40 @@ class HuggingFace:
         return text.decode("utf-8", "replace")
 
     def end_of_text(self) -> int:
-        """The id of SETTINGS' eos_token, or else what MODEL_SETTINGS say."""
+        """Return the id of SETTINGS' eos_token, or else of MODEL_SETTINGS' eos_token_id."""
         name = self.special.names.get("eos_token")
         if name is not None:
             found = self.table.token_to_id(name)
         else:
-            files = [settings_of(self.path.with_name(other)) for other in MODEL_SETTINGS]
-            given = [file["eos_token_id"] for file in files if file.get("eos_token_id") is not None]
-            found = [*given, None][0]
+            files = (read_settings(self.path.with_name(other)) for other in MODEL_SETTINGS)
+            ids = (file.get("eos_token_id") for file in files)
+            found = next((id for id in ids if id is not None), None)
             found = found[0] if isinstance(found, list) else found
         if found is None:
-            what = "names none" if name is None else f"names {name!r}, which is no token of it"
-            raise ValueError(
+            what = "names none" if name is None else f"names {name!r}, which is not a token"
+            raise ConfigError(
                 f"--tokenizer {self.path} has no end of text: {self.path.with_name(SETTINGS)} "
                 f"{what}, and {' and '.join(MODEL_SETTINGS)} beside it have no eos_token_id. Write "
-                f'{SETTINGS} with {{"eos_token": "<|endoftext|>"}}, or as its special token is '
-                "called."
+                f'{SETTINGS} with {{"eos_token": "<|endoftext|>"}}, or the name of its token.'
             )
         return found
 
 
-def opened(content: bytes, path: Path) -> Tokenizer:
-    """Raises  ValueError for what is no tokenizer, or not one of bytes."""
+def open_table(content: bytes, path: Path) -> Tokenizer:
+    """Raises ConfigError for malformed content, or a tokenizer that is not byte-level."""
     try:
         table = Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises nothing narrower
-        raise ValueError(
-            f"--tokenizer {path} is no {TABLE} of Hugging Face ({error}). Give one that its own "
-            "library opens."
+        raise ConfigError(
+            f"--tokenizer {path} is not a {TABLE} of Hugging Face ({error}). Use one that the "
+            "tokenizers library opens."
         ) from None
     if not isinstance(table.decoder, decoders.ByteLevel):
-        raise ValueError(
+        raise ConfigError(
             f"--tokenizer {path} is not byte-level (its decoder is {table.decoder}), so single "
-            "tokens have no text of their own. Use one of the kind of GPT-2, Llama 3, Qwen or "
-            "DeepSeek."
+            "tokens have no bytes. Use a tokenizer like that of GPT-2, Llama 3, Qwen or DeepSeek."
         )
     table.no_truncation()
     table.no_padding()
-    table.encode_special_tokens = True  # as the text that they are
+    table.encode_special_tokens = True  # as text
     return table

@@ -1,16 +1,16 @@
-"""Text to token shards: python data/prepare.py --source python-stdlib --out data/sample
+"""Convert text to token shards: python data/prepare.py --source python-stdlib --out data/sample
 
 Writes OUT/train and OUT/val, each with shards and an index.json, which is written last: a folder
-without one is not finished. The source is cut into splits (data/sources.py), each is tokenized by
-itself (data/encode.py), and the index lists what their records say, in the order of the splits. So
-the same bits come out whoever does it. Started again, splits that have a record are skipped.
+without it is unfinished. data/sources.py divides the source into splits, data/encode.py tokenizes
+each split on its own, and the index lists their shards in order. So the result does not depend on
+the number of processes or machines. A restart skips the splits that have a record.
 
     python data/prepare.py --source books.jsonl.zst --out data/books
     python data/prepare.py --source chat.jsonl --chat --out data/chat
     python data/prepare.py --source gs://bucket/books --out gs://bucket/data/books --ray local
 
-Splits are tokenized by processes of this machine, or with --ray by a cluster (data/cluster.py).
-Conversations (data/chat.py) get loss weights beside their tokens, 1 for answers and 0 elsewhere.
+Processes of this machine tokenize the splits, or with --ray a cluster (data/cluster.py).
+Conversations (data/chat.py) get loss weights beside their tokens: 1 for answers, 0 elsewhere.
 """
 
 import contextlib
@@ -37,22 +37,23 @@ from typing import Any
 
 import tyro
 
-# Run as a script, this folder is on the path and the one above it is not.
+# A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import settings, sources
-from data.encode import Coder, Job, Record, Side, record_of, tokenize_split
+from data.encode import Encoder, Job, Record, Subset, record_of, tokenize_split
+from data.manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
 from data.shards import PARTIAL, folder_at
 from data.tokenizer import table_sha256
-from faults import Fault
-from manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
+from runtime.errors import TransientError
+from utils import ConfigError
 
-TELL_S = 0.5  # between two looks at how far the processes are
-SLOTS = 4096  # for the bytes that each process has read, by the number of the process
-ABANDONED_S = 600.0  # after which an unfinished file that nobody writes to is removed
-STATE = "splits"  # the folder of records and settings
+PROGRESS_S = 0.5  # between updates of the progress bar
+SLOTS = 4096  # counters of bytes read, indexed by process id
+ABANDONED_S = 600.0  # age at which an unfinished file without a writer is removed
+STATE = "splits"  # folder of records and settings
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,39 +62,39 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         Preparation(config).run()
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise ValueError(f"{error.filename}: {error.strerror}. Use another path.") from error
+        raise ConfigError(f"{error.filename}: {error.strerror}. Use another path.") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ValueError(
-            f"there is no space left for {config.out} ({error}). Make room, and start this again: "
-            "splits that are done are kept."
+        raise ConfigError(
+            f"there is no space left for {config.out} ({error}). Free some space and start again: "
+            "finished splits are kept."
         ) from error
 
 
 class Preparation:
-    """Of one OUT."""
+    """Preparation of one OUT."""
 
     def __init__(self, config: Prepare):
-        """Raises ValueError for a source or a tokenizer that does not serve."""
-        self.config, self.coder, self.out = config, Coder(config), folder_at(config.out)
+        """Raises ConfigError for an unusable source or tokenizer."""
+        self.config, self.encoder, self.out = config, Encoder(config), folder_at(config.out)
         self.source = sources.open_source(config)
         share = config.val_share
-        self.sides = [side for side, used in (("train", share < 1), ("val", share > 0)) if used]
-        # A side that is prepared alone leaves the other as it is.
-        self.state = STATE if len(self.sides) == 2 else f"{self.sides[0]}/{STATE}"
-        self.own = f"{self.state}/settings.json"
-        # Files are known by their contents. What was read without --skip-bad is the same with it.
+        self.subsets = [name for name, used in (("train", share < 1), ("val", share > 0)) if used]
+        # Preparing one subset alone leaves the other as it is.
+        self.state = STATE if len(self.subsets) == 2 else f"{self.subsets[0]}/{STATE}"
+        self.settings_file = f"{self.state}/settings.json"
+        # Contents identify files. Splits without unusable input are the same with --skip-bad.
         but = (*NOT_CONTENT, "skip_bad", *["source"] * ("files_sha256" in self.source.settings))
-        decides = {k: v for k, v in vars(config).items() if k not in but}
-        decides |= self.source.settings | {
+        content = {k: v for k, v in vars(config).items() if k not in but}
+        content |= self.source.settings | {
             "validation_rule": VALIDATION_RULE,
-            "tokenizer_sha256": table_sha256(self.coder.tokenizer),
-            "end_of_text": self.coder.tokenizer.eot_token,
-            "begin_of_text": self.coder.begin,
-            "template": self.coder.template and self.coder.template.text,
+            "tokenizer_sha256": table_sha256(self.encoder.tokenizer),
+            "end_of_text": self.encoder.tokenizer.eot_token,
+            "begin_of_text": self.encoder.bos,
+            "template": self.encoder.template and self.encoder.template.text,
         }
-        self.settings = json.loads(json.dumps(decides))
+        self.settings = json.loads(json.dumps(content))
         text = json.dumps(self.settings, sort_keys=True)
         self.hash = hashlib.sha256(text.encode()).hexdigest()
 
@@ -102,89 +103,90 @@ class Preparation:
         if self.source.left_out:
             print(self.source.left_out)
         if config.overwrite:
-            self.out.remove([f"{side}/{INDEX}" for side in self.sides])
-            self.out.remove(self.ours())
+            self.out.remove([f"{name}/{INDEX}" for name in self.subsets])
+            self.out.remove(self.own_files())
         if self.is_finished():
             print(
                 f"{config.out} is already prepared with these settings; --overwrite prepares it "
                 "again"
             )
             return
-        self.out.write(self.own, (json.dumps(self.settings, indent=1) + "\n").encode())
-        began, done = time.perf_counter(), self.records()
+        self.out.write(self.settings_file, (json.dumps(self.settings, indent=1) + "\n").encode())
+        start, done = time.perf_counter(), self.records()
         if done:
             tokens = sum(record.tokens for record in done.values())
             print(f"{config.out}: {len(done)} splits with {tokens:,} tokens are done")
         missing = [n for n in range(len(self.source.splits)) if n not in done]
         jobs = [self.job(n, config.max_tokens) for n in missing]
-        records = self.first_tokens(self.tokenized(jobs, done))
+        records = self.truncate(self.tokenize(jobs, done))
         left_out = sum((Counter(record.left_out) for record in records), Counter())
         if not (total := sum(record.tokens for record in records)):
-            raise ValueError(f"--source {config.source} has no text{described(left_out)}.")
-        shared_out = sum(record.val.tokens for record in records) / total
-        if shared_out < config.val_share / 2 or 1 - shared_out < (1 - config.val_share) / 2:
-            records = self.by_position(records, total)
-        found = {side: sum((getattr(r, side) for r in records), Side()) for side in self.sides}
-        for name, side in found.items():
-            self.finish(name, side, left_out)
-        self.sweep(found, records)
+            raise ConfigError(f"--source {config.source} has no text{list_of(left_out)}.")
+        val_share = sum(record.val.tokens for record in records) / total
+        if val_share < config.val_share / 2 or 1 - val_share < (1 - config.val_share) / 2:
+            records = self.divide_by_position(records, total)
+        totals = {n: sum((getattr(r, n) for r in records), Subset()) for n in self.subsets}
+        for name, subset in totals.items():
+            self.write_index(name, subset, left_out)
+        self.clean_up(totals, records)
         if left_out:
-            print(f"left out{described(left_out)}")
-        seconds = time.perf_counter() - began
+            print(f"left out{list_of(left_out)}")
+        seconds = time.perf_counter() - start
         print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
     def is_finished(self) -> bool:
-        """Whether all sides are whole. Raises ValueError where something was made with other
-        settings.
-        """
-        there, whole = self.files(), []
-        for side in self.sides:
-            if f"{side}/{INDEX}" in there:
-                manifest = read_manifest(f"{self.config.out}/{side}")
-                self.must_be_made_alike(f"{side}/{INDEX}", manifest.settings)
+        """Return whether all subsets are complete. Raises ConfigError if settings differ."""
+        files, complete = self.files(), []
+        for name in self.subsets:
+            if f"{name}/{INDEX}" in files:
+                manifest = read_manifest(f"{self.config.out}/{name}")
+                self.check_settings(f"{name}/{INDEX}", manifest.settings)
                 left_out = manifest.settings.get("left_out") and not self.config.skip_bad
-                whole.append(has(there, side, manifest.shards) and not left_out)
-        if whole or self.out.found(f"{self.state}/0"):  # a record
+                complete.append(has_all(files, name, manifest.shards) and not left_out)
+        if complete or self.out.list_objects(f"{self.state}/0"):  # a record
             with contextlib.suppress(FileNotFoundError):
-                self.must_be_made_alike(self.own, json.loads(self.out.read(self.own)))
-        return len(whole) == len(self.sides) and all(whole)
+                self.check_settings(
+                    self.settings_file, json.loads(self.out.read(self.settings_file))
+                )
+        return len(complete) == len(self.subsets) and all(complete)
 
-    def must_be_made_alike(self, name: str, found: dict[str, Any]) -> None:
-        names = (found.keys() | self.settings.keys()) - {"left_out"}  # what came of the others
-        if differ := sorted(n for n in names if found.get(n) != self.settings.get(n)):
-            raise ValueError(
-                f"{self.config.out}/{name} was made with another {', '.join(differ)}. Use another "
+    def check_settings(self, file: str, theirs: dict[str, Any]) -> None:
+        names = (theirs.keys() | self.settings.keys()) - {"left_out"}  # a result, not a setting
+        if differ := sorted(n for n in names if theirs.get(n) != self.settings.get(n)):
+            raise ConfigError(
+                f"{self.config.out}/{file} was made with another {', '.join(differ)}. Use another "
                 "--out, or --overwrite to replace what is there."
             )
 
     def files(self) -> dict[str, int]:
-        """Bytes of what OUT has for the sides."""
-        found = [self.out.found(f"{side}/") for side in self.sides]
-        return {name: item.size for each in found for name, item in each.items()}
+        """Return the bytes of each file of the subsets, by name."""
+        listings = [self.out.list_objects(f"{name}/") for name in self.subsets]
+        return {name: file.size for files in listings for name, file in files.items()}
 
     def record_name(self, split: int) -> str:
         return f"{self.state}/{split:05d}.json"
 
     def records(self) -> dict[int, Record]:
-        """Of splits whose shards are there, by size: data/verify.py compares checksums."""
-        there, names, found = self.files(), self.out.found(f"{self.state}/"), {}
+        """Return the records of finished splits, whose shards exist with the right size."""
+        files, names, records = self.files(), self.out.list_objects(f"{self.state}/"), {}
         for split in range(len(self.source.splits)):
             if (name := self.record_name(split)) in names:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     record = record_of(self.out.read(name))
-                    whole = all(has(there, s, getattr(record, s).shards) for s in self.sides)
-                    whole = whole and (self.config.skip_bad or not record.left_out)
-                    if whole and record.settings == self.hash:
-                        found[split] = record
-        return found
+                    exist = all(has_all(files, s, getattr(record, s).shards) for s in self.subsets)
+                    usable = exist and (self.config.skip_bad or not record.left_out)
+                    if usable and record.settings == self.hash:
+                        records[split] = record
+        return records
 
-    def job(self, split: int, limit: int, **how: Any) -> Job:
-        how = {"record": self.record_name(split)} | how
-        return Job(self.config, split, self.source.splits[split], self.hash, limit, **how)
+    def job(self, split: int, limit: int, **options: Any) -> Job:
+        options = {"record": self.record_name(split)} | options
+        return Job(self.config, split, self.source.splits[split], self.hash, limit, **options)
 
-    def tokenized(self, jobs: list[Job], done: dict[int, Record]) -> list[Record]:
-        """The records of jobs, and those that are `done`, in order; with --max-tokens as many as
-        are needed.
+    def tokenize(self, jobs: list[Job], done: dict[int, Record]) -> list[Record]:
+        """Run jobs, and return their records and those in `done`, in order.
+
+        With --max-tokens it stops once the first splits have enough.
         """
         sizes = [sum(part.size for part in parts) for parts in self.source.splits]
         before = sum(sizes) - sum(sizes[job.split] for job in jobs)
@@ -202,117 +204,117 @@ class Preparation:
         return [done[split] for split in sorted(done)]
 
     def is_enough(self, done: dict[int, Record]) -> bool:
-        """Whether the first splits have --max-tokens."""
-        if not (rest := self.config.max_tokens):
+        """Return whether the first splits have --max-tokens."""
+        if not (left := self.config.max_tokens):
             return False
         for split in itertools.takewhile(done.__contains__, range(len(self.source.splits))):
-            rest -= done[split].tokens
-        return rest <= 0
+            left -= done[split].tokens
+        return left <= 0
 
     def results(self, jobs: list[Job], on_read: Callable[[int], None]) -> Iterator[Record]:
-        """As splits end. on_read  is called with bytes that were read."""
+        """Yield records as splits finish. on_read  called with a number of bytes read."""
         if self.config.ray:
-            from data import cluster  # late: ray is needed for it alone
+            from data import cluster  # late: only --ray needs ray
 
             return cluster.results(self.config, jobs)
         workers = min(self.config.workers or len(os.sched_getaffinity(0)), len(jobs))
         if workers <= 1:
             return (tokenize_split(job, on_read) for job in jobs)
-        return by_processes(jobs, workers, on_read)
+        return run_in_processes(jobs, workers, on_read)
 
-    def first_tokens(self, records: list[Record]) -> list[Record]:
-        """The first that have --max-tokens, the last cut after the document that reaches it."""
-        kept, rest = [], self.config.max_tokens or math.inf
+    def truncate(self, records: list[Record]) -> list[Record]:
+        """Keep the first --max-tokens, up to the end of the document that reaches them."""
+        kept, left = [], self.config.max_tokens or math.inf
         for record in records:
-            if rest <= 0:
+            if left <= 0:
                 break
-            if kept and rest < record.tokens:
-                record = tokenize_split(self.job(record.split, int(rest), record="", stem="cut"))
+            if kept and left < record.tokens:
+                record = tokenize_split(self.job(record.split, int(left), record="", stem="cut"))
             kept.append(record)
-            rest -= record.tokens
+            left -= record.tokens
         return kept
 
-    def by_position(self, records: list[Record], total: int) -> list[Record]:
-        """Cut at a token: documents are too few, or too unlike, to be shared out. Splits that have
-        what is for the other side are done again.
+    def divide_by_position(self, records: list[Record], total: int) -> list[Record]:
+        """Make the last tokens the validation set, where documents are too few or too unequal.
+
+        Splits that have tokens of the wrong subset are tokenized again.
         """
         share = self.config.val_share
-        print(f"too few documents to share them out: the last {share:.3g} of all tokens are val")
-        room = total - max(1, round(share * total))
+        print(f"too few documents to divide: the last {share:.3g} of all tokens are val")
+        left = total - max(1, round(share * total))
         jobs, kept = [], {}
         for record in records:
-            cut = min(max(room, 0), record.tokens)
-            room -= record.tokens
-            if cut == record.train.tokens and cut in (0, record.tokens):
+            count = min(max(left, 0), record.tokens)
+            left -= record.tokens
+            if count == record.train.tokens and count in (0, record.tokens):
                 kept[record.split] = record
             else:
-                how = {"record": "", "stem": "moved", "cut": cut}
-                jobs.append(self.job(record.split, record.tokens, **how))
-        return self.tokenized(jobs, kept)
+                options = {"record": "", "stem": "moved", "train_tokens": count}
+                jobs.append(self.job(record.split, record.tokens, **options))
+        return self.tokenize(jobs, kept)
 
-    def finish(self, name: str, side: Side, left_out: Counter[str]) -> None:
-        """Writes index.json, which says that the side is whole."""
-        config, tokenizer = self.config, self.coder.tokenizer
-        if not side.tokens:
-            raise ValueError(
-                f"no document of --source {config.source} is for {name}{described(left_out)}. Use "
+    def write_index(self, name: str, subset: Subset, left_out: Counter[str]) -> None:
+        """Write index.json, which marks the subset as complete."""
+        config, tokenizer = self.config, self.encoder.tokenizer
+        if not subset.tokens:
+            raise ConfigError(
+                f"no document of --source {config.source} is for {name}{list_of(left_out)}. Use "
                 "another --val-share, or 0 for no validation set."
             )
-        others = {"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}
-        counted = vars(side) if config.chat else vars(side) | {"learned_tokens": None}
+        more = {"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}
+        counts = vars(subset) if config.chat else vars(subset) | {"learned_tokens": None}
         manifest = Manifest(
-            split=name,
+            subset=name,
             tokenizer=config.tokenizer,
             tokenizer_sha256=self.settings["tokenizer_sha256"],
-            vocabulary=tokenizer.n_vocab,
+            vocab_size=tokenizer.n_vocab,
             end_of_text=tokenizer.eot_token,
             document_rule=DOCUMENT_RULE,
-            dtype=self.coder.dtype.name,
+            dtype=self.encoder.dtype.name,
             command=command(config),
-            settings=self.settings | others,
+            settings=self.settings | more,
             template=self.settings["template"],
-            begin_of_text=self.coder.begin,
-            **counted,
+            begin_of_text=self.encoder.bos,
+            **counts,
         )
         self.out.write(f"{name}/{INDEX}", index_text(manifest).encode())
-        answers = f" ({side.learned_tokens:,} of answers)" if config.chat else ""
-        bytes_per_token = side.text_bytes / max(side.learned_tokens, 1)
+        answers = f" ({subset.learned_tokens:,} of answers)" if config.chat else ""
+        bytes_per_token = subset.text_bytes / max(subset.learned_tokens, 1)
         print(
-            f"{config.out}/{name}: {side.documents:,} documents, {side.tokens:,} tokens{answers}, "
-            f"{bytes_per_token:.2f} bytes per token, {len(side.shards)} shards"
+            f"{config.out}/{name}: {subset.documents:,} documents, {subset.tokens:,} tokens"
+            f"{answers}, {bytes_per_token:.2f} bytes per token, {len(subset.shards)} shards"
         )
 
-    def ours(self) -> list[str]:
-        """Files in OUT that preparations made, but indexes."""
+    def own_files(self) -> list[str]:
+        """Return the files in OUT that preparations wrote, except indexes."""
         own = re.compile(r"(train|val)/(shard|cut|moved)_[^/]+")
-        return [n for n in self.files() if own.fullmatch(n)] + [*self.out.found(f"{self.state}/")]
+        return [n for n in self.files() if own.fullmatch(n)] + [
+            *self.out.list_objects(f"{self.state}/")
+        ]
 
-    def sweep(self, found: dict[str, Side], records: list[Record]) -> None:
-        """Removes shards that the indexes do not list, records of splits that they do not have,
-        and what killed preparations left.
-        """
-        kept = {f"{name}/{file.name}" for name in found for file in files_of(found[name].shards)}
-        kept |= {self.record_name(record.split) for record in records}
-        kept.add(self.own)
-        for name in set(self.ours()) - kept:
+    def clean_up(self, totals: dict[str, Subset], records: list[Record]) -> None:
+        """Remove unlisted shards, unused records, and temporary files of killed preparations."""
+        kept = {f"{name}/{file.name}" for name in totals for file in files_of(totals[name].shards)}
+        kept |= {self.record_name(record.split) for record in records} | {self.settings_file}
+        for name in set(self.own_files()) - kept:
             path = Path(self.config.out, name)
-            with contextlib.suppress(FileNotFoundError):  # another preparation was faster
+            with contextlib.suppress(FileNotFoundError):  # another preparation removed it
                 age_s = time.time() - path.stat().st_mtime if name.endswith(PARTIAL) else math.inf
                 self.out.remove([name] if age_s > ABANDONED_S else [])
 
 
-def has(there: dict[str, int], side: str, shards: list[Shard]) -> bool:
-    """Whether all files of shards are there."""
-    return all(there.get(f"{side}/{file.name}") == file.bytes for file in files_of(shards))
+def has_all(files: dict[str, int], subset: str, shards: list[Shard]) -> bool:
+    """Return whether all files of shards exist with the right size."""
+    return all(files.get(f"{subset}/{file.name}") == file.bytes for file in files_of(shards))
 
 
-def described(left_out: Counter[str]) -> str:
-    """What was left out, behind a word."""
+def list_of(left_out: Counter[str]) -> str:
+    """Return the counts as text that follows a word."""
     return ": " * bool(left_out) + ", ".join(f"{n:,} {kind}" for kind, n in left_out.items())
 
 
 def command(config: Prepare) -> str:
-    """The command line without --out."""
+    """Return the command line without --out."""
     words = ["python", "data/prepare.py"]
     for item in dataclasses.fields(Prepare):
         value = getattr(config, item.name)
@@ -322,26 +324,28 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-def by_processes(jobs: list[Job], workers: int, on_read: Callable[[int], None]) -> Iterator[Record]:
-    """As splits end. What is under way ends early where the iterator is closed."""
-    # Fresh processes rather than forks: a fork copies locks of threads that it does not copy.
+def run_in_processes(
+    jobs: list[Job], workers: int, on_read: Callable[[int], None]
+) -> Iterator[Record]:
+    """Yield records as splits finish. Closing the iterator stops running jobs early."""
+    # Spawn, because a fork copies locks but not the threads that hold them.
     context = multiprocessing.get_context("spawn")
-    # Without locks, which a worker that is killed would keep.
+    # Shared memory without locks, which a killed worker would keep.
     read, stop = context.RawArray("q", SLOTS), context.RawValue("b")
     pool = ProcessPoolExecutor(workers, context, start_worker, (read, stop))
     before = 0
     try:
-        pending = {pool.submit(in_worker, job) for job in jobs}
+        pending = {pool.submit(run_in_worker, job) for job in jobs}
         while pending:
-            done, pending = wait(pending, TELL_S)
+            done, pending = wait(pending, PROGRESS_S)
             now = sum(read)
             on_read(now - before)
             before = now
             yield from (future.result() for future in done)
     except BrokenProcessPool as error:
-        raise Fault(
-            "a process that tokenizes was killed, perhaps for want of memory. Start this again, "
-            "with fewer --workers: splits that are done are kept."
+        raise TransientError(
+            "a worker process was killed, perhaps for lack of memory. Start again, with fewer "
+            "--workers: finished splits are kept."
         ) from error
     finally:
         stop.value = 1
@@ -352,29 +356,29 @@ count_read: Callable[[int], None]
 
 
 def start_worker(read: Any, stop: Any) -> None:
-    """In a new process: it ends with its parent, which may be killed."""
+    """Initialize a worker process, which exits when its parent dies."""
     global count_read
     parent, slot = multiprocessing.parent_process(), os.getpid() % SLOTS
 
-    def watch() -> None:
+    def exit_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    def tell(count: int) -> None:
+    def count(size: int) -> None:
         if stop.value:
             raise CancelledError
-        read[slot] += count
+        read[slot] += size
 
-    count_read = tell
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
-    threading.Thread(target=watch, daemon=True).start()
+    count_read = count
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops workers
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def in_worker(job: Job) -> Record:
+def run_in_worker(job: Job) -> Record:
     return tokenize_split(job, count_read)
 
 
 if __name__ == "__main__":
-    from faults import command_line
+    from runtime.errors import run_command
 
-    command_line(main)
+    run_command(main)

@@ -1,14 +1,14 @@
-"""How far long work is, as a bar of tqdm on standard error."""
+"""Progress bar on standard error."""
 
 import sys
 
 from tqdm import tqdm
 
-LINE_EVERY_S = 10.0  # where that is no terminal
+LINE_EVERY_S = 10.0  # if standard error is not a terminal
 
 
 def progress(total: int, done: int = 0) -> tqdm:
-    """A context. total, done  bytes of the work, and those that were done before."""
+    """Return a context manager. total, done  bytes of the work, and of it before the start."""
     every_s = 0.1 if sys.stderr.isatty() else LINE_EVERY_S
-    when = {"delay": every_s, "mininterval": every_s, "maxinterval": every_s}
-    return tqdm(total=total or None, initial=done, unit="B", unit_scale=True, **when)
+    intervals = {"delay": every_s, "mininterval": every_s, "maxinterval": every_s}
+    return tqdm(total=total or None, initial=done, unit="B", unit_scale=True, **intervals)

@@ -1,6 +1,6 @@
-"""Read the documents of a part of a source: text, JSON lines, JSON arrays, Parquet, hub data sets.
+"""Read the documents of a file part: text, JSON lines, JSON arrays, Parquet, hub data sets.
 
-fsspec opens files, on a disk or in a bucket, and unpacks them. Whatever is large is streamed: a row
+fsspec opens files, on a disk or in a bucket, and decompresses them. Large files are streamed: a row
 has at most RECORD_BYTES, and a file of text is one document of any length.
 """
 
@@ -19,130 +19,134 @@ from typing import IO, Any, NamedTuple
 
 from fsspec.compression import compr
 
-import buckets
 from data.settings import Prepare
-from faults import Fault
+from runtime import buckets
+from runtime.errors import TransientError
+from utils import ConfigError
 
 HUGGING_FACE = "hf:"
 TEXT, JSON_LINES, JSON_ARRAY, PARQUET, HUB = "text", "JSON lines", "JSON array", "Parquet", "hub"
-RECORD_BYTES = 64_000_000  # of a row at most
+RECORD_BYTES = 64_000_000  # limit of a row
 READ_BYTES = 1 << 20
-REQUEST_BYTES = 8 << 20  # of a file in a bucket
-END_BYTES = 1 << 16  # at both ends of a file, whose checksum is a part of its identity
-BATCH_ROWS = 256  # of a Parquet file that are read at a time
+REQUEST_BYTES = 8 << 20  # per read of a file in a bucket
+END_BYTES = 1 << 16  # at both ends of a file, covered by its checksum
+BATCH_ROWS = 256  # per read of a Parquet file
 SHARD_ROWS = 1 << 40  # more than a data file of the hub has
 BOM = b"\xef\xbb\xbf"
 
 
-class Bad(ValueError):
-    """(what cannot be used, what several of them are called); --skip-bad leaves it out."""
+class InputError(ConfigError):
+    """Unusable input, which --skip-bad leaves out. Arguments: message, category to count it in."""
 
     def __str__(self) -> str:
         return self.args[0]
 
 
-class Part(NamedTuple):
-    """What a split has of a file."""
+class FilePart(NamedTuple):
+    """A file or a byte range of one. Several of them are a split."""
 
-    name: str  # of the file: its path below --source
-    path: str  # as it is opened
-    kind: str = ""  # unknown
+    name: str  # path of the file below --source
+    path: str  # to open the file
+    kind: str = ""  # empty if unknown
     compression: str | None = None
     begin: int = 0  # byte, or number of a data file of the hub
-    end: float = math.inf  # byte before which it ends
+    end: float = math.inf  # byte
     size: int = 0  # bytes
     identity: str = ""  # of the file: checksum of its ends; in a bucket its CRC32C
 
 
-class Piece(NamedTuple):
-    """Text that is tokenized by itself."""
+class Chunk(NamedTuple):
+    """A part of a document that is tokenized on its own."""
 
     text: str
-    weight: int | None = None  # of the loss on it; None where all weights are 1
-    special: bool = False  # the name of a special token
+    weight: int | None = None  # of the loss; None if all weights are 1
+    special: bool = False  # the text is the name of a special token
 
 
 class Document(NamedTuple):
     name: str  # of the file
-    position: int  # in it: a byte or the number of a row
-    pieces: Iterable[Piece]
-    begins: bool = True  # False: it has begun in the part before
+    position: int  # in the file: a byte or a row number
+    chunks: Iterable[Chunk]
+    begins: bool = True  # False: it began in an earlier part
     ends: bool = True  # False: it continues in the next part
-    read: int = 0  # bytes of the part, up to its end, as far as that is known
+    read: int = 0  # bytes of the part up to the document's end, as far as known
 
 
-class Place(NamedTuple):
-    """Where a row is, for messages: its line is counted when one is written."""
+class RowLocation(NamedTuple):
+    """Location of a row for messages. Lines are counted only when a message is formatted."""
 
-    part: Part
+    part: FilePart
     position: int
 
     def __str__(self) -> str:
         if self.part.kind != JSON_LINES:
             return f"{self.part.path}, row {self.position % SHARD_ROWS + 1},"
         line = 1
-        with opened(self.part) as (file, _):
+        with open_part(self.part) as (file, _):
             for left in range(self.position, 0, -READ_BYTES):
                 line += file.read(min(READ_BYTES, left)).count(b"\n")
         return f"{self.part.path}:{line}"
 
 
-ToPieces = Callable[[Any, Any], list[Piece]]  # of a row and its place; raises Bad
-Rows = Iterator[tuple[int, Any, int]]  # (position, value or line of JSON, bytes that were read)
+ToChunks = Callable[[Any, Any], list[Chunk]]  # (row, location); raises InputError
+Rows = Iterator[tuple[int, Any, int]]  # (position, value or line of JSON, bytes read so far)
 
 
 def documents(
-    part: Part, config: Prepare, to_pieces: ToPieces | None = None, *, left_out: Counter[str]
+    part: FilePart, config: Prepare, to_chunks: ToChunks | None = None, *, left_out: Counter[str]
 ) -> Iterator[Document]:
-    """The documents of a part, empty ones too.
+    """Yield the documents of a part, including empty ones.
 
-    to_pieces  of a row; None takes the text of --text-field
-    left_out   counts what cannot be used, with --skip-bad
-    Raises     Bad without it; buckets.Refused, buckets.Unanswered, Fault.
+    to_chunks  converts a row; None takes the text of --text-field
+    left_out   counts unusable input, with --skip-bad
+    Raises     InputError without it; buckets.AccessDenied, buckets.Unavailable, TransientError.
     """
-    to_pieces = to_pieces or functools.partial(text_pieces, field=config.text_field)
+    to_chunks = to_chunks or functools.partial(text_of_field, field=config.text_field)
+
+    def skip(error: InputError) -> None:
+        if not config.skip_bad:
+            raise error
+        left_out[error.args[1]] += 1
+
     try:
-        with reading(part):
-            check_same(part)
+        with damage_as_input_error(part):
+            check_unchanged(part)
             if part.kind == TEXT:
-                if config.skip_bad:  # or half of it would be written before it is found to be bad
-                    deque(decoded(part), maxlen=0)
-                pieces = (Piece(text) for text in decoded(part))
+                if config.skip_bad:  # find errors before any of the document is written
+                    deque(decode(part), maxlen=0)
+                chunks = (Chunk(text) for text in decode(part))
                 begins, ends = part.begin == 0, part.end == math.inf
-                yield Document(part.name, 0, pieces, begins, ends, part.size)
+                yield Document(part.name, 0, chunks, begins, ends, part.size)
                 return
             for position, row, read in READERS[part.kind](part, config):
-                # To count lines takes time, and nobody sees the messages of what is left out.
-                where = part.path if config.skip_bad else Place(part, position)
+                # Counting lines takes time, and --skip-bad prints no messages.
+                location = part.path if config.skip_bad else RowLocation(part, position)
                 try:
-                    pieces = pieces_of(row, where, to_pieces)
-                except Bad as error:
-                    skip(error, config, left_out)
+                    chunks = chunks_of(row, location, to_chunks)
+                except InputError as error:
+                    skip(error)
                 else:
-                    yield Document(part.name, position, pieces, read=read)
-    except Bad as error:
-        skip(error, config, left_out)
-
-
-def skip(error: Bad, config: Prepare, left_out: Counter[str]) -> None:
-    if not config.skip_bad:
-        raise error
-    left_out[error.args[1]] += 1
+                    yield Document(part.name, position, chunks, read=read)
+    except InputError as error:
+        skip(error)
 
 
 @contextlib.contextmanager
-def opened(part: Part, request_bytes: int = REQUEST_BYTES) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """(the file unpacked, the file as it is stored)."""
+def open_part(
+    part: FilePart, request_bytes: int = REQUEST_BYTES
+) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open (the decompressed file, the stored file)."""
     if buckets.is_bucket(part.path):
         file = buckets.filesystem().open(part.path, "rb", cache_type="none")
     else:
         file = io.FileIO(part.path)
-    # The reader of Parquet knows which ranges it needs.
+    # The Parquet reader requests exact ranges, so it needs no buffer.
     stored = file if part.kind == PARQUET else io.BufferedReader(file, request_bytes)
-    is_zstd = part.compression == "zstd"  # also what was packed with --long=31
-    how = {"options": {zstd().DecompressionParameter.window_log_max: 31}} if is_zstd else {}
-    with stored, compr[part.compression](stored, mode="rb", **how) as unpacked:
-        yield unpacked, stored
+    options = {}
+    if part.compression == "zstd":  # accept files that were compressed with --long=31
+        options["options"] = {zstd().DecompressionParameter.window_log_max: 31}
+    with stored, compr[part.compression](stored, mode="rb", **options) as decompressed:
+        yield decompressed, stored
 
 
 def zstd() -> Any:
@@ -154,31 +158,38 @@ def zstd() -> Any:
 
 
 @functools.cache
-def damages() -> tuple[type[Exception], ...]:
-    """What reading a damaged file raises."""
+def damage_errors() -> tuple[type[Exception], ...]:
+    """Exceptions that reading a damaged file raises."""
     import ijson
     import pyarrow
 
-    unpacking = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd().ZstdError)
-    return (*unpacking, UnicodeDecodeError, ijson.JSONError, pyarrow.ArrowException)
+    decompression = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd().ZstdError)
+    return (*decompression, UnicodeDecodeError, ijson.JSONError, pyarrow.ArrowException)
 
 
 @contextlib.contextmanager
-def reading(part: Part) -> Iterator[None]:
-    """Raise Bad for a damaged file; of a bucket what buckets.told does."""
+def damage_as_input_error(part: FilePart) -> Iterator[None]:
+    """Raise InputError for a damaged file, and the errors of buckets.told for a bucket."""
     try:
-        with buckets.told(part.path) if buckets.is_bucket(part.path) else contextlib.nullcontext():
+        with (
+            buckets.translated_errors(part.path)
+            if buckets.is_bucket(part.path)
+            else contextlib.nullcontext()
+        ):
             yield
-    except (buckets.Refused, buckets.Unanswered):
+    except (buckets.AccessDenied, buckets.Unavailable):
         raise
     except FileNotFoundError as error:
-        raise ValueError(f"{part.path} is not there any more, or not on this machine.") from error
-    except damages() as error:
-        raise damaged(part, buckets.one_line(error)) from error
+        raise ConfigError(
+            f"{part.path} does not exist any more, or not on this machine. Restore it, or start "
+            "again."
+        ) from error
+    except damage_errors() as error:
+        raise unreadable(part, buckets.one_line(error)) from error
 
 
-def damaged(part: Part, why: str, fix: str = "Bring a whole copy") -> Bad:
-    return Bad(
+def unreadable(part: FilePart, why: str, fix: str = "Copy the file again") -> InputError:
+    return InputError(
         f"{part.path} cannot be read as {part.kind or 'any kind'} ({why}). {fix}, or leave it out "
         "with --glob or --skip-bad.",
         "files that cannot be read",
@@ -186,7 +197,7 @@ def damaged(part: Part, why: str, fix: str = "Bring a whole copy") -> Bad:
 
 
 def size_and_checksum(path: str) -> tuple[int, str]:
-    """Of a file. The checksum is of its first and last END_BYTES, in which most edits show."""
+    """Return a file's size, and a checksum of its first and last END_BYTES."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         crc = zlib.crc32(file.read(END_BYTES))
@@ -194,15 +205,15 @@ def size_and_checksum(path: str) -> tuple[int, str]:
         return size, f"{zlib.crc32(file.read(END_BYTES), crc):08x}"
 
 
-def check_same(part: Part) -> None:
-    """Raise ValueError where a file on a disk is not the one that was listed."""
+def check_unchanged(part: FilePart) -> None:
+    """Raise ConfigError if a file on a disk changed after it was listed."""
     on_disk = part.identity and not buckets.is_bucket(part.path)
     if on_disk and size_and_checksum(part.path)[1] != part.identity:
-        raise ValueError(f"{part.path} changed since it was listed. Start this again.")
+        raise ConfigError(f"{part.path} changed since it was listed. Start again.")
 
 
-def line_start(file: IO[bytes], byte: int) -> int:
-    """Go to the first line that begins at a byte or behind it, or to the end of the file."""
+def seek_line(file: IO[bytes], byte: int) -> int:
+    """Seek to the first line that begins at or after a byte, or to the end of the file."""
     if byte == 0:
         file.seek(0)
         return len(BOM) if file.read(len(BOM)) == BOM else file.seek(0)
@@ -212,58 +223,60 @@ def line_start(file: IO[bytes], byte: int) -> int:
     return file.tell()
 
 
-def decoded(part: Part) -> Iterator[str]:
-    """The text of a part, which goes from a begin of a line to another. Raises Bad."""
+def decode(part: FilePart) -> Iterator[str]:
+    """Yield the text of a part, from one line start to another. Raises InputError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with reading(part), opened(part) as (file, _):
-        end = part.end if part.end == math.inf else line_start(file, int(part.end))
-        at = line_start(file, part.begin)
-        data = BOM  # any that is not empty
+    with damage_as_input_error(part), open_part(part) as (file, _):
+        end = part.end if part.end == math.inf else seek_line(file, int(part.end))
+        position = seek_line(file, part.begin)
+        data = BOM  # any value that is not empty
         while data:
-            data = file.read(min(READ_BYTES, end - at))
+            data = file.read(min(READ_BYTES, end - position))
             kept = len(decoder.getstate()[0])
             try:
                 yield decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                why = f"byte {at - kept + error.start} is not UTF-8"
-                raise damaged(part, why, "Convert it to UTF-8") from error
-            at += len(data)
+                why = f"byte {position - kept + error.start} is not UTF-8"
+                raise unreadable(part, why, "Convert it to UTF-8") from error
+            position += len(data)
 
 
-def pieces_of(row: Any, where: Any, to_pieces: ToPieces) -> list[Piece]:
-    """Of a row, or of a line of JSON, which is bytes. Raises Bad."""
+def chunks_of(row: Any, location: Any, to_chunks: ToChunks) -> list[Chunk]:
+    """Convert a row, which is a value or a line of JSON in bytes. Raises InputError."""
     if isinstance(row, bytes):
-        check_size(len(row), where)
+        check_size(len(row), location)
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
-            raise Bad(
-                f"{where} is not a line of JSON ({error}): expected one object per line. Correct "
-                "the line, or leave it out with --skip-bad.",
-                "lines that are no JSON",
+            raise InputError(
+                f"{location} is not a line of JSON ({error}): expected one object per line. "
+                "Correct the line, or leave it out with --skip-bad.",
+                "lines that are not JSON",
             ) from error
-    pieces = to_pieces(row, where)
-    check_size(sum(len(piece.text) for piece in pieces), where)
-    return pieces
+    chunks = to_chunks(row, location)
+    check_size(sum(len(chunk.text) for chunk in chunks), location)
+    return chunks
 
 
-def check_size(size: int, where: Any) -> None:
+def check_size(size: int, location: Any) -> None:
     if size > RECORD_BYTES:
         what = f"of more than {RECORD_BYTES // 1_000_000} MB"
-        raise Bad(f"{where} is a record {what}. Cut it, or use --skip-bad.", f"records {what}")
+        raise InputError(
+            f"{location} is a record {what}. Shorten it, or use --skip-bad.", f"records {what}"
+        )
 
 
-def text_pieces(row: Any, where: Any, field: str) -> list[Piece]:
-    """The text of a field, named as data.text where it lies in another. Raises Bad."""
-    found = row
+def text_of_field(row: Any, location: Any, field: str) -> list[Chunk]:
+    """Return the text of a field; data.text is field text of field data. Raises InputError."""
+    value = row
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    if isinstance(found, str):
-        return [Piece(found)]
-    raise Bad(
-        f"{where} has no text in the field {field!r}; fields with text: "
-        f"{', '.join(fields_with_text(row)) or 'none'}. Name one with --text-field, or choose the "
-        "files with rows by --glob.",
+        value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, str):
+        return [Chunk(value)]
+    raise InputError(
+        f"{location} has no text in the field {field!r}; fields with text: "
+        f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, or select "
+        "the files with rows by --glob.",
         "rows without text",
     )
 
@@ -276,37 +289,37 @@ def fields_with_text(row: Any, above: str = "") -> Iterator[str]:
             yield from fields_with_text(value, f"{name}.")
 
 
-def json_lines(part: Part, config: Prepare) -> Rows:
-    """The lines that are not blank and begin in the part. A long one is cut at RECORD_BYTES + 1."""
-    with opened(part) as (file, stored):
-        at = line_start(file, part.begin)
-        while at < part.end and (line := file.readline(RECORD_BYTES + 1)):
+def json_lines(part: FilePart, config: Prepare) -> Rows:
+    """Yield the nonblank lines that begin in the part, truncated to RECORD_BYTES + 1."""
+    with open_part(part) as (file, stored):
+        position = seek_line(file, part.begin)
+        while position < part.end and (line := file.readline(RECORD_BYTES + 1)):
             if line.strip():
-                yield at, line, stored.tell() - part.begin
-            at += len(line)
+                yield position, line, stored.tell() - part.begin
+            position += len(line)
             if len(line) > RECORD_BYTES:
-                at = line_start(file, at)
+                position = seek_line(file, position)
 
 
-def json_array(part: Part, config: Prepare) -> Rows:
-    import ijson  # late: other kinds need not wait for it
+def json_array(part: FilePart, config: Prepare) -> Rows:
+    import ijson  # late: other kinds do without it
 
-    with opened(part) as (file, stored):
-        line_start(file, 0)  # behind a byte order mark
+    with open_part(part) as (file, stored):
+        seek_line(file, 0)  # after a byte order mark
         for number, row in enumerate(ijson.items(file, "item")):
             yield number, row, stored.tell()
 
 
-def parquet(part: Part, config: Prepare) -> Rows:
-    """The rows of the row groups that begin in the part, a few at a time."""
-    import pyarrow.parquet  # late: other kinds need not wait for it
+def parquet(part: FilePart, config: Prepare) -> Rows:
+    """Yield the rows of the row groups that begin in the part."""
+    import pyarrow.parquet  # late: other kinds do without it
 
-    with opened(part) as (file, _):
+    with open_part(part) as (file, _):
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         metadata, number = table.metadata, 0
         columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
         texts = {column.path for column in columns if column.logical_type.type == "STRING"}
-        # Without the column all are read, for the message that names those with text.
+        # If the column is missing, read all: the error lists those with text.
         wanted = [config.text_field] if config.text_field in texts and not config.chat else None
         for n in range(metadata.num_row_groups):
             group = metadata.row_group(n)
@@ -322,28 +335,28 @@ def parquet(part: Part, config: Prepare) -> Rows:
 
 @functools.lru_cache(1)
 def hub(config: Prepare) -> Any:
-    """A data set of the hub, streamed. Raises ValueError where it cannot be opened."""
-    import datasets  # takes seconds to import
+    """Open a data set of the hub for streaming. Raises ConfigError if this fails."""
+    import datasets  # late: the import takes seconds
 
     name, subset = config.source.removeprefix(HUGGING_FACE), config.hf_name or None
     try:
         return datasets.load_dataset(name, subset, split=config.hf_split, streaming=True)
-    # Unreachable or no such data set, configuration or split; RuntimeError: it needs a script.
+    # No network, or no such data set, configuration or split; RuntimeError: it needs a script.
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"--source {config.source} cannot be opened ({buckets.one_line(error)}). Check the "
             "name, --hf-name, --hf-split and the network."
         ) from error
 
 
-def hub_rows(part: Part, config: Prepare) -> Rows:
-    """The rows of one of its data files."""
+def hub_rows(part: FilePart, config: Prepare) -> Rows:
+    """Yield the rows of one data file."""
     data = hub(config)
     try:
         for number, row in enumerate(data.shard(data.num_shards, part.begin)):
             yield part.begin * SHARD_ROWS + number, row, 0
     except OSError as error:
-        raise Fault(f"{config.source} cannot be read: {error}. Start this again.") from error
+        raise TransientError(f"{config.source} cannot be read: {error}. Start again.") from error
 
 
 READERS = {JSON_LINES: json_lines, JSON_ARRAY: json_array, PARQUET: parquet, HUB: hub_rows}

@@ -1,38 +1,38 @@
-"""Write token shards: flat .npy files of token ids, with files of loss weights where they differ.
+"""Write token shards: flat .npy files of token ids, and of loss weights if these differ.
 
-A shard is collected in memory. On a disk it is written under a temporary name and then has its own;
-in a bucket an upload is complete or nothing, and the bucket's checksum is compared.
+A shard is collected in memory and then written at once. A write to a disk is atomic: a temporary
+file is renamed. An upload to a bucket is atomic too, and the bucket verifies its checksum.
 """
 
 import contextlib
 import io
-import os
 import secrets
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
-from buckets import Found, Prefix, is_bucket
-from manifest import Shard
+from data.manifest import Shard
+from runtime.buckets import ObjectInfo, Prefix, is_bucket
+from runtime.files import write_atomically
 
 PARTIAL = ".partial"
 
 
 class DiskFolder:
-    """A folder with the methods of buckets.Prefix that a preparation uses."""
+    """A folder on a disk with the methods of buckets.Prefix that a preparation uses."""
 
     def __init__(self, url: str):
         self.root = Path(url)
 
-    def found(self, below: str = "") -> dict[str, Found]:
-        """All files whose names begin with `below`, by their names in the folder."""
+    def list_objects(self, below: str = "") -> dict[str, ObjectInfo]:
+        """Return all files whose names start with `below`, by their names in the folder."""
         found = {}
         for path in (self.root / below.rpartition("/")[0]).rglob("*"):
             name = path.relative_to(self.root).as_posix()
             if name.startswith(below) and path.is_file():
                 with contextlib.suppress(FileNotFoundError):  # another preparation removed it
-                    found[name] = Found(path.stat().st_size, "")
+                    found[name] = ObjectInfo(path.stat().st_size, "")
         return found
 
     def read(self, name: str) -> bytes:
@@ -40,20 +40,12 @@ class DiskFolder:
         return (self.root / name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        """The file has its old content or this one, whenever the machine stops."""
+        """Write a file atomically and durably."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same file: to each its own.
+        # Another process may write the same file, so each uses its own temporary name.
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_atomically(path, content, partial)
 
     def remove(self, names: list[str]) -> None:
         for name in names:
@@ -65,46 +57,44 @@ def folder_at(url: str) -> DiskFolder | Prefix:
 
 
 class ShardWriter:
-    """Cuts a stream of tokens into shards STEM_000.npy, STEM_001.npy, .. of a folder on a disk or
-    in a bucket.
-    """
+    """Writes a stream of tokens as shards STEM_000.npy, STEM_001.npy, .. of one folder."""
 
     def __init__(
         self, folder: str, stem: str, shard_tokens: int, dtype: np.dtype, weighted: bool = False
     ):
-        """weighted  with the loss weight of each token, in STEM_000.weights.npy."""
+        """weighted  write the loss weight of each token too, in STEM_000.weights.npy."""
         self.folder, self.stem, self.shard_tokens = folder_at(folder), stem, shard_tokens
         self.dtype, self.weighted = dtype, weighted
         self.shards: list[Shard] = []
-        self._ids, self._weights = bytearray(), bytearray()  # of the shard that is collected
-        self._room = shard_tokens
+        self._ids, self._weights = bytearray(), bytearray()  # of the current shard
+        self._remaining = shard_tokens
 
     def add(self, ids: np.ndarray, weight: int | None = None) -> None:
-        """weight  of the loss on all of these tokens, where the writer is `weighted`."""
+        """weight  of the loss on all of these tokens; required if the writer is `weighted`."""
         while len(ids):
-            some, ids = ids[: self._room], ids[self._room :]
-            self._ids += some.astype(self.dtype).tobytes()
+            head, ids = ids[: self._remaining], ids[self._remaining :]
+            self._ids += head.astype(self.dtype).tobytes()
             if self.weighted:
-                self._weights += bytes([weight]) * len(some)
-            self._room -= len(some)
-            if not self._room:
-                self.finish()
+                self._weights += bytes([weight]) * len(head)
+            self._remaining -= len(head)
+            if not self._remaining:
+                self.flush()
 
-    def finish(self) -> None:
-        """Write the tokens that are no shard yet, if there are any."""
+    def flush(self) -> None:
+        """Write the tokens that no shard has yet."""
         if self._ids:
             stem, weights = f"{self.stem}_{len(self.shards):03d}", None
             if self.weighted:
                 weights = self._write(f"{stem}.weights.npy", self._weights, np.dtype(np.uint8))
             self.shards.append(self._write(f"{stem}.npy", self._ids, self.dtype, weights))
-        self._ids, self._weights, self._room = bytearray(), bytearray(), self.shard_tokens
+        self._ids, self._weights, self._remaining = bytearray(), bytearray(), self.shard_tokens
 
     def _write(
         self, name: str, elements: bytearray, dtype: np.dtype, weights: Shard | None = None
     ) -> Shard:
         header, tokens = io.BytesIO(), len(elements) // dtype.itemsize
-        described = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
-        np.lib.format.write_array_header_1_0(header, described)
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
+        np.lib.format.write_array_header_1_0(header, fields)
         content = header.getvalue() + elements
         self.folder.write(name, content)
         return Shard(name, tokens, len(content), f"{google_crc32c.value(content):08x}", weights)

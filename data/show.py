@@ -1,10 +1,8 @@
-"""The text of what a run was trained on: python data/show.py --run runs/tiny --step 12
+"""Print the text that a run was trained on: python data/show.py --run runs/tiny --step 12
 
-Prints each window of a step's batch, with its number and where it lies. Steps are counted as in
-metrics.jsonl and skipped.jsonl, from 1. A window is the run's sequence length and one token more,
-which is a target only; its text may begin and end inside a character.
-
-    python data/show.py --run runs/tiny --windows 3 17
+Prints each window of a step's batch, with its number and location. Steps are counted from 1, as in
+metrics.jsonl and skipped.jsonl. A window's last token is a target only. Its text may begin and end
+inside a character.
 """
 
 import sys
@@ -14,60 +12,52 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-# Run as a script, this folder is on the path and the one above it is not.
+# A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import faults
-import resume
-import run_folder
-import utils
 from data.tokenizer import load_tokenizer, text_of
-from dataset import Dataset
-from mixture import open_training
+from dataset import Dataset, open_training
+from runtime import cli, errors, resume, run_directory
+from utils import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Print the text of windows of a run's training data."""
+    """Print the text of windows of a run's training data. Give one of --step and --windows."""
 
     run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
-    step: int | None = None  # whose batch is printed, from 1
-    windows: tuple[int, ...] = ()  # numbers of single windows, as skipped.jsonl lists them
+    step: int | None = None  # step whose batch is printed, from 1
+    windows: tuple[int, ...] = ()  # numbers of single windows, as in skipped.jsonl
 
 
 def main(arguments: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=arguments)
-    config = utils.load(resume.config_file(run_folder.at(flags.run), "--run"))
+    config = cli.load(resume.config_file(run_directory.at(flags.run), "--run"))
     if (flags.step is None) == (not flags.windows) or (flags.step is not None and flags.step < 1):
-        raise ValueError(
-            "--step names the batch of a step, from 1, and --windows single windows. Give one of "
-            "them, as --step 1."
-        )
-    data = open_training(config)
-    numbers = list(flags.windows)
+        raise ConfigError("expected either a --step from 1, or --windows. Use one, as --step 1.")
+    data, numbers = open_training(config), list(flags.windows)
     if flags.step is not None:
-        numbers = data.windows_of(flags.step - 1, np.arange(data.sequences)).tolist()
-    for number in numbers:
-        if not 0 <= number < data.windows:
-            raise ValueError(
-                f"--windows {number} is not a window of {data.folder}, which has those from 0 to "
-                f"{data.windows - 1}. Use these."
-            )
+        numbers = data.windows_of(flags.step - 1, np.arange(data.batch_size)).tolist()
+    if outside := [number for number in numbers if not 0 <= number < data.windows]:
+        raise ConfigError(
+            f"--windows {outside[0]} is not a window of {data.folder}. Use numbers from 0 to "
+            f"{data.windows - 1}."
+        )
     tokenizer = load_tokenizer(data.manifest.tokenizer, data.manifest.tokenizer_sha256)
     for number in numbers:
-        dataset, own = data.part_of(number)
-        [ids], *_ = dataset.stacked(np.array([own]))
-        print(f"--- window {number}: {place(dataset, own)}\n{text_of(tokenizer, ids.tolist())}")
+        dataset, window = data.dataset_of(number)
+        [ids], *_ = dataset.read(np.array([window]))
+        text = text_of(tokenizer, ids.tolist())
+        print(f"--- window {number}: {location(dataset, window)}\n{text}")
 
 
-def place(data: Dataset, window: int) -> str:
-    """The shards and tokens where a window lies."""
-    parts = []
-    for file, begin, end in data.places(np.array([window])):
-        name = data.manifest.shards[file].name
-        parts.append(f"tokens {begin} to {end - 1} of {data.folder}/{name}")
-    return ", ".join(parts)
+def location(data: Dataset, window: int) -> str:
+    """Return a description of the shards and tokens of a window."""
+    return ", ".join(
+        f"tokens {begin} to {end - 1} of {data.folder}/{data.manifest.shards[file].name}"
+        for file, begin, end in data.spans(np.array([window]))
+    )
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

@@ -1,8 +1,8 @@
-"""List a source and cut it into splits, each of which is tokenized by itself (data/encode.py).
+"""List the files of a source and divide them into splits (tokenized by data/encode.py).
 
-The splits depend on the source and the settings alone. A split is a group of small files, one file,
-a range of bytes of a large file of text or JSON lines, row groups of a Parquet file, or a data file
-of a data set of the hub. A compressed file is never cut.
+The splits depend on the source and the settings alone. A split is a group of small files, one
+file, or a part of a large one: a byte range of text or JSON lines, or row groups of Parquet. Of a
+hub data set each data file is a split. A compressed file is never divided.
 """
 
 import contextlib
@@ -21,123 +21,127 @@ from typing import Any, NamedTuple
 
 from fsspec.utils import glob_translate
 
-import buckets
 from data import readers
-from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, Bad, Part, opened, reading
+from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, FilePart, InputError
 from data.settings import Prepare
+from runtime import buckets
+from utils import ConfigError
 
 STDLIB = "python-stdlib"
 HIDDEN = r"\..*"
 # Of the standard library: tests, installed packages, and what each build of Python generates.
 NOT_SOURCE = rf"{HIDDEN}|tests?|idle_test|(site|dist)-packages|__pycache__|_sysconfigdata.*"
-HEAD_BYTES = 1 << 16  # of a file, from which its kind is known
+HEAD_BYTES = 1 << 16  # of a file, to detect its kind
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-EXPANDS = 4  # times as many bytes of text as of a compressed file, about
+EXPANSION = 4  # estimated bytes of text per byte of a compressed file
 TEXTS, LINES = (".txt", ".md", ".rst", ".tex", ".py"), (".jsonl", ".ndjson")
 KINDS = {".parquet": PARQUET, ".csv": "", ".tsv": "", **dict.fromkeys(TEXTS, TEXT)}
 
 
 class Source(NamedTuple):
-    splits: list[tuple[Part, ...]]
-    settings: dict[str, Any]  # what decides the splits beside the settings of the preparation
-    left_out: str  # files that are not read, in words
+    splits: list[tuple[FilePart, ...]]
+    settings: dict[str, Any]  # what determines the splits besides the preparation's settings
+    left_out: str  # message about files that are not read
 
 
 def open_source(config: Prepare) -> Source:
-    """Raises ValueError where there is nothing to read, or a file of an unknown kind."""
+    """Raises ConfigError for a source without files, or with a file of unknown kind."""
     if config.source.startswith(readers.HUGGING_FACE):
         numbers = range(readers.hub(config).num_shards)
-        parts = [Part(config.hf_split, f"{config.source}, file {n}", HUB, begin=n) for n in numbers]
-        return Source([(part,) for part in parts], {"files": len(parts)}, "")
+        name = f"{config.source}, file"
+        splits = [(FilePart(config.hf_split, f"{name} {n}", HUB, begin=n),) for n in numbers]
+        return Source(splits, {"files": len(splits)}, "")
     files = sorted(in_bucket(config) if buckets.is_bucket(config.source) else on_disk(config))
     if not files:
-        raise ValueError(
+        raise ConfigError(
             f"--source {config.source} holds no file (--glob {config.glob}): expected a file, a "
             f"folder, either in a bucket, {readers.HUGGING_FACE}NAME, or {STDLIB}. Use --source "
             f"{STDLIB}, which every machine has."
         )
-    files, left_out = of_known_kinds([with_kind(file, config) for file in files], config)
+    files, left_out = select_kinds([detect_kind(file, config) for file in files], config)
     size = max(1 + len(readers.BOM), int(config.split_mb * 2**20))
-    parts = itertools.chain.from_iterable(cut(file, size, config) for file in files)
+    parts = itertools.chain.from_iterable(divide(file, size, config) for file in files)
     listing = json.dumps([(file.name, file.size, file.identity) for file in files])
     digest = hashlib.sha256(listing.encode()).hexdigest()
-    splits = grouped(parts, size)
+    splits = group(parts, size)
     settings = {"files": len(files), "files_sha256": digest, "splits": len(splits)}
     return Source(splits, settings, left_out)
 
 
-def on_disk(config: Prepare) -> Iterator[Part]:
-    root, without, glob = Path(config.source), HIDDEN, config.glob
+def on_disk(config: Prepare) -> Iterator[FilePart]:
+    root, exclude, glob = Path(config.source), HIDDEN, config.glob
     if config.source == STDLIB:
-        root, without, glob = Path(sysconfig.get_path("stdlib")), NOT_SOURCE, "**/*.py"
-    chosen = re.compile(glob_translate(glob)).match
-    for path in walk(root, re.compile(without)):
+        root, exclude, glob = Path(sysconfig.get_path("stdlib")), NOT_SOURCE, "**/*.py"
+    matches = re.compile(glob_translate(glob)).match
+    for path in walk(root, re.compile(exclude)):
         name = path.name if path == root else path.relative_to(root).as_posix()
-        if path == root or chosen(name):
+        if path == root or matches(name):
             size, checksum = readers.size_and_checksum(str(path))
-            yield Part(name, str(path), size=size, identity=checksum)
+            yield FilePart(name, str(path), size=size, identity=checksum)
 
 
-def walk(path: Path, without: re.Pattern[str], above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """A file, or those below a folder but what is called as `without`. Symbolic links are followed.
+def walk(path: Path, exclude: re.Pattern[str], above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield a file, or the files below a folder whose names do not match `exclude`.
 
-    Raises  ValueError for a link to a folder above it, or to nothing.
+    Follows symbolic links. Raises ConfigError for a broken link or one to a folder above it.
     """
     if path.is_dir():
         here = path.resolve()
         if here in above:
-            raise ValueError(f"{path} is a link to a folder above it. Remove it.")
+            raise ConfigError(f"{path} is a link to a folder above it. Remove it.")
         for below in path.iterdir():
-            if not without.fullmatch(below.name):
-                yield from walk(below, without, (*above, here))
+            if not exclude.fullmatch(below.name):
+                yield from walk(below, exclude, (*above, here))
     elif path.is_file():
         yield path
     elif path.is_symlink():
-        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is not there. Remove it.")
+        raise ConfigError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist. Remove it."
+        )
 
 
-def in_bucket(config: Prepare) -> Iterator[Part]:
-    """The object that --source names, or those below it."""
+def in_bucket(config: Prepare) -> Iterator[FilePart]:
+    """Yield the object that --source names, or those below it."""
     bucket, _, source = config.source.removeprefix(buckets.SCHEME).strip("/").partition("/")
     root, folder = f"{buckets.SCHEME}{bucket}", f"{source}/" if source else ""
-    chosen = re.compile(glob_translate(config.glob)).match
-    for found, (size, crc32c) in buckets.Prefix(root).found(source).items():
-        name = PurePosixPath(found).name if found == source else found.removeprefix(folder)
-        below = found.startswith(folder) and not found.endswith("/") and "/." not in f"/{name}"
-        if found == source or (below and chosen(name)):
-            yield Part(name, f"{root}/{found}", size=size, identity=crc32c)
+    matches = re.compile(glob_translate(config.glob)).match
+    for path, (size, crc32c) in buckets.Prefix(root).list_objects(source).items():
+        name = PurePosixPath(path).name if path == source else path.removeprefix(folder)
+        below = path.startswith(folder) and not path.endswith("/") and "/." not in f"/{name}"
+        if path == source or (below and matches(name)):
+            yield FilePart(name, f"{root}/{path}", size=size, identity=crc32c)
 
 
-def of_known_kinds(files: list[Part], config: Prepare) -> tuple[list[Part], str]:
-    """(files to read, in words which are left out, as is plain text beside files with rows).
+def select_kinds(files: list[FilePart], config: Prepare) -> tuple[list[FilePart], str]:
+    """Return (files to read, message about the others). Files with rows exclude plain text.
 
-    Raises  ValueError for a kind that is not known, and for text with --chat.
+    Raises  ConfigError for a file of unknown kind, and for text with --chat.
     """
     with_rows = any(file.kind in readers.READERS for file in files)
     wanted = set(readers.READERS) if with_rows else {TEXT}
     if config.kind == "auto" and all(".json" in file.name.lower() for file in files):
-        wanted.discard(TEXT)  # but an object each, which only code beside it makes a text
+        wanted.discard(TEXT)  # a JSON object per file is text only beside files of code
     others = [file for file in files if file.kind not in wanted]
     if others and not (with_rows or config.skip_bad):
-        raise ValueError(
-            f"{others[0].path} is of no kind that is known ({len(others)} of {len(files)} files). "
-            "Known are text in UTF-8; JSON lines (.jsonl, .ndjson, .json), an object per line; a "
-            "JSON array (.json); Parquet; each also as .gz, .bz2, .xz or .zst. Leave others out by "
+        raise ConfigError(
+            f"{others[0].path} is of unknown kind ({len(others)} of {len(files)} files). Supported "
+            "are text in UTF-8; JSON lines (.jsonl, .ndjson, .json), an object per line; a JSON "
+            "array (.json); Parquet; each also as .gz, .bz2, .xz or .zst. Leave others out by "
             "--glob or --skip-bad, or read all files as text by --as text."
         )
     if config.chat and not with_rows:
-        raise ValueError(
-            f"--chat reads conversations, a line of JSON or a row each, and not "
-            f"{files[0].path}. Use --source chat.jsonl, or --glob '**/*.jsonl'."
+        raise ConfigError(
+            f"--chat reads conversations, one per line of JSON or row, not {files[0].path}. Use "
+            "--source chat.jsonl, or --glob '**/*.jsonl'."
         )
     names = ", ".join(file.name for file in others[:5]) + ", .." * (len(others) > 5)
-    why = "are left out, as they are plain text beside files with rows, or of an unknown kind"
+    why = "are left out, as they are plain text beside files with rows, or of unknown kind"
     left_out = f"{len(others)} files {why}: {names}" if others else ""
     return [file for file in files if file.kind in wanted], left_out
 
 
-def with_kind(file: Part, config: Prepare) -> Part:
-    """Its kind is what its name says, or else its content."""
+def detect_kind(file: FilePart, config: Prepare) -> FilePart:
+    """Set kind and compression, from the name or else from the content."""
     path = PurePosixPath(file.name.lower())
     compression = COMPRESSIONS.get(path.suffix)
     suffix = PurePosixPath(path.stem).suffix if compression else path.suffix
@@ -147,16 +151,19 @@ def with_kind(file: Part, config: Prepare) -> Part:
     if suffix in KINDS:
         return file._replace(kind=KINDS[suffix])
     try:
-        with reading(file), opened(file, HEAD_BYTES) as (text, _):
-            return file._replace(kind=kind_of(text.read(HEAD_BYTES), suffix))
-    except Bad:
+        with (
+            readers.damage_as_input_error(file),
+            readers.open_part(file, HEAD_BYTES) as (content, _),
+        ):
+            return file._replace(kind=kind_of(content.read(HEAD_BYTES), suffix))
+    except InputError:
         if not config.skip_bad:
             raise
-        return file._replace(kind=JSON_LINES if "json" in suffix else TEXT)  # a reader counts it
+        return file._replace(kind=JSON_LINES if "json" in suffix else TEXT)  # counted when read
 
 
 def kind_of(content: bytes, suffix: str) -> str:
-    """Of the first bytes of a file."""
+    """Return the kind of a file that starts with these bytes."""
     text = content.removeprefix(readers.BOM).lstrip()
     if content.startswith(b"PAR1"):
         return PARQUET
@@ -169,40 +176,40 @@ def kind_of(content: bytes, suffix: str) -> str:
 
 
 def is_json_line(text: bytes) -> bool:
-    """Whether text begins with an object in one line, or with more of one than was read."""
+    """Return whether text begins with an object on one line, perhaps longer than was read."""
     line, line_end, _ = text.partition(b"\n")
     with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(line), dict)
     return line.startswith(b"{") and not line_end and len(line) > HEAD_BYTES // 2
 
 
-def cut(file: Part, size: int, config: Prepare) -> Iterator[Part]:
-    """In parts of `size` bytes, where it can be cut. A text that may be bad is left out whole."""
+def divide(file: FilePart, size: int, config: Prepare) -> Iterator[FilePart]:
+    """Yield parts of `size` bytes. With --skip-bad a text stays whole, to be left out whole."""
     kinds = (JSON_LINES, PARQUET) if config.skip_bad else (JSON_LINES, PARQUET, TEXT)
-    can_be_cut = file.kind in kinds and not file.compression
-    begins = range(0, max(1, file.size), size if can_be_cut else file.size + 1)
+    divisible = file.kind in kinds and not file.compression
+    begins = range(0, max(1, file.size), size if divisible else file.size + 1)
     for begin, end in itertools.pairwise([*begins, math.inf]):
         yield file._replace(begin=begin, end=end, size=int(min(end, file.size)) - begin)
 
 
-def grouped(parts: Iterable[Part], size: int) -> list[tuple[Part, ...]]:
-    """Neighbours together, up to `size` bytes of text."""
-    groups: list[list[Part]] = []
+def group(parts: Iterable[FilePart], size: int) -> list[tuple[FilePart, ...]]:
+    """Group neighbours, up to `size` bytes of text."""
+    groups: list[list[FilePart]] = []
     total = 0
     for part in parts:
-        text = part.size * (EXPANDS if part.compression else 1)
+        text = part.size * (EXPANSION if part.compression else 1)
         if not groups or total + text > size:
             groups.append([])
             total = 0
         groups[-1].append(part)
         total += text
-    return [tuple(group) for group in groups]
+    return [tuple(parts) for parts in groups]
 
 
 def documents(config: Prepare) -> Iterator[tuple[readers.Document, str]]:
-    """All documents that have text, with it, of files that are not cut."""
-    uncut = dataclasses.replace(config, split_mb=2**40)
-    for part in itertools.chain(*open_source(uncut).splits):
+    """Yield all documents that have text, with the text. Files are not divided."""
+    undivided = dataclasses.replace(config, split_mb=2**40)
+    for part in itertools.chain(*open_source(undivided).splits):
         for document in readers.documents(part, config, left_out=Counter()):
-            if text := "".join(piece.text for piece in document.pieces):
+            if text := "".join(chunk.text for chunk in document.chunks):
                 yield document, text

@@ -1,5 +1,7 @@
-"""Tokenizers by name: `sample`, whose ranks lie beside this file, and all that tiktoken knows; by
-path: a tokenizer.json of Hugging Face, and a tiktoken.model as Kimi-K2 and Moonlight have it.
+"""Load tokenizers by name or path.
+
+Names are `sample`, whose ranks are beside this file, and those of tiktoken. Paths are those of a
+tokenizer.json of Hugging Face, or of a tiktoken.model as in Kimi-K2 and Moonlight.
 """
 
 import base64
@@ -7,10 +9,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
-from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, settings_of, special_of
+from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, read_settings, special_of
+from utils import Config, ConfigError
 
 Tokenizer = tiktoken.Encoding | HuggingFace
 
@@ -19,8 +23,8 @@ SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
 END_OF_TEXT = "<|endoftext|>"
 
 RANKS = "tiktoken.model"
-# The pattern and the number of special tokens of Moonshot's models, which their files leave to
-# Python code: runs of Chinese characters stay apart from other letters.
+# Pattern and number of special tokens of Moonshot's models, which their files leave to Python code.
+# Runs of Chinese characters stay apart from other letters.
 MOONSHOT_PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -37,27 +41,25 @@ MOONSHOT_PATTERN = "|".join(
 )
 MOONSHOT_SPECIALS = 256
 
-# Where no merge may cross: names, signs and layout stay apart, as in Python's own grammar, which a
-# small model learns sooner. A possessive quantifier keeps long runs linear.
+# Merges stay within a match. Names, signs and layout are separate, as in Python's grammar, so a
+# small model learns faster. The possessive quantifier makes long runs take linear time.
 SAMPLE_PATTERN = r" ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]|\r?\n| {4}|\s"
 
 
 def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
-    """The tokenizer called `name`; its table is checked against `sha256` if that is given.
+    """Load a tokenizer, and compare its table with `sha256` if that is given.
 
     name    sample, a name of tiktoken's, or the path of a tokenizer.json or tiktoken.model, or of
             the folder of either.
-    Raises  ValueError when there is none, it cannot be fetched, or it is another one.
+    Raises  ConfigError if it does not exist, cannot be downloaded, or has another table.
     """
     if name == SAMPLE:
         tokenizer = encoding(read_ranks(SAMPLE_RANKS))
-    elif is_path(name):
-        tokenizer = load_file(Path(name))
     else:
-        tokenizer = load_tiktoken(name)
+        tokenizer = load_file(Path(name)) if is_path(name) else load_tiktoken(name)
     found = table_sha256(tokenizer)
     if sha256 is not None and found != sha256:
-        raise ValueError(
+        raise ConfigError(
             f"tokenizer {name} here has the table sha256 {found}, and the data was made with "
             f"{sha256}. Use the code, or the file, that the data was made with, or prepare the "
             f"data again with data/prepare.py --tokenizer {name} --overwrite."
@@ -66,14 +68,14 @@ def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
 
 
 def is_path(name: str) -> bool:
-    """Also of what is not there any more. A folder called as an encoding is needs ./ before it."""
+    """Return whether a name is a path, which may not exist. tiktoken's names are not paths."""
     if name in tiktoken.list_encoding_names():
         return False
     return name.endswith((".json", ".model")) or "/" in name or Path(name).is_dir()
 
 
 def load_file(path: Path) -> Tokenizer:
-    """A tokenizer.json, or else a tiktoken.model; path  of either, or of its folder."""
+    """Load a tokenizer.json or else a tiktoken.model. path  of either, or of its folder."""
     if path.is_dir() and not (path / TABLE).exists() and (path / RANKS).is_file():
         path = path / RANKS
     is_ranks = path.suffix == ".model" and path.is_file()
@@ -81,36 +83,36 @@ def load_file(path: Path) -> Tokenizer:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Of lines of base64 token, space, rank. Raises ValueError where it has others."""
-    # Not read through tiktoken.load, which caches by path and would miss that the file has changed.
+    """Parse lines of base64 token, space, rank. Raises ConfigError for other lines."""
+    # tiktoken.load would cache by path, and miss changes of the file.
     try:
         lines = map(bytes.split, file.read_bytes().splitlines())
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
-        raise ValueError(
-            f"--tokenizer {file} has a line that is not TOKEN RANK ({error}): a SentencePiece "
-            f"model is none of tiktoken's. Give a folder with a {TABLE}."
+        raise ConfigError(
+            f"--tokenizer {file} has a line that is not TOKEN RANK ({error}), as in a "
+            f"SentencePiece model. Use a folder with a {TABLE}."
         ) from error
 
 
 class TiktokenModel(tiktoken.Encoding):
-    """A tiktoken.model with the tokenizer_config.json beside it, which names special tokens."""
+    """A tiktoken.model, with the special tokens of the tokenizer_config.json beside it."""
 
     def __init__(self, file: Path):
-        """Raises  ValueError where it has no end of text, or is of another class."""
-        ranks, settings = read_ranks(file), settings_of(file.with_name(SETTINGS))
+        """Raises ConfigError if it has no end-of-text token, or is of another class."""
+        ranks, settings = read_ranks(file), read_settings(file.with_name(SETTINGS))
         if settings.get("tokenizer_class") != "TikTokenTokenizer":
-            raise ValueError(
+            raise ConfigError(
                 f"--tokenizer {file} needs its {SETTINGS} with the tokenizer_class "
-                f"TikTokenTokenizer, and has {settings.get('tokenizer_class')}: the pattern of "
-                "others is not known here."
+                f"TikTokenTokenizer, and has {settings.get('tokenizer_class')}, whose pattern is "
+                f"unknown. Use a folder with a {TABLE}."
             )
         named = {int(i): t["content"] for i, t in settings.get("added_tokens_decoder", {}).items()}
         ids = range(len(ranks), len(ranks) + MOONSHOT_SPECIALS)
         names = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
         self.special = special_of(settings, file.parent, names)
         if self.special.names.get("eos_token") not in names:
-            raise ValueError(f"--tokenizer {file}: name a special eos_token in {SETTINGS}.")
+            raise ConfigError(f"--tokenizer {file}: name a special eos_token in {SETTINGS}.")
         super().__init__(
             file.parent.name,
             pat_str=MOONSHOT_PATTERN,
@@ -125,55 +127,53 @@ class TiktokenModel(tiktoken.Encoding):
 
 
 def begin_of_text(tokenizer: Tokenizer, always: bool) -> int | None:
-    """The token that begins each document: as the tokenizer says, or `always`. Raises ValueError
-    where it has none.
+    """Return the token that begins each document, if the tokenizer says so or `always`.
+
+    Raises  ConfigError with `always` if there is no such token.
     """
-    special = getattr(tokenizer, "special", None)  # tiktoken's own have none
+    special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
     if always and (special is None or special.bos is None):
-        raise ValueError(
-            "--add-bos needs a tokenizer that names its bos_token, in tokenizer_config.json. Leave "
-            "it out, or add the name."
+        raise ConfigError(
+            "--add-bos needs a tokenizer that names its bos_token in tokenizer_config.json. Add "
+            "the name, or omit --add-bos."
         )
     return special.bos if special and (always or special.adds_bos) else None
 
 
 def encoding(table: dict[bytes, int]) -> tiktoken.Encoding:
-    """The sample tokenizer with this table; end-of-text is the id after the last rank."""
-    special = {END_OF_TEXT: len(table)}
+    """Return the sample tokenizer with this table; end of text is the id after the last rank."""
     return tiktoken.Encoding(
         SAMPLE,
         pat_str=SAMPLE_PATTERN,
         mergeable_ranks=table,
-        special_tokens=special,
+        special_tokens={END_OF_TEXT: len(table)},
         explicit_n_vocab=len(table) + 1,
     )
 
 
 def load_tiktoken(name: str) -> tiktoken.Encoding:
-    """The encoding that tiktoken calls `name`; its first use fetches the table over the network."""
+    """Load an encoding of tiktoken, which downloads its table at the first use."""
     names = tiktoken.list_encoding_names()
     if name not in names:
-        raise ValueError(
+        raise ConfigError(
             f"--tokenizer {name} is unknown: expected {SAMPLE}, the path of a {TABLE} or of its "
             f"folder, or a name of tiktoken's, one of {', '.join(names)}. Use --tokenizer {SAMPLE}."
         )
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are among these
-        raise ValueError(
-            f"--tokenizer {name} could not be fetched ({type(error).__name__}), and it is not in "
-            "tiktoken's cache. Connect to the network once, set TIKTOKEN_CACHE_DIR to a folder "
-            f"that has it, or use --tokenizer {SAMPLE}, which needs no network."
+        raise ConfigError(
+            f"--tokenizer {name} could not be downloaded ({type(error).__name__}), and tiktoken's "
+            "cache does not have it. Connect to the network once, set TIKTOKEN_CACHE_DIR to a "
+            f"folder that has it, or use --tokenizer {SAMPLE}, which needs no network."
         ) from error
 
 
 def table_sha256(tokenizer: Tokenizer) -> str:
-    """sha256 of all that decides the ids of a text: pattern, tokens by rank, end-of-text; or of the
-    content of tokenizer.json.
-    """
+    """Return the sha256 of tokenizer.json, or else of pattern, tokens by rank and end of text."""
     if isinstance(tokenizer, HuggingFace):
         return hashlib.sha256(tokenizer.content).hexdigest()
-    # Neither has a public reader; tiktoken's own guide to extending an encoding reads them so.
+    # tiktoken has no public access to these; its guide to extending an encoding reads them so.
     pattern, ranks = tokenizer._pat_str, tokenizer._mergeable_ranks
     table = sorted((rank, token.hex()) for token, rank in ranks.items())
     specials = [tokenizer.special.ids] if isinstance(tokenizer, TiktokenModel) else []
@@ -182,7 +182,7 @@ def table_sha256(tokenizer: Tokenizer) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Nothing for what is no token: a hole among the ids, a pad of the vocabulary."""
+    """Return the bytes of a token; none for an id without a token, like vocabulary padding."""
     try:
         return tokenizer.decode_single_token_bytes(token) if token >= 0 else b""
     except KeyError:
@@ -190,5 +190,19 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Without what is no token: the end of a text, and pads of the vocabulary."""
+    """Decode ids, ignoring those without a token."""
     return b"".join(token_bytes(tokenizer, i) for i in ids).decode("utf-8", "replace")
+
+
+def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int, list[int]]:
+    """Return (tokenizer, end of text, tokens that begin a document) of a checkpoint.
+
+    tokens  from the checkpoint's config
+    """
+    if not tokens["tokenizer"]:
+        raise ConfigError(
+            f"run {config.run.name} has no tokenizer: the folder it was imported from had no "
+            "tokenizer.json. Put one there and import it again."
+        )
+    tokenizer = load_tokenizer(tokens["tokenizer"], tokens["tokenizer_sha256"])
+    return tokenizer, tokens["end_of_text"], tokens.get("begin_of_text", [])

@@ -1,9 +1,8 @@
 """Train the sample tokenizer: python data/train_tokenizer.py [--out FILE]
 
 Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) of 4,096 ids: 256 bytes, 3,839 merges and
-end-of-text, which is the last. It sees the training files of `python-stdlib` only, so that
-validation text is as new to the tokenizer as to the model. The same interpreter gives the same
-file, byte by byte.
+end of text, the last id. It is trained on the training files of `python-stdlib` only, so validation
+text is new to the tokenizer too. The result is deterministic for each version of Python.
 """
 
 import base64
@@ -21,6 +20,7 @@ from data.hf_tokenizer import BYTES
 from data.settings import Prepare, in_validation
 from data.sources import STDLIB, documents
 from data.tokenizer import SAMPLE_PATTERN, SAMPLE_RANKS, encoding
+from utils import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class TrainTokenizer:
     """Train the sample tokenizer on the training files of python-stdlib."""
 
     out: Path = SAMPLE_RANKS  # rank file to write, in tiktoken's format
-    vocabulary: int = 4096  # ids: 256 bytes, the merges, and end-of-text
+    vocab_size: int = 4096  # 256 bytes, the merges, and end of text
 
 
 def main(arguments: list[str] | None = None) -> None:
     config = tyro.cli(TrainTokenizer, args=arguments)
-    if config.vocabulary < 257:
-        raise ValueError(f"--vocabulary {config.vocabulary} is too small: expected at least 257.")
+    if config.vocab_size < 257:
+        raise ConfigError(f"--vocab-size {config.vocab_size} is too small: expected at least 257.")
     splits: dict[bool, list[str]] = {False: [], True: []}
     for document, text in documents(Prepare(source=STDLIB, out="")):
         held_out = in_validation(document.name, document.position, Prepare.val_share)
         splits[held_out].append(text)
-    tokens = train(splits[False], config.vocabulary - 1)
+    tokens = train(splits[False], config.vocab_size - 1)
     table = {token: rank for rank, token in enumerate(tokens)}
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in table.items()]
     config.out.write_bytes(b"".join(lines))
@@ -52,8 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train(texts: Iterable[str], size: int) -> list[bytes]:
-    """`size` tokens by rank: the 256 bytes, then merges, the most frequent first. There are fewer
-    when the text has no more pairs.
+    """Return `size` tokens by rank: the 256 bytes, then merges, the most frequent first.
+
+    There are fewer if the text has no more pairs.
     """
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(SAMPLE_PATTERN), "isolated")
@@ -68,6 +69,6 @@ def train(texts: Iterable[str], size: int) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    from faults import command_line
+    from runtime.errors import run_command
 
-    command_line(main)
+    run_command(main)

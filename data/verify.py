@@ -1,10 +1,7 @@
-"""Compare token shards with their checksums: python data/verify.py --folder data/sample
+"""Verify the checksums of token shards: python data/verify.py --folder gs://bucket/corpus
 
-A run compares nothing but sizes, so use this after a copy, before a long run, or when a loss is
-strange. On a disk the files are read; a bucket lists the checksums that it has of its objects.
-FOLDER has an index.json, or folders with one.
-
-    python data/verify.py --folder gs://bucket/corpus
+A run compares only file sizes, so use this after a copy, before a long run, or after a suspicious
+loss. Files on a disk are read; a bucket lists the checksums of its objects.
 """
 
 import base64
@@ -16,22 +13,23 @@ from pathlib import Path
 
 import tyro
 
-# Run as a script, this folder is on the path and the one above it is not.
+# A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import faults
-from buckets import Prefix, is_bucket
+from data.manifest import INDEX, file_crc32c, read_manifest
 from data.progress import progress
 from data.shards import folder_at
-from manifest import INDEX, file_crc32c, read_manifest
-from token_files import Files, open_files
+from data.token_files import Files, open_files
+from runtime import errors
+from runtime.buckets import Prefix, is_bucket
+from utils import ConfigError
 
-WORKERS = 8  # files that are read at once
+WORKERS = 8  # files read concurrently
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Compare all token shards of a folder with their checksums."""
+    """Verify the checksums of all token shards of a folder."""
 
     folder: str  # with an index.json, or with folders that have one; also gs://BUCKET/...
 
@@ -42,40 +40,43 @@ def main(arguments: list[str] | None = None) -> None:
     shards = [shard for kind in kinds for shard in kind.shards]
     total, damaged = sum(shard.bytes for shard in shards), []
     with progress(total) as bar, ThreadPoolExecutor(WORKERS) as pool:
-        results = (result for kind in kinds for result in compared(kind, pool))
+        results = (result for kind in kinds for result in compare(kind, pool))
         for shard, result in zip(shards, results, strict=True):
             bar.update(shard.bytes)
             damaged += [result] if result else []
-    done = f"{len(shards):,} files, {total / 1e9:,.3f} GB"
+    count = f"{len(shards):,} files, {total / 1e9:,.3f} GB"
     if damaged:
         print("\n".join(damaged))
-        raise ValueError(f"{len(damaged)} files are damaged, listed above; compared were {done}.")
-    print(f"{flags.folder} is whole: {done}")
-
-
-def folders(given: str) -> list[str]:
-    """The folder itself, or those in it, that have an index.json."""
-    given = given.rstrip("/")
-    names = [name for name in folder_at(given).found() if f"/{name}".endswith(f"/{INDEX}")]
-    if not names:
-        raise ValueError(
-            f"--folder {given} has no {INDEX}, nor has a folder in it: there are no finished "
-            "shards. Give one that data/prepare.py has made."
+        raise ConfigError(
+            f"{len(damaged)} files are damaged, listed above; compared {count}. Copy or prepare "
+            "them again."
         )
-    return sorted(f"{given}/{name}".removesuffix(f"/{INDEX}") for name in names)
+    print(f"{flags.folder} is complete: {count}")
 
 
-def compared(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
-    """What is wrong with each file, in words; None where nothing is."""
-    listed = Prefix(files.folder).found() if is_bucket(files.folder) else {}
-    there = {name: base64.b64decode(found.crc32c).hex() for name, found in listed.items()}
+def folders(folder: str) -> list[str]:
+    """Return the folder itself and those in it that have an index.json."""
+    folder = folder.rstrip("/")
+    names = [name for name in folder_at(folder).list_objects() if f"/{name}".endswith(f"/{INDEX}")]
+    if not names:
+        raise ConfigError(
+            f"--folder {folder} has no {INDEX}, nor has a folder in it. Use a folder that "
+            "data/prepare.py has finished."
+        )
+    return sorted(f"{folder}/{name}".removesuffix(f"/{INDEX}") for name in names)
+
+
+def compare(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
+    """Yield for each file a message if it is damaged, else None."""
+    listed = Prefix(files.folder).list_objects() if is_bucket(files.folder) else {}
+    checksums = {name: base64.b64decode(found.crc32c).hex() for name, found in listed.items()}
     sizes = files.sizes()
 
-    def wrong(file: int) -> str | None:
+    def compare_file(file: int) -> str | None:
         shard, path = files.shards[file], files.path(file)
         try:
             files.check_size(file, sizes)
-            crc32c = there[shard.name] if listed else file_crc32c(Path(path))
+            crc32c = checksums[shard.name] if listed else file_crc32c(Path(path))
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -83,8 +84,8 @@ def compared(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
         altered = "altered, with another checksum"
         return None if crc32c == shard.crc32c else str(files.error(file, altered))
 
-    return pool.map(wrong, range(len(files.shards)))
+    return pool.map(compare_file, range(len(files.shards)))
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

@@ -1,10 +1,10 @@
-"""Bytes that a program moves through a chip's memory: its operations as kernels, after a compiler
-has fused them.
+"""Count the bytes that a program moves through memory, after a compiler has fused its operations.
 
-Elementwise operations, sums and lookups are computed in one kernel with what reads them, up to a
-value that must exist: one that a product, a collective or a loop reads or makes, a sum, what is
-returned. Kernels that read the same and do not wait for each other are one. Of a kernel, operands
-and results go through memory once each. Views of a value are that value.
+- Elementwise operations, sums and lookups are fused into the kernel that reads them.
+- Some values must exist in memory: what a product, a collective or a loop reads or makes, sums,
+  and results.
+- Kernels that read the same value, and do not depend on each other, are one kernel.
+- A kernel moves each operand and each result once. A view of a value is that value.
 """
 
 import math
@@ -15,23 +15,23 @@ import numpy as np
 
 from planning.jaxpr import Count, Op, Value
 
-# Another name or another order of the same numbers: who reads them reads them so.
+# Another name or another layout of the same numbers, which costs nothing.
 VIEWS = frozenset([
     "copy", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "squeeze",
     "stop_gradient", "transpose",
 ])  # fmt: skip
 SUMS = frozenset(["reduce_max", "reduce_sum"])
-PARTS = frozenset(["dynamic_slice", "gather", "slice", "split"])  # of which the result is read
-FEW = 32  # numbers to a sum, that one thread adds up as it goes
-UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place, by which input
+PARTS = frozenset(["dynamic_slice", "gather", "slice", "split"])  # they read only what they return
+FEW = 32  # a sum of at most so many numbers is fused: one thread adds them
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place: index of input
 
 
 @dataclass(eq=False)
 class Kernel:
-    """What is read and written at once, and the kernels that have to run before."""
+    """What is read and written at once, and the kernels that have to run before it."""
 
-    fused: bool  # of operations that others may join
-    reads: dict[Value, dict[Value, Count]] = field(default_factory=dict)  # the parts of each
+    fused: bool  # other operations may join it
+    reads: dict[Value, dict[Value, Count]] = field(default_factory=dict)  # value: its parts
     writes: dict[Value, Count] = field(default_factory=dict)
     needs: set["Kernel"] = field(default_factory=set)
 
@@ -56,7 +56,7 @@ class Kernel:
 
 
 def _is_sum(op: Op) -> bool:
-    """Of many; a few numbers are added up where the sum is read."""
+    """Return whether it sums many numbers. A sum of few is fused into what reads it."""
     if op.eqn.primitive.name not in SUMS:
         return False
     shape = op.eqn.invars[0].aval.shape
@@ -64,8 +64,10 @@ def _is_sum(op: Op) -> bool:
 
 
 def _ordered(op: Op) -> Count | int:
-    """Of bringing a collective's parts in order: ranks' parts lie one after the other, and belong
-    side by side where it cuts or joins another dimension than the outermost.
+    """Return the bytes moved to reorder a collective's parts.
+
+    The ranks' parts are contiguous. They are interleaved if the collective splits or concatenates
+    another dimension than the outermost.
     """
     params, found = op.eqn.params, 0
     before, after = params.get("scatter_dimension", 0), params.get("all_gather_dimension", 0)
@@ -83,12 +85,12 @@ def _ordered(op: Op) -> Count | int:
 class Fused:
     """The kernels of a program's operations."""
 
-    def __init__(self, ops: list[Op], alone: frozenset[str], results: Iterable[Value]):
-        """alone  axes of the mesh with one rank, which has nobody to send to.
-        results  values that must exist; what none of them needs is left out.
+    def __init__(self, ops: list[Op], single: frozenset[str], results: Iterable[Value]):
+        """single  mesh axes of one rank, along which collectives cost nothing.
+        results  values that must exist; operations that none of them needs are removed.
         """
-        self.alone = alone
-        self.source: dict[Value, Value] = {}  # of a view
+        self.single = single
+        self.source: dict[Value, Value] = {}  # view: the value itself
         self.maker: dict[Value, Op] = {}
         for op in ops:
             if self._is_view(op):
@@ -97,7 +99,7 @@ class Fused:
                 self.maker |= dict.fromkeys(op.outputs, op)
         self.exist = {self.of(value) for value in results}
         ops = self._needed(ops)
-        # What an operation that is a kernel of its own reads.
+        # What is read by operations that are kernels of their own.
         self.whole = {self.of(v) for op in ops if not op.reads_fused for v in op.inputs}
         self.exist |= self.whole
         for op in ops:
@@ -111,7 +113,7 @@ class Fused:
         self.bytes = self.bytes + sum((kernel.bytes for kernel in self.kernels), 0)
 
     def _needed(self, ops: list[Op]) -> list[Op]:
-        """Those that results are made from, without views, in order."""
+        """Return the operations that results depend on, without views, in order."""
         needed, wanted = [], set(self.exist)
         for op in reversed(ops):
             if not self._is_view(op) and not wanted.isdisjoint(op.outputs):
@@ -124,30 +126,31 @@ class Fused:
 
     def _is_view(self, op: Op) -> bool:
         if op.send:
-            return self.alone.issuperset(op.send.axes)
+            return self.single.issuperset(op.send.axes)
         name = op.eqn.primitive.name
         sizes = [v.aval.size for v in (*op.eqn.outvars[:1], *op.eqn.invars[:1])]
         return name in VIEWS or (name == "broadcast_in_dim" and sizes[0] == sizes[-1])
 
     def stored(self, value: Value) -> int:
-        """How often a value goes through memory more where it is also put into a larger array: a
-        fused operation writes it there, all else is copied.
+        """Return how often storing a value in a larger array moves it through memory.
+
+        A fused operation writes it there directly. Anything else is copied.
         """
         maker = self.maker.get(self.of(value))
         return 1 if maker is None or maker.reads_fused else 2
 
     def sliced(self, value: Value) -> int:
-        """The same, where it has to be taken out of one: fused operations read it there."""
+        """Return how often slicing a value from a larger array moves it. Fused reads are free."""
         return 2 if self.of(value) in self.whole else 0
 
     def _add(self, op: Op) -> None:
         new = [value for value in op.outputs if value in self.exist]
         if op.body:
-            inside = Fused(op.body.ops, self.alone, op.body.outputs)
+            inside = Fused(op.body.ops, self.single, op.body.outputs)
             self.bytes = self.bytes + op.times * inside.bytes
-            self._alone(op, {}, {})
+            self._add_kernel(op, {}, {})
         elif not op.reads_fused:
-            self._alone(op, *self._of_one(op))
+            self._add_kernel(op, *self._of_one(op))
         elif new:
             reads = self._leaves(new)
             needs = self._before(reads)
@@ -158,7 +161,7 @@ class Fused:
             self.made_by |= dict.fromkeys(new, kernel)
 
     def _of_one(self, op: Op) -> tuple[dict[Value, Count], dict[Value, Count]]:
-        """What an operation reads and writes that is a kernel of its own."""
+        """Return what an operation reads and writes as a kernel of its own."""
         name, inputs = op.eqn.primitive.name, [self.of(value) for value in op.inputs]
         if name in UPDATES:
             part = inputs[UPDATES[name]].bytes
@@ -171,14 +174,14 @@ class Fused:
             self.bytes = self.bytes + _ordered(op)
         return found
 
-    def _alone(self, op: Op, reads: dict[Value, Count], writes: dict[Value, Count]) -> None:
+    def _add_kernel(self, op: Op, reads: dict[Value, Count], writes: dict[Value, Count]) -> None:
         kernel = Kernel(False, {v: {v: size} for v, size in reads.items()}, writes)
         kernel.needs = self._before(self.of(value) for value in op.inputs)
         self.kernels.append(kernel)
         self.made_by |= dict.fromkeys(op.outputs, kernel)
 
     def _leaves(self, values: list[Value]) -> dict[Value, dict[Value, Count]]:
-        """What exists that fused operations compute these from, and the parts of it."""
+        """Return the existing values that these are computed from, with the parts that are read."""
         found: dict[Value, dict[Value, Count]] = {}
         todo, seen = list(values), set(values)
         while todo:
@@ -195,8 +198,9 @@ class Fused:
         return found
 
     def _joined(self, reads: Iterable[Value], needs: set[Kernel]) -> Kernel:
-        """A kernel that reads some of these and that none of the needed ones waits for, or a new
-        one.
+        """Return a kernel that reads some of these values, or a new one.
+
+        None of the needed kernels may wait for it.
         """
         large = {value for value in reads if value.bytes.max() > 0}
         for kernel in self.kernels:

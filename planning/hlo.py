@@ -1,12 +1,12 @@
-"""What a compiled program does, counted from its optimized text: a loop's body times its trips.
+"""Count FLOPs, collectives and memory traffic in the optimized text of a compiled program.
 
-`compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. Here the text of
-`compiled.as_text()` is walked instead, through loops, branches, calls and fusions: see `Walk`. All
-counts are of one device's program.
+`compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. This file walks
+the text of `compiled.as_text()` instead, through loops, branches, calls and fusions: see `Walk`.
+All counts are of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
-are opaque: those of attention are counted by rule, and of any other call of foreign code
-`custom_calls` says how often it runs.
+are opaque. Attention kernels are counted by rule, and `custom_calls` counts the executions of any
+other foreign code.
 """
 
 import math
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attention_kernels import GPU_BLOCK
+from attention_kernels.adapter import GPU_BLOCK
+from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
-Cost = dict[Any, float]  # what is counted: how much
+Cost = dict[Any, float]  # {what is counted: how much}
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
 
 COLLECTIVES = (
@@ -38,8 +39,8 @@ COLLECTIVES = (
 PRODUCTS = ("dot", "convolution", "custom-call")
 CALLS = ("fusion", "call", "async-start")
 
-# Kernels of splash attention: matrix products as wide as queries, and as values. Backward, each of
-# two makes the scores and the probabilities' gradient of its own.
+# Attention kernels: (matrix products of the queries' width, of the values' width). Each of splash's
+# two backward kernels recomputes the scores and the probabilities' gradient.
 SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
 CUDNN = {"__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2)}
 TRITON = {"mha_forward": (1, 1), "mha_preprocess_backward": (0, 0), "mha_backward": (4, 3)}
@@ -53,10 +54,10 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(\(
 @dataclass(frozen=True)
 class Instruction:
     name: str
-    shapes: tuple[Shape, ...]  # of the result: several for a tuple
+    shapes: tuple[Shape, ...]  # of the result; several for a tuple
     opcode: str
-    argument: str  # what stands in the parentheses
-    attributes: str  # what stands behind them
+    argument: str  # the text in the parentheses
+    attributes: str  # the text behind them
 
     @property
     def operands(self) -> list[str]:
@@ -64,12 +65,12 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of named scopes that jax gives an operation."""
+        """The path of named scopes that JAX gives an operation."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     def computations(self, *attributes: str) -> list[str]:
-        """Names of the computations under some attributes."""
+        """Return the names of the computations under some attributes."""
         found = []
         for attribute in attributes:
             under = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
@@ -87,13 +88,13 @@ class Program:
 
 
 def _closing(text: str) -> int:
-    """Index of the parenthesis that closes the one at index 0."""
+    """Return the index of the parenthesis that closes the one at index 0."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
         if not depth:
             return found.start()
-    raise ValueError(f"HLO text ends inside a parenthesis: {text[:80]}")
+    raise ConfigError(f"HLO text ends inside a parenthesis: {text[:80]}")
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def parse(text: str) -> Program:
-    """The computations of an optimized module, by name, and which one is entered."""
+    """Return the computations of an optimized module, by name, and its entry."""
     computations: dict[str, Computation] = {}
     entry, current = "", {}
     # A Pallas kernel's attributes are written over three lines.
@@ -115,7 +116,7 @@ def parse(text: str) -> Program:
             end = _closing(rest)
             current[name] = Instruction(name, shapes, opcode, rest[1:end], rest[end + 1 :])
     if not entry:
-        raise ValueError(
+        raise ConfigError(
             "HLO text has no ENTRY computation: give it the text of a compiled program."
         )
     return Program(computations, entry)
@@ -123,17 +124,17 @@ def parse(text: str) -> Program:
 
 # --- the walk -------------------------------------------------------------------------------------
 
-Value = frozenset | tuple  # what a visitor tells of a result; of a tuple, the values of its members
+Value = frozenset | tuple  # what a visitor records of a result; for a tuple, of its members
 NOTHING: frozenset = frozenset()
 
 
 def joined(value: Value) -> frozenset:
-    """What is told of any member."""
+    """Return the union over all members."""
     return frozenset().union(*map(joined, value)) if isinstance(value, tuple) else value
 
 
 def either(one: Value, other: Value) -> Value:
-    """What is one or the other, as after a branch."""
+    """Return the value of a result that is one or the other, as after a branch."""
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return tuple(map(either, one, other))
     return joined(one) | joined(other)
@@ -144,18 +145,18 @@ class Frame:
     """One execution of a computation."""
 
     computation: Computation
-    place: Any = None  # that the visitor gave to the instruction which calls
+    scope: Any = None  # what the visitor returned for the calling instruction
     arguments: Sequence[Value] = ()
-    seen: set = field(default_factory=set)  # a visitor's own; new in each trip and each branch
+    seen: set = field(default_factory=set)  # for the visitor; new in each trip and each branch
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Sums what a visitor counts over all executions of a program's instructions.
+    """The sum of a visitor's counts over all executions of a program's instructions.
 
-    visit   (instruction, values of its operands, frame) -> (counts, place, value). The place goes
-            to the frames of what it calls, and the value to those who read its result.
-    costs   of what is counted, that for which the number of executions must be known
+    visit   (instruction, values of its operands, frame) -> (counts, scope, value). The scope goes
+            to the frames of what it calls, the value to the instructions that read its result.
+    costs   selects the counts for which the number of executions must be known.
     """
 
     program: Program
@@ -164,41 +165,40 @@ class Walk:
     costs: Callable[[Counter], Counter] = Counter
 
     def run(self, name: str, *context) -> tuple[Counter, Value]:
-        """Counts of one execution of a computation, and the value of its result.
+        """Return the counts of one execution of a computation, and the value of its result.
 
-        context   of its frame: place, arguments, seen
-        Raises    ValueError for a loop or a branch with a cost whose number of executions is not
-                  known.
+        context   scope, arguments and seen of its frame.
+        Raises    ConfigError for a loop or branch with a cost that runs an unknown number of times.
         """
         frame = Frame(self.program.computations[name], *context)
         found: Counter = Counter()
         values: dict[str, Value] = {}
-        value: Value = NOTHING  # of an instruction; in the end of the root, which is written last
+        value: Value = NOTHING  # in the end that of the root, which is written last
         for instruction in frame.computation.values():
             operands = [values.get(operand, NOTHING) for operand in instruction.operands]
-            counts, place, value = self.visit(instruction, operands, frame)
+            counts, scope, value = self.visit(instruction, operands, frame)
             add(found, counts)
             if instruction.opcode in CALLS:
                 for callee in instruction.computations("calls", "to_apply"):
-                    counts, value = self.run(callee, place, operands, frame.seen)
+                    counts, value = self.run(callee, scope, operands, frame.seen)
                     add(found, counts)
             elif instruction.opcode == "while":
-                value = self.loop(found, instruction, place, operands[0], frame.computation)
+                value = self.loop(found, instruction, scope, operands[0], frame.computation)
             elif instruction.opcode == "conditional":
-                value = self.branch(found, instruction, place, operands[1:])
+                value = self.branch(found, instruction, scope, operands[1:])
             values[instruction.name] = value
         return found, value
 
     def loop(
-        self, found: Counter, loop: Instruction, place: Any, state: Value, around: Computation
+        self, found: Counter, loop: Instruction, scope: Any, state: Value, around: Computation
     ) -> Value:
-        """The first trip reads what is made before the loop, the others what the trip before made.
+        """Add a loop's counts: the first trip reads the initial state, the others the last trip's.
 
-        Raises  ValueError for a loop of unknown length, if it has a cost; without, it runs once.
+        Raises  ConfigError for a loop of unknown length with a cost. Without a cost, it runs once.
         """
         body, condition = loop.computations("body", "condition")
-        first, after = self.run(body, place, [state])
-        check, _ = self.run(condition, place, [state])
+        first, after = self.run(body, scope, [state])
+        check, _ = self.run(condition, scope, [state])
         try:
             trips = trip_count(loop, around, self.program)
         except ValueError:
@@ -208,27 +208,27 @@ class Walk:
         add(found, check, trips + 1)
         add(found, first, min(trips, 1))
         if trips > 1:
-            again, after = self.run(body, place, [after])
+            again, after = self.run(body, scope, [after])
             add(found, again, trips - 1)
         return after
 
     def branch(
-        self, found: Counter, conditional: Instruction, place: Any, arguments: list[Value]
+        self, found: Counter, conditional: Instruction, scope: Any, arguments: list[Value]
     ) -> Value:
-        """Each branch runs by its share, in the order of `lax.cond` seen as `lax.switch`."""
+        """Add the counts of each branch by its share, in the order of `lax.switch`."""
         names = conditional.computations("branch_computations")
         if not names:
             names = conditional.computations("false_computation", "true_computation")
-            arguments = arguments[::-1]  # the true one's is written first
+            arguments = arguments[::-1]  # the true branch's is written first
         called = zip(names, arguments, strict=True)
-        runs = [self.run(name, place, [argument]) for name, argument in called]
+        runs = [self.run(name, scope, [argument]) for name, argument in called]
         costs = [self.costs(counts) for counts, _ in runs]
         shares = self.branch_share(conditional.op_name) if self.branch_share else None
         if shares is None and any(cost != costs[0] for cost in costs):
-            raise ValueError(
+            raise ConfigError(
                 f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches "
-                f"that cost {[dict(cost) for cost in costs]}, and nothing says how often each "
-                f"runs. Give a branch_share that knows its op_name and returns {len(costs)} shares."
+                f"that cost {[dict(cost) for cost in costs]}, and it is unknown how often each "
+                f"runs. Give a branch_share that returns {len(costs)} shares for its op_name."
             )
         shares = shares or [1 / len(runs)] * len(runs)
         for (counts, _), share in zip(runs, shares, strict=True):
@@ -242,11 +242,11 @@ def add(found: Counter, more: Cost, times: float = 1) -> None:
 
 
 def executed(text: str, cost: Callable, branch_share: BranchShare | None = None) -> Cost:
-    """Sum of cost(instruction, its computation) over all executions.
+    """Return the sum of cost(instruction, its computation) over all executions.
 
     branch_share(op_name)  share of executions of each branch of the conditional with that op_name
-                           (`lax.cond`: false first), or None, where branches cost the same.
-    Raises  ValueError for a loop or a branch with a cost whose number of executions is not known.
+                           (`lax.cond`: false first), or None if all branches cost the same.
+    Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
     """
 
     def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, None, Value]:
@@ -257,9 +257,9 @@ def executed(text: str, cost: Callable, branch_share: BranchShare | None = None)
 
 
 def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
-    """How often a loop's body runs: as the compiler noted, else read from its condition.
+    """Return how often a loop's body runs: as the compiler noted, else from its condition.
 
-    Raises  ValueError for a loop that does not count up by one to a constant.
+    Raises  ConfigError for a loop that does not count up by one to a constant.
     """
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     if noted:
@@ -272,7 +272,7 @@ def trip_count(loop: Instruction, computation: Computation, program: Program) ->
     compares = [i for i in inside if i.opcode == "compare" and "direction=LT" in i.attributes]
     counters = [i for i in inside if i.opcode == "get-tuple-element" and _is_integer(i)]
     if len(limits) != 1 or len(compares) != 1 or len(counters) != 1:
-        raise ValueError(
+        raise ConfigError(
             f"Loop {loop.name} (op_name {loop.op_name!r}) has no known trip count: its condition "
             "does not compare a counter with one constant. Write it as a lax.scan."
         )
@@ -280,7 +280,7 @@ def trip_count(loop: Instruction, computation: Computation, program: Program) ->
 
 
 def first_count(loop: Instruction, counter: Instruction, computation: Computation) -> int:
-    """The counter's value before the loop; 0, as in every lax.scan, where it is not a constant."""
+    """Return the counter's value before the loop; 0, as in every lax.scan, if not a constant."""
     index = int(re.search(r"index=(\d+)", counter.attributes)[1])
     source = computation[loop.operands[0]]
     while source.opcode in ("tuple", "copy", "bitcast"):
@@ -293,24 +293,24 @@ def _is_integer(instruction: Instruction) -> bool:
     return instruction.shapes[0][0] in ("s32", "s64", "u32", "u64") and not instruction.shapes[0][1]
 
 
-# --- what an instruction costs --------------------------------------------------------------------
+# --- FLOPs ----------------------------------------------------------------------------------------
 
 
 def dot_flops(text: str, branch_share: BranchShare | None = None) -> float:
-    """FLOPs of all matrix products: 2 * elements of the result * length of what is summed over."""
+    """Return the FLOPs of all matrix products: 2 * elements of the result * contracted length."""
     return executed(text, lambda *at: {"flops": flops(*at)}, branch_share).get("flops", 0)
 
 
 def flops(instruction: Instruction, computation: Computation) -> int:
-    """Of an instruction that is a matrix product, or a kernel whose products are known; else 0."""
-    call = instruction.opcode == "custom-call"
-    if call and _splash(instruction):
-        return splash_flops(instruction, computation)
-    if call and _on_gpu(instruction):
-        return gpu_flops(instruction, computation)
+    """Return the FLOPs of a matrix product, or of a kernel whose products are known; else 0."""
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
-    if instruction.opcode != "dot" and not (call and _is_gemm(instruction)):
+    if instruction.opcode == "custom-call":
+        if products := _attention_products(instruction):
+            return attention_flops(instruction, computation, *products)
+        if not _is_gemm(instruction):
+            return 0
+    elif instruction.opcode != "dot":
         return 0
     # lhs_contracting_dims={1,2} of a dot, or "lhs_contracting_dimensions":["1","2"] of cuBLAS
     found = re.search(r'lhs_contracting_dim\w+\W+([\d,"]*)', instruction.attributes)
@@ -327,48 +327,46 @@ def _is_gemm(call: Instruction) -> bool:
     return _target(call).startswith("__cublas$")
 
 
-def _splash(call: Instruction) -> tuple[int, int] | None:
-    """The entry of SPLASH that a call has."""
-    return next((found for name, found in SPLASH.items() if call.name.startswith(name)), None)
+def _is_splash(call: Instruction) -> bool:
+    return call.name.startswith(tuple(SPLASH))
 
 
-def _on_gpu(call: Instruction) -> tuple[int, int] | None:
-    """The entry of CUDNN or TRITON that a call has."""
+def _attention_products(call: Instruction) -> tuple[int, int] | None:
+    """Return a call's entry in SPLASH, CUDNN or TRITON."""
+    if _is_splash(call):
+        return next(found for name, found in SPLASH.items() if call.name.startswith(name))
     if _target(call) != "__gpu$xla.gpu.triton":
         return CUDNN.get(_target(call))
     name = re.search(r'[{ ]name = "(\w+)"', call.attributes)
     return TRITON.get(name[1]) if name else None
 
 
-def splash_flops(call: Instruction, computation: Computation) -> int:
-    """2 * pairs of positions in the blocks that are computed * what is multiplied at each, by rule:
-    nothing in the text tells. The blocks are those at and below the diagonal.
+def attention_flops(
+    call: Instruction, computation: Computation, by_query: int, by_value: int
+) -> int:
+    """Return 2 * pairs of positions in the computed blocks * the widths that are multiplied.
+
+    The text does not show which blocks a kernel computes. They are those at and below the diagonal.
     """
     shapes = [computation[name].shapes[0] for name in call.operands]
-    _, rows, columns = shapes[0][1]  # which blocks there are
-    # With one sequence the batch's dimension is left out.
-    (*batch, T, A), _, (*_, W) = [dims for kind, dims in shapes if kind in ("bf16", "f32")][:3]
-    if rows != columns:
-        raise ValueError(f"the blocks of {call.name} are not square: {rows} by {columns} in {T}")
-    by_query, by_value = _splash(call)
+    if _is_splash(call):
+        _, rows, columns = shapes[0][1]  # the mask of blocks
+        if rows != columns:
+            raise ConfigError(f"the blocks of {call.name} are not square: {rows} by {columns}")
+        # With one sequence, the batch dimension is missing.
+        (*batch, T, A), _, (*_, W) = [dims for kind, dims in shapes if kind in ("bf16", "f32")][:3]
+    else:
+        (b, T, n, A), *_, (*_, W) = [dims for _, dims in shapes[:3]]
+        batch, rows = (b, n), -(-T // GPU_BLOCK)
     pairs = T * T * (rows + 1) // (2 * rows)
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 
 
-def gpu_flops(call: Instruction, computation: Computation) -> int:
-    """As of splash, for queries of [b, T, n, A] and values as wide as W."""
-    (b, T, n, A), *_, (*_, W) = [computation[name].shapes[0][1] for name in call.operands[:3]]
-    by_query, by_value = _on_gpu(call)
-    blocks = -(-T // GPU_BLOCK)
-    pairs = T * T * (blocks + 1) // (2 * blocks)
-    return 2 * b * n * pairs * (by_query * A + by_value * W)
-
-
 def convolution_flops(convolution: Instruction, computation: Computation) -> int:
-    """2 * batch * features in and out * pairs of output and kernel position that meet an input.
+    """Return 2 * batch * features in and out * pairs of output and kernel position with an input.
 
-    Products of batches of matrices are written as convolutions whose window has the batch as a
-    spatial dimension, so positions in padding and between dilated inputs must not be counted.
+    Batched matrix products are convolutions with the batch as a spatial dimension. So positions in
+    padding and between dilated inputs do not count.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes).groups()
     arrays = [*(computation[name] for name in convolution.operands[:2]), convolution]
@@ -379,7 +377,7 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
 
     def entry(field: str, label: str, default: int) -> int:
-        """Of a spatial dimension; of padding, that before."""
+        """Return the field of a spatial dimension; for padding, the low one."""
         if field not in fields:
             return default
         return int(fields[field].split("x")[int(label)].split("_")[0])
@@ -393,9 +391,9 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     return found
 
 
-# --- what goes through memory ---------------------------------------------------------------------
+# --- memory traffic -------------------------------------------------------------------------------
 
-# What moves no bytes: names of values, and what runs something else.
+# These move no bytes: they name values, or run other computations.
 NO_TRAFFIC = frozenset([
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while",
     "conditional", "call", "partition-id", "replica-id", "iota", "opt-barrier",
@@ -404,25 +402,25 @@ _INSIDE = "inside a fusion"
 
 
 def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """Bytes of operands and results of all kernels, by the named scopes of each: what would go
-    through memory if nothing stayed in a cache between two kernels.
+    """Return the bytes of operands and results of all kernels, by named scopes.
 
-    Of what is sliced the slice counts, and of what is updated in place the update.
+    They go through memory if no cache keeps anything between kernels. A slice counts with its own
+    size, and so does an update in place.
     """
     program = parse(text)
 
     def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, Any, Value]:
-        if frame.place == _INSIDE:
+        if frame.scope == _INSIDE:
             return {}, _INSIDE, NOTHING
         size = kernel_bytes(instruction, frame.computation, program)
-        place = _INSIDE if instruction.opcode == "fusion" else None
-        return {_scope(instruction): size} if size else {}, place, NOTHING
+        scope = _INSIDE if instruction.opcode == "fusion" else None
+        return {_scope(instruction): size} if size else {}, scope, NOTHING
 
     return dict(Walk(program, branch_share, visit).run(program.entry)[0])
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
-    """Of one execution of an instruction that is not part of a fusion."""
+    """Return the bytes of one execution of an instruction that is not part of a fusion."""
     if kernel.opcode in NO_TRAFFIC or kernel.opcode.endswith("-start"):
         return 0
     operands = [computation[name] for name in kernel.operands]
@@ -434,14 +432,14 @@ def kernel_bytes(kernel: Instruction, computation: Computation, program: Program
         return 2 * result_bytes(kernel)
     if kernel.opcode in UPDATES:
         return 2 * result_bytes(operands[UPDATES[kernel.opcode]])
-    if kernel.opcode.endswith("-done"):  # of a collective, and of what starts it
+    if kernel.opcode.endswith("-done"):  # counts for the start of the collective too
         read = [computation[name] for name in operands[0].operands]
         return result_bytes(kernel) + sum(map(result_bytes, read))
     return result_bytes(kernel) + sum(map(result_bytes, operands))
 
 
 SLICES = ("dynamic-slice", "slice", "gather")
-UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is put into the first one
+UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # operand that updates the first
 
 
 def _inside(fusion: Instruction, program: Program) -> Computation:
@@ -454,7 +452,7 @@ def _parameters(computation: Computation) -> dict[int, Instruction]:
 
 
 def _read_bytes(value: Instruction, inside: Computation, program: Program) -> int:
-    """What a fusion reads of one of its parameters, or of another name of it."""
+    """Return the bytes that a fusion reads of a parameter, or of an alias of it."""
     found = 0
     for user in (i for i in inside.values() if value.name in i.operands):
         if user.opcode in ("bitcast", "transpose"):
@@ -484,7 +482,7 @@ def _written_bytes(root: Instruction, inside: Computation, program: Program) -> 
     return result_bytes(root)
 
 
-# What jax's own transformations put between the named scopes of an operation.
+# What JAX's own transformations put between the named scopes of an operation.
 _NO_SCOPE = re.compile(
     r"jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map"
     r"|eval_jaxpr|custom_vjp_call|jvp\(\)|transpose\(jvp\(\)\)"
@@ -492,11 +490,8 @@ _NO_SCOPE = re.compile(
 
 
 def scopes(text: str) -> dict[str, str]:
-    """{instruction: the named scopes that it is in}, e.g. {"dot.7": "steady/jvp(attention)"}."""
-    names = {}
-    for instruction in (i for c in parse(text).computations.values() for i in c.values()):
-        names[instruction.name] = _scope(instruction)
-    return names
+    """Return {instruction: its named scopes}, such as {"dot.7": "steady/jvp(attention)"}."""
+    return {i.name: _scope(i) for c in parse(text).computations.values() for i in c.values()}
 
 
 def _scope(instruction: Instruction) -> str:
@@ -505,27 +500,26 @@ def _scope(instruction: Instruction) -> str:
 
 
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """How often each foreign function runs that is not counted as a matrix product."""
+    """Return how often each foreign function runs that is not counted as a matrix product."""
 
     def cost(instruction: Instruction, _: Computation) -> Cost:
-        call = instruction.opcode == "custom-call"
-        if not call or _is_gemm(instruction) or _splash(instruction) or _on_gpu(instruction):
+        if instruction.opcode != "custom-call" or _is_gemm(instruction):
             return {}
-        return {_target(instruction): 1}
+        return {} if _attention_products(instruction) else {_target(instruction): 1}
 
     return executed(text, cost, branch_share)
 
 
 def collective_cost(instruction: Instruction, computation: Computation) -> Cost:
-    """Bytes of the results of a collective, by kind.
+    """Return {kind: bytes of results} of a collective, or nothing.
 
-    An asynchronous collective counts where it is done: what starts it has more results.
+    An asynchronous collective counts at its end. Its start has more results.
     """
     kind = instruction.opcode.removesuffix("-done")
     if kind not in COLLECTIVES:
         return {}
     slices = [i for i in computation.values() if _is_slice_of(instruction, i, computation)]
-    if kind == "all-reduce" and slices:  # how a TPU's fusion writes a reduce-scatter
+    if kind == "all-reduce" and slices:  # a reduce-scatter in a TPU's fusion
         kind, instruction = "reduce-scatter", slices[0]
     return {kind: result_bytes(instruction)}
 
@@ -540,21 +534,21 @@ def _is_slice_of(whole: Instruction, slice: Instruction, computation: Computatio
 
 
 class Collective(NamedTuple):
-    """Which ranks meet, for what, and whether the chip computes meanwhile."""
+    """The kind and the ranks of a collective, and whether it overlaps with computation."""
 
-    axes: tuple[str, ...]  # of the mesh, along which the ranks of a group differ
+    axes: tuple[str, ...]  # mesh axes along which the ranks of a group differ
     kind: str
-    asynchronous: bool  # its start and its end are apart
-    overlapped: bool  # and something is computed between them
+    asynchronous: bool  # start and end are separate instructions
+    overlapped: bool  # with computation between them
 
 
 def collectives(
     text: str, mesh: Mapping[str, int], branch_share: BranchShare | None = None
 ) -> dict[Collective, int]:
-    """Bytes of the results of collectives over all executions.
+    """Return the bytes of the results of collectives over all executions.
 
-    mesh  sizes of the axes, outermost first: a device's number is its position on them. Slices of
-          TPUs are along the outermost.
+    mesh  {axis: size}, outermost first, in the order of device numbers. The outermost axis is over
+          TPU slices.
     """
 
     def cost(instruction: Instruction, computation: Computation) -> Cost:
@@ -568,16 +562,14 @@ def collectives(
             found = collective_cost(instruction, computation)
             axes = group_axes(first, mesh) if found else ()
         apart = first is not instruction
-        how = apart, apart and _computes(first, instruction, computation)
-        return {Collective(axes, kind, *how): size for kind, size in found.items() if axes}
+        overlapped = apart and _computes(first, instruction, computation)
+        return {Collective(axes, k, apart, overlapped): n for k, n in found.items() if axes}
 
     return executed(text, cost, branch_share)
 
 
 def between_slices(received: Instruction) -> str:
-    """The kind of a collective between slices, of which libtpu makes sends to their hosts; empty
-    for all else.
-    """
+    """Return the kind of a collective between slices, which libtpu sends through hosts, or ""."""
     if received.opcode != "recv":
         return ""
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', received.attributes)
@@ -585,14 +577,14 @@ def between_slices(received: Instruction) -> str:
 
 
 def _computes(start: Instruction, done: Instruction, computation: Computation) -> bool:
-    """Whether anything is computed between the two; the text is in the order of execution."""
+    """Return whether the program computes between the two; the text is in execution order."""
     names = list(computation)
     between = names[names.index(start.name) + 1 : names.index(done.name)]
     return any(computation[n].opcode in ("fusion", "while", *PRODUCTS) for n in between)
 
 
 def group_axes(collective: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of the mesh along which the ranks of a group differ."""
+    """Return the mesh axes along which the ranks of a group differ."""
     sizes = tuple(mesh.values())
     groups = device_groups(collective.attributes) or [range(math.prod(sizes))]
     positions = [np.stack(np.unravel_index(np.asarray(group), sizes)) for group in groups]
@@ -601,9 +593,10 @@ def group_axes(collective: Instruction, mesh: Mapping[str, int]) -> tuple[str, .
 
 
 def device_groups(attributes: str) -> list[list[int]]:
-    """The devices that exchange data, in each of the ways that the text may write them:
+    """Return the groups of devices that exchange data.
 
-    {{0,1},{2,3}} or pairs, [2,2]<=[4] with an optional T(1,0), or mesh['a'=2,'b'=2] {'b'}.
+    The text has one of three forms: {{0,1},{2,3}}, [2,2]<=[4] with an optional T(1,0), or
+    mesh['a'=2,'b'=2] {'b'}.
     """
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", attributes):
         return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", found[1])]
@@ -624,7 +617,7 @@ def device_groups(attributes: str) -> list[list[int]]:
 
 
 def shape_bytes(shape: Shape) -> int:
-    """Bytes of an array; types of less than a byte are packed."""
+    """Return the bytes of an array. Types of less than a byte are packed."""
     kind, dims = shape
     bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
     return -(-math.prod(dims) * bits // 8)

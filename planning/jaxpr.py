@@ -1,12 +1,11 @@
-"""What a traced function does on one chip: its matrix products, its collectives, what its backward
-pass finds and computes again, and how many bytes live at once.
+"""Analyze a traced function on one chip: products, collectives, residuals, recomputation, memory.
 
-A function and its gradient are traced together (trace.py). In that one program the backward pass
-is what depends on the gradients of the results, with what was made by transposing; what it reads
-of the rest are the residuals. What a remat policy keeps of them, and what is computed again for the
-others, is found by walking back from them, with the policies of `jax.checkpoint` themselves.
+A function and its gradient are traced together (trace.py). In that program, the backward pass is
+what depends on the gradients of the results, and what was made by transposing. The residuals are
+what it reads of the rest. A walk back from the residuals finds what a remat policy saves and what
+it recomputes. It applies the policies of `jax.checkpoint` themselves.
 
-Counts are arrays, one number for each way to cut the batch that was asked for: see `Sizes`.
+Counts are arrays, with one number for each way to divide the batch: see `Sizes`.
 """
 
 import math
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from utils import LANES
+from utils import LANES, ConfigError
 
-Count = np.ndarray  # of FLOPs or bytes, for each cut of Sizes
-Policy = Callable[..., bool]  # of jax.checkpoint
+Count = np.ndarray  # FLOPs or bytes, for each cut of Sizes
+Policy = Callable[..., bool]  # a policy of jax.checkpoint
 
 COLLECTIVES = {
     "all_gather": "all-gather",
@@ -35,17 +34,17 @@ COLLECTIVES = {
     "psum_invariant": "all-reduce",
     "reduce_scatter": "reduce-scatter",
 }
-# Products and loops whose cost a trace does not tell.
+# Products and loops whose cost a trace does not show.
 OPAQUE = ("conv_general_dilated", "pallas_call", "ragged_dot_general", "while", "cond")
-# Functions of an attention_kernels.Kernel: matrix products as wide as queries and as values. The
-# backward pass of splash is two kernels, of keys and values and of queries: each makes the scores
-# and the probabilities' gradient of its own. So does Triton's one.
+# Functions of attention kernels: (matrix products of the queries' width, of the values' width).
+# Splash runs two backward kernels, for keys and values and for queries. Each recomputes the scores
+# and the probabilities' gradient, and so does Triton's single one.
 KERNELS = {
     "splash_plain": (1, 1), "splash_forward": (1, 1), "splash_backward": (4, 3),
     "cudnn_plain": (1, 1), "cudnn_forward": (1, 1), "cudnn_backward": (3, 2),
     "triton_plain": (1, 1), "triton_forward": (1, 1), "triton_backward": (4, 3),
 }  # fmt: skip
-# What compilers compute where it is read, in one loop with what reads it.
+# What compilers compute inside of the kernel that reads it.
 FUSED = frozenset([
     "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
     "concatenate", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "floor", "ge", "gt",
@@ -63,12 +62,12 @@ IN_PLACE = ("scan", "scatter", "scatter-add", "dynamic_update_slice")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes and FLOPs of a trace with a batch of `traced` sequences on one fsdp rank, for each
-    (sequences, fsdp ranks) of `cuts`.
+    """Scales bytes and FLOPs of one trace to each (sequences, fsdp ranks) of `cuts`.
 
-    With a prime that divides no other dimension, a number that it divides is one that grows with
-    the batch: one trace serves all sizes.
-    spread  bytes of weights of which the ranks of fsdp have parts.
+    traced  sequences of the trace on one fsdp rank. If it is a prime that divides no other
+            dimension, the numbers that it divides are those that grow with the batch. One trace
+            then serves all batch sizes.
+    spread  bytes of weights that are sharded over fsdp in use.
     """
 
     traced: int
@@ -89,10 +88,10 @@ class Sizes:
 class Send(NamedTuple):
     """A collective."""
 
-    cause: str  # the named scopes that it is in
+    cause: str  # its named scopes
     axes: tuple[str, ...]
-    kind: str  # as compilers call it
-    bytes: Count  # of its result
+    kind: str  # its name in HLO
+    bytes: Count  # size of its result
 
 
 @dataclass(eq=False)
@@ -107,11 +106,11 @@ class Op:
     eqn: Any
     inputs: list[Value]
     outputs: list[Value]
-    part: str  # the named scopes that it is in
-    transposed: bool  # made by differentiating
+    part: str  # its named scopes
+    transposed: bool  # made by reverse-mode differentiation
     flops: Count | None
     send: Send | None
-    body: "Program | None" = None  # of a loop
+    body: "Program | None" = None  # a loop's body
     times: int = 1
 
     @property
@@ -128,14 +127,16 @@ class Op:
 
     @cached_property
     def body_peak(self) -> Count:
-        """Of a loop's body beside its state and what it reads of a stack."""
+        """Peak bytes of a loop's body besides its carry and its slices of stacked inputs."""
         _, carried = self.constants_and_carried
         return peak(self.body.ops, {*self.body.inputs, *self.body.outputs[:carried]})
 
     @property
     def constants_and_carried(self) -> tuple[int, int]:
-        """How many of a loop's inputs are the same in each trip, and come from the trip before; by
-        their dimensions, as versions of jax say it differently. What is stacked has one more.
+        """The numbers of constant and of carried inputs of a loop.
+
+        Versions of JAX store them differently, so they are counted by dimensions: a stacked input
+        has one more outside of the body.
         """
         inner = self.eqn.params["jaxpr"].jaxpr
         pairs = [(self.eqn.invars, inner.invars), (self.eqn.outvars, inner.outvars)]
@@ -144,23 +145,23 @@ class Op:
         )
         return whole - carried, carried
 
-    def kept(self, policy: Policy) -> bool:
+    def is_saved(self, policy: Policy) -> bool:
         avals = [v.aval for v in self.eqn.invars]
         return bool(policy(self.eqn.primitive, *avals, **self.eqn.params))
 
 
 @dataclass(eq=False)
 class Program:
-    """Operations in order, with calls written out."""
+    """Operations in order, with calls inlined."""
 
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    constants: list[Value] = field(default_factory=list)  # what it closes over
+    constants: list[Value] = field(default_factory=list)  # values that it closes over
 
     @cached_property
     def peak(self) -> Count:
-        """Most bytes that live at once beside its inputs."""
+        """Peak bytes besides its inputs."""
         return peak(self.ops, {*self.inputs})
 
 
@@ -169,13 +170,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes Programs of jaxprs.
+    """Converts jaxprs to Programs.
 
-    skipped  calls of functions whose names begin so are counted by somebody else.
+    kernel_share  share of attention's scores that the kernel computes.
+    skipped       prefix of the names of functions whose calls are counted elsewhere.
     """
 
     sizes: Sizes
-    kernel_share: float  # of the rectangle of scores, that the kernel computes
+    kernel_share: float
     skipped: str = ""
 
     def read(self, closed: Any) -> Program:
@@ -208,12 +210,12 @@ class Reader:
         return [of(v) for v in jaxpr.outvars]
 
     def _called(self, eqn: Any) -> Any:
-        """The function that an equation calls once; None where it does not, or is skipped."""
+        """Return the function that an equation calls once; None for others and skipped ones."""
         name = str(eqn.params.get("name"))
         loops = eqn.primitive.name in OPAQUE or eqn.params.get("length", 1) != 1
         if loops or (self.skipped and name.startswith(self.skipped)):
             return None
-        # A loop of one trip is none: compilers see through it.
+        # Compilers inline a loop of one trip.
         return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
 
     def _op(self, eqn: Any, inputs: list[Value], outputs: list[Value], scope: str) -> Op:
@@ -230,9 +232,9 @@ class Reader:
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-        elif name in OPAQUE and _works(eqn):
-            raise ValueError(
-                f"{part or 'the model'} has a {name}, whose cost a trace does not tell. Write "
+        elif name in OPAQUE and _has_cost(eqn):
+            raise ConfigError(
+                f"{part or 'the model'} has a {name}, whose cost a trace does not show. Write "
                 "loops as lax.scan, choices as jnp.where, and products as einsum."
             )
         return op
@@ -250,14 +252,14 @@ class Reader:
         return 0
 
 
-def _works(eqn: Any) -> bool:
-    """Whether it is a product, or there is a product or a collective inside."""
+def _has_cost(eqn: Any) -> bool:
+    """Return whether it is a product, or contains a product or a collective."""
     names = ("dot_general", "foreign_kernel", *COLLECTIVES, *OPAQUE[:3])
     return eqn.primitive.name in names or any(f" {name}[" in str(eqn) for name in names)
 
 
 def _part(scope: str) -> str:
-    """ "jvp(attention)/latents/bTD,DC->bTC" -> "attention latents"."""
+    """Convert "jvp(attention)/latents/bTD,DC->bTC" to "attention latents"."""
     found = (re.fullmatch(r"(?:(?:jvp|transpose|vmap)\()*(\w+)\)*", s) for s in scope.split("/"))
     return " ".join(name[1] for name in found if name)
 
@@ -266,7 +268,7 @@ def _part(scope: str) -> str:
 
 
 def costs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Operations that multiply or send, with how often each runs."""
+    """Yield products and collectives, with how often each runs."""
     for op in ops:
         if op.body:
             yield from costs(op.body.ops, times * op.times)
@@ -275,7 +277,7 @@ def costs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
 
 
 def calls(ops: Iterable[Op], name: str, times: int = 1) -> dict[int, int]:
-    """{number: how often it runs} of the functions called name + number, which a Reader skipped."""
+    """Return {number: calls} of the functions called name + number, which a Reader skipped."""
     found: dict[int, int] = {}
     for op in ops:
         if op.body:
@@ -286,7 +288,7 @@ def calls(ops: Iterable[Op], name: str, times: int = 1) -> dict[int, int]:
 
 
 def depending(ops: Iterable[Op], values: Iterable[Value]) -> set[Value]:
-    """The values, and what is made of them."""
+    """Return the values and everything that depends on them."""
     found = set(values)
     for op in ops:
         if not found.isdisjoint(op.inputs):
@@ -294,90 +296,71 @@ def depending(ops: Iterable[Op], values: Iterable[Value]) -> set[Value]:
     return found
 
 
-def split(program: Program, gradients: Iterable[Value]) -> tuple[list[Op], list[Op]]:
-    """(forward operations, backward operations): backward is what depends on the gradients of the
-    results, and what was made by transposing.
-    """
-    found, ways = depending(program.ops, gradients), ([], [])
-    for op in program.ops:
-        ways[op.transposed or not found.isdisjoint(op.outputs)].append(op)
-    return ways
-
-
-# --- what the backward pass finds -----------------------------------------------------------------
-
-
-def residuals(program: Program, gradients: set[Value], known: set[Value]) -> list[Value]:
-    """What the backward pass reads that it does not make itself, but for what is known and what
-    depends on nothing, as a table of angles.
-    """
-    _, backward = split(program, gradients)
-    made = {value for op in backward for value in op.outputs}
-    some = depending(program.ops, program.inputs) - made - known - gradients
-    return list(dict.fromkeys(v for op in backward for v in op.inputs if v in some))
+# --- rematerialization ----------------------------------------------------------------------------
 
 
 @dataclass
 class Remat:
-    """What a policy keeps of a forward pass, and what it computes again."""
+    """What a policy saves of a forward pass, and what it recomputes."""
 
-    kept: dict[Value, int] = field(default_factory=dict)  # with how many of it there are
-    ops: list[Op] = field(default_factory=list)  # computed again, in order
-    costs: list[tuple[Op, int]] = field(default_factory=list)  # as `costs` tells them
+    saved: dict[Value, int] = field(default_factory=dict)  # value: copies, one per trip of a loop
+    ops: list[Op] = field(default_factory=list)  # recomputed operations, in order
+    costs: list[tuple[Op, int]] = field(default_factory=list)  # those of `costs`
 
     @property
     def bytes(self) -> Count:
-        return sum((value.bytes * times for value, times in self.kept.items()), 0)
+        return sum((value.bytes * times for value, times in self.saved.items()), 0)
 
 
 def remat(program: Program, needed: Iterable[Value], known: set[Value], policy: Policy) -> Remat:
-    """Walks back from what is needed to what is kept, known, or an input."""
+    """Walk back from what is needed to what is saved, known, or an input."""
     found, wanted = Remat(), set(needed) - known
     for op in reversed(program.ops):
         outputs = [value for value in op.outputs if value in wanted]
-        if outputs and op.kept(policy):
-            found.kept |= dict.fromkeys(outputs, 1)
+        if outputs and op.is_saved(policy):
+            found.saved |= dict.fromkeys(outputs, 1)
         elif outputs:
             inputs = op.inputs
             if op.body:
                 inside, inputs = _remat_loop(op, wanted, policy)
-                found.kept |= {value: n * op.times for value, n in inside.kept.items()}
+                found.saved |= {value: n * op.times for value, n in inside.saved.items()}
                 found.costs += [(o, n * op.times) for o, n in inside.costs]
             else:
                 found.costs += costs([op])
             found.ops.insert(0, op)
             wanted |= set(inputs) - known
-    found.kept |= {value: 1 for value in program.inputs if value in wanted}
+    found.saved |= {value: 1 for value in program.inputs if value in wanted}
     return found
 
 
 def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list[Value]]:
-    """The same in the body of a loop, and what the loop then needs of its inputs."""
+    """Return the Remat of a loop's body, and the inputs that the loop then needs."""
     constants, carried = op.constants_and_carried
     pairs = list(zip(op.body.outputs, op.outputs, strict=True))
     needed = {inner for inner, outer in pairs if outer in wanted}
     while True:
         found = remat(op.body, needed, set(), policy)
-        read = [value in found.kept for value in op.body.inputs]
-        # What a trip needs of the trip before, that has to make.
+        read = [value in found.saved for value in op.body.inputs]
+        # What a trip needs of the previous trip, that one has to make.
         before = {op.body.outputs[i] for i in range(carried) if read[constants + i]}
         if before <= needed:
             break
         needed |= before
     for value in op.body.inputs:
-        found.kept.pop(value, None)
+        found.saved.pop(value, None)
     return found, [value for value, used in zip(op.inputs, read, strict=True) if used]
 
 
-# --- what lives at once ---------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
-    """Most bytes that live at once while the operations run in order.
+    """Return the peak bytes while the operations run in order.
 
-    elsewhere  values that somebody else counts, as those are that nothing here reads.
-    As compilers do: elementwise operations are computed where they are read, and write over what is
-    read there for the last time; so do updates and the state of a loop.
+    The rules are those of compilers. Elementwise operations are computed inside of what reads them,
+    and overwrite operands that are read for the last time. So do updates and the carry of a loop.
+
+    elsewhere  values that are counted elsewhere. So are values that nothing here reads.
     """
     made = {value for op in ops for value in op.outputs if not op.fused}
     made |= {value for op in ops if not op.reads_fused for value in op.inputs}
@@ -405,7 +388,7 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
 
 
 def _scratch(op: Op) -> Count | int:
-    """The forward kernel of splash writes its log-sum-exp as wide as a TPU's registers."""
+    """Splash's forward kernel writes its log-sum-exp as wide as a TPU's vector registers."""
     foreign = op.eqn.primitive.name == "foreign_kernel"
     is_splash = foreign and op.eqn.params["function"].__name__ == "splash_forward"
     return LANES * op.outputs[1].bytes if is_splash else 0

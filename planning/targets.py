@@ -1,9 +1,9 @@
-"""Devices to compile for that are not on this machine, and what has to be installed for that.
+"""Describe devices to compile for without having them, and the packages that this needs.
 
-    python -m planning.targets h100        what pip has to be given to compile for it, a word a line
+    python -m planning.targets h100        print pip's arguments for this chip, one per line
 
-libtpu knows its topologies by name. XLA's compiler for NVIDIA GPUs, which jax's CUDA plugin brings
-along, takes a description of the GPU, and wants neither a GPU nor a driver.
+libtpu has topologies by name. XLA's compiler for NVIDIA GPUs is part of JAX's CUDA plugin. It takes
+a description of the GPU, and needs neither a GPU nor a driver.
 """
 
 import importlib.metadata
@@ -16,34 +16,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import chips
-import faults
-from chips import GPUS_PER_HOST, Chip
+import hardware
+from hardware import GPUS_PER_HOST, Chip
+from runtime import errors
+from utils import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The libtpu that predictions are compared with; others plan some buffers differently.
+# Predictions are compared with this libtpu; others plan some buffers differently.
 LIBTPU = "0.0.51"
-# ptxas and libdevice, with which XLA ends what it compiles for a GPU.
+# ptxas and libdevice, which XLA uses to compile for a GPU.
 NVCC = "12.9.86"
-# For the process that compiles alone: the plugin complains wherever it finds no driver. One of each
-# jax, for pip leaves alone what it finds in a folder.
+# Only the compiling process uses these packages, as the plugin warns if it finds no driver. Each
+# version of JAX has its own folder, as pip does not replace what a folder contains.
 GPU_FOLDER = ROOT / ".cache" / "gpu_compiler" / importlib.metadata.version("jax")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA's compiler asks of a GPU beside the figures in chips.py (NVIDIA's white papers of
-    the two architectures, and its table of compute capabilities).
+    """Figures of a GPU that XLA's compiler needs besides those in hardware.py.
+
+    Source  NVIDIA's white papers of the two architectures, and its table of compute capabilities.
     """
 
     capability: str
     multiprocessors: int
     clock_ghz: float
     l2_mib: int
-    shared_kib: int  # of a multiprocessor; a block can have one less
-    float32_units: int  # of a multiprocessor
-    links: int  # of NVLink
+    shared_kib: int  # per multiprocessor; a block can have one less
+    float32_units: int  # per multiprocessor
+    links: int  # NVLinks
 
 
 AMPERE = Gpu("major: 8", 108, 1.41, 40, 164, 64, 12)
@@ -52,73 +54,74 @@ GPUS = {"a100": AMPERE, "a100-40gb": AMPERE, "h100": HOPPER, "h200": HOPPER}
 
 
 def check(chip: Chip | None) -> None:
-    """Raises ValueError where nothing here compiles for this chip: what to install, if it helps."""
+    """Raise ConfigError, with what to install, if no compiler for this chip is installed."""
     if chip and (lacks := missing(chip)):
         install = [sys.executable, "-m", "pip", "install"]
-        if importlib.util.find_spec("pip") is None:  # an environment that uv made
+        if importlib.util.find_spec("pip") is None:  # an environment made by uv
             install = ["uv", "pip", "install", "--python", sys.executable]
         command, needs = shlex.join(install + to_install(chip)), " and ".join(lacks)
-        raise ValueError(
-            f"--compile --chip {chip.name} needs {needs}, which is not installed in the version "
-            f"that it takes (no device is needed). Use: {command}"
+        raise ConfigError(
+            f"--compile --chip {chip.name} needs {needs}, which is not installed in the right "
+            f"version (no device is needed). Use: {command}"
         )
 
 
-def wanted(chip: Chip) -> dict[str, str]:
-    """{package: version} that compile for this chip, beside jax.
+def requirements(chip: Chip) -> dict[str, str]:
+    """Return {package: version} of a chip's compiler, besides JAX.
 
-    Raises  ValueError for a GPU that is not described here.
+    Raises  ConfigError for a GPU without a description here.
     """
     if chip.is_tpu:
         return {"libtpu": LIBTPU}
     if chip.name not in GPUS:
-        raise ValueError(
-            f"--compile --chip {chip.name}: this GPU is not described to a compiler. Use one of "
-            f"{', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
+        raise ConfigError(
+            f"--compile --chip {chip.name}: planning/targets.py does not describe this GPU. Use "
+            f"one of {', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
         )
     jax = importlib.metadata.version("jax")
     return {"jax-cuda12-plugin": jax, "jax-cuda12-pjrt": jax, "nvidia-cuda-nvcc-cu12": NVCC}
 
 
 def missing(chip: Chip) -> list[str]:
-    """The packages of `wanted` that are not installed."""
-    return [name for name, version in wanted(chip).items() if not _has(name, version)]
+    """Return the packages of `requirements` that are not installed."""
+    return [name for name, version in requirements(chip).items() if not _has(name, version)]
 
 
 def to_install(chip: Chip) -> list[str]:
-    """What pip is given."""
+    """Return pip's arguments."""
     where = [] if chip.is_tpu else ["--target", str(GPU_FOLDER)]
-    return where + [f"{name}=={version}" for name, version in wanted(chip).items()]
+    return where + [f"{name}=={version}" for name, version in requirements(chip).items()]
 
 
 def environment(chip: Chip | None) -> dict[str, str]:
-    """Of the process that compiles."""
+    """Return the environment variables of the compiling process."""
     if chip is None or chip.is_tpu:
         return {}
     return {"PYTHONPATH": os.pathsep.join([str(GPU_FOLDER), os.environ.get("PYTHONPATH", "")])}
 
 
 def _has(name: str, version: str) -> bool:
-    """A libtpu and an nvcc of another version serve too; a plugin is of one jax."""
+    """Return whether a package works. libtpu and nvcc may have another version, plugins not."""
     where = [str(GPU_FOLDER), *sys.path]
     found = [d.version for d in importlib.metadata.distributions(name=name, path=where)]
     return version in found or (bool(found) and not name.startswith("jax"))
 
 
 def compiler_of(chip: Chip | None) -> str:
-    """Its name and version, as what it planned is reported."""
+    """Return the compiler's name and version."""
     name = f"jax {importlib.metadata.version('jax')}"
     if chip:
-        package = [*wanted(chip)][-1]  # which the process that compiles can import
+        package = [*requirements(chip)][-1]  # the one that the compiling process can import
         name += f", {package} {importlib.metadata.version(package)}"
     return name
 
 
 def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> list[Any]:
-    """Devices to compile for: of so many slices of a TPU topology, as 2x4x4; so many GPUs; or
-    this machine's CPU, which pretends to be as many.
+    """Return devices to compile for: TPU slices of a topology, GPUs, or simulated CPU devices.
 
-    Raises  ValueError for a topology that libtpu refuses.
+    topology  sides of a TPU slice, as 2x4x4.
+    count     number of devices; for TPUs the topology and `slices` determine it.
+    Raises    ConfigError for a topology that libtpu refuses.
     """
     import jax
     from jax.experimental import topologies
@@ -130,7 +133,7 @@ def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> li
         return topologies.get_topology_desc(
             "", platform="cuda", target_config=described(chip), topology=gpu_topology(count)
         ).devices
-    # A v4 or v5p chip has two cores, which act as one device.
+    # A v4 or v5p chip has two cores that form one device.
     options = {"chip_config_name": "megacore"} if chip.dims == 3 else {}
     if slices > 1:
         options["num_slices"] = slices
@@ -138,23 +141,23 @@ def devices(chip: Chip | None, topology: str, count: int, slices: int = 1) -> li
     try:
         return topologies.get_topology_desc(name, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
-        usual = ", ".join(chips.TOPOLOGIES[chip.dims].values())
+        usual = ", ".join(hardware.TOPOLOGIES[chip.dims].values())
         first = str(error).splitlines()[0][:200]
-        raise ValueError(
+        raise ConfigError(
             f"libtpu refuses the topology {name}: {first}. Use --topology with one of {usual}."
         ) from None
 
 
 def gpu_topology(count: int) -> str:
-    """Partitions, hosts and GPUs of each: one host where all fit, else hosts of a part of 8."""
+    """Return partitions x hosts x GPUs per host: one host if all fit, else equal parts of 8."""
     here = count if count < GPUS_PER_HOST else math.gcd(count, GPUS_PER_HOST)
     return f"1x{count // here}x{here}"
 
 
 def described(chip: Chip) -> str:
-    """A GPU as the text of XLA's protocol buffer GpuTargetConfigProto.
+    """Return the text of XLA's protocol buffer GpuTargetConfigProto of a GPU.
 
-    Without a version of CUB, whose sort would be asked for a device: XLA's own sorts.
+    It has no version of CUB, whose sort needs a device, so XLA uses its own sort.
     """
     gpu = GPUS[chip.name]
     return f"""
@@ -184,9 +187,9 @@ device_description_str: "{chip.kinds[0]}"
 
 def main() -> None:
     for name in sys.argv[1:]:
-        if chip := chips.chip_named(name):
+        if chip := hardware.chip_named(name):
             print(*to_install(chip), sep="\n")
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

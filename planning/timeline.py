@@ -1,7 +1,8 @@
-"""Where a step's time went: a profiler's trace, by layer.
+"""Attribute the time of a step in a profiler's trace to layers.
 
-steady/jvp(attention) dot.12      an operation's name, the layers that it is in before it
-moe/experts backward              the place that its time counts for
+A trace is a perfetto_trace.json.gz. `name_layers` puts an operation's named scopes before its name,
+as in "steady/jvp(attention) dot.12". `operation_s` sums times by layer, part and direction, as in
+"moe/experts backward".
 """
 
 import gzip
@@ -12,24 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from planning import hlo
-from planning.hlo import Instruction
+from utils import ConfigError
 
-# Named scopes of model.py, and what of them is told apart; then those of pipeline.py around them.
+# Named scopes of model.py, and those in them that are separate; then those of pipeline.py.
 LAYERS = ("attention", "mlp", "moe", "embedding", "loss")
 PARTS = ("router", "balance", "dispatch", "experts", "return", "shared")
 ENDS = {"first": "embedding", "first_backward": "embedding", "last": "loss"}
 PHASES = ("warmup", "steady", "cooldown")
 
-CONTAINERS = ("while", "conditional", "call")  # what runs inside is in the trace too
+CONTAINERS = ("while", "conditional", "call")  # the trace also has the operations in them
+
+Seconds = Counter[tuple[str, str]]  # by (layer, operation)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A trace: perfetto_trace.json.gz. A CPU's has the compiler's names alone."""
     return json.loads(gzip.decompress(file.read_bytes()))
 
 
 def name_layers(file: Path, program: str) -> None:
-    """Puts the layer that an operation of the compiled program belongs to in front of its name."""
+    """Put the named scopes of each operation of the compiled program before its name in a trace."""
     names, trace = hlo.scopes(program), read(file)
     for event in trace["traceEvents"]:
         if scope := names.get(event.get("args", {}).get("hlo_op", "")):
@@ -37,85 +39,79 @@ def name_layers(file: Path, program: str) -> None:
     file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
-Seconds = Counter[tuple[str, str]]  # by place and operation
-
-
 def shares(taken: Seconds) -> dict[str, float]:
-    """{place: share of the time of all operations}, largest first; they sum to 1."""
-    places = Counter()
-    for (where, _), seconds in taken.items():
-        places[where] += seconds
-    return {where: seconds / taken.total() for where, seconds in places.most_common()}
+    """Return {layer: share of the total time}, largest first. The shares sum to 1."""
+    layers = Counter()
+    for (layer, _), seconds in taken.items():
+        layers[layer] += seconds
+    return {layer: seconds / taken.total() for layer, seconds in layers.most_common()}
 
 
 def largest(taken: Seconds, most: int = 3) -> dict[str, dict[str, float]]:
-    """{place: {operation: share of the time of all}}, the largest ones of each place."""
+    """Return {layer: {operation: share of the total time}} of each layer's largest operations."""
     found = defaultdict(dict)
-    for (where, name), seconds in taken.most_common():
-        if len(found[where]) < most:
-            found[where][name] = seconds / taken.total()
+    for (layer, name), seconds in taken.most_common():
+        if len(found[layer]) < most:
+            found[layer][name] = seconds / taken.total()
     return dict(found)
 
 
 def operation_s(file: Path, program: str) -> Seconds:
-    """Seconds of each operation in a trace; `other` is what the program does not name.
+    """Return the seconds of each operation in a trace. `other` is what the program does not name.
 
-    file    before name_layers.
-    Raises  ValueError for a trace in which no operation of the program is.
+    file    a trace without the names of name_layers.
+    Raises  ConfigError for a trace without an operation of the program.
     """
-    known, taken = places_of(program), Counter()
+    known, taken = operation_layers(program), Counter()
     for event in operations(read(file)["traceEvents"]):
-        spelt = event["args"].get("hlo_op", ""), event["name"]
-        found = [known[name] for name in spelt if name in known]
-        inside = [(where, name) for where, name in found if where]
-        if inside or not found:
+        names = event["args"].get("hlo_op", ""), event["name"]
+        found = [known[name] for name in names if name in known]
+        inside = [(layer, name) for layer, name in found if layer]
+        if inside or not found:  # else it is a container
             taken[inside[0] if inside else ("other", event["name"])] += event["dur"] / 1e6
-    if not any(where != "other" for where, _ in taken):
-        raise ValueError(
-            f"{file} has no operation of the program. Trace a step of it, with CUPTI and leave to "
-            "use it on a GPU."
+    if not any(layer != "other" for layer, _ in taken):
+        raise ConfigError(
+            f"{file} has no operation of the program. Trace one of its steps. A GPU needs CUPTI "
+            "and permission to use it."
         )
     return taken
 
 
 def operations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of a GPU's streams, which its other lines sum up, or else what the host ran."""
+    """Return the events of a GPU's streams, whose sums other lines repeat, or else the host's."""
     streams = {
         (e["pid"], e["tid"])
         for e in events
         if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")
     }
     ran = [{"args": {}} | e for e in events if e.get("ph") == "X"]
-    return [
-        e for e in ran if ((e["pid"], e["tid"]) in streams if streams else "hlo_op" in e["args"])
-    ]
+    if streams:
+        return [e for e in ran if (e["pid"], e["tid"]) in streams]
+    return [e for e in ran if "hlo_op" in e["args"]]
 
 
-def places_of(program: str) -> dict[str, tuple[str | None, str]]:
-    """{operation: (its place, operation)}; no place for those that contain others.
+def operation_layers(program: str) -> dict[str, tuple[str | None, str]]:
+    """Return {operation: (layer, operation)}; the layer of a container is None.
 
-    Also as a GPU's kernel is called: as its operation is, in letters that C allows.
+    A GPU kernel has the name of its operation with underscores for other characters, and is
+    included too.
     """
     computations = hlo.parse(program).computations
     found = {}
     for i in (i for computation in computations.values() for i in computation.values()):
-        where = None if i.opcode in CONTAINERS else place(op_name(i, computations))
-        found[i.name] = found[re.sub(r"\W", "_", i.name)] = where, i.name
+        # A fusion without a name has that of its last instruction.
+        fused = (n for name in i.computations("calls") for n in computations[name].values())
+        names = [n.op_name for n in (*fused, i) if "/" in n.op_name]
+        layer = None if i.opcode in CONTAINERS else layer_of(names[-1] if names else "")
+        found[i.name] = found[re.sub(r"\W", "_", i.name)] = layer, i.name
     return found
 
 
-def op_name(instruction: Instruction, computations: dict[str, hlo.Computation]) -> str:
-    """Its own, or the last of those in a fusion that has none."""
-    inside = [i for name in instruction.computations("calls") for i in computations[name].values()]
-    names = [i.op_name for i in (*inside, instruction) if "/" in i.op_name]
-    return names[-1] if names else ""
+def layer_of(op_name: str) -> str:
+    """Return the layer, part and direction of a path of named scopes.
 
-
-def place(op_name: str) -> str:
-    """The layer, part and direction of a path of named scopes; `again` is what remat repeats.
-
-    `between layers` are slices of weights, gradients added up, what is carried; `update` is what is
-    done once a step: casts, gathers, the optimizer.
+    `between layers` are slices of weights, sums of gradients and the carry. `update` is what runs
+    once per step: casts, gathers, the optimizer.
     """
     words = re.findall(r"\w+", op_name)
     layer = next((w for w in words if w in LAYERS), None)
@@ -123,6 +119,6 @@ def place(op_name: str) -> str:
     if not layer and not end:
         return "between layers" if set(words) & set(PHASES) else "update"
     part = next((w for w in words[words.index(layer) :] if w in PARTS), None) if layer else None
-    way = "backward" if "transpose(" in op_name or "first_backward" in words else "forward"
-    way = "again" if "rematted_computation" in words else way
-    return f"{layer or end}{'/' + part if part else ''} {way}"
+    direction = "backward" if "transpose(" in op_name or "first_backward" in words else "forward"
+    direction = "recomputed" if "rematted_computation" in words else direction
+    return f"{layer or end}{'/' + part if part else ''} {direction}"

@@ -1,17 +1,17 @@
-"""Kills training runs at random instants, starts them again, and compares what they end with, bit
-for bit, with runs that were never stopped.
+"""Kill training runs at random times, start them again, and compare the results bit for bit with
+those of runs that were not interrupted.
 
     ./run.sh python tests/chaos.py --kills 200 --pairs 30
     ./run.sh python tests/chaos.py --kills 0 --pairs 0 --stops 0 --terms 10 --pair_terms 2
 
-A run of one process with 8 devices is killed --kills times, one of two processes with 4 devices
-each --pairs times; of two one is killed, and the other has to end by itself, in time and with a
-code that restarts.
-With --stops it is stopped (SIGSTOP) and not killed. With --terms and --pair_terms it is asked to
-end (SIGTERM): all processes have to, with 143 and without losing a step, and it is measured how
-long they take. Blows fall into every kind of work in turn, at a random one of its times, after a
-random delay. With --bucket the runs live in an emulated bucket, of whose requests some fail in each
-life, and are compared with one on a disk. Prints a table; exit code 1 if anything differs.
+Runs of one process with 8 devices are killed --kills times. Of runs of two processes with 4 devices
+each, one process is killed --pairs times; the other must end in time, with a code to retry. --stops
+suspends a process (SIGSTOP) instead. --terms and --pair_terms send SIGTERM: all processes must end
+with 143 and lose no step, and the time that they take is measured.
+
+The interruptions fall into every kind of work in turn, after a random delay. With --bucket the runs
+are in an emulated bucket in which some requests fail, and are compared with a run on a disk. Prints
+a table. Exit code 1 if anything differs.
 """
 
 import contextlib
@@ -36,25 +36,27 @@ from typing import TYPE_CHECKING, Any
 from processes import LIMIT_S, ROOT, environments, start
 
 if TYPE_CHECKING:  # children need no emulator
-    from bucket import Bucket
+    from fake_bucket import Bucket
 
 sys.path.insert(0, str(ROOT))
 
+from runtime import jsonl
+
 MODEL = """
---model.width 32 --model.blocks 4 --model.dense_layers 0 --model.heads 2
---model.kv_lora_rank 16 --model.hidden 32 --model.expert_hidden 16 --model.qk_nope_head_dim 8
---model.qk_rope_head_dim 8 --model.experts 4 --model.v_head_dim 8 --model.compute_dtype float32
---train.sequence_length 32
---train.microbatches 2 --optimizer.warmup_steps 2 --eval.sequences 16 --train.loss_chunk_tokens 64
---train.steps 16 --eval.every_steps 4 --checkpoint.every_steps 3 --checkpoint.keep 2
---sample.every_steps 5 --sample.tokens 4 --sample.prompts def
+--model.hidden_size 32 --model.num_hidden_layers 4 --model.decoder_sparse_step 1
+--model.num_attention_heads 2 --model.kv_lora_rank 16 --model.qk_nope_head_dim 8
+--model.qk_rope_head_dim 8 --model.v_head_dim 8 --model.intermediate_size 32
+--model.moe_intermediate_size 16 --model.n_routed_experts 4 --model.compute_dtype float32
+--train.seq_len 32 --train.microbatches 2 --train.loss_chunk_tokens 64 --eval.sequences 16
+--optimizer.warmup_steps 2 --train.steps 16 --eval.every_steps 4 --checkpoint.every_steps 3
+--checkpoint.keep 2 --sample.every_steps 5 --sample.tokens 4 --sample.prompts def
 """
 PEER_S = 10
-# Each kind of work, with the longest delay after its beginning at which a kill falls, and how many
-# of it a process may do first.
+# Kinds of work, with the longest delay of a kill after the work begins, and the most work of this
+# kind before it.
 KINDS = {
     "step": (0.3, 6),
-    "save": (0.8, 2),  # writing goes on behind the steps after it
+    "save": (0.8, 2),  # writing continues during the next steps
     "evaluation": (0.3, 1),
     "samples": (0.3, 1),
     "restore": (1.0, 0),
@@ -91,11 +93,10 @@ class Blow:
 
 
 def child(blow: Blow | None, arguments: list[str]) -> None:
-    """A run that strikes itself, and says when, and how long its longest save took."""
+    """Train, interrupt this process, and print the time of it and of the longest save."""
     import checkpoint
-    import faults
     import main
-    import watchdog
+    from runtime import errors, watchdog
 
     close = checkpoint.Checkpoints.close
 
@@ -113,8 +114,8 @@ def child(blow: Blow | None, arguments: list[str]) -> None:
         begun = Counter()
         phase = watchdog.Watchdog.phase
 
-        def counted(self: watchdog.Watchdog, name: str, *limit: float) -> None:
-            phase(self, name, *limit)
+        def counted(self: watchdog.Watchdog, name: str) -> None:
+            phase(self, name)
             kind = name.split()[0]
             begun[kind] += 1
             if kind == blow.kind and begun[kind] == blow.after + 1:
@@ -123,7 +124,7 @@ def child(blow: Blow | None, arguments: list[str]) -> None:
                 timer.start()
 
         watchdog.Watchdog.phase = counted
-    faults.command_line(lambda: main.run(main.parse(arguments)))
+    errors.run_command(lambda: main.run(main.parse(arguments)))
 
 
 # --- outside --------------------------------------------------------------------------------------
@@ -131,22 +132,25 @@ def child(blow: Blow | None, arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of one life ended, and what they said."""
+    """Exit codes and output of the processes of one start."""
 
     codes: list[int]
-    said: list[str]
+    output: list[str]
     at: float  # time.monotonic() when the last of them did
 
-    def told(self, what: str, number: int) -> float | None:
-        """The number that the process says of this; machine code may talk on the same line."""
-        found = re.search(rf"{what}: ([\d.]+)", self.said[number])
+    def reported(self, what: str, number: int) -> float | None:
+        """Return the number that a process printed; other output may be on the same line."""
+        found = re.search(rf"{what}: ([\d.]+)", self.output[number])
         return float(found[1]) if found else None
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end; SIGTERM may have come after that."""
-        late = "files: " in self.said[0] and set(self.codes) <= {0, -signal.SIGTERM}
-        return late or not any(self.codes)
+        """Whether the run completed; a signal may have struck a process after that."""
+        first, *others = self.codes
+        late = {0, -signal.SIGTERM}
+        done = "files: " in self.output[0] and first in late
+        done = done and {*others} <= late | {-signal.SIGKILL}
+        return done or not any(self.codes)
 
 
 class Job:
@@ -202,13 +206,13 @@ class Job:
             for process, _ in started:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()  # what is stopped, or did not end
-        codes, said = [], []
+        codes, output = [], []
         for process, log in started:
             codes.append(process.wait())
             log.seek(0)
-            said.append(log.read())
+            output.append(log.read())
             log.close()
-        return Ended(codes, said, at)
+        return Ended(codes, output, at)
 
 
 class BucketJob(Job):
@@ -224,22 +228,21 @@ class BucketJob(Job):
         self.arguments += ["--run.dir", f"{bucket.url}/runs"]
 
     def files(self) -> Path:
-        import buckets
+        from runtime import buckets, run_directory
 
         shutil.rmtree(self.run, ignore_errors=True)
+        shutil.copytree(run_directory.BucketRunDirectory(self.url).files, self.run)
+        (self.run / "plots").mkdir()
         objects = buckets.Prefix(self.url)
-        for name in objects.found():
-            if name.partition("/")[0] not in ("checkpoints", "lock"):
-                file = self.run / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(objects.read(name))
+        for name in objects.list_objects("plots/"):
+            (self.run / name).write_bytes(objects.read(name))
         return self.run
 
     def remove(self) -> None:
-        import buckets
+        from runtime import buckets
 
         objects = buckets.Prefix(self.url)
-        objects.remove(objects.found())
+        objects.remove(objects.list_objects())
         super().remove()
 
     def live(self, blows: dict[int, Blow]) -> Ended:
@@ -247,11 +250,11 @@ class BucketJob(Job):
             after, times = self.chance.randrange(200), self.chance.randint(1, 2)
             self.bucket.fault(kind, after=after, times=times, seconds=2.0)
         ended = super().live(blows)
-        self.bucket.mend()
+        self.bucket.clear_faults()
         return ended
 
 
-def told(run: Path, checkpoints: str | Path) -> dict[str, object]:
+def reported(run: Path, checkpoints: str | Path) -> dict[str, object]:
     """All that a run ends with, but what was measured: bytes of arrays, records, samples, and what
     the pictures show.
     """
@@ -261,16 +264,16 @@ def told(run: Path, checkpoints: str | Path) -> dict[str, object]:
 
     records = [
         {name: value for name, value in record.items() if name not in metrics.MEASURED}
-        for record in metrics.read(run / "metrics.jsonl")
+        for record in jsonl.read(run / "metrics.jsonl")
     ]
     found = {"metrics.jsonl": records, "samples.jsonl": (run / "samples.jsonl").read_bytes()}
     with contextlib.closing(checkpoint.Checkpoints(checkpoints)) as saved:
-        step = saved.latest()
+        step = saved.steps()[-1]
         found["step"] = step
         arrays = saved.arrays(step)
-        found |= {name: a.read().result().tobytes() for name, a in arrays.items()}
+        found |= {name: a.whole().tobytes() for name, a in arrays.items()}
     found["pictures"] = sorted(p.name for p in (run / "plots").iterdir())
-    shown = vars(plot.Recorded(run)) | {"name": ""}
+    shown = vars(plot.RunRecords(run)) | {"name": ""}
     found |= {
         f"picture of {k}": repr(getattr(v, "tolist", lambda v=v: v)()) for k, v in shown.items()
     }
@@ -278,7 +281,7 @@ def told(run: Path, checkpoints: str | Path) -> dict[str, object]:
 
 
 def differences(job: Job, expected: dict[str, object]) -> list[str]:
-    found = told(job.files(), job.checkpoints)
+    found = reported(job.files(), job.checkpoints)
     return [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
 
 
@@ -304,8 +307,8 @@ class Chaos:
         job = Job(self.folder, f"whole-{processes}", self.data, processes)
         ended = job.live({})
         if any(ended.codes):
-            raise SystemExit(f"a run without blows ended with {ended.codes}:\n{ended.said[0]}")
-        self.expected[processes] = told(job.files(), job.checkpoints)
+            raise SystemExit(f"a run without blows ended with {ended.codes}:\n{ended.output[0]}")
+        self.expected[processes] = reported(job.files(), job.checkpoints)
 
     def strike(self, what: str, processes: int, blows: int, number: int) -> None:
         """Strikes runs so many times in all, and lets each of them come to its end."""
@@ -322,22 +325,22 @@ class Chaos:
                 blow = self._blow(kinds, number) if left else None
                 victim = self.random.randrange(processes)
                 ended = job.live({victim: blow} if blow else {})
-                if ended.told("struck", victim) is not None:
+                if ended.reported("struck", victim) is not None:
                     left -= 1
                     kinds.append(kinds.pop(0))  # one that this life had no more of is next again
                     self.rows[what, blow.kind] += 1
                     print(f"{what}: {blows - left} of {blows}, {blow.kind} + {blow.delay_s:.2f} s")
                 if ended.finished:  # before the blow, or in spite of it
                     break
-                asked = number == signal.SIGTERM
-                if asked:
+                requested = number == signal.SIGTERM
+                if requested:
                     right = set(ended.codes) == {128 + signal.SIGTERM}
                 else:
                     right = ended.codes[victim] == -signal.SIGKILL
                 if not (blow and right):
-                    self._say(job, f"ended with {ended.codes}\n{ended.said}")
+                    self._log(job, f"ended with {ended.codes}\n{ended.output}")
                     return
-                (self._asked if asked else self._survivors)(what, job, victim, ended)
+                (self._requested if requested else self._survivors)(what, job, victim, ended)
             differ = differences(job, self.expected[processes])
             self.compared += 1
             if differ:
@@ -349,34 +352,33 @@ class Chaos:
         delay_s, most = KINDS[kind]
         return Blow(kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number)
 
-    def _say(self, job: Job, wrong: str) -> None:
+    def _log(self, job: Job, wrong: str) -> None:
         self.wrong.append(f"{job.name}, life {job.lives}: {wrong}")
 
     def _survivors(self, what: str, job: Job, victim: int, ended: Ended) -> None:
-        for number, (code, text) in enumerate(zip(ended.codes, ended.said, strict=True)):
+        for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
             if number != victim and code not in (75, -signal.SIGABRT):
-                self._say(job, f"process {number} ended with {code}:\n{text}")
-            seconds = ended.at - ended.told("struck", victim)
+                self._log(job, f"process {number} ended with {code}:\n{text}")
+            seconds = ended.at - ended.reported("struck", victim)
             if number != victim and seconds > PEER_S + 5:
-                self._say(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
+                self._log(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
 
-    def _asked(self, what: str, job: Job, victim: int, ended: Ended) -> None:
+    def _requested(self, what: str, job: Job, victim: int, ended: Ended) -> None:
         """Every step that was recorded is saved, unless there was nothing to save yet."""
-        import metrics
 
-        text = ended.said[victim]
+        text = ended.output[victim]
         file = job.files() / "metrics.jsonl"  # none where it had not begun a step
-        records = metrics.read(file) if file.exists() else []
+        records = jsonl.read(file) if file.exists() else []
         last = records[-1]["step"] if records else 0
         name = f"the newest checkpoint is {f'of step {last}' if last else 'none'}. "
         if name not in text:
-            self._say(job, f"process {victim} did not say {name!r}:\n{text}")
+            self._log(job, f"process {victim} did not say {name!r}:\n{text}")
             return
         if not last:
             return
         step_s = statistics.median(r["step_s"] for r in records if "step_s" in r)
-        seconds = ended.at - ended.told("struck", victim)
-        self.took[what].append((seconds, step_s + ended.told("longest save", 0)))
+        seconds = ended.at - ended.reported("struck", victim)
+        self.took[what].append((seconds, step_s + ended.reported("longest save", 0)))
 
     def table(self) -> str:
         columns = list(dict.fromkeys(what for what, _ in self.rows))
@@ -395,8 +397,8 @@ class Chaos:
 
 @contextlib.contextmanager
 def emulated() -> Iterator["Bucket"]:
-    """A bucket for as long as the block runs, which this process knows too."""
-    from bucket import Server
+    """Provide a bucket during the block, also for this process."""
+    from fake_bucket import Server
 
     with Server() as server:
         os.environ |= server.environment
@@ -413,8 +415,8 @@ def main(flags: Flags) -> int:
         chaos.strike("killed", 1, flags.kills, signal.SIGKILL)
         chaos.strike("killed, of two", 2, flags.pairs, signal.SIGKILL)
         chaos.strike("stopped, of two", 2, flags.stops, signal.SIGSTOP)
-        chaos.strike("asked to end", 1, flags.terms, signal.SIGTERM)
-        chaos.strike("asked to end, of two", 2, flags.pair_terms, signal.SIGTERM)
+        chaos.strike("SIGTERM", 1, flags.terms, signal.SIGTERM)
+        chaos.strike("SIGTERM, of two", 2, flags.pair_terms, signal.SIGTERM)
     print(chaos.table())
     print(*chaos.wrong, sep="\n")
     what = f"{len(chaos.wrong)} faults" if chaos.wrong else "all equal, bit for bit"

@@ -1,7 +1,7 @@
-"""Configs, meshes, batches and weights that tests of the sharded model share.
+"""Configs, meshes, batches and weights for tests of the sharded model.
 
-A "canonical tree" is the nested dict of arrays that reference.py takes and hf_case.weights makes:
-blocks stacked [blocks, ...] in the order in which they run, whatever the mesh.
+A "canonical tree" is a nested dict of arrays, as in reference.py and hf_case.weights. Its blocks
+are stacked [blocks, ...] in the order of execution, on every mesh.
 """
 
 import dataclasses
@@ -11,35 +11,36 @@ import jax
 import numpy as np
 
 import model
-import passes
+import sharded_model
 import utils
+from hf_case import model_with
 from planning import hlo
 
-# Widths all differ, so an exchanged dimension cannot fit. The capacity factor E / K drops nothing.
+# All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
-    "vocabulary": 500,
-    "width": 48,
+    "vocab_size": 500,
+    "hidden_size": 48,
     "blocks": 4,
-    "heads": 4,
+    "num_attention_heads": 4,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 12,
     "v_head_dim": 28,
     "rope_theta": 100.0,
-    "hidden": 72,
-    "expert_hidden": 56,
-    "experts": 8,
-    "experts_per_token": 2,
+    "intermediate_size": 72,
+    "moe_intermediate_size": 56,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.7,
     "capacity_factor": 4.0,
     "eval_capacity_factor": 4.0,
-    "balance_loss": 0.1,
+    "aux_loss_alpha": 0.1,
     "compute_dtype": "float32",
 }
 
-# One model that several files initialize on the same meshes, (shape, virtual), so that the
-# compilation cache serves all but the first.
-RUN = {"tied": False}
+# One model and its meshes (shape, virtual) for several files, so that the compilation cache serves
+# all but the first.
+RUN = {"tie_word_embeddings": False}
 RUN_MESHES = {
     "1x1x1": ((1, 1, 1), 1),
     "8x1x1": ((8, 1, 1), 1),
@@ -53,14 +54,14 @@ RUN_MESHES = {
 def config_of(
     shape=(1, 1, 1), virtual=1, gather="step", segments=False, train=None, optimizer=None, **fields
 ):
-    """A tiny run on a mesh of `shape`; `fields` are those of the model."""
-    small = {"microbatches": 4, "sequences": 16, "sequence_length": 16, "loss_chunk_tokens": 16}
+    """Return a tiny config on a mesh of `shape`, with `fields` of the model."""
+    small = {"microbatches": 4, "global_batch_size": 16, "seq_len": 16, "loss_chunk_tokens": 16}
     replica, fsdp, pipeline, tensor = (1, *shape)[-4:]
     mesh = utils.Mesh(replica=replica, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual)
     return utils.Config(
         mesh=mesh,
         fsdp=utils.Fsdp(gather=gather),
-        model=utils.Model(**(SIZES | fields)),
+        model=model_with(utils.Model(), **(SIZES | fields)),
         train=utils.Train(**(small | (train or {}))),
         optimizer=utils.Optimizer(**(optimizer or {})),
         data=utils.Data(segments=segments),
@@ -68,16 +69,16 @@ def config_of(
 
 
 def mesh_of(config):
-    """The first devices as the config's mesh."""
+    """Return the config's mesh over the first devices."""
     devices = np.array(jax.devices()[: math.prod(config.mesh.shape)])
     return jax.sharding.Mesh(devices.reshape(config.mesh.shape), utils.MESH_AXES)
 
 
 def batch_of(config, seed=0):
-    """[B, T] tokens, targets, loss weights (some are 0) and documents, as reference.py takes."""
+    """Return [B, T] tokens, targets, loss weights (some 0) and segments for reference.py."""
     random = np.random.default_rng(seed)
-    shape = (config.train.sequences, config.train.sequence_length)
-    ids = random.integers(0, config.model.vocabulary, (shape[0], shape[1] + 1)).astype(np.int32)
+    shape = (config.train.global_batch_size, config.train.seq_len)
+    ids = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
     starts = random.random(shape) < 0.2
     return {
         "tokens": ids[:, :-1],
@@ -88,14 +89,14 @@ def batch_of(config, seed=0):
 
 
 def on_mesh(config, mesh, batch):
-    """A batch of [B, T] arrays as model.Batch [M, B / M, T] on the mesh."""
+    """Put [B, T] arrays on the mesh as a model.Batch [M, B / M, T]."""
     M = config.train.microbatches
     parts = {name: a.reshape(M, -1, *a.shape[1:]) for name, a in batch.items()}
-    return jax.device_put(model.Batch(**parts), jax.NamedSharding(mesh, passes.BATCH_SPEC))
+    return jax.device_put(model.Batch(**parts), jax.NamedSharding(mesh, sharded_model.BATCH_SPEC))
 
 
 def to_dict(node):
-    """Nested dataclasses of arrays as nested dicts of NumPy arrays."""
+    """Convert nested dataclasses of arrays to nested dicts of NumPy arrays."""
     if node is None:
         return None
     if dataclasses.is_dataclass(node):
@@ -109,7 +110,7 @@ def children(node):
 
 
 def canonical(config, transformer):
-    """A model.Transformer of arrays as a canonical tree."""
+    """Convert a model.Transformer of arrays to a canonical tree."""
     tree = to_dict(transformer)
     blocks = jax.tree.map(lambda a: a.reshape(config.model.blocks, *a.shape[3:]), tree["blocks"])
     return {
@@ -122,7 +123,7 @@ def canonical(config, transformer):
 
 
 def like(declared, tree):
-    """The arrays of nested dicts in the classes and shapes of a tree of declared weights."""
+    """Convert nested dicts of arrays to the classes and shapes of declared weights."""
     if isinstance(declared, dict | None):
         return tree
     if hasattr(declared, "spec"):
@@ -133,14 +134,14 @@ def like(declared, tree):
 
 
 def put(mesh, declared, arrays):
-    """The arrays on the mesh, laid out as declared."""
+    """Put arrays on the mesh in the declared layout."""
     return jax.tree.map(
         lambda w, a: jax.device_put(a, jax.NamedSharding(mesh, w.spec)), declared, arrays
     )
 
 
 def transformer_of(config, mesh, tree):
-    """A canonical tree as a model.Transformer on the mesh."""
+    """Convert a canonical tree to a model.Transformer on the mesh."""
     declared = model.declare(config)
     by_class = {
         "first": {"prefix": tree["prefix"], "embedding": tree["embedding"]},
@@ -151,7 +152,7 @@ def transformer_of(config, mesh, tree):
 
 
 def relative_error(found, expected):
-    """max |found - expected| / max |expected|; 0 where both are zero everywhere."""
+    """Return max |found - expected| / max |expected|, or 0 if both are zero."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape
     difference = np.abs(found - expected).max(initial=0.0)
@@ -159,7 +160,7 @@ def relative_error(found, expected):
 
 
 def errors(found, expected):
-    """The relative error of each leaf of a canonical tree, by its name."""
+    """Return the relative error of each leaf of a canonical tree, by name."""
     both = jax.tree.map(relative_error, found, expected)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): error
@@ -168,5 +169,5 @@ def errors(found, expected):
 
 
 def collective_bytes(text, branch_share=None):
-    """Bytes of the results of collectives, by kind, over all executions."""
+    """Return the bytes of the results of collectives, by kind, over all executions."""
     return hlo.executed(text, hlo.collective_cost, branch_share)

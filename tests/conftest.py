@@ -1,6 +1,7 @@
 """Every test runs on 8 CPU devices, with strict types: the same on a laptop and on a pod."""
 
 import gc
+import importlib.util
 import os
 import subprocess
 import warnings
@@ -42,6 +43,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
+NEEDS = {"huggingface": ("torch", "transformers", "safetensors", "lm_eval"), "ray": ("ray",)}
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which import these packages
+def pytest_runtest_setup(item):
+    for mark, packages in NEEDS.items():
+        missing = [name for name in packages if importlib.util.find_spec(name) is None]
+        if missing and item.get_closest_marker(mark):
+            pytest.skip(
+                f"{', '.join(missing)} not installed: see the mark {mark} in pyproject.toml"
+            )
+
+
 # --- one tiny run, for the files that ask of whole runs (tiny_run.py) -----------------------------
 
 
@@ -74,7 +88,7 @@ def whole(data, runs):
 @pytest.fixture(scope="session")
 def bucket_server():
     """One for all tests: clients keep its address for as long as the process lives."""
-    from bucket import Server  # late: other files need not wait for the emulator
+    from fake_bucket import Server  # late: other files need not wait for the emulator
 
     with Server() as server:
         yield server
@@ -96,7 +110,7 @@ def bucket(bucket_server, abandoned_connections, monkeypatch):
         monkeypatch.setenv(name, value)
     made = bucket_server.bucket()
     yield made
-    made.mend()
+    made.clear_faults()
 
 
 # --- a disk that is full soon ---------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Most memory that convert.py takes for a checkpoint of this config, with random weights.
+"""Measure the peak memory of convert.py for a checkpoint of a config, with random weights.
 
     ./run.sh python tests/convert_memory.py --config configs/jaxformer_1b.toml
 
-The checkpoint is in chunks of at most 64 MiB, as an import writes it, or with `--chunk_mib 0` an
-array is one, as one device saves it. Prints JSON: MiB above what the imports take, and seconds.
+The checkpoint is in chunks of at most 64 MiB, as an import writes it. With `--chunk_mib 0` each
+array is one chunk, as one device saves it. Prints JSON: MiB above the imports' memory, and seconds.
 """
 
 import dataclasses
@@ -22,13 +22,14 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint
-import hugging_face
 import utils
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
+from hf import model_config, tensors
+from runtime import cli
 
 RUN = """
 import pathlib, re, convert
-# Not ru_maxrss, which begins with what the process that started this one had.
+# Not ru_maxrss, which starts at the value of the parent process.
 status = pathlib.Path("/proc/self/status")
 peak = lambda: int(re.search("VmHWM:[^0-9]*([0-9]+)", status.read_text())[1])
 before = peak()
@@ -44,36 +45,38 @@ class Flags:
 
 
 def make_run(config: utils.Config, run: Path, cut: bool = True) -> int:
-    """A run's folder with a checkpoint of random weights -> parameters."""
+    """Make a run with a checkpoint of random weights; return its number of parameters."""
     run.mkdir()
-    (run / "config.toml").write_text(utils.to_toml(config))
-    leaves, random = hugging_face.leaves(config, hugging_face.OWN), np.random.default_rng(0)
+    (run / "config.toml").write_text(cli.to_toml(config))
+    mappings = tensors.weight_mappings(config, model_config.OWN)
+    random = np.random.default_rng(0)
     tokenizer = load_tokenizer(SAMPLE)
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
     tokens["end_of_text"] = tokenizer.eot_token
     arrays = {}
-    for leaf in leaves:
-        array = np.memmap(run / leaf.name, np.float32, "w+", shape=leaf.shape)
-        for part in array if leaf.stacked else [array]:
+    for mapping in mappings:
+        array = np.memmap(run / mapping.name, np.float32, "w+", shape=mapping.shape)
+        for part in array if mapping.stack_dims else [array]:
             part[:] = random.standard_normal(part.shape, np.float32)
-        arrays[f"weights.{leaf.name}"] = array
-    stacked = {f"weights.{leaf.name}": leaf.stacked * cut for leaf in leaves}
-    with closing(checkpoint.Checkpoints(run / "checkpoints", 1, stacked)) as saved:
-        saved.save(1, arrays, dataclasses.asdict(config) | {"tokens": tokens})
-    for leaf in leaves:
-        (run / leaf.name).unlink()
-    return sum(leaf.size for leaf in leaves)
+        arrays[f"weights.{mapping.name}"] = array
+    stacked = {f"weights.{mapping.name}": mapping.stack_dims * cut for mapping in mappings}
+    with closing(checkpoint.Checkpoints(run / "checkpoints", keep=1)) as saved:
+        kept = dataclasses.asdict(config) | {"tokens": tokens}
+        saved.save(1, arrays, kept, stacked=stacked)
+    for mapping in mappings:
+        (run / mapping.name).unlink()
+    return sum(mapping.size for mapping in mappings)
 
 
 def measured(flags: Flags) -> dict[str, float]:
-    config = utils.load(flags.config)
+    config = cli.load(flags.config)
     if not flags.chunk_mib:
         checkpoint.CHUNK_BYTES = 1 << 50
     with tempfile.TemporaryDirectory() as folder:
         run, out = Path(folder, "run"), Path(folder, "out")
         parameters = make_run(config, run, bool(flags.chunk_mib))
         arguments = ["export", "--run", str(run), "--out", str(out)]
-        arguments += ["--remote_code"] if hugging_face.obstacles(config.model) else []
+        arguments += ["--remote_code"] if model_config.unsupported(config.model) else []
         started = time.monotonic()
         text = subprocess.run(
             [sys.executable, "-c", RUN.format(arguments=arguments)],

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-import faults
 import main
-from mixture import Mixture
+from dataset import Mixture
+from runtime import errors
 
 NAN_STEPS = (2, 4)  # steps as metrics.jsonl counts them
 FLIPPED_AT = 6
@@ -42,8 +42,8 @@ def rows_with_nan(self, step, rows, right=Mixture.rows):
     return found
 
 
-def flipped_then_compared(self, state, step, right=main.Loop._must_agree):
-    """In place of main.Loop._must_agree."""
+def flipped_then_compared(self, state, step, right=main.Loop._check_replicas):
+    """In place of main.Loop._check_replicas."""
     if step == FLIPPED_AT:
         last = state.weights.last
         norm = flipped(last.norm, self.mesh.devices.flat[-1], bit=3, element=1)
@@ -52,5 +52,5 @@ def flipped_then_compared(self, state, step, right=main.Loop._must_agree):
 
 
 if __name__ == "__main__":
-    Mixture.rows, main.Loop._must_agree = rows_with_nan, flipped_then_compared
-    faults.command_line(lambda: main.run(main.parse()))
+    Mixture.rows, main.Loop._check_replicas = rows_with_nan, flipped_then_compared
+    errors.run_command(lambda: main.run(main.parse()))

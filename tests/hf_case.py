@@ -1,62 +1,86 @@
 """Sizes, weights and tokens on which this model and Hugging Face transformers must agree.
 
 NumPy only, so that the script that runs torch and the tests that do not can both import it.
-Letters: B sequences, T positions, D width, N heads, H and R head width without and with position,
-A = H + R, W value head width, Q query latent, C key-value latent, E experts, F and G hidden width
-of dense layers and of experts.
+Letters as in model.py.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import utils
+
 LOGITS_FILE = Path(__file__).with_name("hf_reference.npz")
 
-# Widths all differ, so an exchanged dimension cannot fit. The capacity factor E / K drops nothing.
+
+def model_with(model: utils.Model, **fields) -> utils.Model:
+    """Return the model with other fields.
+
+    Layers may be given as `prefix_layers`, `blocks`, and per block `dense_layers` and `moe_layers`
+    (0 or 1); YaRN as `rope_factor` and so on.
+    """
+    prefix = fields.pop("prefix_layers", model.first_k_dense_replace)
+    blocks, moe = (fields.pop(name, getattr(model, name)) for name in ("blocks", "moe_layers"))
+    step = fields.pop("dense_layers", model.dense_layers) + moe
+    if not moe:
+        fields["n_routed_experts"] = 0
+    fields = {
+        "num_hidden_layers": prefix + blocks * step,
+        "first_k_dense_replace": prefix,
+        "decoder_sparse_step": step,
+    } | fields
+    names = {f"rope_{f.name}": f.name for f in dataclasses.fields(utils.RopeScaling)}
+    scaling = {names[name]: fields.pop(name) for name in [*fields] if name in names}
+    scaling = dataclasses.replace(model.rope_scaling, **scaling)
+    return dataclasses.replace(model, rope_scaling=scaling, **fields)
+
+
+# All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
-    "vocabulary": 96,
-    "width": 40,
+    "vocab_size": 96,
+    "hidden_size": 40,
     "blocks": 4,
     "dense_layers": 0,
     "moe_layers": 1,
-    "heads": 12,
+    "num_attention_heads": 12,
     "kv_lora_rank": 18,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 14,
     "v_head_dim": 9,
     "rope_theta": 100.0,
     "rope_factor": 1.0,
-    "hidden": 44,
-    "expert_hidden": 28,
-    "experts": 8,
-    "experts_per_token": 2,
-    "expert_groups": 1,
-    "groups_per_token": 1,
+    "intermediate_size": 44,
+    "moe_intermediate_size": 28,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
     "routed_scaling_factor": 1.7,
     "capacity_factor": 4.0,
     "eval_capacity_factor": 4.0,
-    "norm_epsilon": 1e-6,
-    "latent_norm_epsilon": 1e-6,  # transformers' own, whatever its config says
+    "rms_norm_eps": 1e-6,
+    "latent_rms_norm_eps": 1e-6,  # transformers' own, whatever its config says
     "compute_dtype": "float32",
 }
 
 
-# Of 7 rotary pairs (6, 2) two (two, one) stay as they are; three (two, one) are slowed in part.
+# Of 7 rotary pairs (6, 2), two (two, one) are unchanged and three (two, one) partly slowed.
 YARN = {
     "rope_factor": 8.0,
-    "rope_original_length": 64,
+    "rope_original_max_position_embeddings": 64,
     "rope_beta_fast": 4.0,
     "rope_beta_slow": 0.5,
     "rope_mscale": 0.7,
     "rope_mscale_all_dim": 1.3,
 }
-GROUPS = {"experts": 12, "experts_per_token": 3, "expert_groups": 3, "groups_per_token": 2}
+GROUPS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: fields of `utils.Model`, and how transformers keeps its rotary pairs."""
+    """One comparison: fields of `utils.Model`, and the layout of rotary pairs in transformers."""
 
     model: dict
     seed: int  # one whose routing is decisive: see make_hf_reference.py
@@ -64,8 +88,8 @@ class Case:
 
 
 def case(seed, prefix, query, shared, interleaved=False, **more):
-    fields = {"prefix_layers": prefix, "q_lora_rank": query, "shared_experts": shared}
-    other = {"tied": False, "normalize_weights": True}
+    fields = {"prefix_layers": prefix, "q_lora_rank": query, "n_shared_experts": shared}
+    other = {"tie_word_embeddings": False, "norm_topk_prob": True}
     return Case(SIZES | other | fields | more, seed, interleaved)
 
 
@@ -78,9 +102,11 @@ CASES = {
     "prefix_two_shared": case(1, prefix=3, query=0, shared=2),
     "prefix_query_latent": case(0, prefix=3, query=22, shared=1),
     "prefix_query_latent_two_shared": case(0, prefix=3, query=22, shared=2),
-    "interleaved_tied": case(0, prefix=3, query=22, shared=1, interleaved=True, tied=True),
-    "weights_not_normalized": case(2, prefix=0, query=0, shared=1, normalize_weights=False),
-    "yarn_groups": case(1, prefix=3, query=22, shared=1, norm_epsilon=0.02, **YARN, **GROUPS),
+    "interleaved_tied": case(
+        0, prefix=3, query=22, shared=1, interleaved=True, tie_word_embeddings=True
+    ),
+    "weights_not_normalized": case(2, prefix=0, query=0, shared=1, norm_topk_prob=False),
+    "yarn_groups": case(1, prefix=3, query=22, shared=1, rms_norm_eps=0.02, **YARN, **GROUPS),
     "yarn_no_mscale": case(
         0, prefix=0, query=0, shared=1, interleaved=True, **YARN | {"rope_mscale_all_dim": 0.0}
     ),
@@ -88,30 +114,32 @@ CASES = {
 
 
 def tokens(vocabulary, sequences=2, length=16):
-    """[B, T] token ids below `vocabulary`, always the same."""
+    """Return [B, T] token ids below `vocabulary`, always the same."""
     ids = np.random.default_rng(7).integers(0, vocabulary, (sequences, length))
     return ids.astype(np.int32)
 
 
 def weights(model, seed, dtype=np.float32):
-    """Random weights for the fields of `model` (a `utils.Model`, or any object with those fields).
+    """Return random weights for `model`, a `utils.Model` or any object with its fields.
 
-    Matrices are normal / sqrt(inputs), norms are not 1, router and bias large enough to decide.
+    Matrices are normal / sqrt(inputs), norms are not 1, router and bias are large.
     """
     make = Maker(np.random.default_rng(seed), dtype)
-    padded = -(-model.vocabulary // 256) * 256
+    padded = -(-model.vocab_size // 256) * 256
     stack = (model.blocks, model.dense_layers)
     return {
-        "embedding": make.normal((), padded, model.width, std=1.0),
-        "prefix": make.dense(model, (model.prefix_layers,)) if model.prefix_layers else None,
+        "embedding": make.normal((), padded, model.hidden_size, std=1.0),
+        "prefix": make.dense(model, (model.first_k_dense_replace,))
+        if model.first_k_dense_replace
+        else None,
         "blocks": {
             "dense": make.dense(model, stack) if model.dense_layers else None,
             "moe": make.expert(model, (model.blocks,)) if model.moe_layers else None,
         },
-        "final_norm": make.norm((), model.width),
+        "final_norm": make.norm((), model.hidden_size),
         "output": None
-        if model.tied
-        else make.normal((), padded, model.width, std=model.width**-0.5),
+        if model.tie_word_embeddings
+        else make.normal((), padded, model.hidden_size, std=model.hidden_size**-0.5),
     }
 
 
@@ -130,14 +158,17 @@ class Maker:
 
     def dense(self, model, stack):
         attention = self.attention(model, stack)
-        mlp = {"norm": self.norm(stack, model.width)}
-        return {"attention": attention, "mlp": mlp | self.swiglu(stack, model.width, model.hidden)}
+        mlp = {"norm": self.norm(stack, model.hidden_size)}
+        return {
+            "attention": attention,
+            "mlp": mlp | self.swiglu(stack, model.hidden_size, model.intermediate_size),
+        }
 
     def expert(self, model, stack):
         return {"attention": self.attention(model, stack), "moe": self.moe(model, stack)}
 
     def attention(self, model, stack):
-        D, N, C = model.width, model.heads, model.kv_lora_rank
+        D, N, C = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
         H, R, W = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         return {
             "norm": self.norm(stack, D),
@@ -149,7 +180,7 @@ class Maker:
         }
 
     def query(self, model, stack):
-        D, Q, N = model.width, model.q_lora_rank, model.heads
+        D, Q, N = model.hidden_size, model.q_lora_rank, model.num_attention_heads
         A = model.qk_nope_head_dim + model.qk_rope_head_dim
         if Q == 0:
             return {"up": self.normal(stack, D, N, A, std=D**-0.5)}
@@ -167,8 +198,8 @@ class Maker:
         }
 
     def moe(self, model, stack):
-        D, E, G = model.width, model.experts, model.expert_hidden
-        shared = model.shared_experts
+        D, E, G = model.hidden_size, model.n_routed_experts, model.moe_intermediate_size
+        shared = model.n_shared_experts
         return {
             "norm": self.norm(stack, D),
             "router": self.normal(stack, D, E, std=2 * D**-0.5),

@@ -6,7 +6,7 @@
 
 Writes what the compiler planned to tests/compiled.json, which tests/test_cost.py reads, and prints
 a table of ratios, predicted over compiled. Needs libtpu, and jax's CUDA plugin (plan.py --compile
-says how to get them). One at a time: each writes the whole file.
+says how to get them). Run one at a time: each rewrites the file.
 """
 
 import dataclasses
@@ -18,10 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import chips  # noqa: E402
-import faults  # noqa: E402
+import hardware  # noqa: E402
 import utils  # noqa: E402
 from planning import compiler, cost  # noqa: E402
+from planning.results import Compiled  # noqa: E402
+from runtime import cli, errors  # noqa: E402
 
 RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")  # that CASES are compiled for; GPU_CASES for h100
@@ -56,7 +57,7 @@ CASES = {
     "moe-muon-full-interleaved": (
         "2x4x4",
         "moe_1b",
-        {"train.remat": "full", "optimizer.matrices": "muon"},
+        {"train.remat": "full", "optimizer.name": "muon"},
     ),
     "moe-all-names-layer": (
         "2x4x4",
@@ -77,9 +78,10 @@ CASES = {
         "jaxformer_1b",
         {
             "mesh": (4, 2, 4),
-            "model.prefix_layers": 12,
-            "model.experts_layout": "gathered",
-            "model.no-tied": None,
+            "model.num_hidden_layers": 60,
+            "model.first_k_dense_replace": 12,
+            "model.experts_layout": "sharded",
+            "model.no-tie_word_embeddings": None,
             "train.remat": "full",
         },
     ),
@@ -110,7 +112,7 @@ CASES = {
     "jaxformer-none-xla": (
         "2x4x4",
         "jaxformer_1b",
-        {"train.remat": "none", "model.attention": "xla"},
+        {"train.remat": "none", "model.attention_kernel": "xla"},
     ),
     "dense-names-xla-4x4x2": (
         "2x4x4",
@@ -119,27 +121,32 @@ CASES = {
             "mesh": (4, 4, 2),
             "train.microbatches": 16,
             "train.remat": "latents,attention,attention_out,mlp_in,hidden",
-            "model.attention": "xla",
+            "model.attention_kernel": "xla",
         },
     ),
     "small-none-8x1x1": (
         "2x2x2",
         "dense_124m",
-        {"mesh": (8, 1, 1), "train.microbatches": 8, "train.sequences": 256, "train.remat": "none"},
+        {
+            "mesh": (8, 1, 1),
+            "train.microbatches": 8,
+            "train.global_batch_size": 256,
+            "train.remat": "none",
+        },
     ),
 }
 ONE = {"mesh": (1, 1, 1)}
 GPU_CASES = {
     "gpu-dense-124m": ("", "dense_124m", ONE),
-    "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention": "xla"}),
+    "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention_kernel": "xla"}),
     "gpu-dense-124m-documents": ("", "dense_124m", ONE | {"data.segments": None}),
     "gpu-dense-names-8x1x1": ("", "dense_1b", {"mesh": (8, 1, 1), "train.microbatches": 4}),
     "gpu-dense-muon-8x1x1": (
         "",
         "dense_1b",
-        {"mesh": (8, 1, 1), "train.microbatches": 4, "optimizer.matrices": "muon"},
+        {"mesh": (8, 1, 1), "train.microbatches": 4, "optimizer.name": "muon"},
     ),
-    "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.sequences": 64}),
+    "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.global_batch_size": 64}),
     "gpu-moe-none-8x1x1": (
         "",
         "moe_1b",
@@ -152,7 +159,7 @@ GPU_CASES = {
         {
             "mesh": (8, 1, 1),
             "mesh.virtual": 1,
-            "model.experts-layout": "gathered",
+            "model.experts_layout": "sharded",
             "train.microbatches": 1,
             "train.loss-chunk-tokens": 8192,
             "train.remat": "attention,hidden",
@@ -185,13 +192,13 @@ def config_of(name: str) -> tuple[str, utils.Config]:
     """(topology, config) of a case."""
     topology, file, changes = (CASES | GPU_CASES)[name]
     flags = []
-    for key, value in ({"optimizer.matrices": "adamw"} | changes).items():
+    for key, value in ({"optimizer.name": "adamw"} | changes).items():
         keys = [key] if key != "mesh" else ["mesh.fsdp", "mesh.pipeline", "mesh.tensor"]
         values = value if key == "mesh" else [value]
         flags += [
             f"--{k}={v}" if v is not None else f"--{k}" for k, v in zip(keys, values, strict=True)
         ]
-    return topology, utils.parse(["--config", str(ROOT / "configs" / f"{file}.toml"), *flags])
+    return topology, cli.parse(["--config", str(ROOT / "configs" / f"{file}.toml"), *flags])
 
 
 def recorded() -> dict[str, dict]:
@@ -202,7 +209,7 @@ def record(name: str, chip: str) -> None:
     topology, config = config_of(name)
     keep = os.environ.get("KEEP_HLO")
     file = Path(keep) / f"{name}.{chip}.hlo" if keep else None
-    found, _ = compiler.compile_step(config, chips.chip_named(chip), topology, file)
+    found, _ = compiler.compile_step(config, hardware.chip_named(chip), topology, file)
     rows = recorded()
     rows[f"{name} {chip}"] = dataclasses.asdict(found)
     RECORDED.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
@@ -211,7 +218,7 @@ def record(name: str, chip: str) -> None:
 def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
     """Predicted over compiled, of memory, FLOPs, and traffic of each axis that carries any."""
     _, config = config_of(name)
-    return cost.predict(config, chips.chip_named(chip)).over(found)
+    return cost.predict(config, hardware.chip_named(chip)).over(Compiled(**found))
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -248,8 +255,8 @@ def main() -> None:
     words = sys.argv[1:]
     if words != ["--print"]:
         cases = list(CASES | GPU_CASES)
-        wanted = [w for w in words if w in chips.CHIPS]
-        names = [w for w in words if w not in chips.CHIPS] or cases
+        wanted = [w for w in words if w in hardware.CHIPS]
+        names = [w for w in words if w not in hardware.CHIPS] or cases
         unknown = set(names) - set(cases)
         if unknown:
             raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(cases)}.")
@@ -263,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

@@ -1,11 +1,13 @@
-"""One run that continues on one mesh after another, beside one that stays on the first.
+"""Compare a run that resumes on one mesh after another with a run that stays on the first.
 
     ./run.sh python tests/mesh_chain.py
 
-Each mesh is a start of main.py with devices, processes, virtual stages and microbatches of its own,
-and leaves a checkpoint for the next. Prints a table. Exit code 1 unless the losses of all steps and
-evaluations are those of the run that stays, within --tolerance; what was restored and at once saved
-again has the bytes of what was saved, in every array; and each step had the same sequences.
+Each mesh is a start of main.py with its own devices, processes, virtual stages and microbatches. It
+leaves a checkpoint for the next start. Prints a table. Exit code 1 unless all of these hold:
+
+- the losses of all steps and evaluations are equal, within --tolerance;
+- a state that is restored and saved again has the same bytes in every array;
+- each step had the same sequences.
 """
 
 import contextlib
@@ -23,8 +25,10 @@ from processes import ROOT, SMALL_MODEL, environments, run_all
 
 sys.path.insert(0, str(ROOT))
 
+from runtime import jsonl
+
 MODEL = f"""
-{SMALL_MODEL} --model.blocks 8 --train.sequences 16 --optimizer.warmup_steps 2
+{SMALL_MODEL} --model.num_hidden_layers 16 --train.global_batch_size 16 --optimizer.warmup_steps 2
 --eval.sequences 16 --checkpoint.keep 99 --sample.prompts
 """
 
@@ -38,7 +42,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Link:
-    """Where the run is for some of its steps."""
+    """One mesh of the run that moves."""
 
     shape: tuple[int, int, int]
     virtual: int = 1
@@ -75,20 +79,18 @@ def child(folder: Path, arguments: list[str]) -> None:
     import numpy as np
 
     import checkpoint
-    import faults
     import main
-    from dataset import Rows
-    from mixture import Mixture
+    from dataset import Mixture, Rows
+    from runtime import errors
     from train import State
 
     run, rows = main.Loop.run, Mixture.rows
-    file = folder / f"rows-{time.time_ns()}-{os.environ['JAX_PROCESS_ID']}.jsonl"
+    file = folder / f"rows-{time.time_ns()}-{os.environ.get('JAX_PROCESS_ID', 0)}.jsonl"
 
     def saved_again(self: main.Loop, state: State) -> State:
         if int(state.step):
             again = checkpoint.Checkpoints(folder / "again", keep=99)
-            stored = checkpoint.reshaped(state, checkpoint.stored_shapes(self.shapes))
-            again.save(int(state.step), stored, {})
+            again.save(int(state.step), state, {})
             again.close()
         return run(self, state)
 
@@ -102,7 +104,7 @@ def child(folder: Path, arguments: list[str]) -> None:
         return found
 
     main.Loop.run, Mixture.rows = saved_again, noted
-    faults.command_line(lambda: main.run(main.parse(arguments)))
+    errors.run_command(lambda: main.run(main.parse(arguments)))
 
 
 # --- outside --------------------------------------------------------------------------------------
@@ -124,15 +126,14 @@ class Run:
         """Up to so many steps."""
         command = __file__, "--child", str(self.folder), *self.arguments
         places = environments(link.processes, link.devices)
-        codes, said = run_all(places, *command, *link.flags, "--train.steps", str(last))
+        codes, output = run_all(places, *command, *link.flags, "--train.steps", str(last))
         if any(codes):
-            raise SystemExit(f"{link} ended with {codes}:\n{said[0]}")
+            raise SystemExit(f"{link} ended with {codes}:\n{output[0]}")
 
     def losses(self, key: str) -> dict[int, float]:
         """By step."""
-        import metrics
 
-        records = metrics.read(self.folder / "metrics.jsonl")
+        records = jsonl.read(self.folder / "metrics.jsonl")
         return {r["step"]: r[key] for r in records if key in r}
 
     def rows(self) -> dict[tuple[int, int], str]:
@@ -146,7 +147,7 @@ class Run:
 
         with contextlib.closing(checkpoint.Checkpoints(self.folder / name)) as saved:
             arrays = saved.arrays(step)
-            return {name: array.read().result().tobytes() for name, array in arrays.items()}
+            return {name: array.whole().tobytes() for name, array in arrays.items()}
 
 
 def furthest(one: dict[int, float], other: dict[int, float], steps: range) -> float:

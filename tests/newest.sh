@@ -1,26 +1,23 @@
 #!/usr/bin/env bash
-# Run the tests with the newest jax there is, also if requirements.txt does not allow it yet.
+# Run the tests with the newest jax, even if requirements.txt does not allow it yet, and with the
+# newest other packages that requirements.txt and requirements-dev.txt allow. Ignores locks/.
 #
 #   tests/newest.sh                    all tests
 #   tests/newest.sh tests/test_hlo.py  the same with arguments for pytest
 #   tests/newest.sh --help             print this
 #
-# jax 0.11 and newer need Python 3.12, and what ./run.sh pytest runs on may be older. The environment
-# is .cache/newest, apart from that of run.sh, and is brought up to date at each start.
+# The environment is .cache/newest, separate from that of run.sh, since jax 0.11 needs Python 3.12.
+# Each start updates it.
 #
-# Read from the environment:
-#   PYTHON  the Python to make it from, 3.12 or newer; else the first such one of python3.14 to
-#           python3.12 and python3 on the PATH, then of pyenv's and uv's, the newest first
+# Environment variable:
+#   PYTHON  the Python for it, 3.12 or newer; default: the first of python3.14 to python3.12 and
+#           python3 on the PATH that is new enough, then the newest of pyenv and of uv
 #
 # Exit code: that of pytest; 2 if the environment cannot be set up.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 environment=.cache/newest
-
-usage() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' tests/newest.sh
-}
 
 fail() {
   echo "tests/newest.sh: $*" >&2
@@ -34,7 +31,7 @@ is_new() {
 # Prints the Python to use.
 find_python() {
   if [[ -n ${PYTHON:-} ]]; then
-    is_new "$PYTHON" || fail "$PYTHON is not Python 3.12 or newer: name one that is, as in" \
+    is_new "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.12 or newer. Set another, as in" \
       "PYTHON=python3.13 tests/newest.sh"
     echo "$PYTHON"
     return
@@ -48,14 +45,14 @@ find_python() {
       return
     fi
   done
-  fail "no Python 3.12 or newer was found, which the newest jax needs: install one, as in" \
-    "'uv python install 3.13', or name it, as in PYTHON=/opt/python3.13/bin/python3 tests/newest.sh"
+  fail "no Python 3.12 or newer was found, which the newest jax needs. Install one, as in" \
+    "'uv python install 3.13', or set PYTHON, as in PYTHON=/opt/bin/python3.13 tests/newest.sh"
 }
 
 set_up() {
   "$1" -m venv "$environment" &&
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
-      -r <(sed 's/^jax[<>=].*/jax/' requirements.txt)
+      -r <(sed 's/^jax[<>=].*/jax/' requirements.txt) -r requirements-dev.txt
 }
 
 versions() {
@@ -70,12 +67,12 @@ END
 
 main() {
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    usage
+    sed -n '2,/^$/s/^# \{0,1\}//p' tests/newest.sh
     return
   fi
   local python
   python=$(find_python)
-  set_up "$python" || fail "could not set up $environment with $python. Mend that and run this again."
+  set_up "$python" || fail "could not set up $environment with $python. Fix this and start again."
   versions
   exec "$environment/bin/python" -m pytest "$@"
 }

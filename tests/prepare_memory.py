@@ -1,11 +1,11 @@
-"""Most memory that any process of data/prepare.py takes, for one text in several forms.
+"""Measure the peak memory of data/prepare.py for the same text in several forms.
 
     ./run.sh python tests/prepare_memory.py --mb 50 500
     ./run.sh python tests/prepare_memory.py --mb 5000 --forms lines
 
 Each size is prepared as many documents, as one file of JSON lines, as Parquet, and as one file of
-text, which is a single document. Prints a table: most MB of the command's own process and of any of
-its workers, how many workers had work, and seconds.
+text, which is a single document. Prints the peak MB of the main process and of any worker, the
+number of busy workers, and seconds.
 """
 
 import json
@@ -26,8 +26,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = 4_000  # characters
-LOOK_S = 0.05
-BUSY_S = 5.0  # of CPU, more than it takes to start
+POLL_S = 0.05
+BUSY_S = 5.0  # of CPU time, more than a start takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +37,25 @@ class Flags:
     workers: int = 2
 
 
-def documents(pieces: Iterable[str], folder: Path) -> None:
-    for number, piece in enumerate(pieces):
-        place = folder / f"{number // 1_000:04}"
-        place.mkdir(exist_ok=True)
-        (place / f"{number:07}.txt").write_text(piece)
+def documents(texts: Iterable[str], folder: Path) -> None:
+    for number, text in enumerate(texts):
+        below = folder / f"{number // 1_000:04}"
+        below.mkdir(exist_ok=True)
+        (below / f"{number:07}.txt").write_text(text)
 
 
-def lines(pieces: Iterable[str], folder: Path) -> None:
+def lines(texts: Iterable[str], folder: Path) -> None:
     with (folder / "a.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def parquet(pieces: Iterable[str], folder: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": list(pieces)}), folder / "a.parquet")
+def parquet(texts: Iterable[str], folder: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), folder / "a.parquet")
 
 
-def one(pieces: Iterable[str], folder: Path) -> None:
+def one(texts: Iterable[str], folder: Path) -> None:
     with (folder / "a.txt").open("w") as file:
-        file.writelines(pieces)
+        file.writelines(texts)
 
 
 FORMS: dict[str, Callable[[Iterable[str], Path], None]] = {
@@ -66,8 +66,8 @@ FORMS: dict[str, Callable[[Iterable[str], Path], None]] = {
 }
 
 
-def pieces_of(mb: int) -> Iterator[str]:
-    """The project's own files, again and again."""
+def texts_of(mb: int) -> Iterator[str]:
+    """Yield documents from the project's own files, repeatedly."""
     paths = sorted(path for path in ROOT.glob("**/*.py") if ".venv" not in str(path))
     text = "".join(path.read_text() for path in paths)
     text += text[:DOCUMENT]
@@ -77,7 +77,7 @@ def pieces_of(mb: int) -> Iterator[str]:
 
 
 def peak_mb(process: int) -> float:
-    """VmHWM: not ru_maxrss, which begins with what the parent had."""
+    """Return VmHWM. ru_maxrss would start from the parent's value."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -103,21 +103,21 @@ def children(process: int) -> list[int]:
 
 
 def measured(source: Path, out: Path, workers: int) -> tuple[float, float, int, float]:
-    """(MB of its own process, of the largest of its workers, workers that were busy, seconds)."""
+    """Return (peak MB of the main process, of the largest worker, busy workers, seconds)."""
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
     command += ["--val-share", "0"]  # one document is enough
     began, own, worker, busy = time.monotonic(), 0.0, 0.0, set()
     process = subprocess.Popen(
         [*map(str, command), "--workers", str(workers)], stdout=subprocess.PIPE, text=True
     )
-    said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stdout))
+    output: list[str] = []
+    reader = threading.Thread(target=lambda: output.extend(process.stdout))
     reader.start()
     while process.poll() is None:
         own = max(own, peak_mb(process.pid))
         worker = max([worker, *map(peak_mb, children(process.pid))])
         busy |= {child for child in children(process.pid) if cpu_s(child) > BUSY_S}
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     reader.join()
     if process.returncode:
         raise SystemExit(process.returncode)
@@ -132,7 +132,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 source = Path(folder) / "source"
                 source.mkdir()
-                FORMS[name](pieces_of(mb), source)
+                FORMS[name](texts_of(mb), source)
                 found = measured(source, Path(folder) / "out", flags.workers)
             own, worker, busy, seconds = found
             row = f"{mb:10}  {name:9}  {own:6.0f}  {worker:9.0f}  {busy:12}  {seconds:7.1f}"

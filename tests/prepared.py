@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from data.manifest import read_manifest
 from data.prepare import main
 from data.tokenizer import load_tokenizer
-from manifest import read_manifest
 
 
 def prepare(source, out, *flags):

@@ -13,13 +13,14 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600  # of one process
 
-# A mesh changes nothing but rounding here: the experts have room for all, so that nothing is
-# dropped, and the balancing bias, which moves by the sign of a difference, stays.
+# A mesh changes only rounding here: experts have capacity for all tokens, and the balancing bias,
+# which depends on the sign of a difference, is constant.
 SMALL_MODEL = """
---model.width 32 --model.heads 2 --model.kv_lora_rank 16 --model.hidden 64
---model.expert_hidden 32 --model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8
---model.v_head_dim 16 --model.compute_dtype float32 --model.capacity_factor 4
---model.eval_capacity_factor 4 --model.router_bias_speed 0 --train.sequence_length 32
+--model.hidden_size 32 --model.num_attention_heads 2 --model.kv_lora_rank 16
+--model.intermediate_size 64 --model.moe_intermediate_size 32
+--model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8 --model.v_head_dim 16
+--model.compute_dtype float32 --model.capacity_factor 4
+--model.eval_capacity_factor 4 --model.router_bias_update_speed 0 --train.seq_len 32
 """
 
 
@@ -45,7 +46,7 @@ def environments(count: int, devices: int, **more: str) -> list[dict[str, str]]:
 
 
 def start(command: Sequence[str], environment: dict[str, str], log: IO[str]) -> subprocess.Popen:
-    """A process of python, which says to `log` all that it says."""
+    """Start a Python process whose output goes to `log`."""
     return subprocess.Popen(
         [sys.executable, *command],
         env=environment,
@@ -57,7 +58,7 @@ def start(command: Sequence[str], environment: dict[str, str], log: IO[str]) -> 
 
 
 def run_all(places: list[dict[str, str]], *command: str) -> tuple[list[int], list[str]]:
-    """(exit codes, what each said) of processes with these environments, started at once."""
+    """Run processes with these environments at once. Return (exit codes, output of each)."""
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
         started = [start(command, *each) for each in zip(places, logs, strict=True)]
@@ -65,14 +66,14 @@ def run_all(places: list[dict[str, str]], *command: str) -> tuple[list[int], lis
             codes = [process.wait(LIMIT_S) for process in started]
         finally:
             for process in started:
-                process.kill()  # nothing, for one that has ended
+                process.kill()  # no effect on a process that has ended
         for log in logs:
             log.seek(0)
         return codes, [log.read() for log in logs]
 
 
-# Of a child that knows `kind` and `number`: struck(name, function) is the function, after whose
-# `number`-th call, if it is of this kind, the child kills itself.
+# Source text for a child that defines `kind` and `number`. struck(name, function) wraps a function:
+# if `name` is `kind`, the child kills itself after the `number`-th call.
 STRUCK = """
 done = 0
 

@@ -1,13 +1,11 @@
-"""The model's definition on one device, in its plainest form: what tests hold model.py to.
+"""The reference implementation of the model on one device, for tests of model.py.
 
-Shares no code with model.py. Every expert sees every token and nothing is dropped; dropout is
-never applied. Results have the dtype of the weights, float32 or float64. `numpy_attention` and
-`numpy_moe` below are the two layers that are easy to get wrong, once more and token by token.
+It shares no code with model.py. Every expert computes every token, no token is dropped, and there
+is no dropout. Results have the dtype of the weights, float32 or float64. `numpy_attention` and
+`numpy_moe` implement the two difficult layers once more, token by token.
 
-Letters: B sequences, T query positions, S key positions, D width, V padded vocabulary, N heads,
-H and R head width without and with position, A = H + R, W value head width, Q query latent,
-C key-value latent, E experts, K experts per token, F hidden width of a dense layer or an expert,
-Z two of these widths side by side.
+Letters as in model.py; F is the hidden width of a dense layer or an expert, Z two of them side by
+side.
 """
 
 import functools
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Accelerators multiply float32 matrices with fewer bits unless told otherwise.
+# By default accelerators multiply float32 matrices in lower precision.
 einsum = functools.partial(jnp.einsum, precision="highest")
 
 
@@ -27,26 +25,24 @@ def rms_norm(x, scale, epsilon):
 
 
 def frequencies(model):
-    """theta^(-2i/R) of each pair i; YaRN slows those that turn seldom in the original context
-    (arXiv:2309.00071, section 3.2).
-    """
+    """Return theta^(-2i/R) of each pair i, with YaRN (arXiv:2309.00071, section 3.2)."""
     R = model.qk_rope_head_dim
     frequency = model.rope_theta ** (-2 * np.arange(R) / R)  # of twice as many pairs as there are
-    turns = model.rope_original_length * frequency / (2 * np.pi)
-    first = max([i for i in range(R) if turns[i] >= model.rope_beta_fast], default=0)
-    last = min([i for i in range(R) if turns[i] <= model.rope_beta_slow], default=R - 1)
+    turns = model.rope_scaling.original_max_position_embeddings * frequency / (2 * np.pi)
+    first = max([i for i in range(R) if turns[i] >= model.rope_scaling.beta_fast], default=0)
+    last = min([i for i in range(R) if turns[i] <= model.rope_scaling.beta_slow], default=R - 1)
     slowed = np.interp(np.arange(R), [first, max(last, first + 0.001)], [0.0, 1.0])
-    return (frequency * (1 - slowed + slowed / model.rope_factor))[: R // 2]
+    return (frequency * (1 - slowed + slowed / model.rope_scaling.factor))[: R // 2]
 
 
 def mscale(model, factor):
     """0.1 factor log(rope_factor) + 1 (arXiv:2309.00071, section 3.4)."""
-    return 0.1 * factor * np.log(model.rope_factor) + 1
+    return 0.1 * factor * np.log(model.rope_scaling.factor) + 1
 
 
 def rotary_factor(model):
     """What YaRN multiplies rotated queries and keys by."""
-    both = model.rope_mscale, model.rope_mscale_all_dim
+    both = model.rope_scaling.mscale, model.rope_scaling.mscale_all_dim
     return mscale(model, both[0]) / mscale(model, both[1]) if all(both) else mscale(model, 1)
 
 
@@ -71,14 +67,14 @@ def queries(w, h_BTD, epsilon):
 
 def latent_epsilon(model):
     """Of the norms of latents."""
-    return model.latent_norm_epsilon or model.norm_epsilon
+    return model.latent_rms_norm_eps or model.rms_norm_eps
 
 
 def attention(w, x_BTD, model, segments_BT, rotary):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1), without the residual."""
     H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
     epsilon = latent_epsilon(model)
-    h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
+    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
     q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, epsilon), [H], axis=-1)
     kv_down = einsum("BTD,DZ->BTZ", h_BTD, w["kv_down"])
     latent_BTC, k_rope = jnp.split(kv_down, [model.kv_lora_rank], axis=-1)
@@ -89,7 +85,7 @@ def attention(w, x_BTD, model, segments_BT, rotary):
         q_rope, k_rope = rotate(q_rope, model), rotate(k_rope, model)
     scores = einsum("BTNH,BSNH->BNTS", q_nope, k_nope)
     scores += einsum("BTNR,BSR->BNTS", q_rope, k_rope[:, :, 0])
-    scores *= (H + R) ** -0.5 * float(mscale(model, model.rope_mscale_all_dim)) ** 2
+    scores *= (H + R) ** -0.5 * float(mscale(model, model.rope_scaling.mscale_all_dim)) ** 2
     scores = jnp.where(visible(segments_BT), scores, -jnp.inf)
     mixed_BTNW = einsum("BNTS,BSNW->BTNW", jax.nn.softmax(scores, axis=-1), v_BTNW)
     return einsum("BTNW,NWD->BTD", mixed_BTNW, w["out"])
@@ -110,7 +106,7 @@ def swiglu(w, h_BTD):
 
 def mlp(w, x_BTD, model):
     """The dense feed-forward, without the residual."""
-    return swiglu(w, rms_norm(x_BTD, w["norm"], model.norm_epsilon))
+    return swiglu(w, rms_norm(x_BTD, w["norm"], model.rms_norm_eps))
 
 
 def moe(w, x_BTD, model):
@@ -118,13 +114,13 @@ def moe(w, x_BTD, model):
 
     Returns y, how often each sequence chose each expert [B, E], and the balance loss, unscaled.
     """
-    h_BTD = rms_norm(x_BTD, w["norm"], model.norm_epsilon)
+    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
     score_BTE = scores(w, h_BTD, model)
     ranking = jax.lax.stop_gradient(score_BTE + jnp.broadcast_to(w["bias"], score_BTE.shape))
-    _, choice_BTK = jax.lax.top_k(of_best_groups(ranking, model), model.experts_per_token)
-    chosen_BTKE = jax.nn.one_hot(choice_BTK, model.experts, dtype=x_BTD.dtype)
+    _, choice_BTK = jax.lax.top_k(of_best_groups(ranking, model), model.num_experts_per_tok)
+    chosen_BTKE = jax.nn.one_hot(choice_BTK, model.n_routed_experts, dtype=x_BTD.dtype)
     weight_BTK = einsum("BTKE,BTE->BTK", chosen_BTKE, score_BTE)
-    if model.normalize_weights:
+    if model.norm_topk_prob:
         weight_BTK = weight_BTK / (jnp.sum(weight_BTK, axis=-1, keepdims=True) + 1e-20)
     weight_BTE = einsum("BTKE,BTK->BTE", chosen_BTKE, weight_BTK * model.routed_scaling_factor)
     # Expert by expert, all at once: the same swiglu, mapped over the experts' weights.
@@ -139,23 +135,27 @@ def moe(w, x_BTD, model):
 def of_best_groups(ranking_BTE, model):
     """-inf but in the groups that fewer than groups_per_token have a higher sum of two than."""
     B, T, E = ranking_BTE.shape
-    groups = ranking_BTE.reshape(B, T, model.expert_groups, E // model.expert_groups)
+    groups = ranking_BTE.reshape(B, T, model.n_group, E // model.n_group)
     two = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
     better = (two[:, :, None, :] > two[:, :, :, None]).sum(-1)
-    seen = better[..., None] < model.groups_per_token
+    seen = better[..., None] < model.topk_group
     return jnp.where(seen, groups, -jnp.inf).reshape(B, T, E)
 
 
 def scores(w, h_BTD, model):
     """How well each expert suits each token, between 0 and 1."""
     logits_BTE = einsum("BTD,DE->BTE", h_BTD, w["router"])
-    return jax.nn.sigmoid(logits_BTE) if model.scores == "sigmoid" else jax.nn.softmax(logits_BTE)
+    return (
+        jax.nn.sigmoid(logits_BTE)
+        if model.scoring_func == "sigmoid"
+        else jax.nn.softmax(logits_BTE)
+    )
 
 
 def balance(score_BTE, counts_BE, model):
     """mean over sequences of sum_e f_e P_e (arXiv:2412.19437, eq. 17-20)."""
     T = score_BTE.shape[1]
-    f_BE = counts_BE * (model.experts / (model.experts_per_token * T))
+    f_BE = counts_BE * (model.n_routed_experts / (model.num_experts_per_tok * T))
     p_BE = jnp.mean(score_BTE / jnp.sum(score_BTE, axis=-1, keepdims=True), axis=1)
     return jnp.mean(jnp.sum(jax.lax.stop_gradient(f_BE) * p_BE, axis=-1))
 
@@ -167,7 +167,7 @@ def take(tree, *index):
 
 def layers(weights, model):
     """Each layer's weights, first to last."""
-    for i in range(model.prefix_layers):
+    for i in range(model.first_k_dense_replace):
         yield take(weights["prefix"], i)
     for block in range(model.blocks):
         for i in range(model.dense_layers):
@@ -191,10 +191,10 @@ def forward(weights, tokens_BT, model, segments_BT):
             x_BTD += y_BTD
             balances += layer_balance
             counts.append(counts_BE)
-    x_BTD = rms_norm(x_BTD, weights["final_norm"], model.norm_epsilon)
+    x_BTD = rms_norm(x_BTD, weights["final_norm"], model.rms_norm_eps)
     output = weights["embedding"] if weights["output"] is None else weights["output"]
     logits_BTV = einsum("BTD,VD->BTV", x_BTD, output)
-    is_token = jnp.arange(output.shape[0])[None, None, :] < model.vocabulary
+    is_token = jnp.arange(output.shape[0])[None, None, :] < model.vocab_size
     return jnp.where(is_token, logits_BTV, -jnp.inf), balances, counts
 
 
@@ -216,11 +216,11 @@ def loss(weights, batch, model):
     weight = batch["loss_weights"].astype(logits_BTV.dtype)
     parts = {
         "cross_entropy": jnp.sum(weight * (log_z - target)) / jnp.sum(weight),
-        "balance": model.balance_loss * balances,
+        "balance": model.aux_loss_alpha * balances,
         "z": model.z_loss * jnp.sum(weight * jnp.square(log_z)) / jnp.sum(weight),
     }
     per_expert = [jnp.sum(counts_BE, axis=0).astype(jnp.int32) for counts_BE in counts]
-    none = jnp.zeros((0, model.experts), jnp.int32)
+    none = jnp.zeros((0, model.n_routed_experts), jnp.int32)
     per_layer = jnp.stack(per_expert) if per_expert else none
     return sum(parts.values()), parts | {"tokens_per_expert": per_layer}
 
@@ -231,10 +231,12 @@ def numpy_rms_norm(x, scale, epsilon):
 
 def numpy_frequency(i, model):
     """Of pair i, as transformers' _compute_yarn_parameters has it."""
-    R, theta, factor = model.qk_rope_head_dim, model.rope_theta, model.rope_factor
+    R, theta, factor = model.qk_rope_head_dim, model.rope_theta, model.rope_scaling.factor
     low, high = (
-        R * np.log(model.rope_original_length / (turns * 2 * np.pi)) / (2 * np.log(theta))
-        for turns in (model.rope_beta_fast, model.rope_beta_slow)
+        R
+        * np.log(model.rope_scaling.original_max_position_embeddings / (turns * 2 * np.pi))
+        / (2 * np.log(theta))
+        for turns in (model.rope_scaling.beta_fast, model.rope_scaling.beta_slow)
     )
     low, high = max(np.floor(low), 0), min(np.ceil(high), R - 1)
     kept = 1 - np.clip((i - low) / (high - low if high != low else 0.001), 0, 1)
@@ -252,7 +254,7 @@ def numpy_rotate(x, position, model):
 
 def numpy_qkv(w, x, position, model, rotary):
     """Queries [N][A], keys [N][A] and values [N][W] of one token."""
-    H, C, epsilon = model.qk_nope_head_dim, model.kv_lora_rank, model.norm_epsilon
+    H, C, epsilon = model.qk_nope_head_dim, model.kv_lora_rank, model.rms_norm_eps
     turn = numpy_rotate if rotary else lambda x, position, model: x
     h = numpy_rms_norm(x, w["norm"], epsilon)
     k_latent, k_rope = np.split(h @ w["kv_down"], [C])
@@ -261,7 +263,7 @@ def numpy_qkv(w, x, position, model, rotary):
     if "down" in w["query"]:
         h = numpy_rms_norm(h @ w["query"]["down"], w["query"]["norm"], latent_epsilon(model))
     q, k, v = [], [], []
-    for n in range(model.heads):
+    for n in range(model.num_attention_heads):
         nope, rope = np.split(h @ w["query"]["up"][:, n], [H])
         q.append(np.concatenate([nope, turn(rope, position, model)]))
         nope, value = np.split(k_latent @ w["kv_up"][:, n], [H])
@@ -277,9 +279,9 @@ def numpy_attention(w, x_TD, model, segments_T, rotary):
     y_TD = np.zeros_like(x_TD)
     for t in range(T):
         seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
-        for n in range(model.heads):
+        for n in range(model.num_attention_heads):
             score = np.array([q[t][n] @ k[s][n] for s in seen]) / np.sqrt(len(q[t][n]))
-            score *= mscale(model, model.rope_mscale_all_dim) ** 2
+            score *= mscale(model, model.rope_scaling.mscale_all_dim) ** 2
             share = np.exp(score) / np.sum(np.exp(score))
             y_TD[t] += sum(a * v[s][n] for a, s in zip(share, seen, strict=True)) @ w["out"][n]
     return y_TD
@@ -291,10 +293,10 @@ def numpy_swiglu(gate, up, down, h):
 
 def numpy_choices(ranking, model):
     """The K best experts of the best groups, best first."""
-    groups = np.split(np.arange(model.experts), model.expert_groups)
+    groups = np.split(np.arange(model.n_routed_experts), model.n_group)
     groups.sort(key=lambda group: -sum(sorted(ranking[group])[-2:]))
-    seen = np.concatenate(groups[: model.groups_per_token])
-    return sorted(seen, key=lambda e: (-ranking[e], e))[: model.experts_per_token]
+    seen = np.concatenate(groups[: model.topk_group])
+    return sorted(seen, key=lambda e: (-ranking[e], e))[: model.num_experts_per_tok]
 
 
 def numpy_moe(w, x_TD, model):
@@ -302,15 +304,15 @@ def numpy_moe(w, x_TD, model):
 
     f of the balance loss counts choices, so a small change of a weight does not move it.
     """
-    E, K, T = model.experts, model.experts_per_token, len(x_TD)
+    E, K, T = model.n_routed_experts, model.num_experts_per_tok, len(x_TD)
     y_TD, choices_TK, share_TE = np.zeros_like(x_TD), np.zeros((T, K), int), np.zeros((T, E))
     for t in range(T):
-        h = numpy_rms_norm(x_TD[t], w["norm"], model.norm_epsilon)
+        h = numpy_rms_norm(x_TD[t], w["norm"], model.rms_norm_eps)
         logit = h @ w["router"]
-        sigmoid = model.scores == "sigmoid"
+        sigmoid = model.scoring_func == "sigmoid"
         s = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit) / np.sum(np.exp(logit))
         choices_TK[t] = numpy_choices(s + w["bias"], model)
-        total = np.sum(s[choices_TK[t]]) + 1e-20 if model.normalize_weights else 1.0
+        total = np.sum(s[choices_TK[t]]) + 1e-20 if model.norm_topk_prob else 1.0
         for e in choices_TK[t]:
             expert = numpy_swiglu(*(w["experts"][name][e] for name in ("gate", "up", "down")), h)
             y_TD[t] += model.routed_scaling_factor * s[e] / total * expert

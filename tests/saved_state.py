@@ -1,6 +1,8 @@
-"""A small training state, saved by checkpoint.Checkpoints, for files that ask of checkpoints."""
+"""A small training state, saved by checkpoint.Checkpoints, for tests of checkpoints."""
 
+import contextlib
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,34 +13,47 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import utils
+from model import Transformer
 
 AXES = ("fsdp", "pipeline", "tensor")
 CONFIG = dataclasses.asdict(utils.Config())
-SPECS = {"matrix": P("fsdp", "tensor"), "norm": P(), "blocks": P("pipeline", None, ("fsdp",))}
+SPECS = Transformer(
+    first={"matrix": P("fsdp", "tensor"), "prefix": None},
+    blocks={"kernel": P(None, "pipeline", None, None, ("fsdp",))},
+    last={"norm": P()},
+)
+LAYERS = 8
 
 
 def mesh_of(*shape):
-    return jax.make_mesh(shape, AXES)
+    return jax.make_mesh(shape, AXES, devices=jax.devices()[: int(np.prod(shape))])
 
 
-def arrays(seed=0):
+def values(seed=0):
+    """Return the weights in their canonical shapes."""
     random = np.random.default_rng(seed)
-    shapes = {"matrix": (16, 24), "norm": (24,), "blocks": (4, 3, 8)}
+    shapes = {"matrix": (64, 96), "kernel": (LAYERS, 3, 16), "norm": (24,)}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def state_on(mesh, seed=0):
-    weights = {
-        name: jax.device_put(value, NamedSharding(mesh, SPECS[name]))
-        for name, value in arrays(seed).items()
-    }
-    weights["prefix"] = None
-    whole = NamedSharding(mesh, P())
+def state_on(mesh, seed=0, virtual=1):
+    """Return a state whose blocks are [virtual, stage, block, ...], as those of a training run."""
+    found, stages = values(seed), (virtual, mesh.shape["pipeline"])
+    kernel = found["kernel"].reshape(*stages, LAYERS // stages[0] // stages[1], 3, 16)
+    weights = Transformer(
+        first={"matrix": found["matrix"], "prefix": None},
+        blocks={"kernel": kernel},
+        last={"norm": found["norm"]},
+    )
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    weights = jax.tree.map(put, weights, SPECS)
     with jax.numpy_dtype_promotion("standard"):
         adam, rest = optax.adam(1e-3).init(weights)
-    adam = adam._replace(count=jax.device_put(jnp.int32(seed), whole))
-    step = jax.device_put(jnp.int32(seed), whole)
-    return {"weights": weights, "optimizer": (adam, rest), "step": step}
+    adam = adam._replace(count=put(jnp.int32(seed), P()), mu=jax.tree.map(lambda x: x * x, weights))
+    return {"weights": weights, "optimizer": (adam, rest), "step": put(jnp.int32(seed), P())}
 
 
 def abstract(state):
@@ -51,7 +66,14 @@ def assert_same(got, expected):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(other.data))
+
+
+def assert_newest(checkpoints, step, state):
+    found_step, found = checkpoints.newest(abstract(state))
+    assert found_step == step
+    assert_same(found, state)
 
 
 def saved(folder, *steps, keep=3, keep_every_steps=0):
@@ -60,3 +82,26 @@ def saved(folder, *steps, keep=3, keep_every_steps=0):
         checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
     checkpoints.wait()
     return checkpoints
+
+
+@contextlib.contextmanager
+def opened(folder, keep=None, every=0):
+    with contextlib.closing(checkpoint.Checkpoints(folder, keep, every)) as checkpoints:
+        yield checkpoints
+
+
+def seconds(function):
+    began = time.monotonic()
+    function()
+    return time.monotonic() - began
+
+
+def wait_for_late_writes(look):
+    """Return when what `look` returns no longer changes.
+
+    A failed save leaves writes that end with its process, but not within a test.
+    """
+    before, now = None, look()
+    while before != now:
+        time.sleep(0.5)
+        before, now = now, look()

@@ -1,7 +1,8 @@
-"""A run without a model: processes connect, take steps, save and end as those of main.py do, with
-the same exit codes, within seconds.
+"""Run without a model in place of main.py.
 
-    python tests/stand_in.py --steps 20 [--seconds 0.2] [--peer-seconds 30] [any other words]
+Processes connect, take steps, save, resume and end with the exit codes of main.py, within seconds.
+
+    python tests/stand_in.py --steps 20 [--seconds 0.2] [--peer-seconds 30] [other arguments]
 """
 
 import argparse
@@ -14,10 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 
-import faults
-import multihost
-from stop import StopRequest
-from watchdog import Watchdog
+from runtime import distributed, errors
+from runtime.signals import StopRequest
+from runtime.watchdog import Watchdog
 
 
 def main() -> None:
@@ -25,21 +25,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--peer-seconds", type=float, default=30.0)
-    given, others = parser.parse_known_args()
-    with Watchdog(600.0) as watchdog, multihost.job(given.peer_seconds):
+    options, others = parser.parse_known_args()
+    with Watchdog(600.0) as watchdog, distributed.job(options.peer_seconds):
         index = jax.process_index()
         print(f"process {index} of {jax.process_count()} got {json.dumps(others)}", flush=True)
         saved = Path(f"stand_in_{index}")
         with StopRequest(watchdog) as stop:
-            for step in range(int(saved.read_text()) if saved.exists() else 0, given.steps):
+            for step in range(int(saved.read_text()) if saved.exists() else 0, options.steps):
                 watchdog.phase(f"step {step + 1}")
-                time.sleep(given.seconds)
-                multihost.gather(b"the collective of a step")
-                print(f"step {step + 1}/{given.steps}  loss {8 / (step + 1):.4f}", flush=True)
+                time.sleep(options.seconds)
+                distributed.gather(b"the collective of a step")
+                print(f"step {step + 1}/{options.steps}  loss {8 / (step + 1):.4f}", flush=True)
                 saved.write_text(str(step + 1))
-                if stop.reached() and stop.reached():  # JAX says so once
+                if stop.reached() and stop.reached():  # JAX reports it once; reached() remembers it
                     raise stop.stopped(f"step {step + 1} is saved")
 
 
 if __name__ == "__main__":
-    faults.command_line(main)
+    errors.run_command(main)

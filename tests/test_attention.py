@@ -1,4 +1,4 @@
-"""Kernels, interpreted, against attention written out, inside what the model puts them in.
+"""Interpreted kernels against plain attention, within the transformations of the model.
 
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
 """
@@ -23,7 +23,7 @@ DRAWN = P("fsdp", None, "tensor")
 
 
 def arrays():
-    """q, k, v, and factors on the result that make a loss of it."""
+    """Return q, k, v, and factors on the result for a loss."""
     random = np.random.default_rng(0)
     return [random.normal(size=(B, T, N, w)).astype(np.float32) for w in (A, A, W, W)]
 
@@ -33,15 +33,16 @@ def documents():
 
 
 def written_out(q, k, v, segments):
-    """softmax(SCALE q k^T) v with the whole rectangle."""
+    """softmax(SCALE q k^T) v with the full T x S scores."""
     scores = jnp.einsum("BTNA,BSNA->BNTS", q, k, precision="highest") * SCALE
     probs = jax.nn.softmax(jnp.where(reference.visible(segments), scores, -jnp.inf), axis=-1)
     return jnp.einsum("BNTS,BSNW->BTNW", probs, v, precision="highest")
 
 
 def twice(attend, remat):
-    """(q, k, v, factors, segments) -> a loss of attentions in a scan and after it; jax checks the
-    types of a scan's and a checkpoint's body again.
+    """Return (q, k, v, factors, segments) -> a loss of attention in a scan and after it.
+
+    JAX checks the types in the bodies of scan and checkpoint separately.
     """
 
     def loss(q, k, v, factors, *segments):
@@ -76,7 +77,7 @@ def rematted(layer, remat):
         ((2, 2, 2), "full", "triton", False),
     ],
 )
-def test_a_kernel_and_its_gradient_are_attention_written_out_on_every_mesh(
+def test_a_kernel_and_its_gradient_match_plain_attention_on_every_mesh(
     shape, remat, kernel, segments
 ):
     inputs, ids = arrays(), (documents(),) if segments else ()
@@ -131,42 +132,48 @@ def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
-def test_a_kept_result_of_a_kernel_is_not_computed_again(kernel):
+def test_a_saved_result_of_a_kernel_is_not_recomputed(kernel):
     inputs = [jnp.zeros((1, 128, 2, w)) for w in (A, A, W, W)]
 
     def kernels(remat):
         step = jax.grad(twice(lambda *a: attention.attend(*a, None, kernel, SCALE), remat))
         return str(jax.make_jaxpr(step)(*inputs)).count("foreign_kernel[")
 
-    # One in the scan and one after it, forward; as many backward; and where nothing is kept the
-    # scan's once more.
+    # One in the scan and one after it, forward and backward; with full remat that of the scan once
+    # more.
     assert kernels("attention") == kernels("none") == 4
     assert kernels("full") == 5
 
 
 def config(**changes):
-    train = {"sequence_length": changes.pop("sequence_length", 1024)}
+    train = {"seq_len": changes.pop("seq_len", 1024)}
     return config_of(train=train, **({"compute_dtype": "bfloat16"} | changes))
 
 
-def test_auto_is_splash_on_a_tpu_where_the_kernel_can_be_used():
-    assert attention.chosen(config(), "tpu") == "splash"
-    assert attention.chosen(config(), "cpu") == "xla"
-    assert attention.chosen(config(compute_dtype="float32"), "tpu") == "xla"
-    assert attention.chosen(config(sequence_length=1000), "tpu") == "xla"
-    assert attention.chosen(config(attention="xla"), "tpu") == "xla"
-    assert attention.chosen(config(attention="splash"), "cpu") == "splash"
-    assert attention.told(config(), "tpu") == "splash" and attention.told(config(), "cpu") == "xla"
-    assert attention.told(config(compute_dtype="float32"), "tpu") == "xla (splash: not for float32)"
-    assert attention.told(config(attention="xla"), "tpu") == "xla"
+def test_auto_is_splash_on_a_tpu_if_it_can_run():
+    assert attention.choose_kernel(config(), "tpu") == "splash"
+    assert attention.choose_kernel(config(), "cpu") == "xla"
+    assert attention.choose_kernel(config(compute_dtype="float32"), "tpu") == "xla"
+    assert attention.choose_kernel(config(seq_len=1000), "tpu") == "xla"
+    assert attention.choose_kernel(config(attention_kernel="xla"), "tpu") == "xla"
+    assert attention.choose_kernel(config(attention_kernel="splash"), "cpu") == "splash"
+    assert (
+        attention.describe_kernel(config(), "tpu") == "splash"
+        and attention.describe_kernel(config(), "cpu") == "xla"
+    )
+    assert (
+        attention.describe_kernel(config(compute_dtype="float32"), "tpu")
+        == "xla (splash: not for float32)"
+    )
+    assert attention.describe_kernel(config(attention_kernel="xla"), "tpu") == "xla"
 
 
-def test_splash_is_refused_where_it_cannot_run():
-    with pytest.raises(ValueError, match=r"sequence_length 1000.*Use --train.sequence_length 1024"):
-        attention.chosen(config(attention="splash", sequence_length=1000), "tpu")
+def test_a_selected_kernel_that_cannot_run_is_an_error():
+    with pytest.raises(ValueError, match=r"seq_len 1000.*Use --train.seq_len 1024"):
+        attention.choose_kernel(config(attention_kernel="splash", seq_len=1000), "tpu")
     for words, platform in (("splash", "gpu9"), ("cudnn", "tpu"), ("triton", "tpu")):
-        with pytest.raises(ValueError, match=rf"attention {words}: it is no kernel for these devi"):
-            attention.chosen(config(attention=words), platform)
+        with pytest.raises(ValueError, match=rf"attention {words}: these devices have"):
+            attention.choose_kernel(config(attention_kernel=words), platform)
 
 
 LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -180,20 +187,18 @@ NO_GPU = "it needs an NVIDIA GPU of compute capability 8.0 or later"
         (LATENT, "gpu9", ""),
         ({}, "gpu10", ""),
         ({"v_head_dim": 24}, "gpu8", ""),
-        ({"sequence_length": 1000}, "gpu9", ""),
-        ({}, "gpu8", "before Hopper heads have one width, up to 128, and these have 24 and 16"),
-        (LATENT, "gpu8", "before Hopper heads have one width, up to 128, and these have 192 and"),
+        ({"seq_len": 1000}, "gpu9", ""),
+        ({}, "gpu8", "before Hopper it needs one head width up to 128, not 24 and 16"),
+        (LATENT, "gpu8", "before Hopper it needs one head width up to 128, not 192 and"),
         ({}, "gpu7", NO_GPU),
         ({}, "gpugfx942", NO_GPU),
-        ({"v_head_dim": 12}, "gpu9", "heads of 24 and 12 are no multiples of 8"),
+        ({"v_head_dim": 12}, "gpu9", "head widths 24 and 12 are not multiples of 8"),
         ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
-        ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),
+        ({"compute_dtype": "float32"}, "gpu9", "it does not support float32"),
     ],
 )
-def test_cudnn_is_taken_on_a_gpu_where_it_can_be_used_and_else_why_not_is_said(
-    changes, platform, why
-):
-    said_of("cudnn", changes, platform, why)
+def test_cudnn_is_chosen_on_a_gpu_if_it_can_run_and_the_error_says_why_not(changes, platform, why):
+    check_choice("cudnn", changes, platform, why)
 
 
 @pytest.mark.parametrize(
@@ -206,54 +211,56 @@ def test_cudnn_is_taken_on_a_gpu_where_it_can_be_used_and_else_why_not_is_said(
         ({"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
         ({"v_head_dim": 32}, "gpu9", "values of 32 are wider than queries of 24"),
         ({}, "gpu7", NO_GPU),
-        ({"sequence_length": 1000}, "gpu9", "sequences of 1000 are no multiple of its 128"),
-        ({"compute_dtype": "float32"}, "gpu9", "it does not compute in float32"),
+        ({"seq_len": 1000}, "gpu9", "sequences of 1000 are not a multiple of 128"),
+        ({"compute_dtype": "float32"}, "gpu9", "it does not support float32"),
     ],
 )
-def test_triton_is_taken_for_documents_where_it_can_be_used_and_else_why_not_is_said(
+def test_triton_is_chosen_for_segments_if_it_can_run_and_the_error_says_why_not(
     changes, platform, why
 ):
-    said_of("triton", changes, platform, why, segments=True)
+    check_choice("triton", changes, platform, why, segments=True)
 
 
-def said_of(kernel, changes, platform, why, **data):
-    """Which is chosen for these sizes, and what is said where this kernel is asked for."""
+def check_choice(kernel, changes, platform, why, **data):
+    """Check auto for these sizes, and the result or error of selecting this kernel."""
     sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     data = utils.Data(**data)
     wanted = dataclasses.replace(config(**sizes | changes), data=data)
-    found = attention.chosen(wanted, platform)
+    found = attention.choose_kernel(wanted, platform)
     assert (found == kernel) == (not why)
-    asked = config(attention=kernel, **sizes | changes)
+    asked = config(attention_kernel=kernel, **sizes | changes)
     asked = dataclasses.replace(asked, data=data)
     if why:
-        with pytest.raises(ValueError, match=rf"--model.attention {kernel}: {why}"):
-            attention.chosen(asked, platform)
+        with pytest.raises(ValueError, match=rf"--model.attention_kernel {kernel}: {why}"):
+            attention.choose_kernel(asked, platform)
     else:
-        assert attention.chosen(asked, platform) == kernel
+        assert attention.choose_kernel(asked, platform) == kernel
 
 
-def test_where_cudnn_cannot_be_used_triton_is_and_why_is_said():
+def test_triton_is_chosen_if_cudnn_cannot_run_with_the_reason():
     packed = dataclasses.replace(config(), data=utils.Data(segments=True))
-    documents = "cudnn: it knows no documents (--data.segments)"
-    assert attention.told(packed, "gpu9") == f"triton ({documents})"
-    both = dataclasses.replace(config(sequence_length=1000), data=packed.data)
-    blocks = "triton: sequences of 1000 are no multiple of its 128"
-    assert attention.told(both, "gpu9") == f"xla ({documents}; {blocks})"
-    assert attention.told(config(compute_dtype="float32"), "gpu9").startswith("xla (cudnn: not for")
-    packed = dataclasses.replace(packed, model=config(attention="cudnn").model)
-    with pytest.raises(ValueError, match=r"it knows no documents \(--data.segments\)"):
-        attention.chosen(packed, "gpu9")
+    documents = "cudnn: it does not support --data.segments"
+    assert attention.describe_kernel(packed, "gpu9") == f"triton ({documents})"
+    both = dataclasses.replace(config(seq_len=1000), data=packed.data)
+    blocks = "triton: sequences of 1000 are not a multiple of 128"
+    assert attention.describe_kernel(both, "gpu9") == f"xla ({documents}; {blocks})"
+    assert attention.describe_kernel(config(compute_dtype="float32"), "gpu9").startswith(
+        "xla (cudnn: not for"
+    )
+    packed = dataclasses.replace(packed, model=config(attention_kernel="cudnn").model)
+    with pytest.raises(ValueError, match=r"it does not support --data.segments"):
+        attention.choose_kernel(packed, "gpu9")
 
 
 @pytest.mark.parametrize(
     ("length", "blocks"), [(128, 1), (512, 1), (640, 5), (768, 2), (1024, 2), (4096, 8)]
 )
 def test_kernels_compute_the_blocks_at_and_below_the_diagonal(length, blocks):
-    share = attention.computed_share(config(sequence_length=length), "tpu")
+    share = attention.computed_share(config(seq_len=length), "tpu")
     computed = sum(row >= column for row in range(blocks) for column in range(blocks))
     assert share == computed / blocks**2
-    assert attention.computed_share(config(sequence_length=length), "cpu") == 1
+    assert attention.computed_share(config(seq_len=length), "cpu") == 1
     tiles = length // 128
     wide = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    share = attention.computed_share(config(sequence_length=length, **wide), "gpu9")
+    share = attention.computed_share(config(seq_len=length, **wide), "gpu9")
     assert share == (tiles + 1) / (2 * tiles)

@@ -1,5 +1,6 @@
-"""Kernels by themselves, and the names of jax that they need; attention by it is in
-test_attention.py.
+"""Kernels alone, and the private names of JAX that they need.
+
+Attention with them is in test_attention.py.
 
 Letters: B sequences, T positions, N heads, A width of queries and keys, W of values.
 """
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import attention_kernels
+from attention_kernels import adapter
+from attention_kernels.splash import splash_kernel
 from common import config_of, mesh_of
 from conftest import ROOT
 
@@ -24,34 +26,37 @@ CALLS = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskTy
 @pytest.mark.parametrize(
     "name",
     [
-        attention_kernels.CHECK,
-        attention_kernels.BACKWARD,
-        attention_kernels.TRITON_BACKWARD,
-        *(f"{attention_kernels.CUDNN}.{name}" for name in CALLS),
+        adapter.CHECK,
+        adapter.SPLASH_BACKWARD,
+        adapter.TRITON_BACKWARD,
+        *(f"{adapter.CUDNN}.{name}" for name in CALLS),
     ],
 )
-def test_this_jax_has_what_is_used_of_it_though_it_is_private(name):
-    assert attention_kernels.private(name) is not None
+def test_this_jax_has_the_private_names_in_use(name):
+    assert adapter.private(name) is not None
 
 
 @pytest.mark.parametrize("name", ["jax._src.config._gone", "jax._src.gone.name"])
-def test_a_private_name_that_a_jax_lacks_is_named_with_its_version(name):
+def test_the_error_for_a_missing_private_name_has_the_version_of_jax(name):
     version = re.escape(jax.__version__)
-    with pytest.raises(ValueError, match=rf"jax {version} has no {name}.*--model.attention xla"):
-        attention_kernels.private(name)
+    with pytest.raises(
+        ImportError, match=rf"jax {version} has no {name}.*--model.attention_kernel xla"
+    ):
+        adapter.private(name)
 
 
-def test_no_other_file_uses_what_is_private_in_jax():
+def test_no_other_file_uses_private_names_of_jax():
     private = re.compile(r"\bjax\._[a-z]|(?<!checkpoint\.)\b_src\b")
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     used = {path.name for path in files if private.search(path.read_text())}
-    assert used == {"attention_kernels.py", "test_attention_kernels.py"}
+    tests = {"test_attention_kernels.py", "test_checkpoint.py"}  # of such checks
+    assert used == {"adapter.py"} | tests
 
 
 @pytest.mark.parametrize("name", ["plain", "forward", "backward"])
-def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
-    kernel = attention_kernels.splash_kernel(N, T)
-    function = attention_kernels.untyped(getattr(kernel, name), interpret=False)
+def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
+    kernel = splash_kernel(N, T)
+    function = adapter.untyped(getattr(kernel, name), interpret=False)
 
     def precisions(dtype, default):
         wide, narrow = (jnp.zeros((B, T, N, w), dtype) for w in (A, W))
@@ -66,12 +71,12 @@ def test_products_are_as_precise_as_the_type_says_whatever_the_default(name):
     assert "HIGHEST" not in precisions(jnp.bfloat16, "highest")
 
 
-def test_a_kernel_whose_arguments_differ_along_different_axes_is_refused():
+def test_a_kernel_whose_arguments_vary_along_different_axes_is_an_error():
     q, k, v = (jnp.zeros((B, T, N, w)) for w in (A, A, W))
-    kernel = attention_kernels.splash_kernel(N, T)
+    kernel = splash_kernel(N, T)
 
     def local(*args):
-        return attention_kernels.foreign_p.bind(*args, function=kernel.plain)[0]
+        return adapter.foreign_p.bind(*args, function=kernel.plain)[0]
 
     run = jax.shard_map(
         local,

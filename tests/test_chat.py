@@ -11,25 +11,23 @@ import numpy as np
 import pytest
 import tiktoken
 
+import checkpoint
+import dataset
 import main
-import metrics
-import mixture
 import model
 import reference
-import resume
-import run_folder
 import train
-import utils
 import validate
 from common import canonical
 from data import chat, prepare
-from data.encode import Coder, coder_of
+from data.encode import Encoder, encoder_of
 from data.hf_tokenizer import Special
-from data.readers import Document, Piece
+from data.manifest import INDEX, read_manifest
+from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
 from dataset import Dataset
-from manifest import INDEX, read_manifest
+from runtime import cli, jsonl, run_directory
 from test_dataset import alone
 from tiny_run import start
 
@@ -59,7 +57,7 @@ def rows():
 
 
 def answers(row):
-    """What is learned of a line, as text, taken apart without the code under test."""
+    """The learned text of a line, computed without the code under test."""
     if "prompt" in row:
         return row.get("answer", row.get("completion")) + "<|end|>" + END_OF_TEXT
     said = [m["content"] + "<|end|>" for m in row["messages"] if m["role"] == "assistant"]
@@ -97,9 +95,9 @@ def joined(folder, kind=""):
 # What is written
 
 
-def test_the_template_is_text_cut_where_the_weight_changes():
+def test_the_plain_template_is_text_divided_where_the_weight_changes():
     messages = [("system", "s"), ("user", "u"), ("assistant", "a\n"), ("user", ""), ("user", "v")]
-    assert [piece[:2] for piece in chat.plain(messages)] == [
+    assert [chunk[:2] for chunk in chat.plain(messages)] == [
         ("<|system|>\ns<|end|>\n<|user|>\nu<|end|>\n<|assistant|>\n", 0),
         ("a\n<|end|>", 1),
         ("\n<|user|>\n<|end|>\n<|user|>\nv<|end|>", 0),
@@ -126,9 +124,9 @@ def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder
 
 def encode_parts(tokenizer, parts):
     """(ids, weights, bytes of what is learned) of a conversation of these parts."""
-    coder = Coder(Prepare(source="", out="", chat=True))
-    coder.tokenizer = tokenizer
-    coded = [*coder.coded(Document("x", 0, [Piece(*part) for part in parts]))]
+    encoder = Encoder(Prepare(source="", out="", chat=True))
+    encoder.tokenizer = tokenizer
+    coded = [*encoder.encode(Document("x", 0, [Chunk(*part) for part in parts]))]
     ids = np.concatenate([ids for ids, *_ in coded])
     weights = np.concatenate([np.full(len(ids), weight) for ids, weight, _ in coded])
     return ids, weights, sum(size for *_, size in coded)
@@ -168,12 +166,12 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
             assert shard.weights.crc32c == f"{google_crc32c.value(content):08x}"
 
 
-def test_the_index_of_a_folder_of_text_says_nothing_of_weights(tmp_path):
+def test_the_index_of_plain_text_has_no_fields_of_weights(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     prepare.main(["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path), "--val-share", "0"])
     index = json.loads((tmp_path / "train" / INDEX).read_text())
     assert index.keys() == {
-        *("split", "tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text", "document_rule"),
+        *("subset", "tokenizer", "tokenizer_sha256", "vocab_size", "end_of_text", "document_rule"),
         *("dtype", "documents", "tokens", "text_bytes", "shards", "command", "settings"),
     }
     assert index["shards"][0].keys() == {"name", "tokens", "bytes", "crc32c"}
@@ -199,13 +197,13 @@ def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
 # Batches
 
 
-def test_a_batch_has_the_weights_of_its_targets_whatever_was_read_before(folder):
+def test_a_batch_has_the_weights_of_its_targets(folder):
     ids, weights = joined(folder / "train"), joined(folder / "train", ".weights")
-    data = alone(folder / "train", 32, sequences=8, seed=5)
+    data = alone(folder / "train", 32, batch_size=8, seed=5)
     starts = {tuple(ids[i * 32 :][:32]): i * 32 for i in range(data.windows)}
     for step in (3, 0, 9):
         found = data.rows(step, np.arange(8))
-        again = alone(folder / "train", 32, sequences=8, seed=5).rows(step, np.array([6, 1]))
+        again = alone(folder / "train", 32, batch_size=8, seed=5).rows(step, np.array([6, 1]))
         assert found["loss_weights"].dtype == np.float32
         np.testing.assert_array_equal(again["loss_weights"], found["loss_weights"][[6, 1]])
         for row, targets, own in zip(
@@ -231,7 +229,7 @@ def shorten(path):
 
 
 @pytest.mark.parametrize(("harm", "what"), [(lose, "missing"), (shorten, "trunc")])
-def test_weights_that_are_not_what_was_written_are_refused_by_name(folder, tmp_path, harm, what):
+def test_damaged_files_of_weights_are_refused_by_name(folder, tmp_path, harm, what):
     here = copied(folder, tmp_path)
     harm(here / "shard_00000_001.weights.npy")
     with pytest.raises(ValueError, match=rf"shard_00000_001.weights.npy is {what}.*--chat --out"):
@@ -248,7 +246,7 @@ def test_an_index_with_weights_of_some_tokens_is_refused(folder, tmp_path, fault
     else:
         index["shards"][1]["weights"]["tokens"] -= 1
     (here / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="loss weights are not of all tokens"):
+    with pytest.raises(ValueError, match="loss weights do not cover all tokens"):
         Dataset(here, 32)
 
 
@@ -262,9 +260,9 @@ def test_evaluation_windows_without_an_answer_are_refused(tmp_path):
     long = {"prompt": "a b c d " * 400, "answer": "e"}
     source = write(tmp_path / "chat.jsonl", [long])
     run(source, tmp_path, "--val-share", 1)
-    flags = ["--data.val", str(tmp_path / "val"), "--train.sequence_length", "32"]
+    flags = ["--data.val", str(tmp_path / "val"), "--train.seq_len", "32"]
     with pytest.raises(ValueError, match=r"hold prompts alone, .*more of its \d+ windows"):
-        mixture.open_validation(utils.parse([*flags, "--eval.sequences", "16"]))
+        dataset.open_validation(cli.parse([*flags, "--eval.sequences", "16"]))
 
 
 # What is learned
@@ -296,9 +294,9 @@ def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
     capsys.readouterr()
     validate.main(["--run", str(whole), "--json", *flags[2:]])
     found = json.loads(capsys.readouterr().out)
-    config = utils.load(whole / "config.toml")
+    config = cli.load(whole / "config.toml")
     shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config)).weights
-    tree = canonical(config, resume.weights_of(run_folder.at(whole), 6, shapes)[1])
+    tree = canonical(config, checkpoint.load_weights(run_directory.at(whole), 6, shapes)[1])
     batch = Dataset(folder / "val", 32).eval_rows(np.arange(16), 16)
     expected = mean_over_answers(tree, batch, config, folder / "val")
     assert found["loss/val"] == pytest.approx(expected, rel=2e-5)
@@ -311,10 +309,10 @@ def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
 def test_a_run_trains_on_the_mean_over_answers(flags, folder, runs):
     extra = "--train.steps 1 --checkpoint.every_steps 0 --sample.prompts"
     run_folder = start(flags, runs, "answers", *extra.split())
-    [first, evaluation] = metrics.read(run_folder / "metrics.jsonl")
-    config = utils.load(run_folder / "config.toml")
-    state = main.begin(config, model.declare(config), train.make_mesh(config), None)
-    batch = alone(folder / "train", 32, sequences=8).rows(0, np.arange(8))
+    [first, evaluation] = jsonl.read(run_folder / "metrics.jsonl")
+    config = cli.load(run_folder / "config.toml")
+    state = main.start_state(config, model.declare(config), train.make_mesh(config), None)
+    batch = alone(folder / "train", 32, batch_size=8).rows(0, np.arange(8))
     tree = canonical(config, state.weights)
     expected = mean_over_answers(tree, batch, config, folder / "train")
     assert first["loss/cross_entropy"] == pytest.approx(expected, rel=2e-5)
@@ -345,7 +343,7 @@ def talker(tmp_path):
     """A folder of a tokenizer with special tokens; the template is a test's own."""
     from tokenizers import AddedToken, Tokenizer
 
-    from hugging_face_tokenizer import write_hugging_face
+    from hf.tokenizer_export import write_hugging_face
 
     folder = tmp_path / "talker"
     write_hugging_face(TOKENIZER, folder, 128)
@@ -354,7 +352,7 @@ def talker(tmp_path):
     table.save(str(folder / "tokenizer.json"))
 
     def made(template, **settings):
-        coder_of.cache_clear()  # it has the template of before
+        encoder_of.cache_clear()  # it has the template of before
         path = folder / "tokenizer_config.json"
         found = json.loads(path.read_text()) | {"chat_template": template, **settings}
         found["split_special_tokens"] = False  # as models of others have it
@@ -393,7 +391,7 @@ def test_ids_are_those_of_transformers_but_what_looks_special_in_a_message(
     assert not any(content.strip() in learned for role, content in plain if role != "assistant")
 
 
-def test_a_template_that_marks_what_is_learned_for_transformers_is_taken(tmp_path, talker):
+def test_a_template_with_the_generation_tag_of_transformers_is_accepted(tmp_path, talker):
     said = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     marked = "{%- generation -%}\n" + said + "{%- endgeneration -%}"
     assert said in CHATML
@@ -421,11 +419,11 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
     assert read_manifest(tmp_path / "out" / "train").template == template
 
 
-def test_a_template_has_no_need_of_special_tokens_and_always_has_add_generation_prompt():
+def test_a_template_needs_no_special_tokens_and_always_has_add_generation_prompt():
     text = "{% for m in messages %}{{ m.content }}.{% endfor %}"
     text += "{{ '' if add_generation_prompt is defined else '!' }}"
-    found = chat.rendered(Special({}, {}, None, False, text), [("user", "a"), ("assistant", "b")])
-    assert found == [Piece("a.", 0), Piece("b.", 1)]
+    found = chat.render(Special({}, {}, None, False, text), [("user", "a"), ("assistant", "b")])
+    assert found == [Chunk("a.", 0), Chunk("b.", 1)]
 
 
 @pytest.mark.parametrize(
@@ -442,9 +440,7 @@ def test_a_template_has_no_need_of_special_tokens_and_always_has_add_generation_
         ("{{ messages.__class__.__base__.__subclasses__() }}", "refuses the conversation"),
     ],
 )
-def test_a_template_that_does_not_say_what_an_answer_is_is_refused(
-    tmp_path, talker, template, pattern
-):
+def test_a_template_whose_answers_cannot_be_located_is_refused(tmp_path, talker, template, pattern):
     with pytest.raises(ValueError, match=rf"talk.jsonl:1: the chat template {pattern}"):
         talk(tmp_path, talker(template), TALK)
 
@@ -477,7 +473,7 @@ def test_rows_of_sharegpt_are_conversations(tmp_path):
         ({}, "has the fields none"),
         (["a"], "it has list"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, r"it has from \(list\)"),
-        ({"messages": "a"}, "it is no conversation: it has the fields messages"),
+        ({"messages": "a"}, "it is not a conversation: it has the fields messages"),
         ({"prompt": "a"}, "it has the fields prompt"),
         ({"prompt": 1, "answer": "a"}, r"it has role \(str\), content \(int\)"),
         ({"messages": ["a"]}, "no role and content that are text; it has str"),
@@ -492,7 +488,7 @@ def test_rows_of_sharegpt_are_conversations(tmp_path):
         ({"prompt": "a", "answer": "<|user|>"}, r"of the role assistant has <\|user\|>"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_refused_by_file_and_line(tmp_path, row, message):
+def test_a_line_that_is_not_a_conversation_is_refused_by_file_and_line(tmp_path, row, message):
     source = write(tmp_path / "chat.jsonl", [{"prompt": "a", "answer": "b"}, row])
     with pytest.raises(ValueError) as refused:
         run(source, tmp_path / "out")

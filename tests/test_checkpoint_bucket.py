@@ -1,33 +1,46 @@
-"""Checkpoints in a bucket: as in a folder, with whatever goes wrong on the way there and back."""
+"""Checkpoints in a bucket: as in a folder, with requests that fail or change on the way."""
 
-import contextlib
 import gc
+import shutil
 import types
 
 import gcsfs.retry
+import jax
 import pytest
 from google.cloud import storage
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-import buckets
 import checkpoint
-import checkpoint_folder
-from checkpoint_folder import CHECKSUMS, COMMIT
-from faults import Fault
-from saved_state import CONFIG, abstract, assert_same, mesh_of, saved, state_on
+from checkpoint import Checkpoints, Damaged
+from runtime import buckets, checkpoint_directory, stored_array
+from runtime.checkpoint_directory import COMMIT
+from runtime.errors import Exit, code_of
+from saved_state import (
+    CONFIG,
+    abstract,
+    assert_newest,
+    assert_same,
+    mesh_of,
+    opened,
+    saved,
+    seconds,
+    state_on,
+    wait_for_late_writes,
+)
 
 STEP_2 = "run/checkpoints/2"
 
-# Writes that fail when Orbax no longer waits for them find its event loop closed, and only say so.
+# Writes that fail when Orbax no longer waits for them find its event loop closed, and only warn.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
 def folder(bucket, monkeypatch):
-    """Where each client makes a request again a few times, and at once."""
+    """A folder for which each client repeats a request a few times, and at once."""
     retries = {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"}
     for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
         monkeypatch.setitem(getattr(tensorstore_utils, name), "gcs_request_retries", retries)
+    monkeypatch.setattr(stored_array, "READ_RETRIES", retries)
     asyncio = gcsfs.retry.asyncio
     at_once = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 1000))
     monkeypatch.setattr(gcsfs.retry, "asyncio", at_once)
@@ -36,373 +49,306 @@ def folder(bucket, monkeypatch):
     gc.collect()  # what late writes leave is collected here, and not in another test
 
 
-def objects(bucket, below=""):
-    """{name: blob} of a bucket."""
-    with contextlib.closing(storage.Client(project=None)) as client:
-        return {blob.name: blob for blob in client.list_blobs(bucket.name, prefix=below)}
+@pytest.fixture(scope="module")
+def states():
+    return {step: state_on(mesh_of(2, 2, 2), seed=step) for step in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """{name: content} of the files of checkpoints 1 and 2, which were written to a disk."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved(folder, 1, 2).close()
+    return {
+        f"run/checkpoints/{file.relative_to(folder)}": file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.fixture
+def steps_1_2(bucket, folder, contents):
+    for name, content in contents.items():
+        put(bucket, name, content)
+    return folder
+
+
+def blob(bucket, name):
+    return storage.Client(project=None).bucket(bucket.name).blob(name)
+
+
+def put(bucket, name, content):
+    blob(bucket, name).upload_from_string(content)
+
+
+def names_in(bucket, below="run/checkpoints/"):
+    return {b.name for b in storage.Client(project=None).list_blobs(bucket.name, prefix=below)}
 
 
 def steps_in(bucket):
-    names = {name.split("/")[2] for name in objects(bucket, "run/checkpoints/")}
-    return sorted(names - {"probe-0"})
+    return sorted({name.split("/")[2] for name in names_in(bucket)} - {"probe-0"})
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 1)])
-def test_a_state_comes_back_bit_for_bit_on_every_mesh(folder, shape):
-    checkpoints = saved(folder, 7)
-    expected = state_on(mesh_of(*shape), seed=7)
-    assert_same(checkpoints.newest(abstract(expected))[1], expected)
-    assert checkpoints.config(7)["model"] == CONFIG["model"]
-    checkpoints.close()
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        part = {"weights": abstract(expected)["weights"]}
-        assert_same(reader.good(None, part)[1], {"weights": expected["weights"]})
-        matrix = reader.arrays(7)["weights.matrix"][...].read().result()
-        assert (matrix == expected["weights"]["matrix"]).all()
+def test_a_state_is_restored_bit_for_bit_on_every_mesh(bucket, folder):
+    with opened(folder, keep=1) as checkpoints:
+        with pytest.raises(ValueError, match=r"no such folder"):
+            Checkpoints(f"{folder}-of-another")
+        assert checkpoints.newest({}) is None
+        for step in (1, 2):
+            checkpoints.save(step, state_on(mesh_of(2, 2, 2), step), CONFIG)
+        for shape, virtual in (((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1)):
+            assert_newest(checkpoints, 2, state_on(mesh_of(*shape), 2, virtual))
+        assert checkpoints.config(2)["model"] == CONFIG["model"]
+    assert steps_in(bucket) == ["2"]
+    expected = state_on(mesh_of(8, 1, 1), 2)
+    with opened(folder) as reader:
+        part = {"weights": expected["weights"]}
+        assert_same(reader.good(None, abstract(part))[1], part)
+        matrix = reader.arrays(2)["weights.first.matrix"].whole()
+        assert (matrix == expected["weights"].first["matrix"]).all()
 
 
-def test_the_newest_and_each_multiple_are_kept(bucket, folder):
-    saved(folder, 1, 2, 3, 4, 5, keep=2, keep_every_steps=3).close()
-    assert steps_in(bucket) == ["3", "4", "5"]
+# --- what a save keeps on the devices -------------------------------------------------------------
 
 
-def test_a_folder_without_checkpoints_has_none(folder):
-    with pytest.raises(ValueError, match=r"there are no checkpoints in gs://"):
-        checkpoint.Checkpoints(folder)
-    with contextlib.closing(checkpoint.Checkpoints(folder, 1)) as checkpoints:
-        assert checkpoints.latest() is None
+def live_bytes():
+    """Bytes of the devices' buffers, without those of pinned host memory."""
+    on_device = {
+        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+        for x in jax.live_arrays()
+        if not x.is_deleted() and x.sharding.memory_kind == jax.devices()[0].default_memory().kind
+        for shard in x.addressable_shards
+    }
+    return sum(on_device.values())
 
 
-def test_what_was_not_finished_is_named_and_removed(bucket, folder, capsys):
-    saved(folder, 1, 2).close()
-    objects(bucket)[f"{STEP_2}/{COMMIT}"].delete()
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        assert reader.latest() == 1
-    assert "2" in steps_in(bucket)
-    with contextlib.closing(checkpoint.Checkpoints(folder, 2)) as checkpoints:
-        assert checkpoints.latest() == 1
-    [line] = capsys.readouterr().out.splitlines()
-    assert line == f"warning: {folder}/2 was not finished when its run stopped; removed"
-    assert steps_in(bucket) == ["1"]
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 1)])
+def test_a_save_keeps_no_second_state_on_the_devices(bucket, folder, shape):
+    """Also not after the next step, which donates the state while Orbax still writes the last."""
+    mesh = mesh_of(*shape)
+    state, expected = state_on(mesh, 1), state_on(mesh, 1)
+    add = jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)
+    step = add.lower(state).compile()
+    with opened(folder, keep=2) as checkpoints:
+        gc.collect()
+        before = live_bytes()
+        write = bucket.fault("delay", on="write", path="*/1/state/*", seconds=20)
+        checkpoints.save(1, state, CONFIG)
+        during = live_bytes()
+        state = jax.block_until_ready(step(state))
+        assert write.happened.wait(60)
+        after_a_step = live_bytes()
+        assert checkpoints.steps() == [] and not checkpoints.failed()
+        bucket.clear_faults()
+        assert_newest(checkpoints, 1, expected)
+    assert during <= 1.05 * before and after_a_step <= 1.05 * before
 
 
-def cut_short(blob):
-    blob.upload_from_string(blob.download_as_bytes()[: blob.size // 2])
+# --- damage ---------------------------------------------------------------------------------------
 
 
-def flipped(blob):
-    content = bytearray(blob.download_as_bytes())
-    content[len(content) // 2] ^= 4
-    blob.upload_from_string(bytes(content))
+def cut_short(content):
+    return content[: len(content) // 2]
 
 
-def removed(blob):
-    blob.delete()
+def flipped(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+def removed(content):
+    return None
 
 
 @pytest.mark.parametrize("harm", [cut_short, flipped, removed])
-def test_no_harm_to_any_object_leads_to_a_wrong_state_or_no_state(bucket, folder, harm, capsys):
-    """Those without a checksum are Orbax's own; without COMMIT a checkpoint was not finished."""
-    saved(folder, 1, 2).close()
-    mesh = mesh_of(2, 2, 2)
-    expected = {step: state_on(mesh, seed=step) for step in (1, 2)}
-    good = {name: blob.download_as_bytes() for name, blob in objects(bucket, STEP_2).items()}
-    assert len(good) > 8
-    for name, content in good.items():
-        harm(objects(bucket)[name])
+def test_no_damaged_object_results_in_a_wrong_state(
+    bucket, steps_1_2, contents, states, harm, capsys
+):
+    bad = set()
+    for name, content in contents.items():
+        if not name.startswith(STEP_2):
+            continue
+        harmed = harm(content)
+        blob(bucket, name).delete() if harmed is None else put(bucket, name, harmed)
         capsys.readouterr()
-        inner = name.removeprefix(f"{STEP_2}/")
-        checked = inner == CHECKSUMS or "/" in inner
-        with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-            step = reader.latest()
-            if not checked:
-                assert_same(reader.restore(step, abstract(expected[step])), expected[step])
-        told = f"checkpoint {folder}/2 is damaged and skipped" in capsys.readouterr().out
-        gone = harm is removed and inner == COMMIT
-        assert told == checked and (step == 1) == (checked or gone), name
-        blob = storage.Client(project=None).bucket(bucket.name).blob(name)
-        blob.upload_from_string(content)
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        assert checkpoints.newest(abstract(expected[2]))[0] == 2
+        with opened(steps_1_2) as reader:
+            step, state = reader.newest(abstract(states[2]))
+        assert_same(state, states[step])
+        out = capsys.readouterr().out
+        if f"warning: the checkpoint of step 2 in {steps_1_2} is damaged" in out:
+            bad.add(name.removeprefix(f"{STEP_2}/"))
+        is_unfinished = harm is removed and name == f"{STEP_2}/{COMMIT}"
+        assert (step == 1) == (bool(out) or is_unfinished)
+        put(bucket, name, content)
+    assert bad > {f"config/{checkpoint.RECORD}", "state/manifest.ocdbt"}
+    with opened(steps_1_2) as reader:
+        assert_newest(reader, 2, states[2])
 
 
-def test_a_damaged_one_is_put_aside_and_its_step_saved_again(bucket, folder):
-    saved(folder, 1, 2).close()
-    flipped(objects(bucket)[f"{STEP_2}/state/manifest.ocdbt"])
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        assert checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))[0] == 1
-        assert steps_in(bucket) == ["1", "damaged-2"]
-        checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
-        assert checkpoints.latest() == 2
-    assert steps_in(bucket) == ["1", "2", "damaged-2"]
+def test_an_incomplete_checkpoint_is_removed(bucket, steps_1_2, states, capsys):
+    folder = checkpoint_directory.open_directory(steps_1_2)
+    assert folder.is_complete(2)
+    blob(bucket, f"{STEP_2}/{COMMIT}").delete()
+    assert folder.is_complete(1) and not folder.is_complete(2)
+    with opened(steps_1_2) as reader:
+        assert_newest(reader, 1, states[1])
+    assert steps_in(bucket) == ["1", "2"]
+    with opened(steps_1_2, keep=2) as checkpoints:
+        assert_newest(checkpoints, 1, states[1])
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == f"warning: removed {steps_1_2}/2, which was not complete"
+    assert steps_in(bucket) == ["1"]
 
 
 @pytest.mark.parametrize("moved", [0, 1, 5])
-def test_one_that_was_half_put_aside_is_unfinished(bucket, folder, moved):
-    saved(folder, 1, 2).close()
-    flipped(objects(bucket)[f"{STEP_2}/state/manifest.ocdbt"])
+def test_a_quarantine_that_fails_in_part_leaves_an_unfinished_checkpoint(
+    bucket, steps_1_2, contents, states, moved
+):
+    put(bucket, f"{STEP_2}/state/manifest.ocdbt", b"")
     fault = bucket.fault(403, on="copy", after=moved)
-    with (
-        pytest.raises(buckets.Refused),
-        contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints,
-    ):
-        checkpoints.latest()
+    with pytest.raises(buckets.AccessDenied), opened(steps_1_2, keep=3) as checkpoints:
+        checkpoints.newest(abstract(states[1]))
     assert fault.done == 1
-    bucket.mend()
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        assert checkpoints.latest() == 1
+    bucket.clear_faults()
+    with opened(steps_1_2) as reader:
+        assert reader.steps() == ([1] if moved else [1, 2])
+    with opened(steps_1_2, keep=3) as checkpoints:
+        assert_newest(checkpoints, 1, states[1])
         assert steps_in(bucket) == ["1", "damaged-2"]
+        checkpoints.save(2, states[2], CONFIG)
+        assert_newest(checkpoints, 2, states[2])
+    assert steps_in(bucket) == ["1", "2", "damaged-2"]
+
+
+def test_a_copy_of_a_bucket_on_a_disk_is_the_same_checkpoint(bucket, folder, states, tmp_path):
+    saved(folder, 1, 2).close()
+    for name in names_in(bucket):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        blob(bucket, name).download_to_filename(tmp_path / name)
+    with opened(tmp_path / "run" / "checkpoints", keep=3) as checkpoints:
+        assert_newest(checkpoints, 2, states[2])
+        checkpoints.save(3, states[1], CONFIG)
+        assert_newest(checkpoints, 3, states[1])
+    shutil.rmtree(tmp_path / "run")
 
 
 # --- saves that fail ------------------------------------------------------------------------------
 
-KINDS = [403, 404, 429, 503, "cut request", "cut response"]
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        *(("*", kind) for kind in KINDS),
-        *(("*/state/d/*", kind) for kind in (403, 503, "cut response")),
-        *(("*/2/config/metadata", kind) for kind in (404, "cut request")),
-        *((f"*/2/{COMMIT}", kind) for kind in (429, "cut response")),
-    ],
-)
-def test_a_save_that_fails_is_told_and_the_next_one_works(bucket, folder, capfd, kind, path):
-    checkpoints = saved(folder, 1, keep=2)
-    state = state_on(mesh_of(2, 2, 2), seed=2)
-    fault = bucket.fault(kind, on="write", path=path)
-    checkpoints.save(2, state, CONFIG)
-    checkpoints.wait()
-    assert fault.done
-    told = [x for x in capfd.readouterr().out.splitlines() if x.startswith("warning")]
-    whole = f"{STEP_2}/{COMMIT}" in objects(bucket)
-    if whole:  # the answer was cut, and what was asked for is done
-        assert kind == "cut response"
-    else:
-        [line] = told
-        assert line.startswith("warning: checkpoint of step 2 could not be written: "), line
-        assert "The newest is of step 1" in line and checkpoints.age_steps(3) == 2
-    bucket.mend()
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        found, expected = reader.newest(abstract(state))
-        assert_same(expected, state_on(mesh_of(2, 2, 2), seed=found))
-        assert found == 1 + whole
-    checkpoints.save(3, state_on(mesh_of(2, 2, 2), seed=3), CONFIG)
-    checkpoints.must_have(3)
-    assert_same(checkpoints.newest(abstract(state))[1], state_on(mesh_of(2, 2, 2), seed=3))
-    checkpoints.close()
-    assert steps_in(bucket) == (["2", "3"] if whole else ["1", "3"])
-
-
-@pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
-def test_what_passes_is_bridged(bucket, folder, kind, capfd, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 20.0)
-    checkpoints = saved(folder, 1)
-    faults = [
-        bucket.fault(kind, on="write", path=path, times=2)
-        for path in ("*/state/d/*", "*/config/metadata", f"*/{CHECKSUMS}", f"*/{COMMIT}")
-    ]
-    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
-    checkpoints.must_have(2)
-    assert all(fault.done == 2 for fault in faults)
-    checkpoints.close()
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["*/state/*/d/*", "*/state/d/*", "*/state/manifest.ocdbt", "*/metadata", f"*/{CHECKSUMS}"],
-)
-@pytest.mark.parametrize("kind", ["flip request", "flip response"])
-def test_a_bit_that_flips_on_the_way_never_comes_back(bucket, folder, kind, path, capfd):
-    checkpoints = saved(folder, 1)
-    state = state_on(mesh_of(2, 2, 2), seed=2)
-    fault = bucket.fault(kind, on="write", path=path)
-    checkpoints.save(2, state, CONFIG)
-    checkpoints.wait()
-    assert fault.done
-    bucket.mend()
-    checkpoints.close()
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        step, found = checkpoints.newest(abstract(state))
-        assert_same(found, state_on(mesh_of(2, 2, 2), seed=step))
-        assert checkpoints.config(step)["model"] == CONFIG["model"]
-
-
-# --- restores that fail ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
-@pytest.mark.parametrize("on", ["list", "read", "look"])
-def test_what_cannot_be_read_now_is_no_damage(bucket, folder, kind, on, capsys):
-    saved(folder, 1, 2).close()
-    before = objects(bucket)
-    fault = bucket.fault(kind, on=on)
-    with (
-        pytest.raises(Fault, match="gs://"),
-        contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints,
-    ):
-        checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))
-    assert fault.done
-    bucket.mend()
-    assert objects(bucket).keys() == before.keys()
-    assert "damaged" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("first", "kind"), [(1, 503), (20, "cut request"), (50, 503), (90, "cut request"), (130, 503)]
-)
-def test_a_bucket_that_is_away_from_some_moment_on_ends_a_start_by_a_fault(
-    bucket, folder, first, kind
-):
-    """And never without the newest checkpoint, as if there were none."""
-    saved(folder, 1, 2).close()
-    shapes = abstract(state_on(mesh_of(2, 2, 2)))
-    fault = bucket.fault(kind, after=first)
-    try:
-        with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-            step, state = checkpoints.newest(shapes)
-    except Fault:
-        assert fault.done
-    else:
-        assert step == 2 and not fault.done, "the bucket was away while it was asked"
-        assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
-    bucket.mend()
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        assert checkpoints.newest(shapes)[0] == 2
-
-
-@pytest.mark.parametrize("first", [4, 10, 16, 30])
-def test_a_request_that_is_not_answered_in_time_hides_no_checkpoint(bucket, folder, first):
-    """gcsfs takes it for a folder that is not there, and Orbax so for no checkpoint."""
-    saved(folder, 1, 2).close()
-    shapes = abstract(state_on(mesh_of(2, 2, 2)))
-    fault = bucket.fault(403, on="look", after=first, times=2)
-    try:
-        with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-            step, state = checkpoints.newest(shapes)
-    except (Fault, buckets.Refused):
-        assert fault.done
-    else:
-        assert step == 2
-        assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
-
-
-@pytest.mark.parametrize("path", ["*/d/*", "*manifest.ocdbt", "*/metadata", f"*/{CHECKSUMS}"])
-def test_a_bit_that_flips_once_on_the_way_back_spoils_nothing(bucket, folder, path):
-    saved(folder, 1, 2).close()
-    fault = bucket.fault("flip response", on="read", path=f"{STEP_2}{path}", times=1)
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        try:
-            step, state = checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))
-        except Fault:
-            pass
-        else:
-            assert step == 2
-            assert_same(state, state_on(mesh_of(2, 2, 2), seed=2))
-            assert checkpoints.config(2)["model"] == CONFIG["model"]
-    assert fault.done and steps_in(bucket) == ["1", "2"]
-
-
-@pytest.mark.parametrize("path", ["*/d/*", "*manifest.ocdbt", "*/metadata", f"*/{CHECKSUMS}"])
-def test_a_bit_that_flips_on_the_way_back_never_becomes_a_state(bucket, folder, path):
-    saved(folder, 1, 2).close()
-    fault = bucket.fault("flip response", on="read", path=f"{STEP_2}{path}")
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        try:
-            step, state = reader.newest(abstract(state_on(mesh_of(2, 2, 2))))
-        except Fault:
-            return
-        assert_same(state, state_on(mesh_of(2, 2, 2), seed=step))
-    assert fault.done
-
-
-# --- a copy is checked by what it has -------------------------------------------------------------
-
-
-def test_a_copy_on_a_disk_of_what_a_bucket_holds_is_checked(bucket, folder, tmp_path, capsys):
-    saved(folder, 1, 2).close()
-    for name, blob in objects(bucket, "run/checkpoints/").items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        blob.download_to_filename(file)
-    copy = tmp_path / "run" / "checkpoints"
-    shapes = abstract(state_on(mesh_of(2, 2, 2)))
-    with contextlib.closing(checkpoint.Checkpoints(copy, 3)) as checkpoints:
-        assert checkpoints.newest(shapes)[0] == 2
-    file = copy / "2" / "state" / "_METADATA"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with contextlib.closing(checkpoint.Checkpoints(copy, 3)) as checkpoints:
-        assert checkpoints.newest(shapes)[0] == 1
-    assert "state/_METADATA: expected [bytes, checksum]" in capsys.readouterr().out
-
-
-def test_a_copy_in_a_bucket_of_what_a_disk_holds_is_checked(bucket, folder, tmp_path, capsys):
-    saved(tmp_path, 1, 2).close()
-    client = storage.Client(project=None)
-    for file in (file for file in tmp_path.rglob("*") if file.is_file()):
-        name = f"run/checkpoints/{file.relative_to(tmp_path)}"
-        client.bucket(bucket.name).blob(name).upload_from_filename(file)
-    shapes = abstract(state_on(mesh_of(2, 2, 2)))
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        assert reader.newest(shapes)[0] == 2
-    flipped(objects(bucket)[f"{STEP_2}/state/_METADATA"])
-    with contextlib.closing(checkpoint.Checkpoints(folder)) as reader:
-        assert reader.newest(shapes)[0] == 1
-    assert "state/_METADATA: expected [bytes, checksum]" in capsys.readouterr().out
-
-
-def test_a_bucket_that_refuses_is_said_in_one_line(bucket, folder):
-    bucket.fault(403)
-    with pytest.raises(ValueError, match=r"checkpoints cannot be written to gs://.*Grant who runs"):
-        checkpoint.Checkpoints(folder, 1)
-
-
-def test_a_run_whose_bucket_does_not_answer_is_to_be_started_again(bucket, folder):
-    """And not to be mended by a person, as where a disk is full."""
-    checkpoints = saved(folder, 1)
-    bucket.fault(503)
-    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
-    with pytest.raises(Fault, match="step 2 could not be written to gs://"):
-        checkpoints.must_have(2)
-    with pytest.raises(Fault, match="no checkpoint could be written for more than 7 steps"):
-        checkpoints.stop_if_old(9, 7)
-    with pytest.raises(Fault, match="checkpoints cannot be written to gs://"):
-        checkpoint.Checkpoints(folder, 1)
-    bucket.mend()
-    checkpoints.close()
+PERSISTENT = {403: buckets.AccessDenied, 404: buckets.AccessDenied}
+PERSISTENT |= dict.fromkeys([429, 503, "cut request"], buckets.Unavailable)
 
 
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
-        (503, "*/d/*"),
-        ("cut request", "*/config/metadata"),
+        *((kind, "*") for kind in PERSISTENT),
+        *((kind, "*/checkpoints/2/*") for kind in PERSISTENT if kind != 404),
+        (403, "*/2/state/*/d/*"),
+        (503, "*/2/state/*/d/*"),
+        (503, "*/2/state/d/*"),
+        ("cut request", f"*/2/config/{checkpoint.RECORD}"),
         (429, f"*/2/{COMMIT}"),
-        (503, f"*/{CHECKSUMS}"),
+        (403, f"*/2/{COMMIT}"),
     ],
 )
-def test_a_last_save_that_fails_within_is_to_be_started_again_too(bucket, folder, kind, path):
+def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path):
+    expected = PERSISTENT[kind]
     checkpoints = saved(folder, 1)
-    bucket.fault(kind, on="write", path=path)
-    checkpoints.save(2, state_on(mesh_of(2, 2, 2), seed=2), CONFIG)
-    with pytest.raises(Fault, match=r"step 2 could not be written .* did not answer as it should"):
-        checkpoints.must_have(2)
-    bucket.mend()
+    fault = bucket.fault(kind, on="write", path=path)
+    with pytest.raises(expected, match="gs://") as failure:
+        checkpoints.save(2, states[2], CONFIG)
+        checkpoints.wait()
+    assert fault.done and "\n" not in str(failure.value)
+    assert code_of(failure.value) == (
+        Exit.CONFIG if expected is buckets.AccessDenied else Exit.RETRY
+    )
+    assert seconds(checkpoints.close) < 1
+    if path == "*":
+        with pytest.raises(expected, match="gs://"):
+            Checkpoints(folder, 1)
+    bucket.clear_faults()
+    wait_for_late_writes(lambda: len(bucket.log))
+    with opened(folder, keep=3) as again:
+        assert_newest(again, 1, states[1])
+        again.save(2, states[2], CONFIG)
+        assert_newest(again, 2, states[2])
+    assert steps_in(bucket) == ["1", "2"]
+
+
+@pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
+def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatch):
+    monkeypatch.setattr(buckets, "RETRY_S", 20.0)
+    paths = ("*/state/*/d/*", "*/state/d/*", f"*/config/{checkpoint.RECORD}", f"*/2/{COMMIT}")
+    with opened(folder, keep=1) as checkpoints:
+        faults = [bucket.fault(kind, on="write", path=path, times=2) for path in paths]
+        checkpoints.save(2, states[2], CONFIG)
+        checkpoints.wait()
+        faults += [bucket.fault(kind, on="read", path=path, times=2) for path in paths[:3]]
+        faults += [bucket.fault(kind, on="list", times=2)]
+        assert_newest(checkpoints, 2, states[2])
+    assert all(fault.done == 2 for fault in faults), [fault.done for fault in faults]
+
+
+@pytest.mark.parametrize(
+    "path", ["*/state/*/d/*", "*/state/d/*", "*/state/manifest.ocdbt", f"*/{checkpoint.RECORD}"]
+)
+@pytest.mark.parametrize("kind", ["flip request", "flip response"])
+def test_a_bit_that_flips_during_a_write_is_never_restored(bucket, folder, states, kind, path):
+    checkpoints = saved(folder, 1)
+    fault = bucket.fault(kind, on="write", path=path)
+    try:
+        checkpoints.save(2, states[2], CONFIG)
+        checkpoints.wait()
+    except (buckets.AccessDenied, buckets.Unavailable):
+        pass
+    assert fault.done
+    bucket.clear_faults()
+    wait_for_late_writes(lambda: len(bucket.log))
     checkpoints.close()
+    with opened(folder, keep=3) as checkpoints:
+        step, found = checkpoints.newest(abstract(states[2]))
+        assert_same(found, states[step])
 
 
-def test_a_checkpoint_that_one_process_could_not_read_is_put_aside_by_the_next_start(
-    bucket, folder, capsys
-):
-    saved(folder, 1, 2).close()
-    checkpoint_folder.opened(folder).spoil(2, "unreadable there")
-    with contextlib.closing(checkpoint.Checkpoints(folder, 3)) as checkpoints:
-        assert checkpoints.newest(abstract(state_on(mesh_of(2, 2, 2))))[0] == 1
-    assert "2 is damaged and skipped: unreadable there" in capsys.readouterr().out
-    assert steps_in(bucket) == ["1", "damaged-2"]
+# --- restores that fail ---------------------------------------------------------------------------
 
 
-def test_names_of_all_that_is_there(folder):
-    saved(folder, 1, 2).close()
-    assert checkpoint_folder.opened(folder).names() == ["1", "2", "probe-0"]
+@pytest.mark.parametrize("kind", [400, 401, 403, 429, 503, "cut request", "cut response"])
+@pytest.mark.parametrize("path", ["run/checkpoints/", f"*/{checkpoint.RECORD}", "*/state/*"])
+def test_a_failed_request_is_not_damage(bucket, steps_1_2, states, capsys, kind, path):
+    before = names_in(bucket)
+    fault = bucket.fault(kind, on="list" if path.endswith("/") else "read", path=path)
+    expected = buckets.AccessDenied if kind in (401, 403) else buckets.Unavailable
+    for keep in (3, None):
+        with pytest.raises(expected, match="gs://"), opened(steps_1_2, keep) as checkpoints:
+            checkpoints.newest(abstract(states[2]))
+    assert fault.done
+    bucket.clear_faults()
+    assert names_in(bucket) - {"run/checkpoints/probe-0"} == before
+    assert "damaged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("first", "kind"), [(1, 503), (8, "cut request"), (20, 503), (40, 503)])
+def test_a_bucket_that_stops_responding_hides_no_checkpoint(bucket, steps_1_2, states, first, kind):
+    fault = bucket.fault(kind, after=first)
+    with pytest.raises(buckets.Unavailable), opened(steps_1_2, keep=3) as checkpoints:
+        checkpoints.newest(abstract(states[2]))
+    assert fault.done
+    bucket.clear_faults()
+    with opened(steps_1_2, keep=3) as checkpoints:
+        assert_newest(checkpoints, 2, states[2])
+
+
+@pytest.mark.parametrize("path", ["*/d/*", "*/state/manifest.ocdbt", f"*/{checkpoint.RECORD}"])
+@pytest.mark.parametrize("times", [1, float("inf")])
+def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, states, path, times):
+    fault = bucket.fault("flip response", on="read", path=f"{STEP_2}{path}", times=times)
+    with opened(steps_1_2) as reader:
+        try:
+            step, state = reader.newest(abstract(states[2]))
+        except (Damaged, buckets.Unavailable):
+            pass
+        else:
+            assert times > 1 or step == 2
+            assert_same(state, states[step])
+    assert fault.done

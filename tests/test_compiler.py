@@ -4,18 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
-import chips
+import hardware
 from common import config_of
 from planning import compiler, cost, targets
 
-V4 = chips.CHIPS["v4"]
+V4 = hardware.CHIPS["v4"]
 JAX = importlib.metadata.version("jax")
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
-def test_a_step_is_compiled_for_pretended_devices_in_another_process(tmp_path):
+def test_a_step_is_compiled_for_simulated_devices_in_another_process(tmp_path):
     """Of more devices than this process has."""
-    config = config_of((4, 2, 2), dense_layers=1, moe_layers=0, width=64, hidden=64)
+    config = config_of(
+        (4, 2, 2), dense_layers=1, moe_layers=0, hidden_size=64, intermediate_size=64
+    )
     compiled, text = compiler.compile_step(config, None, "", tmp_path / "deep" / "step.hlo")
     assert (tmp_path / "deep" / "step.hlo").read_text() == text
     predicted = cost.predict(config, None)
@@ -39,7 +41,7 @@ def python_that(tmp_path, monkeypatch, script):
     monkeypatch.setattr(compiler.sys, "executable", str(file))
 
 
-def test_a_compiler_that_aborts_is_reported_and_takes_nothing_with_it(tmp_path, monkeypatch):
+def test_a_compiler_that_aborts_is_reported(tmp_path, monkeypatch):
     python_that(tmp_path, monkeypatch, "echo 'F0101 x.cc:1] Check failed: a == b'; kill -ABRT $$")
     with pytest.raises(
         ValueError,
@@ -48,7 +50,7 @@ def test_a_compiler_that_aborts_is_reported_and_takes_nothing_with_it(tmp_path, 
         compiler.compile_step(config_of(), None, "")
 
 
-def test_a_compiler_that_is_killed_without_a_word_is_reported(tmp_path, monkeypatch):
+def test_a_compiler_that_is_killed_is_reported(tmp_path, monkeypatch):
     python_that(tmp_path, monkeypatch, "kill -KILL $$")
     with pytest.raises(ValueError, match="stopped with SIGKILL"):
         compiler.compile_step(config_of(), None, "")
@@ -60,8 +62,10 @@ def test_an_error_of_the_compiler_is_its_last_line(tmp_path, monkeypatch):
         compiler.compile_step(config_of(), None, "")
 
 
-def test_a_config_that_the_child_refuses_is_refused_in_its_words():
-    with pytest.raises(ValueError, match=r"failed: --model.heads 4 cannot be cut over"):
+def test_a_config_that_the_child_refuses_is_refused_with_its_message():
+    with pytest.raises(
+        ValueError, match=r"failed: --model.num_attention_heads 4 is not divisible by"
+    ):
         compiler.compile_step(config_of((1, 1, 8)), None, "")
 
 
@@ -72,7 +76,9 @@ def test_a_config_that_the_child_refuses_is_refused_in_its_words():
         ({"libtpu", "pip"}, "uv pip install --python .* libtpu"),
     ],
 )
-def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch, missing, command):
+def test_a_missing_libtpu_is_reported_with_the_command_that_installs_it(
+    monkeypatch, missing, command
+):
     monkeypatch.setattr(targets, "_has", lambda name, _: name not in missing)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else object()
@@ -85,9 +91,10 @@ def test_without_libtpu_the_way_to_get_it_is_said(monkeypatch, missing, command)
 def test_a_gpu_that_is_not_described_is_refused_with_those_that_are():
     known = r"Use one of a100, a100-40gb, h100, h200, or benchmark.py step"
     with pytest.raises(
-        ValueError, match=rf"--chip h100-pcie: this GPU is not described .* {known}"
+        ValueError,
+        match=rf"--chip h100-pcie: planning/targets.py does not describe this GPU\. {known}",
     ):
-        compiler.compile_step(config_of(), chips.CHIPS["h100-pcie"], "")
+        compiler.compile_step(config_of(), hardware.CHIPS["h100-pcie"], "")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,7 @@ def test_a_gpu_that_is_not_described_is_refused_with_those_that_are():
         ({"jax-cuda12-plugin": JAX, "jax-cuda12-pjrt": JAX}, "needs nvidia-cuda-nvcc-cu12, which"),
     ],
 )
-def test_without_the_wheels_for_gpus_or_with_others_the_way_to_get_them_is_said(
+def test_missing_gpu_packages_are_reported_with_the_command_that_installs_them(
     monkeypatch, installed, named
 ):
     def distributions(name, path):
@@ -110,7 +117,7 @@ def test_without_the_wheels_for_gpus_or_with_others_the_way_to_get_them_is_said(
 
     monkeypatch.setattr(importlib.metadata, "distributions", distributions)
     with pytest.raises(ValueError, match=named) as told:
-        compiler.compile_step(config_of(), chips.CHIPS["h100"], "")
+        compiler.compile_step(config_of(), hardware.CHIPS["h100"], "")
     where = f"--target {targets.GPU_FOLDER} "
     packages = f"jax-cuda12-plugin=={JAX} jax-cuda12-pjrt=={JAX} nvidia-cuda-nvcc-cu12=="
     assert f"{where}{packages}{targets.NVCC}" in str(told.value)
@@ -125,7 +132,7 @@ def test_gpus_are_on_as_few_hosts_as_they_fill():
 
 @pytest.mark.parametrize("name", targets.GPUS)
 def test_a_gpu_is_described_with_its_own_figures(name):
-    chip, text = chips.CHIPS[name], targets.described(chips.CHIPS[name])
+    chip, text = hardware.CHIPS[name], targets.described(hardware.CHIPS[name])
     assert text.count("{") == text.count("}")
     assert f"device_memory_size: {chip.memory_bytes} " in text
     assert f"memory_bandwidth: {round(chip.memory_bandwidth)}\n" in text
@@ -135,18 +142,18 @@ def test_a_gpu_is_described_with_its_own_figures(name):
 
 
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
-def test_a_topology_that_libtpu_refuses_is_refused_with_those_it_takes():
+def test_a_topology_that_libtpu_refuses_is_refused_with_valid_ones():
     with pytest.raises(ValueError, match=r"refuses the topology v4:3x3x3: .* 2x2x1, 2x2x2, 2x2x4"):
         compiler.compile_step(config_of((3, 3, 3)), V4, "3x3x3")
 
 
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
-def test_a_step_that_needs_more_memory_than_the_chip_has_is_refused_in_the_compilers_words():
+def test_a_step_that_exceeds_the_chips_memory_is_refused_with_the_compilers_message():
     config = config_of(
-        width=1024, vocabulary=50000, train={"sequences": 512, "sequence_length": 1024}
+        hidden_size=1024, vocab_size=50000, train={"global_batch_size": 512, "seq_len": 1024}
     )
     with pytest.raises(ValueError, match=r"RESOURCE_EXHAUSTED: .*exceeds available HBM"):
-        compiler.compile_step(config, chips.CHIPS["v5e"], "1x1")
+        compiler.compile_step(config, hardware.CHIPS["v5e"], "1x1")
 
 
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
@@ -155,7 +162,7 @@ def test_a_slice_of_another_size_than_the_mesh_is_refused():
         compiler.compile_step(config_of((2, 1, 1)), V4, "1x1x1")
 
 
-def test_the_child_asks_no_cloud_and_keeps_other_flags(monkeypatch):
+def test_the_child_queries_no_cloud_and_keeps_other_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
     environment = compiler.child_environment()
     assert environment["XLA_FLAGS"] == "--xla_a=1"

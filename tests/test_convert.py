@@ -1,5 +1,6 @@
-"""Folders of Hugging Face written and read, without its code: every bit comes back, on any mesh,
-in bounded memory; what is wrong is named. test_transformers.py asks its code.
+"""Export and import without Hugging Face's code: exact, from any mesh, in bounded memory.
+
+test_transformers.py compares with its code.
 """
 
 import dataclasses
@@ -14,28 +15,32 @@ import pytest
 
 import convert
 import convert_memory
-import hugging_face
-import tensor_files
-import utils
 from conftest import ROOT
 from data.tokenizer import load_tokenizer
+from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
 from hf_run import PUBLISHED, SIZES, make_run, stored
+from runtime import cli
 
 MODELS = {
-    "v3": {"prefix_layers": 1, "q_lora_rank": 10, "shared_experts": 2, "tied": False},
+    "v3": {
+        "prefix_layers": 1,
+        "q_lora_rank": 10,
+        "n_shared_experts": 2,
+        "tie_word_embeddings": False,
+    },
     "v3, dense then one with experts": {"dense_layers": 3, "blocks": 1},
     "v3, dense": {"dense_layers": 1, "moe_layers": 0},
     "v2": {
         "prefix_layers": 1,
-        "scores": "softmax",
-        "normalize_weights": False,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
         "qk_nope_head_dim": 10,
     },
     "own": {
         "prefix_layers": 1,
         "dense_layers": 2,
         "rope_in_moe_layers": False,
-        "shared_experts": 0,
+        "n_shared_experts": 0,
     },
 }
 
@@ -45,7 +50,7 @@ YARN = PUBLISHED["deepseek-v3"]["rope_scaling"]
 
 def export(run, out, *flags):
     convert.main(["export", "--run", str(run), "--out", str(out), *flags])
-    return tensor_files.read_folder(out)
+    return safetensors_files.read_folder(out)
 
 
 def import_(folder, out, *flags):
@@ -86,25 +91,30 @@ def test_an_exported_run_that_is_imported_has_every_bit(name, runs_of, tmp_path)
     run, out = runs_of(name)
     import_(out, tmp_path / "back")
     own = ["--remote_code"] * (name == "own")
-    before, after = tensor_files.read_folder(out), export(tmp_path / "back", tmp_path / "out", *own)
+    before, after = (
+        safetensors_files.read_folder(out),
+        export(tmp_path / "back", tmp_path / "out", *own),
+    )
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
     assert settings(out) == settings(tmp_path / "out")
-    old, new = (utils.load(folder / "config.toml").model for folder in (run, tmp_path / "back"))
-    layers = {"prefix_layers": 3, "dense_layers": 0} if name.endswith("experts") else {}
-    room = {}
+    old, new = (cli.load(folder / "config.toml").model for folder in (run, tmp_path / "back"))
+    is_own, prefix, step = name == "own", old.first_k_dense_replace, old.decoder_sparse_step
+    expected = {"compute_dtype": "bfloat16", "router_bias_update_speed": 0.0}
+    if not is_own:
+        prefix, step = (prefix + step - 1, 1) if old.moe_layers else (0, 1)
+        expected["latent_rms_norm_eps"] = 1e-6
+    expected |= {"first_k_dense_replace": prefix, "decoder_sparse_step": step}
     if old.moe_layers:
-        room = dict.fromkeys(("capacity_factor", "eval_capacity_factor"), 8 / 2)
-    said = {"latent_norm_epsilon": 1e-6 * (name != "own"), "compute_dtype": "bfloat16"}
-    said |= {"router_bias_speed": 0.0}
-    assert dataclasses.replace(old, **layers | room | said) == new
-    if layers:
+        expected |= {"capacity_factor": 8 / 2, "eval_capacity_factor": 8 / 2}
+    assert dataclasses.replace(old, **expected) == new
+    if prefix != old.first_k_dense_replace:  # other arrays
         return
     before, after = stored(run), stored(tmp_path / "back")
     assert before.keys() == after.keys()
     for leaf, array in before.items():
-        # Pads are cut on the way, and zeros again.
-        rows = SIZES["vocabulary"] if leaf.endswith(("embedding", "output")) else len(array)
+        # Padding rows are not exported, and imported as zeros.
+        rows = SIZES["vocab_size"] if leaf.endswith(("embedding", "output")) else len(array)
         assert array.shape == after[leaf].shape and not after[leaf][rows:].any()
         assert np.array_equal(array[:rows], after[leaf][:rows])
 
@@ -113,8 +123,7 @@ def test_a_run_of_any_mesh_is_exported(whole, tmp_path):
     tensors = export(whole, tmp_path / "out", "--remote_code", "--step", "3")
     before = convert.Checkpoints(whole / "checkpoints")
     gate = before.arrays(3)["weights.blocks.moe.moe.experts.gate"]
-    assert gate.chunk_layout.read_chunk.shape[0] < gate.shape[0], "is not cut over pipeline"
-    gate = gate.read().result()
+    gate = gate.whole()
     before.close()
     for block, expert in ((0, 0), (1, 7), (3, 5)):  # layers 2 * block + 1
         name = f"model.layers.{2 * block + 1}.mlp.experts.{expert}.gate_proj.weight"
@@ -125,7 +134,10 @@ def test_a_run_of_any_mesh_is_exported(whole, tmp_path):
 
 def test_bfloat16_is_rounded_and_the_bias_is_not(runs_of, tmp_path):
     run, out = runs_of("v3")
-    whole, half = tensor_files.read_folder(out), export(run, tmp_path / "half", "--dtype=bfloat16")
+    whole, half = (
+        safetensors_files.read_folder(out),
+        export(run, tmp_path / "half", "--dtype=bfloat16"),
+    )
     for name, tensor in half.items():
         exact = name.endswith("e_score_correction_bias")
         expected = whole[name].read()
@@ -136,9 +148,9 @@ def test_bfloat16_is_rounded_and_the_bias_is_not(runs_of, tmp_path):
 
 
 def test_pads_and_a_model_without_shared_experts_are_mapped(tmp_path):
-    make_run(tmp_path / "run", shared_experts=0)
+    make_run(tmp_path / "run", n_shared_experts=0)
     tensors = export(tmp_path / "run", tmp_path / "out")
-    assert tensors["model.embed_tokens.weight"].shape == (SIZES["vocabulary"], SIZES["width"])
+    assert tensors["model.embed_tokens.weight"].shape == (SIZES["vocab_size"], SIZES["hidden_size"])
     shared = [tensor for name, tensor in tensors.items() if "shared" in name]
     assert len(shared) == 3 * SIZES["blocks"] and not any(t.read().any() for t in shared)
     assert settings(tmp_path / "out")["n_shared_experts"] == 1
@@ -146,7 +158,7 @@ def test_pads_and_a_model_without_shared_experts_are_mapped(tmp_path):
 
 
 def test_parts_have_a_bounded_size_and_layers_in_order(runs_of):
-    tensors = tensor_files.read_folder(runs_of("v3")[1])
+    tensors = safetensors_files.read_folder(runs_of("v3")[1])
     parts = {}
     for name, tensor in tensors.items():
         parts.setdefault(tensor.file.name, []).append((name, tensor.bytes))
@@ -155,12 +167,12 @@ def test_parts_have_a_bounded_size_and_layers_in_order(runs_of):
         assert len(part) == 1 or sum(size for _, size in part) <= 0.0001 * 2**30
     layers = [int(name.split(".")[2]) for name in tensors if ".layers." in name]
     assert layers == sorted(layers)
-    index = json.loads((runs_of("v3")[1] / tensor_files.INDEX).read_text())
+    index = json.loads((runs_of("v3")[1] / safetensors_files.INDEX).read_text())
     assert index["weight_map"] == {name: t.file.name for name, t in tensors.items()}
     assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
 
 
-def test_the_folder_tells_what_it_is(whole, tmp_path, capsys):
+def test_the_folder_has_a_model_card_and_the_modelling_file(whole, tmp_path, capsys):
     export(whole, tmp_path / "out", "--remote_code")
     assert "trust_remote_code=True" in capsys.readouterr().out
     card = (tmp_path / "out" / "README.md").read_text()
@@ -172,15 +184,17 @@ def test_the_folder_tells_what_it_is(whole, tmp_path, capsys):
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == load_tokenizer("sample").eot_token
     copied = tmp_path / "out" / "modeling_latent_moe.py"
-    assert copied.read_text() == (ROOT / "modeling_latent_moe.py").read_text()
+    assert copied.read_text() == (ROOT / "hf/modeling_latent_moe.py").read_text()
 
 
-def test_an_imported_run_is_begun_with_and_not_continued(runs_of, data, tmp_path):
+def test_an_imported_run_can_start_a_run_and_is_not_resumed(runs_of, data, tmp_path):
     import main
 
     import_(runs_of("v3")[1], tmp_path / "back", *data)
-    config = utils.load(tmp_path / "back" / "config.toml")
-    with pytest.raises(ValueError, match=r"weights alone, .*--init .*back --run.name back-2"):
+    config = cli.load(tmp_path / "back" / "config.toml")
+    with pytest.raises(
+        ValueError, match=r"weights alone, .*--run.init_from .*back --run.name back-2"
+    ):
         main.run(config)
 
 
@@ -188,8 +202,8 @@ def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsy
     import generate
 
     import_(runs_of("v3")[1], tmp_path / "back")
-    told = capsys.readouterr().out
-    assert f"generate.py --run {tmp_path / 'back'}" in told
+    printed = capsys.readouterr().out
+    assert f"generate.py --run {tmp_path / 'back'}" in printed
     shutil.rmtree(tmp_path / "back" / "no", ignore_errors=True)
     flags = ["--prompt", "def ", "--tokens", "3", "--temperature", "0"]
     generate.main(["--run", str(tmp_path / "back"), "--model.compute_dtype", "float32", *flags])
@@ -207,26 +221,30 @@ def test_export_takes_little_memory():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_understood(name):
+def test_a_published_config_is_read(name):
     table = PUBLISHED[name]
-    found = hugging_face.from_json(table, Path("config.json"))
+    found = model_config.from_hf(table, Path("config.json"))
     m = found.model
-    assert m.layers == table["num_hidden_layers"] and m.dense_layers == 0 and m.moe_layers == 1
-    assert m.prefix_layers == table["first_k_dense_replace"] and not m.tied
-    assert m.capacity_factor * m.experts_per_token == m.experts  # room for all
+    assert (
+        m.num_hidden_layers == table["num_hidden_layers"]
+        and m.dense_layers == 0
+        and m.moe_layers == 1
+    )
+    assert m.first_k_dense_replace == table["first_k_dense_replace"] and not m.tie_word_embeddings
+    assert m.capacity_factor * m.num_experts_per_tok == m.n_routed_experts  # room for all
     assert m.q_lora_rank == (table["q_lora_rank"] or 0)
-    assert (m.expert_groups, m.groups_per_token) == (table["n_group"], table["topk_group"])
-    assert m.latent_norm_epsilon == 1e-6 and m.norm_epsilon == table["rms_norm_eps"]
+    assert (m.n_group, m.topk_group) == (table["n_group"], table["topk_group"])
+    assert m.latent_rms_norm_eps == 1e-6 and m.rms_norm_eps == table["rms_norm_eps"]
     yarn = table["rope_scaling"]
-    assert m.rope_factor == (yarn["factor"] if yarn else 1)
-    assert not yarn or m.rope_mscale_all_dim == yarn["mscale_all_dim"]
-    assert (m.scores, m.normalize_weights) == (table["scoring_func"], table["norm_topk_prob"])
-    assert found.interleaved and found.skipped == table.get("num_nextn_predict_layers", 0)
+    assert m.rope_scaling.factor == (yarn["factor"] if yarn else 1)
+    assert not yarn or m.rope_scaling.mscale_all_dim == yarn["mscale_all_dim"]
+    assert (m.scoring_func, m.norm_topk_prob) == (table["scoring_func"], table["norm_topk_prob"])
+    assert found.interleaved and found.skipped_layers == table.get("num_nextn_predict_layers", 0)
 
 
-def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_path, capsys):
+def test_float8_blocks_are_scaled_and_prediction_layers_are_left_out(runs_of, tmp_path, capsys):
     _, exported = runs_of("v3")
-    folder, plain = tmp_path / "float8", tensor_files.read_folder(exported)
+    folder, plain = tmp_path / "float8", safetensors_files.read_folder(exported)
     folder.mkdir()
     table = settings(exported) | {"num_nextn_predict_layers": 1}
     table["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 8]}
@@ -243,7 +261,7 @@ def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_pa
         f"{name}_scale_inv": (np.dtype(np.float32), scales),
         ahead: (np.dtype(np.float32), (2, 2)),
     }
-    tensors = tensor_files.make_folder(folder, [(n, *s) for n, s in shapes.items()], 2**30)
+    tensors = safetensors_files.make_folder(folder, [(n, *s) for n, s in shapes.items()], 2**30)
     for other in others:
         tensors[other].write(plain[other].read())
     scale = np.arange(1, 1 + np.prod(scales), dtype=np.float32).reshape(scales)
@@ -258,7 +276,7 @@ def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_pa
         refused(folder, text, tmp_path)
     change(folder, **table)
     import_(folder, tmp_path / "run")
-    assert "left out: 1 layers" in capsys.readouterr().out
+    assert "left out: 1 multi-token prediction layers" in capsys.readouterr().out
     found = stored(tmp_path / "run")["weights.blocks.moe.attention.out"][0]
     expected = np.empty((rows, columns), np.float32)
     for i in range(rows):
@@ -275,18 +293,18 @@ def test_float8_blocks_are_numbers_and_layers_ahead_are_left_out(runs_of, tmp_pa
     [
         ({"dense_layers": 1}, "a dense layer between layers with experts"),
         ({"rope_in_moe_layers": False}, "model.rope_in_moe_layers"),
-        ({"scores": "softmax"}, "model.normalize_weights"),
-        ({"norm_epsilon": 1e-5}, "model.latent_norm_epsilon"),
-        ({"experts": 1, "experts_per_token": 1}, "model.experts 1"),
+        ({"scoring_func": "softmax"}, "model.norm_topk_prob"),
+        ({"rms_norm_eps": 1e-5}, "model.latent_rms_norm_eps"),
+        ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
+        ({"scoring_func": "softmax", "norm_topk_prob": False, "n_group": 2}, "model.n_group 2"),
         (
-            {"scores": "softmax", "normalize_weights": False, "expert_groups": 2},
-            "model.expert_groups 2",
+            {"scoring_func": "softmax", "norm_topk_prob": False, "hidden_size": 49},
+            "model.hidden_size 49",
         ),
-        ({"scores": "softmax", "normalize_weights": False, "width": 49}, "model.width 49"),
-        ({"scores": "softmax", "normalize_weights": False}, "model.qk_nope_head_dim"),
+        ({"scoring_func": "softmax", "norm_topk_prob": False}, "model.qk_nope_head_dim"),
     ],
 )
-def test_what_transformers_cannot_say_is_named(fields, named, tmp_path):
+def test_a_model_that_transformers_does_not_support_is_refused(fields, named, tmp_path):
     make_run(tmp_path / "run", **fields)
     with pytest.raises(ValueError, match=f"{named}.*--remote_code"):
         export(tmp_path / "run", tmp_path / "out")
@@ -297,8 +315,8 @@ def test_what_transformers_cannot_say_is_named(fields, named, tmp_path):
 def test_a_bias_of_softmax_scores_is_refused(tmp_path):
     make_run(tmp_path / "run", qk_nope_head_dim=10)  # with a bias
     file = tmp_path / "run" / "config.toml"
-    text = file.read_text().replace('scores = "sigmoid"', 'scores = "softmax"')
-    file.write_text(text.replace("normalize_weights = true", "normalize_weights = false"))
+    text = file.read_text().replace('scoring_func = "sigmoid"', 'scoring_func = "softmax"')
+    file.write_text(text.replace("norm_topk_prob = true", "norm_topk_prob = false"))
     with pytest.raises(ValueError, match=r"moe.bias that is not zero .*Use --remote_code"):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -307,18 +325,18 @@ def test_a_bias_of_softmax_scores_is_refused(tmp_path):
 def test_a_checkpoint_of_another_model_than_its_config_is_named(tmp_path):
     make_run(tmp_path / "run")
     file = tmp_path / "run" / "config.toml"
-    file.write_text(file.read_text().replace("expert_hidden = 20", "expert_hidden = 22"))
+    file.write_text(file.read_text().replace("intermediate_size = 20", "intermediate_size = 22"))
     with pytest.raises(ValueError, match=r"of another model than its config.*48, 20\) there and"):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_groups_are_no_groups_where_softmax_scores_choose_among_all():
-    m = understood(**V2, n_group=8, topk_method="greedy", topk_group=None)
-    assert (m.expert_groups, m.groups_per_token) == (1, 1)
+def test_deepseek_v2_has_one_group():
+    m = read_model(**V2, n_group=8, topk_method="greedy", topk_group=None)
+    assert (m.n_group, m.topk_group) == (1, 1)
 
 
-def test_nothing_is_written_over(runs_of, tmp_path):
+def test_nothing_is_overwritten(runs_of, tmp_path):
     run, out = runs_of("v3")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -329,7 +347,9 @@ def test_nothing_is_written_over(runs_of, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_what_is_stopped_leaves_nothing_and_begins_anew(stop, runs_of, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
+    stop, runs_of, tmp_path, monkeypatch
+):
     run, out = runs_of("v3")
     is_full = isinstance(stop, OSError)
     expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
@@ -338,8 +358,9 @@ def test_what_is_stopped_leaves_nothing_and_begins_anew(stop, runs_of, tmp_path,
         to = tmp_path / command.__name__
         is_new = not to.exists()
         with monkeypatch.context() as patch:
-            name = "_write_json" if command is export else "_read"
-            patch.setattr(convert, name, mock.Mock(side_effect=stop))
+            target = export_checkpoint if command is export else import_checkpoint
+            name = "write_json" if command is export else "read_float32"
+            patch.setattr(target, name, mock.Mock(side_effect=stop))
             with pytest.raises(expected, match=text):
                 command(source, to)
         assert not list(to.glob("*")) and to.exists() != is_new
@@ -355,8 +376,8 @@ def test_an_out_that_cannot_be_made_is_named(runs_of, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
-def test_parts_of_no_size_are_refused(size, runs_of, tmp_path):
-    with pytest.raises(ValueError, match=f"--part_gib {float(size)} is no size"):
+def test_an_invalid_file_size_is_refused(size, runs_of, tmp_path):
+    with pytest.raises(ValueError, match=f"--part_gib {float(size)} is not a valid file size"):
         export(runs_of("v3")[0], tmp_path / "out", f"--part_gib={size}")
 
 
@@ -374,7 +395,7 @@ def refused(folder, text, tmp_path):
     ("values", "text"),
     [
         ({"model_type": "llama", "architectures": ["Llama"]}, r"'llama' \(Llama\).*deepseek_v3"),
-        ({"model_type": None}, "is of model_type None"),
+        ({"model_type": None}, "has model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
@@ -384,58 +405,58 @@ def refused(folder, text, tmp_path):
         ({"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
         (V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
         (V2 | {"n_group": 4, "topk_method": "group_limited_greedy"}, "topk_method 'group_limited"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary positions .*linear"),
-        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary positions .*1.5"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "rotary positions .*False"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"kv_lora_rank": 30}, r"is \(.*\), and by the config \(.*\)"),
     ],
 )  # fmt: skip
-def test_another_architecture_is_named(values, text, copied, tmp_path):
+def test_another_architecture_is_refused(values, text, copied, tmp_path):
     change(copied, **values)
     refused(copied, text, tmp_path)
 
 
-def test_flags_change_what_weights_do_not_depend_on(copied, tmp_path):
+def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path):
     import_(copied, tmp_path / "run", "--model.capacity_factor", "1.5", "--optimizer.lr", "0.1")
-    config = utils.load(tmp_path / "run" / "config.toml")
+    config = cli.load(tmp_path / "run" / "config.toml")
     assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 8 / 2)
     assert config.optimizer.lr == 0.1
     with pytest.raises(ValueError, match=r"--folder .*damaged is of another model: model.rope_the"):
         import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
 
 
-def understood(**values):
+def read_model(**values):
     """The model of DeepSeek-V3's config.json with other values; ... is left out."""
     table = PUBLISHED["deepseek-v3"] | values
     table = {name: value for name, value in table.items() if value is not ...}
-    return hugging_face.from_json(table, Path("config.json")).model
+    return model_config.from_hf(table, Path("config.json")).model
 
 
 def test_rotary_positions_are_read_where_transformers_reads_them():
     written = {**YARN, "rope_type": "yarn", "rope_theta": 7.0}
-    assert understood(rope_scaling=..., rope_parameters=written).rope_factor == 40
-    assert understood(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
-    assert understood(rope_parameters={"rope_type": "default"}).rope_factor == 40
+    assert read_model(rope_scaling=..., rope_parameters=written).rope_scaling.factor == 40
+    assert read_model(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
+    assert read_model(rope_parameters={"rope_type": "default"}).rope_scaling.factor == 40
     few = {name: YARN[name] for name in ("type", "factor", "original_max_position_embeddings")}
     for less in (few, dict.fromkeys(YARN) | few):
-        m = understood(rope_scaling=less)
-        assert (m.rope_beta_fast, m.rope_beta_slow) == (32, 1)
-        assert m.rope_mscale == m.rope_mscale_all_dim == 0
+        m = read_model(rope_scaling=less)
+        assert (m.rope_scaling.beta_fast, m.rope_scaling.beta_slow) == (32, 1)
+        assert m.rope_scaling.mscale == m.rope_scaling.mscale_all_dim == 0
     for name in few.keys() - {"type"}:
         with pytest.raises(ValueError, match=f"lacks {name}"):
-            understood(rope_scaling=YARN | {name: None})
+            read_model(rope_scaling=YARN | {name: None})
 
 
 @pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "topk_group"])
-def test_what_classes_have_other_defaults_for_must_be_said(name):
+def test_a_key_whose_default_differs_is_required(name):
     with pytest.raises(ValueError, match=f"lacks {name}"):
-        understood(**{name: ...})
+        read_model(**{name: ...})
 
 
 def test_a_model_without_experts_has_no_scores(tmp_path):
-    make_run(tmp_path / "run", dense_layers=1, moe_layers=0, scores="softmax")
+    make_run(tmp_path / "run", dense_layers=1, moe_layers=0, scoring_func="softmax")
     export(tmp_path / "run", tmp_path / "out")
     import_(tmp_path / "out", tmp_path / "back")
 
@@ -443,7 +464,7 @@ def test_a_model_without_experts_has_no_scores(tmp_path):
 def test_missing_and_extra_tensors_are_named(copied, tmp_path):
     layers = settings(copied)["num_hidden_layers"]
     change(copied, num_hidden_layers=layers + 1)
-    names = r"lacks 38 of .*: model.layers.3.*, \.\.\.\. Fetch"
+    names = r"lacks 38 of .*: model.layers.3.*, \.\.\.\. Download"
     refused(copied, names, tmp_path)
     change(copied, num_hidden_layers=layers, n_routed_experts=7)
     extra = r"has 6 tensors .*: model.layers.1.mlp.experts.7.*"
@@ -461,17 +482,17 @@ def test_missing_and_extra_tensors_are_named(copied, tmp_path):
     refused(copied, other, tmp_path)
 
 
-def test_what_nothing_is_lost_without_is_left_out(runs_of, tmp_path):
+def test_redundant_tensors_are_ignored(runs_of, tmp_path):
     folder = shutil.copytree(runs_of("v2")[1], tmp_path / "more")  # tied
     names = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
     (tmp_path / "part").mkdir()
-    tensor_files.make_folder(
+    safetensors_files.make_folder(
         tmp_path / "part", [(name, np.dtype(np.float32), (2,)) for name in names], 2**30
     )
-    shutil.copy(tmp_path / "part" / tensor_files.WHOLE, folder / "more.safetensors")
-    index = json.loads((folder / tensor_files.INDEX).read_text())
+    shutil.copy(tmp_path / "part" / safetensors_files.SINGLE, folder / "more.safetensors")
+    index = json.loads((folder / safetensors_files.INDEX).read_text())
     index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
-    (folder / tensor_files.INDEX).write_text(json.dumps(index))
+    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     import_(folder, tmp_path / "run")
     change(folder, tie_word_embeddings=False)
     refused(folder, r"lm_head.weight is \(2,\), and by the config \(4097, 48\)", tmp_path / "no")
@@ -481,17 +502,17 @@ def test_damaged_files_are_named(copied, tmp_path):
     first, second, *_ = sorted(copied.glob("*.safetensors"))
     whole = first.read_bytes()
     first.write_bytes(whole[:-1])
-    refused(copied, f"{first.name} is cut short: it has {len(whole) - 1} bytes", tmp_path)
+    refused(copied, f"{first.name} is truncated: it has {len(whole) - 1} bytes", tmp_path)
     first.write_bytes(whole[:20])
-    refused(copied, f"{first.name} is no safetensors file", tmp_path)
+    refused(copied, f"{first.name} is not a safetensors file", tmp_path)
     first.write_bytes(whole.replace(b'"F32"', b'"I32"'))
-    refused(copied, f"{first.name} holds numbers of type I32", tmp_path)
+    refused(copied, f"{first.name} has tensors of type I32", tmp_path)
     first.write_bytes(whole)
     second.unlink()
-    refused(copied, f"lacks 1 of .* files .* first {second.name}", tmp_path)
-    (copied / tensor_files.INDEX).write_text("version https://git-lfs")
-    refused(copied, f"{tensor_files.INDEX} does not say which files there are", tmp_path)
-    (copied / tensor_files.INDEX).unlink()
+    refused(copied, f"lacks 1 of the .* files .* first {second.name}", tmp_path)
+    (copied / safetensors_files.INDEX).write_text("version https://git-lfs")
+    refused(copied, f"{safetensors_files.INDEX} has no valid weight_map", tmp_path)
+    (copied / safetensors_files.INDEX).unlink()
     refused(copied, "has neither model.safetensors nor", tmp_path)
     (copied / "config.json").write_text("{")
     refused(copied, "config.json is not JSON", tmp_path)
@@ -515,7 +536,7 @@ def test_a_folder_without_tokenizer_makes_no_text(copied, tmp_path):
     import generate
 
     (copied / "tokenizer.json").write_text("{}")
-    refused(copied, "is no tokenizer.json", tmp_path)
+    refused(copied, "is not a tokenizer.json", tmp_path)
     (copied / "tokenizer.json").unlink()
     import_(copied, tmp_path / "run")
     with pytest.raises(ValueError, match="run has no tokenizer: the folder it was imported from"):

@@ -12,17 +12,18 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-import chips
+import hardware
 import make_compiled
 import model
-import passes
 import pipeline
+import sharded_model
 import train
 import utils
 from common import config_of, mesh_of
-from planning import compiler, cost, fusion, hlo, targets, trace
+from hf_case import model_with
+from planning import compiler, cost, fusion, hlo, results, targets, trace
 
-V4, H100 = chips.CHIPS["v4"], chips.CHIPS["h100"]
+V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -45,7 +46,7 @@ def test_predictions_match_what_compilers_planned(key):
     assert not {p: r for p, r in found.items() if abs(r - 1) > bounds.get(p, 0.005)}
     one = math.prod(make_compiled.config_of(name)[1].mesh.shape) == 1
     assert one or len(found) > 2  # some axis carries traffic
-    predicted = cost.predict(make_compiled.config_of(name)[1], chips.chip_named(chip))
+    predicted = cost.predict(make_compiled.config_of(name)[1], hardware.chip_named(chip))
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
 
@@ -79,8 +80,8 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])
-def test_a_v4_computes_while_it_gathers_and_exchanges(kind):
-    """What train.compiler_options asks for; what nothing can be put beside stays as it is."""
+def test_a_v4_overlaps_gathers_and_exchanges(kind):
+    """train.compiler_options hides collectives behind compute where there is any."""
 
     def share(name, how):
         rows = [r for r in RECORDED[f"{name} v4"]["collectives"] if r["kind"] == kind]
@@ -92,7 +93,7 @@ def test_a_v4_computes_while_it_gathers_and_exchanges(kind):
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all", "reduce-scatter"])
-def test_an_h100_computes_while_it_sends_unasked(kind):
+def test_an_h100_overlaps_collectives_by_default(kind):
     rows = [r for key in RECORDED if "h100" in key for r in RECORDED[key]["collectives"]]
     rows = [r for r in rows if r["kind"] == kind]
     assert sum(r["bytes"] * r["overlapped"] for r in rows) > 0.6 * sum(r["bytes"] for r in rows) > 0
@@ -102,36 +103,39 @@ def test_an_h100_computes_while_it_sends_unasked(kind):
 
 CPU_CASES = {
     "2x2x2, groups, YaRN": config_of(
-        (2, 2, 2), shared_experts=2, expert_groups=4, groups_per_token=2, rope_factor=8.0
+        (2, 2, 2), n_shared_experts=2, n_group=4, topk_group=2, rope_factor=8.0
     ),
-    "2x1x4 gathered experts, per layer": config_of(
-        (2, 1, 4), gather="layer", experts_layout="gathered", train={"remat": "full"}
+    "2x1x4 sharded experts, per layer": config_of(
+        (2, 1, 4), gather="layer", experts_layout="sharded", train={"remat": "full"}
     ),
     "1x2x2 interleaved, prefix, query latent, names": config_of(
         (1, 2, 2),
         virtual=2,
         prefix_layers=1,
         q_lora_rank=24,
-        tied=False,
+        tie_word_embeddings=False,
         train={"remat": "latents,attention_out,hidden,expert_in"},
     ),
     "2x1x2 prefix per layer, names": config_of(
         (2, 1, 2), gather="layer", prefix_layers=2, train={"remat": "latents,hidden"}
     ),
-    "2 replicas of 2x1x2": config_of((2, 2, 1, 2), shared_experts=1),
+    "2 replicas of 2x1x2": config_of((2, 2, 1, 2), n_shared_experts=1),
 }
 
 
 def compiled_text(config):
     mesh, declared = mesh_of(config), model.declare(config)
-    shapes = train.abstract_state(config, declared, mesh), train.abstract_batch(config, mesh)
+    shapes = (
+        train.abstract_state(config, declared, mesh),
+        sharded_model.abstract_batch(config, mesh),
+    )
     lowered = train.jitted_step(config, declared, mesh).lower(*shapes)
     return lowered.compile().as_text()
 
 
 def assert_planned_as_compiled(config, bound):
     text, predicted = compiled_text(config), cost.predict(config, None)
-    share = pipeline.branch_share(passes.schedule_of(config))
+    share = pipeline.branch_share(sharded_model.schedule_of(config))
     assert predicted.flops_per_chip == pytest.approx(float(hlo.dot_flops(text, share)), rel=bound)
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     compiled: dict[str, float] = {}
@@ -153,20 +157,20 @@ def kept_bytes(config, kernel):
     """What one block leaves for its backward pass beside weights and data, as jax does it."""
     found = []
 
-    def at(run):
+    def visit(run):
         def one_block(x):
-            known = run.known(*[jnp.int32(0)] * 3)
-            return run.kept(run.block_vjp(known, x)[1], known)
+            known = run.block_inputs(*[jnp.int32(0)] * 3)
+            return run.residuals(run.block_vjp(known, x)[1], known)
 
         found.extend(jax.eval_shape(one_block, run.empty_x()))
 
-    trace.look(config, kernel, passes.remat(config), at)
+    trace.with_executor(config, kernel, sharded_model.remat(config), visit)
     return sum(a.size * a.dtype.itemsize for a in found)
 
 
 def planned_bytes(config, platform):
     step = cost.Step(config, platform)
-    return sum(step.kept(layer) * count for layer, count in step.block)
+    return sum(step.saved(layer) * count for layer, count in step.block)
 
 
 POLICIES = ["full", "none", ",".join(utils.REMAT_NAMES), *utils.REMAT_NAMES]
@@ -176,9 +180,9 @@ POLICIES = ["full", "none", ",".join(utils.REMAT_NAMES), *utils.REMAT_NAMES]
     "chip, kernel", [(V4, "splash"), (H100, "cudnn"), (H100, "triton"), (H100, "xla")]
 )
 @pytest.mark.parametrize("remat", POLICIES)
-def test_what_a_block_keeps_is_what_jax_keeps(remat, chip, kernel):
-    config = sizes(make_compiled.config_of("jaxformer")[1], remat=remat, attention=kernel)
-    platform = chips.platform_of(chip)
+def test_a_block_saves_the_residuals_that_jax_saves(remat, chip, kernel):
+    config = sizes(make_compiled.config_of("jaxformer")[1], remat=remat, attention_kernel=kernel)
+    platform = hardware.platform_of(chip)
     expected = kept_bytes(config, kernel)
     assert planned_bytes(config, platform) == pytest.approx(expected, rel=0.005)
 
@@ -186,7 +190,7 @@ def test_what_a_block_keeps_is_what_jax_keeps(remat, chip, kernel):
 # --- a layer that the planner was never told of ---------------------------------------------------
 
 
-def novel(w, x_btD, how, at):
+def novel(w, x_btD, options, position):
     """A recurrence that sends along fsdp and tensor, with names inside of its loop and after it."""
     with jax.named_scope("novel"):
         h_bTD = lax.all_gather(model.rms_norm(x_btD, w.norm, 1e-6), "tensor", axis=1, tiled=True)
@@ -209,9 +213,9 @@ def novel_config(remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "inside", "outside,attention", "inside,outside"])
-def test_a_new_layer_is_planned_without_another_line(remat, monkeypatch):
+def test_a_new_layer_needs_no_change_of_the_planner(remat, monkeypatch):
     monkeypatch.setattr(model, "mlp", novel)
-    trace.pieces.cache_clear()
+    trace.stage_functions.cache_clear()
     config = novel_config(remat)
     assert planned_bytes(config, "cpu") == pytest.approx(kept_bytes(config, "xla"), rel=0.01)
     if remat in ("none", "full", "inside"):  # each compiles for seconds
@@ -223,20 +227,20 @@ def test_a_new_layer_is_planned_without_another_line(remat, monkeypatch):
     assert {("novel", ("fsdp",)), ("novel, backward", ("fsdp",))} <= causes
     shared = cost.predict(config, None, shared=True)  # what it sends grows with fsdp's ranks
     assert shared.collective_bytes_per_chip == predicted.collective_bytes_per_chip
-    trace.pieces.cache_clear()
+    trace.stage_functions.cache_clear()
 
 
-def test_what_a_trace_does_not_tell_is_refused(monkeypatch):
-    def chosen(w, x_btD, how, at):
+def test_an_operation_of_unknown_cost_is_refused(monkeypatch):
+    def chosen(w, x_btD, options, position):
         products = partial(model.matmul, "btD,Df->btf", x_btD)
-        part = lax.cond(at.layer > 1, lambda: products(w.gate), lambda: products(w.up))
+        part = lax.cond(position.layer > 1, lambda: products(w.gate), lambda: products(w.up))
         return x_btD + model.matmul("btf,fD->btD", part, w.down)
 
     monkeypatch.setattr(model, "mlp", chosen)
-    trace.pieces.cache_clear()
-    with pytest.raises(ValueError, match="has a cond, whose cost a trace does not tell"):
+    trace.stage_functions.cache_clear()
+    with pytest.raises(ValueError, match="has a cond, whose cost a trace does not show"):
         cost.predict(novel_config("full"), None)
-    trace.pieces.cache_clear()
+    trace.stage_functions.cache_clear()
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -256,15 +260,15 @@ JAXFORMER = make_compiled.config_of("jaxformer")[1]
 
 
 def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
-    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none", attention="xla")
+    config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none", attention_kernel="xla")
     predicted = cost.predict(config, H100)
     assert predicted.flops_per_chip == pytest.approx(predicted.model_flops_per_chip, rel=1e-3)
     assert predicted.bubble == 0
 
 
-def test_splash_saves_the_blocks_above_the_diagonal_and_makes_scores_again():
+def test_splash_skips_the_blocks_above_the_diagonal_and_recomputes_scores():
     config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none")
-    plain = sizes(config, attention="xla")
+    plain = sizes(config, attention_kernel="xla")
     xla, splash = (cost.predict(c, V4).flops["attention scores"] for c in (plain, config))
     assert splash["forward"] == 0.75 * xla["forward"]  # of 2 x 2 blocks 3
     # Beside the gradients twice the scores, and once more the probabilities' gradient: 192 and 64
@@ -274,9 +278,9 @@ def test_splash_saves_the_blocks_above_the_diagonal_and_makes_scores_again():
     assert xla["backward"] == 2 * xla["forward"] and xla["recomputed"] == 0
 
 
-def test_cudnn_saves_the_tiles_above_the_diagonal_and_makes_scores_again():
+def test_cudnn_skips_the_tiles_above_the_diagonal_and_recomputes_scores():
     config = sizes(JAXFORMER, fsdp=8, pipeline=1, tensor=1, remat="none")
-    plain = sizes(config, attention="xla")
+    plain = sizes(config, attention_kernel="xla")
     xla, cudnn = (cost.predict(c, H100).flops["attention scores"] for c in (plain, config))
     assert cudnn["forward"] == 36 / 64 * xla["forward"]  # of 8 x 8 tiles
     # Beside the gradients the scores, 192 wide, where values are 64 wide.
@@ -319,7 +323,7 @@ def test_an_unknown_chip_gets_no_times():
     assert "bound by" in cost.predict(JAXFORMER, V4).line()
 
 
-def test_keeping_more_costs_memory_and_saves_flops():
+def test_saving_more_residuals_costs_memory_and_saves_flops():
     policies = ["full", "latents", "latents,attention", ",".join(utils.REMAT_NAMES), "none"]
     found = [cost.predict(sizes(JAXFORMER, remat=policy), V4) for policy in policies]
     memory = [p.memory_bytes_per_chip for p in found]
@@ -339,44 +343,43 @@ def test_keeping_more_costs_memory_and_saves_flops():
     ],
 )
 def test_bytes_sent_follow_from_the_size_of_the_result(kind, result, sent):
-    assert cost.Traffic("", ("fsdp",), kind, result, 8).sent_bytes == sent
+    assert results.Traffic("", ("fsdp",), kind, result, 8).sent_bytes == sent
 
 
-def test_links_are_those_of_the_ranks_that_meet():
+def test_a_collective_uses_the_links_of_its_ranks():
     step = cost.Step(sizes(JAXFORMER, fsdp=2, pipeline=4, tensor=2), "gpu")
-    near = cost.Traffic("", ("tensor",), "reduce-scatter", 10**9, 2)
-    far = cost.Traffic("", ("fsdp", "tensor"), "all-to-all", 10**9, 4)
+    near = results.Traffic("", ("tensor",), "reduce-scatter", 10**9, 2)
+    far = results.Traffic("", ("fsdp", "tensor"), "all-to-all", 10**9, 4)
     assert cost.link_seconds(step, H100, near) == 10**9 / H100.link_bandwidth
     assert cost.link_seconds(step, H100, far) == 10**9 / 2 / H100.network_bandwidth
 
 
-def test_what_a_layer_computes_again_is_alive_in_its_backward_pass():
+def test_recomputed_values_are_alive_in_the_backward_pass():
     full, none = (cost.Step(sizes(JAXFORMER, remat=p), "tpu") for p in ("full", "none"))
     for (layer, _), (same, _) in zip(full.block, none.block, strict=True):
         assert full.alive(layer) > none.alive(same)
 
 
-def test_a_prefix_is_alive_at_once_in_its_backward_pass():
-    many = dataclasses.replace(JAXFORMER.model, prefix_layers=40)
+def test_all_layers_of_a_prefix_are_alive_in_its_backward_pass():
+    many = model_with(JAXFORMER.model, prefix_layers=40)
     config = sizes(dataclasses.replace(JAXFORMER, model=many), remat="none")
     step = cost.Step(config, "tpu")
     [(layer, count)] = step.prefix
-    assert count == 40 and cost.memory(step)["prefix layers"] > 40 * step.kept(layer)
+    assert count == 40 and cost.memory(step)["prefix layers"] > 40 * step.saved(layer)
 
 
-def test_a_prefix_that_goes_back_in_the_tick_it_came_in_waits_for_the_blocks():
+def test_a_prefix_without_a_pipeline_saves_its_residuals_and_does_not_run_again():
     """As long as what the blocks keep; it does not run again."""
     one_stage = sizes(JAXFORMER, fsdp=16, pipeline=1, virtual=1, remat="none")
-    more, less = (
-        cost.Step(config, "tpu") for config in (sizes(one_stage, prefix_layers=3), one_stage)
-    )
+    with_prefix = dataclasses.replace(one_stage, model=model_with(one_stage.model, prefix_layers=3))
+    more, less = (cost.Step(config, "tpu") for config in (with_prefix, one_stage))
     [(layer, count)] = more.prefix
     saved = [cost.memory(step)["saved activations"] for step in (more, less)]
-    assert saved[0] - saved[1] == count * more.kept(layer)
+    assert saved[0] - saved[1] == count * more.saved(layer)
     for pipelined in (False, True):
         step = cost.Step(sizes(more.config, pipeline=2), "tpu") if pipelined else more
-        [run] = (run for run in cost.runs(step) if run.piece is step.prefix[0][0])
-        assert run.anew == pipelined * run.times
+        [run] = (run for run in cost.runs(step) if run.layer is step.prefix[0][0])
+        assert run.rerun == pipelined * run.times
 
 
 def with_layout(layout, remat):
@@ -384,8 +387,8 @@ def with_layout(layout, remat):
     return cost.Step(sizes(dataclasses.replace(JAXFORMER, model=m), remat=remat), "tpu")
 
 
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
-def test_where_all_is_kept_only_what_is_elementwise_is_made_again(layout):
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
+def test_remat_none_recomputes_only_elementwise_operations(layout):
     step = with_layout(layout, "none")
     for layer, _ in step.block + step.prefix:
         again = step.remat(layer)
@@ -393,21 +396,21 @@ def test_where_all_is_kept_only_what_is_elementwise_is_made_again(layout):
         assert all(op.reads_fused or op.eqn.primitive.name in fusion.VIEWS for op in again.ops)
 
 
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
-def test_with_all_names_nothing_is_sent_to_experts_again(layout):
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
+def test_saving_all_names_repeats_no_dispatch_to_experts(layout):
     step = with_layout(layout, ",".join(utils.REMAT_NAMES))
     for layer, _ in step.block:
         causes = {op.send.cause for op, _ in step.remat(layer).costs if op.send}
         assert not causes & {"moe dispatch", "moe return"}
 
 
-def test_what_is_made_again_goes_through_memory_in_the_backward_pass():
-    full, none = (cost.memory_traffic(with_layout("spread", r)) for r in ("full", "none"))
+def test_recomputation_adds_memory_traffic_to_the_backward_pass():
+    full, none = (cost.memory_traffic(with_layout("expert_parallel", r)) for r in ("full", "none"))
     assert full["layers, backward"] > 1.1 * none["layers, backward"]
     assert full["layers, forward"] < none["layers, forward"]  # which keeps more
 
 
-def test_a_tpu_s_products_read_and_add_where_things_lie():
+def test_products_of_a_tpu_read_and_add_in_place():
     config = sizes(JAXFORMER, remat="none")
     tpu, gpu = (cost.memory_traffic(cost.Step(config, platform)) for platform in ("tpu", "gpu9"))
     assert tpu["weights in use"] == 0 < gpu["weights in use"]
@@ -422,18 +425,20 @@ def test_small_chunks_of_the_loss_read_the_table_often():
 
 
 def test_float32_is_slower_than_bfloat16():
-    fields = [{"attention": "xla", "compute_dtype": dtype} for dtype in ("float32", "bfloat16")]
+    fields = [
+        {"attention_kernel": "xla", "compute_dtype": dtype} for dtype in ("float32", "bfloat16")
+    ]
     models = [dataclasses.replace(JAXFORMER.model, **f) for f in fields]
     wide, narrow = (cost.predict(dataclasses.replace(JAXFORMER, model=m), V4) for m in models)
     assert wide.seconds["compute"] == 6 * narrow.seconds["compute"]
 
 
-def test_only_over_a_whole_slice_of_tpus_does_a_sum_go_everywhere():
+def test_a_reduce_scatter_is_an_all_reduce_only_over_a_whole_tpu_slice():
     whole = cost.Step(sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1), "tpu")
     part = cost.Step(JAXFORMER, "tpu")
-    assert cost.sums_everywhere(whole, V4, ("fsdp",))
-    assert not cost.sums_everywhere(whole, H100, ("fsdp",))
-    assert not cost.sums_everywhere(part, V4, ("fsdp",))
+    assert cost.is_all_reduce(whole, V4, ("fsdp",))
+    assert not cost.is_all_reduce(whole, H100, ("fsdp",))
+    assert not cost.is_all_reduce(part, V4, ("fsdp",))
     kinds = {t.kind for t in cost.traffic(whole, V4) if t.cause == "gradients"}
     assert kinds == {"all-reduce"}
 

@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 import dataset
+from data.manifest import DOCUMENT_RULE, INDEX, Manifest, index_text, read_manifest
 from data.shards import ShardWriter
-from dataset import Dataset, check_eval, check_same_tokenizer, permute, striped
-from loop import prefetch
-from manifest import DOCUMENT_RULE, INDEX, Manifest, index_text, read_manifest
-from mixture import Mixture, open_datasets
+from dataset import (
+    Dataset,
+    Mixture,
+    check_eval,
+    check_same_tokenizer,
+    open_datasets,
+    permute,
+    striped,
+)
+from train import prefetch
 from utils import Config, Data, Eval, Model, Train
 
 
@@ -21,12 +28,12 @@ def make_folder(folder, ids, *, shard_tokens=10**9, dtype="uint16", **fields):
     """A finished folder of shards that hold these ids."""
     writer = ShardWriter(str(folder), "shard", shard_tokens, np.dtype(dtype))
     writer.add(np.asarray(ids, dtype))
-    writer.finish()
+    writer.flush()
     values = {
-        "split": folder.name,
+        "subset": folder.name,
         "tokenizer": "sample",
         "tokenizer_sha256": "aa",
-        "vocabulary": 1000,
+        "vocab_size": 1000,
         "end_of_text": 999,
         "document_rule": DOCUMENT_RULE,
         "dtype": dtype,
@@ -41,9 +48,9 @@ def make_folder(folder, ids, *, shard_tokens=10**9, dtype="uint16", **fields):
     return folder
 
 
-def alone(folder, T, sequences=1, **how):
-    """A folder as a run has it that has no other."""
-    return Mixture({"": Dataset(folder, T, sequences=sequences, **how)}, [1.0], sequences)
+def alone(folder, T, batch_size=1, **how):
+    """A run's data from one folder."""
+    return Mixture({"": Dataset(folder, T, batch_size=batch_size, **how)}, [1.0], batch_size)
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def test_permute_is_a_bijection_for_every_size(epoch):
         np.testing.assert_array_equal(np.sort(order), np.arange(size))
 
 
-def test_permute_gives_the_order_that_earlier_runs_were_trained_in():
+def test_permute_keeps_the_order_of_earlier_runs():
     assert permute(np.arange(12), 12, 0, 0).tolist() == GOLDEN
     assert permute(np.array([5]), 12, 0, 0).tolist() == [GOLDEN[5]]
 
@@ -90,7 +97,7 @@ def test_permute_reaches_an_index_beyond_32_bits():
     assert few.max() > 2**32
 
 
-# Order of windows with rows that stay in a block, for 2 rows, chunks of 3 windows, seed 0, epoch 0.
+# Order of blocks for 2 rows, chunks of 3 windows, seed 0, epoch 0.
 GOLDEN_STRIPED = [6, 2, 7, 0, 8, 1, 10, 3, 11, 4, 9, 5, 13, 12]
 
 
@@ -102,7 +109,7 @@ def test_striped_is_a_bijection_for_every_size(epoch, rows, length):
         np.testing.assert_array_equal(np.sort(order), np.arange(size))
 
 
-def test_striped_gives_the_order_that_earlier_runs_were_trained_in():
+def test_striped_keeps_the_order_of_earlier_runs():
     assert striped(np.arange(14), 14, 2, 3, 0, 0).tolist() == GOLDEN_STRIPED
     assert striped(np.array([8]), 14, 2, 3, 0, 0).tolist() == [GOLDEN_STRIPED[8]]
 
@@ -135,7 +142,7 @@ def test_every_token_but_the_first_and_the_last_few_is_a_target_once_per_epoch(
     tmp_path, shard_tokens
 ):
     folder = make_folder(tmp_path / "train", np.arange(103), shard_tokens=shard_tokens)
-    data = alone(folder, 5, sequences=4)
+    data = alone(folder, 5, batch_size=4)
     assert data.windows == 20
     targets = [data.rows(step, np.arange(4))["targets"] for step in range(5)]
     np.testing.assert_array_equal(np.sort(np.concatenate(targets).ravel()), np.arange(1, 101))
@@ -147,14 +154,14 @@ def test_a_window_is_tokens_in_a_row_over_the_edges_of_shards(folder):
     np.testing.assert_array_equal(batch["targets"], np.arange(1, 97).reshape(6, 16))
 
 
-def test_the_last_window_is_whole_when_the_data_ends_with_it(tmp_path):
+def test_the_last_window_is_complete_when_the_data_ends_with_it(tmp_path):
     data = Dataset(make_folder(tmp_path / "train", np.arange(11), shard_tokens=4), 5)
     assert data.windows == 2
     assert data.batch(np.array([1]))["targets"].tolist() == [[6, 7, 8, 9, 10]]
 
 
 def test_a_batch_has_the_types_and_shapes_of_its_contract(folder):
-    batch = alone(folder, 5, sequences=8).rows(2, np.array([1, 6, 3]))
+    batch = alone(folder, 5, batch_size=8).rows(2, np.array([1, 6, 3]))
     types = {name: (array.dtype.name, array.shape) for name, array in batch.items()}
     assert types == {
         "tokens": ("int32", (3, 5)),
@@ -167,30 +174,30 @@ def test_a_batch_has_the_types_and_shapes_of_its_contract(folder):
 
 def test_ids_beyond_16_bits_are_read_as_they_were_written(tmp_path):
     ids = np.array([70_000, 5, 99_999, 2**31 - 1])
-    folder = make_folder(tmp_path / "train", ids, dtype="uint32", vocabulary=2**31)
+    folder = make_folder(tmp_path / "train", ids, dtype="uint32", vocab_size=2**31)
     batch = Dataset(folder, 3).batch(np.array([0]))
     assert batch["targets"].tolist() == [[5, 99_999, 2**31 - 1]]
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[7], [0, 2, 4, 6], [5, 3, 1]]])
-def test_rows_do_not_depend_on_which_process_asks_for_them(folder, parts):
-    whole = alone(folder, 5, sequences=8, seed=1).rows(11, np.arange(8))
+def test_rows_do_not_depend_on_which_process_reads_them(folder, parts):
+    whole = alone(folder, 5, batch_size=8, seed=1).rows(11, np.arange(8))
     for rows in parts:
-        own = alone(folder, 5, sequences=8, seed=1).rows(11, np.array(rows))
+        own = alone(folder, 5, batch_size=8, seed=1).rows(11, np.array(rows))
         for name, array in own.items():
             np.testing.assert_array_equal(array, whole[name][rows])
 
 
 def test_a_batch_is_a_function_of_the_step_and_of_nothing_that_was_read_before(folder):
-    forward = alone(folder, 5, sequences=3, seed=2)
+    forward = alone(folder, 5, batch_size=3, seed=2)
     seen = [forward.rows(step, np.arange(3))["tokens"] for step in range(30)]
     for step in reversed(range(30)):
-        resumed = alone(folder, 5, sequences=3, seed=2)
+        resumed = alone(folder, 5, batch_size=3, seed=2)
         np.testing.assert_array_equal(resumed.rows(step, np.arange(3))["tokens"], seen[step])
 
 
 def test_a_step_may_begin_in_one_epoch_and_end_in_the_next(folder):
-    data = alone(folder, 5, sequences=3)
+    data = alone(folder, 5, batch_size=3)
     firsts = [data.rows(step, np.arange(3))["tokens"][:, 0] // 5 for step in range(20)]
     windows = np.concatenate(firsts)
     first, second, third = windows[:20], windows[20:40], windows[40:]
@@ -200,29 +207,29 @@ def test_a_step_may_begin_in_one_epoch_and_end_in_the_next(folder):
     assert (second != third).any()
 
 
-def test_the_windows_of_a_step_are_told_by_number_and_a_window_by_its_places(folder):
-    data, rows = alone(folder, 5, sequences=3, seed=2), np.array([2, 0])
+def test_windows_of_gives_window_numbers_and_spans_gives_their_tokens(folder):
+    data, rows = alone(folder, 5, batch_size=3, seed=2), np.array([2, 0])
     for step in (0, 6, 40):
         firsts = data.rows(step, rows)["tokens"][:, 0]
         np.testing.assert_array_equal(firsts, 5 * data.windows_of(step, rows))
     for number in range(20):  # tokens are their own positions, in shards of 7
-        spans = data.parts[""].places(np.array([number]))
+        spans = data.parts[""].spans(np.array([number]))
         parts = [range(7 * i + begin, 7 * i + end) for i, begin, end in spans]
         assert [*itertools.chain(*parts)] == [*range(5 * number, 5 * number + 6)]
         assert all(parts)
 
 
 def test_another_seed_gives_another_order(folder):
-    one, other = (alone(folder, 5, sequences=20, seed=seed) for seed in (0, 1))
+    one, other = (alone(folder, 5, batch_size=20, seed=seed) for seed in (0, 1))
     rows = np.arange(20)
     assert (one.rows(0, rows)["tokens"] != other.rows(0, rows)["tokens"]).any()
 
 
-def test_a_run_may_choose_the_order_and_windows_is_what_earlier_ones_had(folder, monkeypatch):
+def test_the_order_is_selectable_and_windows_is_the_default(folder, monkeypatch):
     monkeypatch.setattr(dataset, "CHUNK_BYTES", 40)  # chunks of 4 windows
     rows = np.arange(2)
-    plain, named = alone(folder, 5, sequences=2), alone(folder, 5, sequences=2, order="windows")
-    blocks = alone(folder, 5, sequences=2, order="blocks")
+    plain, named = alone(folder, 5, batch_size=2), alone(folder, 5, batch_size=2, order="windows")
+    blocks = alone(folder, 5, batch_size=2, order="blocks")
     for data in (plain, named):
         assert data.windows_of(0, rows).tolist() == permute(rows, 20, 0, 0).tolist()
     first = np.array([blocks.windows_of(step, rows) for step in range(4)])
@@ -258,7 +265,7 @@ def test_all_windows_may_be_evaluated_each_once(folder):
     np.testing.assert_array_equal(batch["tokens"], np.arange(100).reshape(20, 5))
 
 
-def test_identity_tells_tokens_and_tokenizers_apart_but_not_places(tmp_path):
+def test_identity_depends_on_tokens_and_tokenizer_alone(tmp_path):
     def identity(name, ids, **fields):
         return read_manifest(make_folder(tmp_path / name, ids, **fields)).identity
 
@@ -285,7 +292,7 @@ def test_a_folder_without_an_index_is_refused_with_the_command_that_makes_it(tmp
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"shards": []}', '{"shards": [{"name": "x"}]}', "\ud800"]
 )
-def test_an_index_that_is_not_whole_is_refused(folder, text):
+def test_an_incomplete_index_is_refused(folder, text):
     (folder / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=r"train/index.json cannot be read as the index"):
         Dataset(folder, 5)
@@ -303,7 +310,7 @@ def test_another_document_rule_is_refused(folder):
         Dataset(folder, 5)
 
 
-def test_a_missing_shard_is_refused_by_name_with_its_checksum_and_the_mend(folder):
+def test_a_missing_shard_is_refused_by_name_with_its_checksum_and_the_fix(folder):
     shard = read_manifest(folder).shards[3]
     (folder / shard.name).unlink()
     with pytest.raises(ValueError, match=f"shard_003.npy is missing: .*{shard.crc32c}") as error:
@@ -331,14 +338,14 @@ def test_an_index_that_names_another_type_than_its_shards_have_is_refused(folder
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused_with_one_that_works(folder):
-    assert Dataset(folder, 5, vocabulary=1000).windows == 20
-    with pytest.raises(ValueError, match=r"--model.vocabulary 999 .* Use --model.vocabulary 1000"):
-        Dataset(folder, 5, vocabulary=999)
+    assert Dataset(folder, 5, vocab_size=1000).windows == 20
+    with pytest.raises(ValueError, match=r"--model.vocab_size 999 .* Use --model.vocab_size 1000"):
+        Dataset(folder, 5, vocab_size=999)
 
 
 def test_a_sequence_longer_than_the_data_is_refused_with_one_that_fits(folder):
     assert Dataset(folder, 102).windows == 1
-    with pytest.raises(ValueError, match=r"103 is longer .* Use --train.sequence_length 102"):
+    with pytest.raises(ValueError, match=r"103 is longer .* Use --train.seq_len 102"):
         Dataset(folder, 103)
 
 
@@ -359,15 +366,15 @@ def config(tmp_path, folder):
     val = make_folder(tmp_path / "data" / "val", np.arange(50))
     return Config(
         data=Data(train=str(folder), val=str(val), seed=4, segments=True),
-        train=Train(sequences=3, sequence_length=5),
+        train=Train(global_batch_size=3, seq_len=5),
         eval=Eval(sequences=9),
-        model=Model(vocabulary=1000),
+        model=Model(vocab_size=1000),
     )
 
 
 def test_the_datasets_of_a_run_follow_its_config(config, folder):
     train, val = open_datasets(config)
-    expected = alone(folder, 5, sequences=3, seed=4).rows(7, np.arange(3))
+    expected = alone(folder, 5, batch_size=3, seed=4).rows(7, np.arange(3))
     np.testing.assert_array_equal(train.rows(7, np.arange(3))["tokens"], expected["tokens"])
     assert train.parts[""].segments and val.parts[""].segments
     assert val.windows == 9
@@ -377,14 +384,14 @@ def test_the_datasets_of_a_run_are_checked_before_it_begins(config, tmp_path):
     other = make_folder(tmp_path / "other" / "val", np.arange(50), tokenizer_sha256="bb")
     for change, pattern in (
         ({"eval": Eval(sequences=10)}, "--eval.sequences 10"),
-        ({"model": Model(vocabulary=999)}, "--model.vocabulary 999"),
+        ({"model": Model(vocab_size=999)}, "--model.vocab_size 999"),
         ({"data": dataclasses.replace(config.data, val=str(other))}, "another tokenizer"),
     ):
         with pytest.raises(ValueError, match=pattern):
             open_datasets(dataclasses.replace(config, **change))
 
 
-# Ahead of need
+# Prefetching
 
 
 def test_prefetch_gives_every_result_in_order():

@@ -5,14 +5,14 @@ import subprocess
 
 import pytest
 
-import hosts
+import simulated_hosts
 from conftest import ROOT
-from hosts import FOLDER, script, wait_for
+from simulated_hosts import FOLDER, wait_for, write_script
 
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    with hosts.net_of(tmp_path_factory.mktemp("hosts"), 4) as made:
+    with simulated_hosts.network_with_ssh(4, tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
@@ -46,11 +46,11 @@ def panes(tmux, window):
 
 
 def test_a_command_runs_on_all_hosts_at_once_and_keys_go_to_all(net, tmux):
-    file, bin = net.file(net.hosts), net.folder / "bin"
+    file, bin = net.hosts_file(net.hosts), net.bin
     show = "echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS $1 >~/place"
     printed = debug(tmux, file, bin, "--folder", FOLDER, "--dry-run", "--", "bash", "-c", show)
     assert printed.returncode == 0 and printed.stdout.count("ssh://") == 8
-    script(net.shared / "tpu-info", "echo tpu-info >~/monitor; exec sleep 99\n")
+    write_script(net.shared / "tpu-info", "echo tpu-info >~/monitor; exec sleep 99\n")
     net.hosts[2]("ln -s /mnt/shared/tpu-info /mnt/bin/tpu-info")
     words = ["--folder", FOLDER, "--detach", "--", "bash", "-c", show, "-", "a 'b"]
     done = debug(tmux, file, bin, *words)
@@ -65,16 +65,15 @@ def test_a_command_runs_on_all_hosts_at_once_and_keys_go_to_all(net, tmux):
         monitor = "tpu-info" if host is net.hosts[2] else "top"
         wait_for(lambda h=host, m=monitor: any(m in p for p in h.processes()))
     again = debug(tmux, file, bin, "--detach")
-    assert again.returncode == 2 and "tmux kill-session -t debug ends it" in again.stderr
+    assert again.returncode == 2 and "end it with tmux kill-session -t debug" in again.stderr
     tmux("kill-session", "-t", "debug")
     for host in net.hosts:
         wait_for(lambda h=host: not h.processes())
 
 
 def test_there_is_a_pane_for_each_of_any_number_of_hosts(tmux, tmp_path):
-    if why := hosts.missing():
-        pytest.skip(why)
-    script(tmp_path / "ssh", "exec sleep 99\n")
+    simulated_hosts.require("tmux")
+    write_script(tmp_path / "ssh", "exec sleep 99\n")
     file = tmp_path / "hosts.txt"
     file.write_text("".join(f"h{number}\n" for number in range(40)))
     assert debug(tmux, file, tmp_path, "--detach").returncode == 0
@@ -94,16 +93,18 @@ def packages(path):
 
 
 def test_packages_that_are_missing_are_installed_and_others_are_not(tmp_path):
-    path = hosts.tools(tmp_path / "bin", "bash env curl flock")
-    script(tmp_path / "bin" / "uv", "")
+    path = simulated_hosts.path_with(tmp_path / "bin", "bash env curl flock")
+    write_script(tmp_path / "bin" / "uv", "")
     refused = packages(path)
-    assert refused.returncode == 2 and "by this system's own means: git tmux" in refused.stderr
+    assert (
+        refused.returncode == 2 and "no apt-get. Install these packages: git tmux" in refused.stderr
+    )
     calls = tmp_path / "calls"
-    script(tmp_path / "bin" / "apt-get", APT.format(calls=calls))
-    script(tmp_path / "bin" / "sudo", 'shift; "$@"\n')
+    write_script(tmp_path / "bin" / "apt-get", APT.format(calls=calls))
+    write_script(tmp_path / "bin" / "sudo", 'shift; "$@"\n')
     assert packages(path).returncode == 0
     assert calls.read_text() == "apt-get update -qq\napt-get install -y -qq git tmux\n"
     for name in ("git", "tmux"):
-        script(tmp_path / "bin" / name, "")
+        write_script(tmp_path / "bin" / name, "")
     calls.unlink()
     assert packages(path).returncode == 0 and not calls.exists()

@@ -1,52 +1,46 @@
-"""Decoding with a cache against the whole forward pass."""
+"""Incremental decoding against the full forward pass."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decode
 import hf_case
 import model
-import passes
+import sharded_model
 import weights
 from common import batch_of, config_of, mesh_of, on_mesh
+from inference import decode
 
 MODELS = {
     "moe": {},
     "YaRN, query latent, prefix, untied": {
         "q_lora_rank": 24,
         "prefix_layers": 2,
-        "tied": False,
-        "latent_norm_epsilon": 0.1,
-        "expert_groups": 2,
+        "tie_word_embeddings": False,
+        "latent_rms_norm_eps": 0.1,
+        "n_group": 2,
         **hf_case.YARN,
     },
     "no position in expert layers": {"rope_in_moe_layers": False, "dense_layers": 2},
     "softmax, cut experts, groups": {
-        "scores": "softmax",
-        "experts": 6,
-        "experts_per_token": 3,
-        "expert_groups": 3,
-        "groups_per_token": 2,
+        "scoring_func": "softmax",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_group": 3,
+        "topk_group": 2,
     },
     "dense": {"moe_layers": 0},
 }
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2)]
 
 
-def test_only_a_mesh_without_a_pipeline_is_taken():
-    config = config_of((2, 2, 1))
-    with pytest.raises(ValueError, match=r"--mesh.pipeline 2: text is made on a mesh without"):
-        decode.extend(config, model.declare(config), mesh_of(config))
-
-
-def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
+def test_any_number_of_tokens_passes_through_its_chosen_experts():
     """Against every expert of every token, with choices that leave experts out or are all one."""
-    config = config_of(experts=8, experts_per_token=3)
+    config = config_of(n_routed_experts=8, num_experts_per_tok=3)
     mesh, m = mesh_of(config), config.model
     random = np.random.default_rng(0)
-    w = model.SpreadExperts(
+    w = model.ExpertParallelExperts(
         *(random.normal(size=(1, 8, *size)).astype(np.float32) for size in ((6, 5), (6, 5), (5, 6)))
     )
     for n in (1, 2, 5, 40):
@@ -58,7 +52,7 @@ def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
         ):
             choice = choice.astype(np.int32)
             run = jax.shard_map(
-                lambda w, *given: decode.of_experts(w, jnp.int32(0), *given, m.experts),
+                lambda w, *given: decode.apply_experts(w, jnp.int32(0), *given, m.n_routed_experts),
                 mesh=mesh,
                 in_specs=jax.P(),
                 out_specs=jax.P(),
@@ -75,16 +69,16 @@ def test_tokens_of_any_number_go_through_the_experts_that_they_chose():
 
 
 def pair(name, fields, shape):
-    """(whole forward's logits, config to decode on, its mesh, weights to decode with, tokens)."""
-    train = {"sequences": 8, "microbatches": 1, "sequence_length": 24}
+    """Logits of the full forward pass; config, mesh and weights to decode with; tokens."""
+    train = {"global_batch_size": 8, "microbatches": 1, "seq_len": 24}
     config = config_of(shape, train=train, **fields)
     mesh, declared = mesh_of(config), model.declare(config)
     w = weights.initialize(declared, mesh, 3)
     batch = batch_of(config, 1)
-    whole = jax.jit(passes.logits(config, declared, mesh))(w, on_mesh(config, mesh, batch))
-    here = decode.config_of(config, shape[0], shape[2])
-    ready = decode.ready(here, model.declare(here), mesh)(w)
-    return np.asarray(whole)[0], here, mesh, ready, batch["tokens"]
+    whole = jax.jit(sharded_model.logits(config, declared, mesh))(w, on_mesh(config, mesh, batch))
+    here = decode.decoding_config(config, shape[0], shape[2])
+    converted = decode.weight_converter(here, model.declare(here), mesh)(w)
+    return np.asarray(whole)[0], here, mesh, converted, batch["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +86,14 @@ def pair(name, fields, shape):
     [("YaRN, query latent, prefix, untied", shape) for shape in MESHES]
     + [(name, MESHES[-1]) for name in MODELS if "prefix" not in name],
 )
-def test_cached_decoding_gives_the_logits_of_the_whole_forward(name, shape, monkeypatch):
+def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 8)  # several blocks
     whole, config, mesh, w, tokens = pair(name, MODELS[name], shape)
     declared = model.declare(config)
     extend = jax.jit(decode.extend(config, declared, mesh), donate_argnums=1)
     B, T = tokens.shape
     cache = decode.empty_cache(config, mesh, B, T)
-    assert cache.shape == (config.model.layers, B, T, 32 + 12)
+    assert cache.shape == (config.model.num_hidden_layers, B, T, 32 + 12)
     length = np.array([5, 9, 1, 7, 11, 3, 12, 2], np.int32)  # of the prompts
     prompt = tokens[:, :12] * (np.arange(12) < length[:, None])
     every = np.broadcast_to(np.arange(12, dtype=np.int32), (B, 12))

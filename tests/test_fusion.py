@@ -23,16 +23,16 @@ def moved(function, *shapes, **options):
     return int(fused(function, *shapes, **options).bytes[0])
 
 
-def test_what_is_elementwise_between_two_products_is_one_kernel():
+def test_elementwise_operations_between_two_products_are_one_kernel():
     found = moved(lambda x, w: (2 * jnp.tanh(x @ w) + x) @ w, (N, N), (N, N))
     assert found == (3 + 3 + 3) * SQUARE
 
 
-def test_what_nobody_else_reads_does_not_exist():
+def test_intermediate_results_of_a_kernel_are_free():
     assert moved(lambda x: jnp.exp(jnp.tanh(2 * x)), (N, N)) == 2 * SQUARE
 
 
-def test_two_results_of_the_same_are_read_once():
+def test_operands_of_two_results_are_read_once():
     assert moved(lambda x, y: (jnp.tanh(x + y), x * y), (N, N), (N, N)) == (2 + 2) * SQUARE
 
 
@@ -61,7 +61,7 @@ def test_kernels_do_not_wait_for_each_other():
     assert moved(crossed, (N, N), (N, N)) == (3 + 2) * SQUARE + 4 * ROW
 
 
-def test_what_no_result_needs_is_not_made():
+def test_unused_operations_are_removed():
     def first_half(x):
         return jnp.tanh(jnp.split(x, 2, axis=1)[0])
 
@@ -87,7 +87,7 @@ def test_a_few_numbers_are_added_where_the_sum_is_read(summed, sums):
     assert found == 4 * N * summed + ROW + sums * ROW
 
 
-def test_of_parts_the_part_is_read():
+def test_a_slice_reads_only_its_part():
     assert moved(lambda x: jnp.tanh(x[:, : N // 4]), (N, N)) == SQUARE // 2
     rows = moved(lambda x: jnp.tanh(x[jnp.arange(8)]), (N, N))
     assert rows == 8 * ROW + 8 * ROW
@@ -117,7 +117,7 @@ def test_a_loop_moves_what_its_body_moves_as_often_as_it_runs():
 
 
 @pytest.mark.parametrize(("axis", "through"), [("one", 2), ("two", 6)])
-def test_what_is_sent_goes_through_memory_where_there_is_somebody_to_send_to(axis, through):
+def test_a_collective_costs_memory_traffic_only_along_axes_of_several_ranks(axis, through):
     def summed(x):
         return 2 * lax.psum(jnp.tanh(x), axis)
 
@@ -125,7 +125,7 @@ def test_what_is_sent_goes_through_memory_where_there_is_somebody_to_send_to(axi
 
 
 @pytest.mark.parametrize(("dim", "more"), [(0, 0), (1, 2)])
-def test_parts_of_ranks_are_brought_in_order_where_they_belong_side_by_side(dim, more):
+def test_interleaved_parts_of_ranks_are_reordered(dim, more):
     def gathered(x):
         return lax.all_gather(x, "two", axis=dim, tiled=True)
 
@@ -137,7 +137,7 @@ def test_parts_of_ranks_are_brought_in_order_where_they_belong_side_by_side(dim,
     assert moved(exchanged, (N, N), axes=["two"]) == (2 + more) * SQUARE
 
 
-def test_what_is_put_into_an_array_or_taken_out_of_one_moves_more_where_products_are_beside_it():
+def test_storing_and_slicing_values_of_products_moves_more():
     kernels = fused(lambda x, w: jnp.tanh(x @ w) * 2, (N, N), (N, N))
     product, doubled = (kernels.maker[v] for v in kernels.made_by)
     assert kernels.stored(product.outputs[0]) == 2 and kernels.stored(doubled.outputs[0]) == 1

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import model
-import passes
 import pipeline
+import sharded_model
 from common import batch_of, collective_bytes, config_of, mesh_of, on_mesh
 from planning import graph, hlo
-from planning.graph import Place
+from planning.graph import Scope
 
 
 class Step(NamedTuple):
@@ -34,9 +34,9 @@ def step():
         declared,
     )
     data = on_mesh(config, mesh, batch_of(config))
-    run = jax.jit(passes.loss_and_gradients(config, model.declare(config), mesh))
+    run = jax.jit(sharded_model.loss_and_gradients(config, model.declare(config), mesh))
     text = run.lower(weights, data, jnp.int32(0)).compile().as_text()
-    share = pipeline.branch_share(passes.schedule_of(config))
+    share = pipeline.branch_share(sharded_model.schedule_of(config))
     return Step(text, share, graph.graph(text, share))
 
 
@@ -60,7 +60,7 @@ def test_nodes_add_up_to_the_products_and_collectives_of_the_program(step):
     assert sent == pytest.approx(collective_bytes(step.text, step.branch_share), rel=1e-12)
 
 
-def test_each_layer_is_in_the_phases_and_ways_in_which_it_runs(step):
+def test_each_layer_is_in_the_phases_and_directions_in_which_it_runs(step):
     forward = {(layer, "forward") for layer in ("first", "attention", "mlp", "moe")}
     again = {
         (layer, way) for layer in ("attention", "mlp", "moe") for way in ("recomputed", "backward")
@@ -74,29 +74,29 @@ def test_each_layer_is_in_the_phases_and_ways_in_which_it_runs(step):
         "cooldown": again,
         "after": set(),
     }
-    places = [node.place for node in step.graph.nodes]
+    places = [node.scope for node in step.graph.nodes]
     assert len(places) == len(set(places))
     assert set(places) == {
-        Place(phase, *layer)
+        Scope(phase, *layer)
         for phase, layers in expected.items()
         for layer in layers | {("other", "")}
     }
 
 
 def test_a_layer_costs_the_same_per_tick_in_every_phase(step):
-    flops = {node.place: node.flops for node in step.graph.nodes}
+    flops = {node.scope: node.flops for node in step.graph.nodes}
     # One tick of warmup and of cooldown, and four of both.
     for layer in ("attention", "mlp", "moe"):
-        forward = flops[Place("warmup", layer, "forward")]
-        assert flops[Place("steady", layer, "forward")] == 4 * forward > 0
+        forward = flops[Scope("warmup", layer, "forward")]
+        assert flops[Scope("steady", layer, "forward")] == 4 * forward > 0
         for way in ("recomputed", "backward"):
-            once = flops[Place("cooldown", layer, way)]
-            assert flops[Place("steady", layer, way)] == 4 * once > 0
-        assert flops[Place("cooldown", layer, "backward")] == 2 * forward
+            once = flops[Scope("cooldown", layer, way)]
+            assert flops[Scope("steady", layer, way)] == 4 * once > 0
+        assert flops[Scope("cooldown", layer, "backward")] == 2 * forward
 
 
 def test_nodes_are_in_the_order_in_which_they_run(step):
-    layers = [n.place.layer for n in step.graph.nodes if n.place.phase == "warmup"]
+    layers = [n.scope.layer for n in step.graph.nodes if n.scope.phase == "warmup"]
     assert layers == ["first", "attention", "mlp", "moe", "other"]
 
 
@@ -104,37 +104,37 @@ def test_edges_go_along_the_layers_and_back(step):
     sent = bytes_between(step.graph)
     x = 4 * 8 * 48 * 4  # bytes of [b, t, D]
     for phase, ticks in (("warmup", 1), ("steady", 4)):
-        here = {layer: Place(phase, layer, "forward") for layer in ("attention", "mlp", "moe")}
+        here = {layer: Scope(phase, layer, "forward") for layer in ("attention", "mlp", "moe")}
         for target in ("mlp", "moe"):
             assert sent[here["attention"], here[target]] >= ticks * x
         assert (here["moe"], here["mlp"]) not in sent
-    last = Place("steady", "last", "forward")
-    assert sent[Place("steady", "moe", "forward"), last] >= 4 * x
+    last = Scope("steady", "last", "forward")
+    assert sent[Scope("steady", "moe", "forward"), last] >= 4 * x
     for phase in ("steady", "cooldown"):
-        back = {layer: Place(phase, layer, "backward") for layer in ("attention", "mlp", "moe")}
+        back = {layer: Scope(phase, layer, "backward") for layer in ("attention", "mlp", "moe")}
         assert sent[back["moe"], back["attention"]] >= x
         assert sent[back["mlp"], back["attention"]] >= x
-        assert sent[back["attention"], Place(phase, "first_backward", "backward")] >= x
+        assert sent[back["attention"], Scope(phase, "first_backward", "backward")] >= x
         for layer, place in back.items():
-            assert sent[Place(phase, layer, "recomputed"), place] > 0
+            assert sent[Scope(phase, layer, "recomputed"), place] > 0
 
 
 def test_the_ring_goes_from_the_phase_that_fills_it_to_those_that_empty_it(step):
     sent = bytes_between(step.graph)
-    filled = Place("warmup", "mlp", "forward")
+    filled = Scope("warmup", "mlp", "forward")
     for phase in ("steady", "cooldown"):
-        assert sent[filled, Place(phase, "attention", "recomputed")] > 0
+        assert sent[filled, Scope(phase, "attention", "recomputed")] > 0
 
 
 def test_weights_come_in_before_the_ticks_and_gradients_go_out_after(step):
     sent = bytes_between(step.graph)
-    before, after = Place("before", "other", ""), Place("after", "other", "")
+    before, after = Scope("before", "other", ""), Scope("after", "other", "")
     assert all(edge.target.phase != "before" for edge in step.graph.edges)
     assert all(edge.source.phase != "after" for edge in step.graph.edges)
     assert {source.phase for source, target in sent if target == after} >= {"steady", "cooldown"}
     for node in step.graph.nodes:
         if node.flops:
-            assert sent[before, node.place] > 0
+            assert sent[before, node.scope] > 0
 
 
 # Three ticks of attention, a fusion of an mlp with unnamed instructions, and a ring of slots.
@@ -194,14 +194,14 @@ condition=%condition, body=%body, metadata={op_name="jit(s)/steady/while"}
   ROOT %moved = f32[4,8]{1,0} add(%out, %aside)
 }
 """
-BEFORE, AFTER = Place("before", "other", ""), Place("after", "other", "")
-TICK = Place("steady", "other", "")
-ATTENTION, MLP = Place("steady", "attention", "forward"), Place("steady", "mlp", "forward")
-AGAIN, BACK = Place("steady", "mlp", "recomputed"), Place("steady", "mlp", "backward")
+BEFORE, AFTER = Scope("before", "other", ""), Scope("after", "other", "")
+TICK = Scope("steady", "other", "")
+ATTENTION, MLP = Scope("steady", "attention", "forward"), Scope("steady", "mlp", "forward")
+AGAIN, BACK = Scope("steady", "mlp", "recomputed"), Scope("steady", "mlp", "backward")
 
 
-def test_what_has_no_name_counts_to_its_caller_and_a_loop_as_often_as_it_runs():
-    found = {node.place: node for node in graph.graph(TEXT).nodes}
+def test_unnamed_instructions_count_for_their_caller_and_loops_once_per_trip():
+    found = {node.scope: node for node in graph.graph(TEXT).nodes}
     product = 2 * 4 * 8 * 8
     assert {place: node.flops for place, node in found.items() if node.flops} == {
         ATTENTION: 3 * product,
@@ -219,7 +219,7 @@ def test_what_has_no_name_counts_to_its_caller_and_a_loop_as_often_as_it_runs():
     }
 
 
-def test_an_edge_is_what_is_read_through_tuples_copies_slices_and_trips():
+def test_edges_pass_through_tuples_copies_slices_and_trips():
     w, x = 8 * 8 * 4, 4 * 8 * 4
     assert bytes_between(graph.graph(TEXT)) == {
         (BEFORE, ATTENTION): 3 * w + x,  # x comes in once
@@ -233,7 +233,7 @@ def test_an_edge_is_what_is_read_through_tuples_copies_slices_and_trips():
     }
 
 
-def test_pieces_put_together_again_are_what_they_were():
+def test_concatenated_slices_keep_their_makers():
     text = TEXT.replace(
         "copy-done(%start)", 'custom-call(%start), custom_call_target="ConcatBitcast"'
     )
@@ -245,7 +245,7 @@ def test_an_asynchronous_collective_counts_once_and_its_value_is_made_where_it_s
     text = TEXT.replace("copy-start(", "collective-permute-start(")
     text = text.replace("copy-done(", "collective-permute-done(")
     found = graph.graph(text)
-    sent = {node.place: node.collectives for node in found.nodes if node.collectives}
+    sent = {node.scope: node.collectives for node in found.nodes if node.collectives}
     assert sent == {TICK: (("collective-permute", 3 * 4 * 8 * 4),)}
     assert {(ATTENTION, TICK), (TICK, MLP)} <= set(bytes_between(found))
     assert (ATTENTION, MLP) not in bytes_between(found)
@@ -262,24 +262,24 @@ LOOKUP = """ENTRY %main (t: f32[100,8], i: s32[3,1], d: f32[3,8]) -> f32[100,8] 
 
 
 @pytest.mark.parametrize("reader", ["rows", "sum"])
-def test_of_a_table_as_much_is_read_as_is_looked_up_or_added_to(reader):
+def test_only_the_rows_of_a_table_that_are_used_are_read(reader):
     entry = hlo.parse(LOOKUP).computations["main"]
     assert graph.read_bytes(entry[reader], 0, entry) == 3 * 8 * 4
     assert graph.read_bytes(entry[reader], 1, entry) == 3 * 4
 
 
 def test_a_layer_before_the_blocks_is_forward_again_for_the_gradient_of_the_embedding():
-    caller = Place("steady", "first_backward", "backward")
+    caller = Scope("steady", "first_backward", "backward")
     path = "jit(s)/steady/while/body/first_backward/cond/branch_1_fun"
     for scopes, way in (("jvp(attention)", "recomputed"), ("transpose(jvp(mlp))", "backward")):
-        found = graph.place_of(f"{path}/{scopes}/mul", "steady", caller)
-        assert found.way == way and found.layer in scopes
+        found = graph.scope_of(f"{path}/{scopes}/mul", "steady", caller)
+        assert found.direction == way and found.layer in scopes
 
 
 def test_a_forward_name_in_cooldown_is_of_something_recomputed():
-    caller = Place("cooldown", "other", "")
+    caller = Scope("cooldown", "other", "")
     shared = "jit(s)/warmup/while/body/jvp(moe)/mul"
-    assert graph.place_of(shared, "cooldown", caller) == Place("cooldown", "moe", "recomputed")
+    assert graph.scope_of(shared, "cooldown", caller) == Scope("cooldown", "moe", "recomputed")
 
 
 BRANCHES = """
@@ -305,10 +305,10 @@ false_computation=%no, metadata={op_name="jit(s)/steady/last/cond"}
 
 def test_a_branch_counts_and_reads_by_its_share():
     found = graph.graph(BRANCHES, lambda name: [0.75, 0.25])
-    last = Place("steady", "last", "forward")
-    assert {n.place: n.flops for n in found.nodes}[last] == 0.25 * 2 * 8**3
+    last = Scope("steady", "last", "forward")
+    assert {n.scope: n.flops for n in found.nodes}[last] == 0.25 * 2 * 8**3
     assert bytes_between(found)[ATTENTION, last] == 0.25 * 8 * 8 * 4
-    with pytest.raises(ValueError, match="nothing says how often"):
+    with pytest.raises(ValueError, match="it is unknown how often"):
         graph.graph(BRANCHES)
     same = graph.graph(BRANCHES.replace("dot(%m, %m)", "multiply(%m, %m)"))
     assert bytes_between(same)[ATTENTION, last] == 0.5 * 8 * 8 * 4
@@ -319,7 +319,7 @@ def test_a_loop_of_unknown_length_is_refused_if_it_multiplies_and_runs_once_if_n
     with pytest.raises(ValueError, match="no known trip count"):
         graph.graph(text)
     found = graph.graph(text.replace(" dot(", " add("))
-    assert {node.place: node.instructions for node in found.nodes}[ATTENTION] == 1
+    assert {node.scope: node.instructions for node in found.nodes}[ATTENTION] == 1
 
 
 def test_a_program_without_phases_is_refused():
@@ -333,10 +333,10 @@ def texts_of(path):
 
 def test_the_svg_has_the_names_and_costs_of_all_nodes_as_text(step, svg):
     written = Counter(texts_of(svg))
-    names = Counter(node.place.name for node in step.graph.nodes)
+    names = Counter(node.scope.name for node in step.graph.nodes)
     assert {name: written[name] for name in names} == names
     assert {"warmup", "steady", "cooldown", "a small step"} <= set(written)
-    node = next(n for n in step.graph.nodes if n.place == Place("steady", "moe", "backward"))
+    node = next(n for n in step.graph.nodes if n.scope == Scope("steady", "moe", "backward"))
     share = node.flops / sum(n.flops for n in step.graph.nodes)
     assert f"{graph.quantity(node.flops, 'FLOP')}, {share:.1%}" in written
     for kind, sent in node.collectives:
@@ -349,11 +349,11 @@ def test_the_same_program_makes_the_same_file(step, svg, tmp_path):
     assert again.read_bytes() == svg.read_bytes()
 
 
-def test_no_box_lies_on_another_and_all_are_in_their_phase(step):
+def test_boxes_do_not_overlap_and_are_in_their_phase(step):
     plan = graph.layout(step.graph)
-    boxes = list(plan.boxes.items())
-    for number, (place, box) in enumerate(boxes):
-        band = plan.bands[place.phase]
+    boxes = list(plan.nodes.items())
+    for number, (scope, box) in enumerate(boxes):
+        band = plan.bands[scope.phase]
         assert band.left < box.left < box.right < band.right < plan.width
         assert band.top < box.top < box.bottom < band.bottom < plan.height
         for _, other in boxes[:number]:
@@ -361,9 +361,9 @@ def test_no_box_lies_on_another_and_all_are_in_their_phase(step):
             assert apart or box.bottom < other.top or other.bottom < box.top
 
 
-def test_every_node_has_an_arrow_for_the_most_that_is_read_of_it(step):
+def test_every_node_has_an_arrow_for_its_largest_edge(step):
     edges = graph.shown(step.graph.edges)
-    assert {n.place for n in step.graph.nodes} == {p for e in edges for p in (e.source, e.target)}
+    assert {n.scope for n in step.graph.nodes} == {p for e in edges for p in (e.source, e.target)}
     most = {e.source: e for e in sorted(step.graph.edges, key=lambda e: e.bytes)}
     assert set(most.values()) <= set(edges)
     assert [e.bytes for e in edges] == sorted(e.bytes for e in edges)

@@ -11,16 +11,15 @@ import pytest
 import tiktoken
 from tokenizers import Tokenizer, decoders, models
 
-import generate
-import resume
 import utils
 from conftest import ROOT
 from data import prepare
-from data.encode import coder_of
+from data.encode import encoder_of
 from data.hf_tokenizer import HuggingFace
-from data.tokenizer import load_tokenizer, table_sha256, token_bytes
-from hugging_face_tokenizer import halves, write_hugging_face
-from manifest import read_manifest
+from data.manifest import read_manifest
+from data.tokenizer import load_tokenizer, table_sha256, text_of, token_bytes, tokenizer_of
+from hf.tokenizer_export import split_token, write_hugging_face
+from inference.sampling import ENDED
 
 SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
 
@@ -113,14 +112,15 @@ def test_half_a_surrogate_pair_is_replaced_as_tiktoken_does(folder):
 
 def test_a_token_is_halved_as_its_bytes_are_joined_in_a_text():
     ranks = made_up()._mergeable_ranks
-    assert halves(ranks, b"abc") == [b"a", b"bc"]  # before ab
-    assert halves(ranks, b"aaaa") == [b"aa", b"aa"]
-    assert halves(ranks, b"xyz") == [b"x", b"y", b"z"]
+    assert split_token(ranks, b"abc") == [b"a", b"bc"]  # before ab
+    assert split_token(ranks, b"aaaa") == [b"aa", b"aa"]
+    assert split_token(ranks, b"xyz") == [b"x", b"y", b"z"]
 
 
 @pytest.mark.huggingface
 def test_transformers_opens_it_and_gives_the_same_ids(pair, texts):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer, folder = pair
     found = transformers.AutoTokenizer.from_pretrained(folder)
     for text in texts:
@@ -150,7 +150,7 @@ def test_data_is_prepared_with_a_file_to_the_same_tokens(folder, tmp_path):
     assert manifest.tokenizer_sha256 == hashlib.sha256(content).hexdigest()
 
 
-def test_data_made_with_another_end_of_text_is_not_taken_for_prepared(folder, tmp_path):
+def test_data_made_with_another_end_of_text_is_not_accepted_as_prepared(folder, tmp_path):
     flags = ["--source", str(ROOT), "--glob", "c*.py", "--workers", "1", "--val-share", "0"]
     flags += ["--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
     prepare.main(flags)
@@ -161,27 +161,27 @@ def test_data_made_with_another_end_of_text_is_not_taken_for_prepared(folder, tm
 
 def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder):
     sha256 = table_sha256(load_tokenizer(str(folder)))
-    told = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
-    tokenizer, end_of_text, begin = resume.tokenizer_of(told, utils.Config())
+    tokens = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
+    tokenizer, end_of_text, begin = tokenizer_of(tokens, utils.Config())
     assert end_of_text == 4095 and begin == []
     ids = tokenizer.encode_ordinary("def f(x):")
-    assert generate.text_of(tokenizer, [*ids, 4095, generate.ENDED]) == "def f(x):<|endoftext|>"
+    assert text_of(tokenizer, [*ids, 4095, ENDED]) == "def f(x):<|endoftext|>"
     table = folder / "tokenizer.json"
     table.write_text(table.read_text() + "\n")
     with pytest.raises(ValueError, match=f"and the data was made with {sha256}. Use the code, or"):
-        resume.tokenizer_of(told, utils.Config())
+        tokenizer_of(tokens, utils.Config())
     table.unlink()
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
-        resume.tokenizer_of(told, utils.Config())
+        tokenizer_of(tokens, utils.Config())
     table.parent.joinpath("tokenizer_config.json").unlink()
     folder.rmdir()
     with pytest.raises(ValueError, match="need the same file in the same place"):
-        resume.tokenizer_of(told, utils.Config())
+        tokenizer_of(tokens, utils.Config())
 
 
-def test_what_is_no_token_has_no_text(folder):
-    assert generate.text_of(made_up(), [97, 256, 271, generate.ENDED, 5000, 98]) == "ab"
-    assert generate.text_of(HuggingFace(folder), [97, 4096, generate.ENDED, 98]) == "ab"
+def test_ids_without_a_token_have_no_text(folder):
+    assert text_of(made_up(), [97, 256, 271, ENDED, 5000, 98]) == "ab"
+    assert text_of(HuggingFace(folder), [97, 4096, ENDED, 98]) == "ab"
 
 
 def test_a_file_that_was_read_is_copied_with_its_settings(folder, tmp_path):
@@ -194,7 +194,7 @@ def test_a_file_that_was_read_is_copied_with_its_settings(folder, tmp_path):
     assert copied == settings | {"model_max_length": 64}
 
 
-def test_a_file_that_cuts_and_pads_texts_is_read_without_that(folder):
+def test_truncation_and_padding_of_a_file_are_ignored(folder):
     table = Tokenizer.from_file(str(folder / "tokenizer.json"))
     table.enable_truncation(2)
     table.enable_padding(length=9)
@@ -223,9 +223,9 @@ def test_the_end_of_text_is_what_the_files_beside_it_say(folder, files, expected
     ("file", "content", "message"),
     [
         ("tokenizer_config.json", "{}", r'names none, .* Write .*"eos_token": "<\|endoftext\|>"'),
-        ("tokenizer_config.json", '{"eos_token": "<eos>"}', "names '<eos>', which is no token"),
+        ("tokenizer_config.json", '{"eos_token": "<eos>"}', "names '<eos>', which is not a token"),
         ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON .*Correct it"),
-        ("tokenizer.json", "{}", r"is no tokenizer.json of Hugging Face"),
+        ("tokenizer.json", "{}", r"is not a tokenizer.json of Hugging Face"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_with_what_is_missing(
@@ -257,13 +257,13 @@ def write_moonshot(folder, **settings):
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
     names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>"}
     added = {str(len(tokens) + i): {"content": name, "special": True} for i, name in names.items()}
-    told = {
+    fields = {
         "tokenizer_class": "TikTokenTokenizer",
         "added_tokens_decoder": added,
         "bos_token": "[BOS]",
         "eos_token": "[EOS]",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
     return len(tokens)
 
 
@@ -311,13 +311,13 @@ def begins(tmp_path, folder, *more):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     flags = ["--tokenizer", str(folder), "--val-share", "0", "--overwrite", *more]
     source, out = str(tmp_path / "rows.jsonl"), tmp_path / "out"
-    coder_of.cache_clear()  # the tokenizer's files change here
+    encoder_of.cache_clear()  # the tokenizer's files change here
     prepare.main(["--source", source, "--out", str(out), *flags])
     manifest = read_manifest(out / "train")
     return manifest.begin_of_text, np.load(out / "train" / manifest.shards[0].name).tolist()
 
 
-def test_documents_begin_with_bos_where_the_tokenizer_says_so_or_it_is_asked_for(tmp_path):
+def test_documents_begin_with_bos_if_the_tokenizer_or_add_bos_says_so(tmp_path):
     count = write_moonshot(tmp_path / "kimi")
     a, b, end = ord("a"), ord("b"), count + 1
     assert begins(tmp_path, tmp_path / "kimi") == (None, [a, end, b, end])
@@ -327,7 +327,7 @@ def test_documents_begin_with_bos_where_the_tokenizer_says_so_or_it_is_asked_for
     assert begins(tmp_path, tmp_path / "says") == both
     settings = tmp_path / "says" / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": False}))
-    coder_of.cache_clear()
+    encoder_of.cache_clear()
     source, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out")
     with pytest.raises(ValueError, match="made with another begin_of_text"):
         flags = ["--tokenizer", str(settings.parent), "--val-share", "0"]

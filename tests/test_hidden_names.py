@@ -154,9 +154,6 @@ def test_optional_packages_of_datasets_and_jax_are_found():
 
 
 @pytest.mark.huggingface
-@pytest.mark.skipif(
-    not all(map(util.find_spec, NEEDS_HF)), reason="requirements-hf.txt is not installed"
-)
 def test_optional_packages_of_transformers_and_lm_eval_are_found():
     found = places({"kernels", "evaluate"})
     by_call = [p for p in found["kernels"] if p.startswith("transformers/utils/import_utils.py:")]
@@ -220,4 +217,4 @@ def test_transformers_opens_an_exported_folder_from_the_project_folder(tmp_path)
     name, logits, modules = json.loads(ended.stdout.splitlines()[-1])
     assert name == "DeepseekV3ForCausalLM"
     assert not names_at_root().intersection(modules), "transformers imports these of the project"
-    assert len(logits) == SIZES["vocabulary"] and all(map(math.isfinite, logits))
+    assert len(logits) == SIZES["vocab_size"] and all(map(math.isfinite, logits))

@@ -90,7 +90,7 @@ def test_branches_count_by_the_share_that_the_caller_gives():
 
 @pytest.mark.parametrize("share", [None, lambda op_name: None])
 def test_branches_that_differ_are_refused_without_a_share(share):
-    with pytest.raises(ValueError, match=r"sometimes.*nothing says how often.*branch_share"):
+    with pytest.raises(ValueError, match=r"sometimes.*it is unknown how often.*branch_share"):
         hlo.dot_flops(compiled(branching, (8, 16), (16, 16)), share)
 
 
@@ -343,7 +343,7 @@ metadata={op_name="jit(step)/embedding/add"}
 """
 
 
-def test_what_kernels_read_and_write_goes_through_memory_slices_and_updates_by_their_own_size():
+def test_memory_traffic_counts_slices_and_updates_by_their_own_size():
     row, four, eight = 400, 1600, 3200
     assert hlo.memory_bytes(IN_MEMORY) == {
         "steady/mlp": 3 * (row + 4 + row),  # read, the index, written: the rest stays in its place
@@ -470,7 +470,7 @@ def test_groups_of_devices_are_read_however_they_are_written(written, groups):
     "axes", [("fsdp",), ("pipeline",), ("tensor",), ("fsdp", "tensor"), tuple(MESH)], ids=str
 )
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
-def test_collectives_are_told_apart_by_the_axes_that_they_go_over(kind, axes):
+def test_collectives_are_counted_by_their_axes(kind, axes):
     here = Mesh(np.array(jax.devices()[:8]).reshape(tuple(MESH.values())), tuple(MESH))
     ranks = 2 ** len(axes)
     functions = {
@@ -532,7 +532,7 @@ ENTRY %main (p0: f32[8,128], p1: s32[]) -> (f32[4,128], f32[8,128], f32[16,128])
 )
 
 
-def test_what_a_tpu_fuses_and_overlaps_is_read_from_its_text():
+def test_fused_and_overlapped_collectives_of_a_tpu_are_recognized():
     """An all-reduce of which a rank keeps its slice is a reduce-scatter; a collective is overlapped
     if something is computed between its start and its end.
     """
@@ -547,7 +547,7 @@ def test_what_a_tpu_fuses_and_overlaps_is_read_from_its_text():
     assert hlo.collectives(whole, {"fsdp": 2})[kept] == 8 * 128 * 4
 
 
-def test_what_libtpu_sends_between_slices_is_a_collective_along_the_outermost_axis():
+def test_transfers_between_slices_are_collectives_along_the_outermost_axis():
     how = 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
     text = f"""
 ENTRY %main (p: f32[2752,8]) -> f32[2752,8] {{

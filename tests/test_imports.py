@@ -1,26 +1,31 @@
-"""Which file may know which: read from the imports, and nothing is imported here."""
+"""Which file may import which. `python tests/test_imports.py` draws the floors.
+
+A file's floor is one above the highest floor that it imports from, late imports included.
+"""
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (*("attention_kernels", "benchmarks", "data", "hf", "inference", "planning", "runtime"),)
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for pattern in ("*.py", "planning/*.py", "data/*.py")
+    for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS))
     for path in sorted(ROOT.glob(pattern))
+    if path.name != "__init__.py"
 }
-PLANNING = {name for name in FILES if name.startswith("planning.")}
-PROGRAMS = {name for name in FILES if name == "plan" or name.startswith("benchmark")}
+AT_ROOT = [name for name in FILES if "." not in name]
+COMMANDS = {"plan", "benchmark", "pipeline"}  # which may import planning/ and benchmarks/ at once
+MOST_FILES, MOST_LINES, MOST_FLOORS = 20, 7000, 10
 
 
 def statements(body: list[ast.stmt], late: bool) -> Iterator[ast.stmt]:
-    """Those that run when the file is imported; with `late` all, also those of functions and of
-    TYPE_CHECKING.
-    """
+    """Yield the statements that run at import; with `late` also those of functions."""
     for node in body:
         yield node
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -31,8 +36,8 @@ def statements(body: list[ast.stmt], late: bool) -> Iterator[ast.stmt]:
             yield from statements(inner, late)
 
 
-def imported(text: str, late: bool = False) -> set[str]:
-    """The files of this project that a file's text imports, by name as `planning.cost`."""
+def imported(text: str, late: bool = True) -> set[str]:
+    """Return the files of this project that a file's text imports, as `planning.cost`."""
     found = set()
     for node in statements(ast.parse(text).body, late):
         if isinstance(node, ast.Import):
@@ -42,8 +47,20 @@ def imported(text: str, late: bool = False) -> set[str]:
     return found & FILES.keys()
 
 
-AT_IMPORT = {name: imported(path.read_text()) for name, path in FILES.items()}
-EVER = {name: imported(path.read_text(), late=True) for name, path in FILES.items()}
+EVER = {name: imported(path.read_text()) for name, path in FILES.items()}
+
+
+@functools.cache
+def floor_of(name: str) -> int:
+    return 1 + max((floor_of(other) for other in EVER[name]), default=0)
+
+
+def drawing() -> str:
+    """Return one line per floor, the highest first."""
+    floors: dict[int, list[str]] = {}
+    for name in FILES:
+        floors.setdefault(floor_of(name), []).append(name.replace(".", "/"))
+    return "\n".join(f"{n:2}  {'  '.join(floors[n])}" for n in sorted(floors, reverse=True))
 
 
 def test_an_import_is_seen_where_it_runs():
@@ -60,70 +77,77 @@ try:
         def f(self):
             import plot
 except ImportError:
-    import chips
+    import hardware
 def f():
     if True:
         from planning.hlo import parse
 """
-    at_import = {"utils", "planning.cost", "data.tokenizer", "weights", "chips"}
-    assert imported(text) == at_import
-    assert imported(text, late=True) == at_import | {"train", "plot", "planning.hlo"}
-
-
-def test_only_plan_and_the_benchmarks_start_with_planning():
-    users = {name for name, found in AT_IMPORT.items() if found & PLANNING} - PLANNING
-    assert users == {name for name in PROGRAMS if EVER[name] & PLANNING}
-    assert "plan" in users
-
-
-def test_planning_knows_the_program_and_none_of_the_commands():
-    assert any(EVER[name] - PLANNING for name in PLANNING)
-    for name in PLANNING:
-        assert not EVER[name] & {*PROGRAMS, "main", "validate"}, name
+    at_import = {"utils", "planning.cost", "data.tokenizer", "weights", "hardware"}
+    assert imported(text, late=False) == at_import
+    assert imported(text) == at_import | {"train", "plot", "planning.hlo"}
 
 
 def test_imports_make_no_circle():
-    assert list(graphlib.TopologicalSorter(AT_IMPORT).static_order())  # raises with the circle
+    assert list(graphlib.TopologicalSorter(EVER).static_order())  # raises with the circle
+
+
+def test_the_tree_has_few_floors():
+    assert max(map(floor_of, FILES)) <= MOST_FLOORS, "\n" + drawing()
+
+
+def test_the_root_can_be_read_in_an_afternoon():
+    lines = {name: len(FILES[name].read_text().splitlines()) for name in AT_ROOT}
+    assert len(lines) <= MOST_FILES and sum(lines.values()) <= MOST_LINES, lines
+
+
+def test_nothing_at_the_root_but_its_commands_starts_with_planning_or_benchmarks():
+    for name in {*AT_ROOT} - COMMANDS:
+        found = imported(FILES[name].read_text(), late=False)
+        assert not [other for other in found if other.startswith(("planning.", "benchmarks."))]
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("runtime", ("runtime.", "utils", "data.manifest")),
+        ("data", ("data.", "runtime.", "utils")),
+        ("attention_kernels", ("attention_kernels.", "weights", "utils")),
+        ("hf", ("hf.", "data.", "runtime.", "model", "weights", "utils")),
+    ],
+)
+def test_a_folder_imports_nothing_that_is_built_on_it(folder, allowed):
+    commands = {"data.show"}  # prints what a run was trained on
+    for name in FILES:
+        if name.startswith(f"{folder}.") and name not in commands:
+            assert not [other for other in EVER[name] if not other.startswith(allowed)], name
 
 
 @pytest.mark.parametrize(
     ("name", "strangers"),
     [
         ("utils", FILES.keys()),
-        ("schedule", FILES.keys()),
+        ("schedule", FILES.keys() - {"utils"}),
         ("weights", FILES.keys() - {"utils"}),
-        ("pipeline", {"model", "passes", "train", "main"}),
-        ("model", {"pipeline", "schedule", "passes", "train", "checkpoint", "dataset", "main"}),
-        ("passes", {"train", "checkpoint", "dataset", "metrics", "main"}),
+        ("pipeline", {"model", "sharded_model", "train", "main"}),
+        ("model", {"pipeline", "schedule", "sharded_model", "train", "checkpoint", "dataset"}),
+        ("sharded_model", {"optimizer", "train", "checkpoint", "dataset", "metrics", "main"}),
+        ("optimizer", {"model", "sharded_model", "train"}),
         ("train", {"checkpoint", "dataset", "metrics", "main"}),
-        ("checkpoint", {"passes", "train", "main", "resume"}),
-        ("manifest", FILES.keys() - {"buckets", "faults"}),
-        ("token_files", FILES.keys() - {"buckets", "faults", "manifest"}),
-        ("buckets", FILES.keys() - {"faults"}),
-        ("checkpoint_folder", FILES.keys() - {"buckets", "faults"}),
-        (
-            "run_folder",
-            FILES.keys() - {"buckets", "checkpoint_folder", "faults", "metrics", "utils"},
-        ),
-        (
-            "lock",
-            FILES.keys() - {"buckets", "faults", "metrics", "multihost", "preflight", "utils"},
-        ),
-        ("faults", FILES.keys()),
-        ("watchdog", FILES.keys() - {"faults"}),
-        ("stop", FILES.keys() - {"faults", "watchdog"}),
-        ("preflight", FILES.keys() - {"faults"}),
-        ("multihost", FILES.keys() - {"faults", "preflight"}),
-        ("data.settings", FILES.keys()),
-        (
-            "data.readers",
-            {"data.sources", "data.chat", "data.encode", "data.shards", "data.prepare"},
-        ),
-        ("data.sources", {"data.encode", "data.shards", "data.prepare"}),
-        ("data.shards", {"data.readers", "data.sources", "data.encode", "data.prepare"}),
-        ("data.encode", {"data.sources", "data.prepare", "data.cluster"}),
+        ("checkpoint", {"sharded_model", "train", "main"}),
+        ("dataset", {"model", "train", "main"}),
         ("data.cluster", {"data.sources", "data.prepare"}),
+        ("runtime.watchdog", FILES.keys() - {"runtime.errors"}),
     ],
 )
-def test_a_file_does_not_know_what_is_built_on_it(name, strangers):
+def test_a_file_does_not_import_what_is_built_on_it(name, strangers):
     assert not EVER[name] & strangers
+
+
+def test_planning_imports_no_command():
+    for name in FILES:
+        if name.startswith("planning."):
+            assert not EVER[name] & {"main", "validate", "plan", "benchmark"}, name
+
+
+if __name__ == "__main__":
+    print(drawing())

@@ -1,4 +1,4 @@
-"""Files as people have them: each is read as what it is, or refused in one line that helps."""
+"""Files of any usual kind are read, or refused with a message of one line that has the fix."""
 
 import bz2
 import gzip
@@ -110,20 +110,20 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_people_have_is_read(tmp_path, name):
+def test_usual_files_are_read(tmp_path, name):
     files, expected = READ[name]
     assert texts(tmp_path, files) == expected
 
 
-def test_what_is_left_out_is_said(tmp_path, capsys):
+def test_files_that_are_left_out_are_reported(tmp_path, capsys):
     files = {"README.md": b"# Data", "a.jsonl": LINES, "LICENSE": b"MIT", "table.csv": b"a,b"}
     assert texts(tmp_path, files) == TEXTS
-    told = capsys.readouterr().out
-    assert "3 files are left out, as they are plain text beside files with rows, or" in told
-    assert "LICENSE, README.md, table.csv" in told
+    out = capsys.readouterr().out
+    assert "3 files are left out, as they are plain text beside files with rows, or" in out
+    assert "LICENSE, README.md, table.csv" in out
 
 
-def test_all_files_are_text_where_that_is_asked_for(tmp_path):
+def test_as_text_reads_all_files_as_text(tmp_path):
     files = {"a.jsonl": LINES, "b.csv": b"a,b"}
     assert texts(tmp_path, files, "--as", "text") == [LINES.decode(), "a,b"]
 
@@ -153,9 +153,9 @@ def test_links_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "pattern"), [("source", "is a link to a folder above it"), ("gone", "is not there")]
+    ("to", "pattern"), [("source", "is a link to a folder above it"), ("gone", "does not exist")]
 )
-def test_a_link_that_leads_nowhere_is_refused(tmp_path, to, pattern):
+def test_a_broken_or_circular_link_is_refused(tmp_path, to, pattern):
     (tmp_path / "source" / "deep").mkdir(parents=True)
     os.symlink(tmp_path / to, tmp_path / "source" / "deep" / "linked")
     with pytest.raises(ValueError, match=pattern):
@@ -163,12 +163,12 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path, to, pattern):
 
 
 REFUSED = {
-    "another format": ({"a.csv": b"a,b"}, r"a.csv is of no kind that is known \(1 of 1 files"),
+    "another format": ({"a.csv": b"a,b"}, r"a.csv is of unknown kind \(1 of 1 files"),
     "one object": (
         {"a.json": b'{\n "data": []\n}'},
-        "a.json is of no kind that is known .* an object per line",
+        "a.json is of unknown kind .* an object per line",
     ),
-    "binary": ({"a.pdb": b"\x00\x01"}, "a.pdb is of no kind that is known"),
+    "binary": ({"a.pdb": b"\x00\x01"}, "a.pdb is of unknown kind"),
     "a line that is cut off": (
         {"a.jsonl": LINES + b'{"text"\n'},
         r"a.jsonl:6 is not a line of JSON",
@@ -205,18 +205,17 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch, name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_left_out_and_counted_where_that_is_asked_for(tmp_path, monkeypatch, capsys, name):
+def test_skip_bad_leaves_it_out_and_counts_it(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(readers, "RECORD_BYTES", 1000)
     files = REFUSED[name][0] | ({"z.jsonl": LINES} if "jsonl" in str(REFUSED[name][0]) else {})
     if files == REFUSED[name][0]:
         files |= {"z.txt": b"hello"} if name in ("Latin-1", "UTF-16") else {"z.jsonl": LINES}
     found = texts(tmp_path, files, "--skip-bad")
     assert found[-5:] == TEXTS or found == ["hello"]
-    told = capsys.readouterr().out
-    assert "left out" in told
+    assert "left out" in capsys.readouterr().out
 
 
-def test_a_text_that_is_left_out_is_left_out_whole(tmp_path):
+def test_skip_bad_leaves_out_the_whole_of_a_text(tmp_path):
     text = b"line one\n" * 100
     files = {"a.txt": text + b"\xff" + text, "b.txt": text}
     assert texts(tmp_path, files, "--skip-bad", "--split-mb", 1e-4) == [text.decode()]
@@ -250,14 +249,14 @@ def test_a_hub_data_set_that_needs_a_script_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(refused.value)
 
 
-# --- where files are cut --------------------------------------------------------------------------
+# --- division into splits -----------------------------------------------------------------------
 
 
 def read(config):
     """(file, position, text) of the documents of each split."""
     for split in open_source(config).splits:
         yield [
-            (d.name, d.position, "".join(p.text for p in d.pieces), d.begins, d.ends)
+            (d.name, d.position, "".join(p.text for p in d.chunks), d.begins, d.ends)
             for part in split
             for d in readers.documents(part, config, left_out=Counter())
         ]
@@ -265,7 +264,7 @@ def read(config):
 
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
 @pytest.mark.parametrize("size", [4, 7, 17, 18, 19, 60, 1000])
-def test_a_file_of_lines_is_cut_at_line_ends_wherever_its_parts_begin(tmp_path, size, bom):
+def test_a_file_of_lines_is_divided_at_line_ends_wherever_its_parts_begin(tmp_path, size, bom):
     lines = [{"text": "x" * (n * 7 % 50)} for n in range(30)]
     path = tmp_path / "a.jsonl"
     path.write_text(bom + "".join(json.dumps(line) + "\n" for line in lines) + "\n\n")
@@ -279,7 +278,7 @@ def test_a_file_of_lines_is_cut_at_line_ends_wherever_its_parts_begin(tmp_path, 
 @pytest.mark.parametrize("size", [1, 2, 5, 33, 10_000])
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
 @pytest.mark.parametrize("text", ["é\n" * 40, "x" * 100, "\n" * 20 + "y", "ab\ncd" * 15 + "\n"])
-def test_a_file_of_text_stays_one_document_wherever_it_is_cut(tmp_path, size, bom, text):
+def test_a_file_of_text_stays_one_document_wherever_it_is_divided(tmp_path, size, bom, text):
     path = tmp_path / "a.txt"
     path.write_text(bom + text)
     parts = list(read(Prepare(source=str(path), out="", split_mb=size / 2**20)))
@@ -309,7 +308,7 @@ def test_row_groups_of_a_large_file_are_splits(tmp_path):
     assert found == [(n, f"row {n}") for n in range(20)]
 
 
-def test_small_files_share_a_split_and_a_packed_one_is_not_cut(tmp_path):
+def test_small_files_share_a_split_and_a_compressed_one_is_not_divided(tmp_path):
     for number in range(10):
         (tmp_path / f"{number}.txt").write_bytes(b"x" * 30)
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(os.urandom(500).hex().encode()))
@@ -328,5 +327,5 @@ def test_a_file_that_changes_after_it_was_listed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a.txt changed since it was listed"):
         list(readers.documents(part, config, left_out=None))
     path.unlink()
-    with pytest.raises(ValueError, match=r"a.txt is not there any more, or not on this machine"):
+    with pytest.raises(ValueError, match=r"a.txt does not exist any more, or not on this machine"):
         list(readers.documents(part, config, left_out=None))

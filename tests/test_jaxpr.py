@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from planning import jaxpr
+from planning import jaxpr, trace
 
 ONE = jaxpr.Sizes(1, ((1, 1),))
 N = 16  # floats of a row
@@ -36,7 +36,7 @@ def test_products_in_loops_and_calls_count_as_often_as_they_run():
     assert flops(program.ops) == 6 * 2 * N**3
 
 
-def test_a_call_that_somebody_else_counts_is_found_and_left_out():
+def test_a_skipped_call_is_found_and_not_counted():
     def layer_7(x):
         return x @ x
 
@@ -47,7 +47,7 @@ def test_a_call_that_somebody_else_counts_is_found_and_left_out():
     assert jaxpr.calls(program.ops, "layer_") == {7: 3} and flops(program.ops) == 0
 
 
-def test_one_trace_serves_every_way_to_cut_the_batch():
+def test_one_trace_serves_every_division_of_the_batch():
     prime = 10007
     sizes = jaxpr.Sizes(prime, ((1, 1), (4, 1), (64, 2)), frozenset([4 * N * 8]))
     program = read(lambda w, x: (x @ w).sum(0), (N, 8), (prime, N), sizes=sizes)
@@ -63,12 +63,12 @@ def chain(w, x):
     return jnp.tanh(jnp.tanh(one) @ w) @ w
 
 
-def pieces(function):
+def forward_and_backward(function):
     program = read(with_gradient(function), (N, N), (N, N), (N, N))
     w, _, gradient = program.inputs
-    found = jaxpr.residuals(program, {gradient}, {w})
-    forward, backward = jaxpr.split(program, {gradient})
-    return jaxpr.Program(program.inputs, ops=forward), backward, found, {w}
+    found = trace.TracedFunction(program, frozenset([w]), frozenset([gradient]), 0)
+    forward, backward = found.passes
+    return jaxpr.Program(program.inputs, ops=forward), backward, found.residuals, {w}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def pieces(function):
     ],
     ids=["nothing", "a name", "everything"],
 )
-def test_what_is_not_kept_is_computed_again_as_far_as_it_is_needed(policy, kept, products):
-    forward, backward, needed, known = pieces(chain)
+def test_what_is_not_saved_is_recomputed_as_far_as_it_is_needed(policy, kept, products):
+    forward, backward, needed, known = forward_and_backward(chain)
     assert flops(backward) == 6 * 2 * N**3
     found = jaxpr.remat(forward, needed, known, policy)
     assert sum(int(op.flops[0]) * n for op, n in found.costs) == products * 2 * N**3
@@ -89,14 +89,16 @@ def test_what_is_not_kept_is_computed_again_as_far_as_it_is_needed(policy, kept,
         assert int(found.bytes[0]) == kept * 4 * N * N
 
 
-def test_names_inside_a_loop_are_kept_for_each_trip():
+def test_names_inside_a_loop_are_saved_for_each_trip():
     def trip(x, _):
         return jnp.sin(checkpoint_name(x @ x, "inside")), None
 
-    forward, _, needed, known = pieces(lambda w, x: lax.scan(trip, x, None, length=4)[0] @ w)
+    forward, _, needed, known = forward_and_backward(
+        lambda w, x: lax.scan(trip, x, None, length=4)[0] @ w
+    )
     policy = jax.checkpoint_policies.save_only_these_names("inside")
     found = jaxpr.remat(forward, needed, known, policy)
-    trips = {n for value, n in found.kept.items() if value not in forward.inputs}
+    trips = {n for value, n in found.saved.items() if value not in forward.inputs}
     assert trips == {4}
     nothing = jaxpr.remat(forward, needed, known, jax.checkpoint_policies.nothing_saveable)
     assert sum(int(op.flops[0]) * n for op, n in nothing.costs) == 4 * 2 * N**3
@@ -106,7 +108,7 @@ def peak(function, *shapes):
     return int(read(function, *shapes).peak[0]) // (4 * N * N)
 
 
-def test_the_most_that_lives_at_once_is_that_of_the_fullest_moment():
+def test_the_peak_is_the_largest_sum_of_live_values():
     # Beside the argument and the result: what a product makes, and the next one beside it.
     assert peak(lambda x: ((x @ x) @ x) @ x, (N, N)) == 2
     # Elementwise results are made where they are read, and in place of what they are made of.
@@ -115,7 +117,7 @@ def test_the_most_that_lives_at_once_is_that_of_the_fullest_moment():
     assert peak(lambda x: ((x @ x) @ (x @ x)) @ x, (N, N)) == 3
 
 
-def test_the_state_of_a_loop_is_written_over():
+def test_the_carry_of_a_loop_is_overwritten():
     def trip(x, _):
         return x @ x, None
 

@@ -1,6 +1,6 @@
-"""jobset.yaml by the schema of JobSet and of all that is in it, as kubeflow_trainer_api has them.
+"""launch/jobset.yaml against the schemas of JobSet, Job and pods in kubeflow_trainer_api.
 
-That leaves out fields which it does not know; so what comes back has to be what went in.
+The package drops fields that it does not know, so a valid manifest comes back unchanged.
 """
 
 import copy
@@ -9,17 +9,16 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-import multihost
-import utils
 from conftest import ROOT
-from faults import Exit
+from runtime import cli, distributed
+from runtime.errors import Exit
 
-TEXT = (ROOT / "jobset.yaml").read_text()
-FREE = {"annotations", "nodeSelector", "limits"}  # whose keys are anybody's
+TEXT = (ROOT / "launch" / "jobset.yaml").read_text()
+FREE = {"annotations", "nodeSelector", "limits"}  # with any keys
 
 
-def wrong(manifest):
-    """What is wrong with it, or None."""
+def rejected(manifest):
+    """Return what the schemas reject, or None."""
     try:
         known = models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
     except (ValueError, AttributeError) as error:
@@ -27,14 +26,14 @@ def wrong(manifest):
     return None if known == manifest else known
 
 
-def places(value, path=()):
-    """(path, key) of all fields."""
+def fields(value, path=()):
+    """Yield (path, key) of all fields."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         if isinstance(value, dict):
             yield path, key
         if isinstance(inner, dict | list) and key not in FREE:
-            yield from places(inner, (*path, key))
+            yield from fields(inner, (*path, key))
 
 
 def inside(manifest, path):
@@ -49,19 +48,19 @@ def manifest():
 
 
 @pytest.mark.parametrize("kind", ["", "#TPU ", "#GPU "])
-def test_it_is_what_the_schemas_know(kind):
+def test_the_manifest_is_valid(kind):
     manifest = yaml.safe_load(TEXT.replace(kind, ""))
-    assert wrong(manifest) is None
-    assert len(list(places(manifest))) > 50
+    assert rejected(manifest) is None
+    assert len(list(fields(manifest))) > 50
 
 
-def test_a_misspelt_field_is_found_wherever_it_is():
+def test_any_misspelt_field_is_found():
     manifest = yaml.safe_load(TEXT.replace("#TPU ", ""))
-    for path, key in places(manifest):
+    for path, key in fields(manifest):
         other = copy.deepcopy(manifest)
         field = inside(other, path)
         field[f"{key}s"] = field.pop(key)
-        assert wrong(other) is not None, (path, key)
+        assert rejected(other) is not None, (path, key)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +71,22 @@ def test_a_misspelt_field_is_found_wherever_it_is():
         (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers"), {}),
     ],
 )
-def test_a_value_of_another_type_is_found(manifest, path, value):
+def test_a_value_of_a_wrong_type_is_found(manifest, path, value):
     inside(manifest, path[:-1])[path[-1]] = value
-    assert wrong(manifest) is not None
+    assert rejected(manifest) is not None
 
 
-def test_its_pods_find_each_other_as_the_processes_of_one_job(manifest, monkeypatch):
+def test_the_pods_find_each_other_as_processes_of_one_job(manifest, monkeypatch):
     [job] = manifest["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     [container] = spec["template"]["spec"]["containers"]
     env = {one["name"]: one for one in container["env"]}
     index = env.pop("JAX_PROCESS_ID")["valueFrom"]["fieldRef"]["fieldPath"]
     assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    owner = env.pop("RUN_OWNER")["valueFrom"]["fieldRef"]["fieldPath"]
+    assert (
+        owner == "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+    )  # the same in all pods and after a restart
     for name, one in env.items():
         monkeypatch.setenv(name, one["value"])
     monkeypatch.setenv("JAX_PROCESS_ID", str(spec["completions"] - 1))
@@ -93,15 +96,15 @@ def test_its_pods_find_each_other_as_the_processes_of_one_job(manifest, monkeypa
     port = container["ports"][0]["containerPort"]
     first = f"{name}-{job['name']}-0-0.{name}:{port}"
     count = spec["completions"]
-    assert multihost.process_info() == (first, count, count - 1, None)
+    assert distributed.process_info() == (first, count, count - 1, None)
     assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
 
 
-def test_what_has_to_be_fixed_first_fails_all_and_the_rest_starts_again(manifest):
+def test_exit_codes_that_need_a_fix_fail_the_job_and_others_restart_it(manifest):
     policy = manifest["spec"]["failurePolicy"]
     assert policy["rules"] == [
         {
-            "name": "mendFirst",
+            "name": "fixFirst",
             "action": "FailJobSet",
             "onJobFailureReasons": ["PodFailurePolicy"],
         }
@@ -114,21 +117,21 @@ def test_what_has_to_be_fixed_first_fails_all_and_the_rest_starts_again(manifest
         "onExitCodes": {
             "containerName": container["name"],
             "operator": "In",
-            "values": [Exit.BUG, Exit.MEND],
+            "values": [Exit.BUG, Exit.CONFIG],
         },
     }
-    # which Kubernetes asks for beside a podFailurePolicy, and by which one failed pod is enough
+    # A podFailurePolicy requires the first; with the second, one failed pod fails the job.
     assert spec["template"]["spec"]["restartPolicy"] == "Never" and spec["backoffLimit"] == 0
     assert policy["maxRestarts"] > 0
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
 
 
-def test_it_calls_run_sh_with_settings_that_there_are(manifest, monkeypatch):
+def test_it_calls_run_sh_with_settings_that_exist(manifest, monkeypatch):
     spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     [container] = spec["containers"]
     assert container["command"] == ["./run.sh"] and container["args"][:2] == ["python", "main.py"]
     monkeypatch.chdir(ROOT)
-    config = utils.parse(container["args"][2:])
+    config = cli.parse(container["args"][2:])
     assert config.run.dir == "/shared/runs" and config.data.train == "/shared/data/train"
     mounts = {one["name"] for one in container["volumeMounts"]}
     assert mounts == {one["name"] for one in spec["volumes"]}

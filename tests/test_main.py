@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,24 +17,21 @@ import numpy as np
 import pytest
 
 import checkpoint
-import checkpoint_folder
-import faults
 import faulty_run
-import loop
 import main
 import metrics
 import model
-import multihost
-import passes
-import run_folder
+import optimizer
+import sharded_model
 import train
 import utils
 from common import config_of, mesh_of
 from conftest import ROOT
-from faults import Exit, Stopped
-from mixture import Mixture, open_training
+from dataset import Mixture, open_training
 from planning import cost
 from processes import environments, run_all
+from runtime import cli, distributed, errors, jsonl, resume, run_directory
+from runtime.errors import Exit, Stopped
 from tiny_run import FLAGS, Killed, arrays, losses, start
 
 
@@ -46,36 +44,34 @@ def stopped_and_resumed(data, runs):
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(main.Loop, "_stop_if_lost", kill)
+        patch.setattr(main.Loop, "_stop_if_diverged", kill)
         start(data, runs, "resumed")
     return start(data, runs, "resumed")
 
 
 def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
-    records = metrics.read(whole / "metrics.jsonl")
+    records = jsonl.read(whole / "metrics.jsonl")
     steps = [r for r in records if "loss/train" in r]
     evaluations = [r for r in records if "loss/val" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in evaluations] == [3, 6]
     assert all(set(r) == set(metrics.TRAIN) for r in steps)
-    ages = [r["checkpoint/age_steps"] for r in steps]
-    assert ages[:3] == [1, 2, 3] and ages[5] in (3, 6)
     [start] = [json.loads(line) for line in (whole / "starts.jsonl").read_text().splitlines()]
     with contextlib.closing(checkpoint.Checkpoints(whole / "checkpoints")) as saved:
         assert saved.start_of(6) == saved.start_of(3) == start and start["step"] == 0
     assert np.array(evaluations[0]["moe/tokens_per_expert"]).sum(1).tolist() == [16 * 32 * 2] * 4
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
-    told = [(s["step"], s["prompt"]) for s in samples]
-    assert told == [(step, prompt) for step in (2, 4, 6) for prompt in ("def", "import")]
+    recorded = [(s["step"], s["prompt"]) for s in samples]
+    assert recorded == [(step, prompt) for step in (2, 4, 6) for prompt in ("def", "import")]
     assert {p.name for p in (whole / "plots").iterdir()} == {
-        "validation_loss.png", "load_loss.png", "tokens_per_expert.png"
+        "validation_loss.png", "load_loss.png", "tokens_per_expert.png", "wall_time.png"
     }  # fmt: skip
     assert {p.name for p in (whole / "checkpoints").iterdir()} >= {"3", "6"}
-    assert utils.load(whole / "config.toml").model.width == 32
+    assert cli.load(whole / "config.toml").model.hidden_size == 32
 
 
 def test_losses_add_up_to_what_is_trained_on(whole):
-    for r in metrics.read(whole / "metrics.jsonl"):
+    for r in jsonl.read(whole / "metrics.jsonl"):
         if "loss/train" in r:
             parts = r["loss/cross_entropy"] + r["loss/balance"] + r["loss/z"]
             assert r["loss/train"] == pytest.approx(parts, rel=1e-6)
@@ -84,7 +80,7 @@ def test_losses_add_up_to_what_is_trained_on(whole):
 def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
     whole, stopped_and_resumed
 ):
-    both = [metrics.read(folder / "metrics.jsonl") for folder in (stopped_and_resumed, whole)]
+    both = [jsonl.read(folder / "metrics.jsonl") for folder in (stopped_and_resumed, whole)]
     for one, other in zip(*both, strict=True):
         same = one.keys() - metrics.MEASURED
         assert {k: one[k] for k in same} == {k: other[k] for k in other.keys() - metrics.MEASURED}
@@ -96,9 +92,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
         np.testing.assert_array_equal(resumed, expected)
 
 
-def test_a_run_that_is_stopped_saves_at_once_and_does_what_was_due_when_it_goes_on(
-    whole, data, runs, monkeypatch
-):
+def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data, runs, monkeypatch):
     """After step 3 an evaluation is due, after step 4 samples; neither is waited for."""
     for last in (3, 4):
         with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
@@ -107,14 +101,14 @@ def test_a_run_that_is_stopped_saves_at_once_and_does_what_was_due_when_it_goes_
                 if step == last:
                     loop.stop.request("SIGTERM")
 
-            patch.setattr(main.Loop, "_stop_if_lost", ask)
+            patch.setattr(main.Loop, "_stop_if_diverged", ask)
             start(data, runs, "stopped")
         assert stopped.value.code == 143
         assert (runs / "stopped" / "checkpoints" / str(last)).is_dir()
-        records = metrics.read(runs / "stopped" / "metrics.jsonl")
+        records = jsonl.read(runs / "stopped" / "metrics.jsonl")
         assert records[-1]["step"] == last and "loss/train" in records[-1]
     resumed = start(data, runs, "stopped")
-    assert told(resumed) == told(whole)
+    assert recorded(resumed) == recorded(whole)
     for found, expected in zip(arrays(resumed, 6), arrays(whole, 6), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -131,13 +125,13 @@ def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypat
     monkeypatch.setattr(main.Loop, "_wait", ask)
     with pytest.raises(Stopped):
         start(data, runs, "asked")
-    assert metrics.read(runs / "asked" / "metrics.jsonl")[-1]["step"] == 5
+    assert jsonl.read(runs / "asked" / "metrics.jsonl")[-1]["step"] == 5
     assert (runs / "asked" / "checkpoints" / "5").is_dir()
 
 
-def told(folder):
+def recorded(folder):
     """Records and samples, without what was measured."""
-    records = metrics.read(folder / "metrics.jsonl")
+    records = jsonl.read(folder / "metrics.jsonl")
     kept = [{k: v for k, v in r.items() if k not in metrics.MEASURED} for r in records]
     return kept, (folder / "samples.jsonl").read_bytes()
 
@@ -159,9 +153,7 @@ def test_a_finished_run_started_again_prints_its_result_and_trains_nothing(
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_killed_before_its_pictures_has_them_when_it_is_started_again(
-    whole, data, runs, monkeypatch
-):
+def test_a_finished_run_without_plots_draws_the_missing_ones(whole, data, runs, monkeypatch):
     monkeypatch.setattr(main, "Loop", None)
     files = sorted((whole / "plots").iterdir())
     files[1].unlink()
@@ -174,22 +166,22 @@ def test_a_run_killed_before_its_pictures_has_them_when_it_is_started_again(
     assert sorted((whole / "plots").iterdir()) == files
 
 
-def test_a_grown_number_of_steps_keeps_the_schedule_of_the_first_start(whole, data, runs):
+def test_more_steps_keep_the_schedule_of_the_first_start(whole, data, runs):
     flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", "whole"]
-    config = utils.parse([*flags, "--train.steps", "9", "--optimizer.schedule_steps", "0"])
-    assert main.continued(config).optimizer.schedule_steps == 6
+    config = cli.parse([*flags, "--train.steps", "9", "--optimizer.schedule_steps", "0"])
+    assert resume.resolve(config).optimizer.schedule_steps == 6
 
 
 @pytest.mark.parametrize("name", ["whole", "a"])
 def test_steps_after_a_schedule_that_ends_at_0_are_refused(whole, data, runs, name):
     schedule = ["--optimizer.min_lr_ratio", "0", "--optimizer.schedule_steps", "6"]
     flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *schedule, "--train.steps"]
-    told = rf"steps 9, and the learning rate is 0 after 6 .*Use --train.steps 6.*--init .*/{name} "
-    with pytest.raises(ValueError, match=told):
-        main.with_schedule(utils.parse([*flags, "9"]), 6)
-    config = utils.parse([*flags, "6"])
-    assert train.learning_rate(config)(np.int32(5)) == 0
-    assert main.with_schedule(config, 6).train.steps == 6
+    message = r"steps 9, and the learning rate is 0 after 6 .*Use --train.steps 6.*--run.init_from "
+    with pytest.raises(ValueError, match=rf"{message}.*/{name} "):
+        resume.with_schedule(cli.parse([*flags, "9"]), 6)
+    config = cli.parse([*flags, "6"])
+    assert optimizer.learning_rate(config)(np.int32(5)) == 0
+    assert resume.with_schedule(config, 6).train.steps == 6
 
 
 @pytest.mark.parametrize(
@@ -197,41 +189,50 @@ def test_steps_after_a_schedule_that_ends_at_0_are_refused(whole, data, runs, na
     [
         ("--run.name none --run.resume must", "has no checkpoint to resume from"),
         ("--run.name whole --run.resume never", "has checkpoints, which a new run would overwrite"),
-        ("--run.name whole --model.hidden 96 --data.seed 1", "data.seed 0 -> 1, model.hidden 64"),
-        ("--run.name a --model.heads 3", "heads 3 cannot be cut over .*Use --model.heads 4"),
-        ("--run.name whole --checkpoint.every_steps 0", "neither goes on from nor leaves as they"),
-        ("--run.name a --model.blocks 3", "Use --model.blocks 4"),
-        ("--run.name a --checkpoint.max_age_steps 2", "Use --checkpoint.max_age_steps 6, or 0"),
+        ("--run.name whole --model.v_head_dim 8 --data.seed 1", "seed 0 -> 1, model.v_head_dim 16"),
+        ("--run.name a --model.num_attention_heads 3", "Use --model.num_attention_heads 4"),
+        ("--run.name whole --checkpoint.every_steps 0", "a run without saves cannot resume from"),
+        ("--run.name a --model.num_hidden_layers 6", "Use --model.num_hidden_layers 8"),
         ("--run.name a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
         ("--run.name a --mesh.fsdp 8", "is 32 devices, and there are 8"),
         ("--run.name a --data.train absent", "absent"),
-        ("--run.name a --model.vocabulary 512", "512 has no row .*Use --model.vocabulary 4096"),
-        ("--run.name a --train.sequence_length 1000000", "1000000 is longer than the data"),
-        ("--run.name a --model.attention splash", "Use --train.sequence_length 128, or"),
+        (
+            "--run.name a --model.vocab_size 512",
+            "512 covers only ids below 512. Use --model.vocab_size 4096",
+        ),
+        ("--run.name a --train.seq_len 1000000", "1000000 is longer than the data"),
+        ("--run.name a --model.attention_kernel splash", "Use --train.seq_len 128, or"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_in_one_line_with_the_mend(whole, data, runs, flags, message):
+def test_invalid_settings_are_refused_in_one_line_with_the_fix(whole, data, runs, flags, message):
     extra = flags.split()
     if "--mesh.fsdp" in extra:
-        extra += ["--train.sequences", "32", "--eval.sequences", "32", "--model.width", "64"]
+        extra += [
+            "--train.global_batch_size",
+            "32",
+            "--eval.sequences",
+            "32",
+            "--model.hidden_size",
+            "64",
+        ]
     with pytest.raises(ValueError, match=message) as refused:
         start(data, runs, "a", *extra)
     assert "\n" not in str(refused.value)
     assert not (runs / "a").exists()
 
 
-def test_a_run_tells_its_plan_at_the_start_and_what_was_measured_at_the_end(data, runs, capsys):
-    folder = start(data, runs, "told", "--train.steps", "3", "--eval.every_steps", "0")
+def test_a_run_logs_its_plan_first_and_measurements_last(data, runs, capsys):
+    folder = start(data, runs, "recorded", "--train.steps", "3", "--eval.every_steps", "0")
     lines = capsys.readouterr().out.splitlines()
-    plan = cost.predict(utils.load(folder / "config.toml"), None).line()
-    told = [i for i, line in enumerate(lines) if line == plan]
+    plan = cost.predict(cli.load(folder / "config.toml"), None).line()
+    recorded = [i for i, line in enumerate(lines) if line == plan]
     first = next(i for i, line in enumerate(lines) if line.startswith("step 1/3"))
-    assert told[0] < first < told[1] and lines[told[1] + 1].startswith("measured: ")
+    assert recorded[0] < first < recorded[1] and lines[recorded[1] + 1].startswith("measured: ")
     found = re.fullmatch(
         r"measured: (\S+) GiB per device \(planned by the compiler\); (\S+) s per step \(median\)",
-        lines[told[1] + 1],
+        lines[recorded[1] + 1],
     )
-    seconds = [r["step_s"] for r in metrics.read(folder / "metrics.jsonl") if "step_s" in r]
+    seconds = [r["step_s"] for r in jsonl.read(folder / "metrics.jsonl") if "step_s" in r]
     assert float(found[2]) == pytest.approx(np.median(seconds[1:]), rel=0.01)
     predicted = float(re.match(r"plan: (\S+) GiB", plan)[1])
     assert float(found[1]) == pytest.approx(predicted, rel=0.25)
@@ -242,66 +243,37 @@ def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs
     with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
         start(data, runs, "lost", *flags.split())
     assert "warning: --optimizer.lr 1e+38 is far from what was tuned" in capsys.readouterr().out
-    records = metrics.read(runs / "lost" / "metrics.jsonl")
+    records = jsonl.read(runs / "lost" / "metrics.jsonl")
     last = records[-1]
     assert last["skipped"] >= 2 and None in (last["loss/train"], last["grad_norm"])
 
 
-def test_a_run_whose_saves_fail_goes_on_until_its_newest_checkpoint_is_too_old(data, runs, capsys):
-    flags = "--train.steps 5 --checkpoint.every_steps 1 --checkpoint.max_age_steps 3"
-    flags = [*flags.split(), "--eval.every_steps", "0", "--sample.prompts"]
+def test_a_run_whose_save_fails_ends_with_the_reason_and_resumes(data, runs, capsys):
+    flags = "--train.steps 5 --checkpoint.every_steps 2 --eval.every_steps 0 --sample.prompts"
+    rename = os.rename
 
-    def full(*asked):
-        raise OSError(28, "No space left on device")
+    def full(source, to, *how, **where):
+        if str(to).endswith("/4"):
+            raise OSError(28, "No space left on device")
+        return rename(source, to, *how, **where)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_folder.Folder, "_checksums", full)
-        with pytest.raises(ValueError, match=r"stopped after step 4: .* for more than 3 steps"):
-            start(data, runs, "full", *flags)
-    said = capsys.readouterr().out
-    for step in (1, 2, 3):
-        assert f"warning: checkpoint of step {step} could not be written: OSError" in said
-    records = metrics.read(runs / "full" / "metrics.jsonl")
-    assert [r["checkpoint/age_steps"] for r in records if "loss/train" in r] == [1, 2, 3, 4]
-    folder = start(data, runs, "full", *flags)  # no checkpoint was ever whole: from the start
-    assert [r["step"] for r in metrics.read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 5]
+        patch.setattr(os, "rename", full)
+        reason = r"the checkpoints in .*full/checkpoints cannot be used .*No space left on device"
+        with pytest.raises(ValueError, match=reason):
+            start(data, runs, "full", *flags.split())
+    folder = start(data, runs, "full", *flags.split())
+    assert "continues after step 2" in capsys.readouterr().out
+    assert [r["step"] for r in jsonl.read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 5]
     (folder / "checkpoints").rename(folder / "elsewhere")
     before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"tells of 5 steps and has no checkpoint: .* Copy that"):
-        start(data, runs, "full", *flags)
+    with pytest.raises(ValueError, match=r"5 steps and no checkpoint"):
+        start(data, runs, "full", *flags.split())
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("every", "folder", "ages", "refused"),
-    [
-        (2, False, [1, 2, 1], True),
-        (2, True, [1, 2, 1], True),  # empty, and one was whole once
-        (2, True, [1, 2, 3], False),  # stopped before its first was whole
-        (2, False, [None, None, None], True),  # of before ages were told
-        (2, False, [1], False),  # stopped before its first was due
-        (0, False, [None, None, None], False),
-    ],
-)
-def test_a_run_folder_without_the_checkpoints_it_tells_of_is_refused(
-    tmp_path, every, folder, ages, refused
-):
-    config = utils.parse(["--run.dir", str(tmp_path), "--checkpoint.every_steps", str(every)])
-    run = main.folder_of(config).files
-    (run / "checkpoints" if folder else run).mkdir(parents=True)
-    (run / "config.toml").write_text(utils.to_toml(config))
-    steps = enumerate(ages, 1)
-    lines = [{"step": n, "loss/train": 1.0, "checkpoint/age_steps": age} for n, age in steps]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if refused:
-        with pytest.raises(ValueError, match="Copy that folder too, or begin another run with"):
-            main.continued(config)
-    else:
-        main.continued(config)
-
-
 class TpuAt:
-    """As much of a TPU device as placing it on a mesh asks for."""
+    """The attributes of a TPU device that placement on a mesh reads."""
 
     platform, device_kind, core_on_chip, slice_index = "tpu", "TPU v4", 0, 0
 
@@ -310,7 +282,7 @@ class TpuAt:
 
 
 @pytest.mark.parametrize("shape", [(16, 2, 2), (2, 16, 2), (32, 1, 2), (64, 1, 1)], ids=str)
-def test_an_axis_of_two_finds_its_place_on_a_cube_of_64_chips(shape):
+def test_an_axis_of_two_fits_on_a_cube_of_64_chips(shape):
     """Each axis of the torus is 4 long, and none of them is the mesh axis's own."""
     places = itertools.product(range(4), repeat=3)
     devices = [TpuAt(i, (x, y, z)) for i, (z, y, x) in enumerate(places)]
@@ -371,18 +343,18 @@ TINY = ["--config", str(ROOT / "configs" / "tiny.toml")]
         ("gpu", 8, (2, 1, 4), 1),
     ],
 )
-def test_a_mesh_that_nobody_set_is_made_for_the_devices(platform, count, shape, virtual):
+def test_a_mesh_that_is_not_set_is_derived_from_the_devices(platform, count, shape, virtual):
     config = main.parse(TINY)
     assert config.mesh == utils.UNSET_MESH
     made, why = train.for_devices(config, [OnHost(platform, number) for number in range(count)])
     assert made.mesh.shape == (1, *shape) and made.mesh.virtual == virtual
-    assert train.problem_of(made) is None
+    assert train.mesh_problem(made) is None
     assert str(shape) in why and f"of {count} {platform} devices" in why and "--mesh.fsdp" in why
     assert ("the most that divide" in why) == (count in (3, 6))
     assert made.model.compute_dtype == {"cpu": "float32", "gpu": "bfloat16"}[platform]
 
 
-def test_a_mesh_that_was_set_stays_and_is_refused_where_it_does_not_fit(tmp_path):
+def test_a_mesh_that_is_set_is_kept_and_refused_if_it_does_not_fit(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text("[mesh]\ntensor = 1\n")
     devices = [OnHost("cpu", number) for number in range(3)]
@@ -404,21 +376,21 @@ def test_a_mesh_that_does_not_fit_names_the_hosts_and_their_devices(monkeypatch)
         train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=1)), devices)
 
 
-def test_where_hosts_share_a_mesh_no_device_stays_idle(monkeypatch):
+def test_on_several_hosts_no_device_stays_idle(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     devices = [OnHost("gpu", number) for number in range(8)]
     assert train.for_devices(main.parse(TINY), devices)[0].mesh.shape == (1, 2, 1, 4)
-    with pytest.raises(ValueError, match=r"6 devices of 2 processes.*Use --train\.sequences 24"):
+    with pytest.raises(ValueError, match=r"6 devices of 2 processes.*Use --train\.global_b\w+ 24"):
         train.for_devices(main.parse(TINY), devices[:6])
 
 
-def test_what_does_not_depend_on_a_mesh_is_checked_before_there_are_devices():
-    with pytest.raises(ValueError, match=r"--train\.sequences 6 is not a multiple"):
-        main.parse([*TINY, "--train.sequences", "6"])
+def test_settings_that_do_not_depend_on_the_mesh_are_checked_by_parse():
+    with pytest.raises(ValueError, match=r"--train\.global_batch_size 6 is not divisible"):
+        main.parse([*TINY, "--train.global_batch_size", "6"])
 
 
-def test_rows_are_read_once_and_only_those_that_this_process_holds():
-    config = utils.parse(["--mesh.fsdp", "2"])
+def test_a_process_reads_its_own_rows_once():
+    config = cli.parse(["--mesh.fsdp", "2"])
     asked = []
 
     def rows(numbers):
@@ -436,7 +408,7 @@ def test_rows_are_read_once_and_only_those_that_this_process_holds():
 def test_a_schedule_whose_warmup_and_decay_overlap_reaches_its_minimum(schedule, warmup, share):
     flags = f"--train.steps 10 --optimizer.lr 1 --optimizer.schedule {schedule} "
     flags += f"--optimizer.warmup_steps {warmup} --optimizer.decay_share {share}"
-    rule = train.learning_rate(utils.parse(flags.split()))
+    rule = optimizer.learning_rate(cli.parse(flags.split()))
     rate = [float(rule(np.int32(step))) for step in range(10)]
     assert rate[-1] == pytest.approx(0.1)
     rise = min(warmup, 9)  # the warmup is not cut but for one step
@@ -455,7 +427,7 @@ def test_64_bit_types_are_refused_in_one_line():
         jax.config.update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize(("status", "code"), [("INTERNAL", Exit.BUG), ("UNAVAILABLE", Exit.AGAIN)])
+@pytest.mark.parametrize(("status", "code"), [("INTERNAL", Exit.BUG), ("UNAVAILABLE", Exit.RETRY)])
 def test_a_compiler_that_fails_is_a_bug_and_a_step_that_fails_is_not(status, code):
     class Program:
         def lower(self, *arguments):
@@ -465,9 +437,9 @@ def test_a_compiler_that_fails_is_a_bug_and_a_step_that_fails_is_not(status, cod
             raise jax.errors.JaxRuntimeError(f"{status}: during something")
 
     with pytest.raises(RuntimeError) as failed:
-        train.compiled(Program(), 1)
-    assert faults.code_of(failed.value) == code
-    assert faults.code_of(jax.errors.JaxRuntimeError(f"{status}: of a step")) == Exit.AGAIN
+        errors.compile_program(Program(), 1)
+    assert errors.code_of(failed.value) == code
+    assert errors.code_of(jax.errors.JaxRuntimeError(f"{status}: of a step")) == Exit.RETRY
 
 
 def test_a_planner_that_raises_does_not_end_a_run(monkeypatch):
@@ -480,23 +452,24 @@ def test_a_planner_that_raises_does_not_end_a_run(monkeypatch):
     assert planned == "no plan: ZeroDivisionError: in the planner"
 
 
-def test_samples_are_made_by_all_processes_or_by_none(monkeypatch, capsys):
+def test_all_processes_or_none_sample(monkeypatch, capsys):
     """Another process has no memory for them."""
 
     @contextlib.contextmanager
     def shared():
         yield
-        raise faults.Failed("process 1 (h1): they need 2.00 GiB, and 1.00 are free", Exit.MEND)
+        raise errors.JobFailed("process 1 (h1): they need 2.00 GiB, and 1.00 are free", Exit.CONFIG)
 
-    monkeypatch.setattr(loop, "Sampler", lambda *arguments: "a sampler")
-    assert loop.sampler(utils.Config(), None, None) == "a sampler"
-    monkeypatch.setattr(multihost, "shared_errors", shared)
-    assert loop.sampler(utils.Config(), None, None) is None
+    monkeypatch.setattr(main, "Sampler", lambda *arguments: "a sampler")
+    data = SimpleNamespace(manifest=None)
+    assert main.sampler(utils.Config(), None, data) == "a sampler"
+    monkeypatch.setattr(distributed, "shared_errors", shared)
+    assert main.sampler(utils.Config(), None, data) is None
     assert "no samples: process 1 (h1): they need 2.00 GiB" in capsys.readouterr().out
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    config = utils.parse(
+    config = cli.parse(
         [
             "--optimizer.schedule",
             "wsd",
@@ -512,37 +485,39 @@ def test_the_learning_rate_rises_stays_and_falls():
             "0.1",
         ]
     )
-    rate = [float(train.learning_rate(config)(np.int32(step))) for step in range(20)]
+    rate = [float(optimizer.learning_rate(config)(np.int32(step))) for step in range(20)]
     assert rate[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and rate[4:14] == [1.0] * 10
     assert rate[14:] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
-    cosine = utils.parse(
+    cosine = cli.parse(
         ["--optimizer.lr", "1", "--optimizer.warmup_steps", "4", "--train.steps", "20"]
     )
-    rate = [float(train.learning_rate(cosine)(np.int32(step))) for step in range(20)]
+    rate = [float(optimizer.learning_rate(cosine)(np.int32(step))) for step in range(20)]
     assert rate[3] == pytest.approx(1.0) and rate[11] == pytest.approx(0.55)
     assert rate[19] == pytest.approx(0.1) and sorted(rate[3:], reverse=True) == rate[3:]
 
 
 def in_two_processes(*command):
-    """(exit codes, what each process said) of a command that two start."""
+    """(exit codes, what each process logged) of a command that two start."""
     return run_all(environments(2, 4, JAX_DEFAULT_MATMUL_PRECISION="highest"), *command)
 
 
 ALONE = """
 import sys
-import faults, main, multihost
-multihost.CONNECT_S = 3
-faults.command_line(lambda: main.run(main.parse(sys.argv[1:])))
+import main
+from runtime import errors
+from runtime import distributed
+distributed.CONNECT_S = 3
+errors.run_command(lambda: main.run(main.parse(sys.argv[1:])))
 """
 
 
-def test_processes_whose_others_do_not_come_end_with_a_code_that_restarts(data, tmp_path):
+def test_a_process_that_finds_no_others_ends_with_a_code_to_retry(data, tmp_path):
     """Of one job only the first process is started, of another only the second."""
     jobs = environments(2, 4), environments(2, 4)
     alone = [job[number] for number, job in enumerate(jobs)]
     flags = [*FLAGS, *data, "--run.dir", str(tmp_path)]
     codes, (first, second) = run_all(alone, "-c", ALONE, *flags)
-    assert codes == [-signal.SIGABRT, Exit.AGAIN]
+    assert codes == [-signal.SIGABRT, Exit.RETRY]
     assert "process 0 of 2 connects to" in first and "DEADLINE_EXCEEDED" in first
     missing = f"error: process 0 at {alone[1]['JAX_COORDINATOR_ADDRESS']}: "
     assert missing in second and "Does it run, and is the port open" in second
@@ -552,7 +527,8 @@ def test_processes_whose_others_do_not_come_end_with_a_code_that_restarts(data, 
 KILLED_AT_THE_END = """
 import os, pathlib, signal, sys, time
 import jax
-import faults, main
+import main
+from runtime import errors
 
 leave, other_leaves = jax.distributed.shutdown, pathlib.Path(sys.argv[1])
 
@@ -565,17 +541,17 @@ def shutdown():
     os.kill(os.getpid(), signal.SIGKILL)
 
 jax.distributed.shutdown = shutdown
-faults.command_line(lambda: main.run(main.parse(sys.argv[2:])))
+errors.run_command(lambda: main.run(main.parse(sys.argv[2:])))
 """
 
 
-def test_a_process_that_is_killed_when_all_is_done_is_named_too(data, tmp_path):
+def test_a_process_that_is_killed_after_the_last_step_is_named(data, tmp_path):
     flags = "--run.dir", str(tmp_path), "--train.steps", "1", "--run.peer_seconds", "6"
     program = "-c", KILLED_AT_THE_END, str(tmp_path / "leaves")
-    codes, said = in_two_processes(*program, *FLAGS, *data, *flags, "--sample.prompts")
-    assert codes == [-signal.SIGABRT, -signal.SIGKILL], said
-    assert "validation loss" in said[0]
-    assert "stopped sending heartbeats):\n1\n" in said[0], said[0]
+    codes, logged = in_two_processes(*program, *FLAGS, *data, *flags, "--sample.prompts")
+    assert codes == [-signal.SIGABRT, -signal.SIGKILL], logged
+    assert "validation loss" in logged[0]
+    assert "stopped sending heartbeats):\n1\n" in logged[0], logged[0]
 
 
 # --- numerical faults ---------------------------------------------------------------------------
@@ -596,7 +572,7 @@ def with_nan(data, runs, whole):
         patch.setattr(Mixture, "rows", faulty_run.rows_with_nan)
         folder = start(data, runs, "nan", *flags)
         with pytest.MonkeyPatch.context() as killing, pytest.raises(Killed):
-            killing.setattr(main.Loop, "_stop_if_lost", kill)
+            killing.setattr(main.Loop, "_stop_if_diverged", kill)
             start(data, runs, "nan-resumed", *flags)
         assert len(skipped(runs / "nan-resumed")) == 2
         return folder, start(data, runs, "nan-resumed", *flags)
@@ -606,15 +582,15 @@ def skipped(folder):
     return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
 
 
-def test_steps_that_are_not_finite_are_left_out_counted_and_listed_with_their_windows(
+def test_steps_that_are_not_finite_are_skipped_counted_and_listed_with_their_windows(
     with_nan, whole
 ):
     folder, _ = with_nan
-    records = metrics.read(folder / "metrics.jsonl")
+    records = jsonl.read(folder / "metrics.jsonl")
     assert [r["skipped"] for r in records if "skipped" in r] == [0, 1, 1, 2, 2, 2]
     assert [step for step, loss in enumerate(losses(folder), 1) if loss is None] == [2, 4]
     assert losses(folder)[0] == losses(whole)[0] and losses(folder)[5] != losses(whole)[5]
-    windows = open_training(utils.load(folder / "config.toml")).windows_of
+    windows = open_training(cli.load(folder / "config.toml")).windows_of
     none = {"why": "not finite", "loss": None, "grad_norm": None, "median": None}
     expected = [
         {"step": step} | none | {"windows": windows(step - 1, np.arange(8)).tolist()}
@@ -624,7 +600,7 @@ def test_steps_that_are_not_finite_are_left_out_counted_and_listed_with_their_wi
     assert not (whole / "skipped.jsonl").exists()
 
 
-def test_a_run_resumed_across_a_step_left_out_ends_with_the_bits_of_one_that_was_not_stopped(
+def test_a_run_resumed_across_a_skipped_step_ends_with_the_same_bits(
     with_nan,
 ):
     folder, resumed = with_nan
@@ -640,24 +616,24 @@ def faulty_in_two_processes(data, runs, whole):
     return in_two_processes("tests/faulty_run.py", *FLAGS, *data, *flags)
 
 
-def test_two_processes_leave_out_the_same_steps_as_one(faulty_in_two_processes, with_nan, runs):
-    (folder, _), (_, said) = with_nan, faulty_in_two_processes
-    assert skipped(runs / "faulty") == skipped(folder), said
+def test_two_processes_skip_the_same_steps_as_one(faulty_in_two_processes, with_nan, runs):
+    (folder, _), (_, logged) = with_nan, faulty_in_two_processes
+    assert skipped(runs / "faulty") == skipped(folder), logged
     found, expected = losses(runs / "faulty"), losses(folder)
     assert [loss is None for loss in found] == [loss is None for loss in expected]
     np.testing.assert_allclose(*[[x or 0 for x in each] for each in (found, expected)], rtol=1e-6)
     for one, other in zip(arrays(runs / "faulty", 3), arrays(folder, 3), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-    assert "step 2 is not applied (not finite)" in said[0] and "is not applied" not in said[1]
+    assert "step 2 is not applied (not finite)" in logged[0] and "is not applied" not in logged[1]
 
 
 def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_saved(
     faulty_in_two_processes, runs
 ):
-    codes, said = faulty_in_two_processes
+    codes, logged = faulty_in_two_processes
     host = socket.gethostname()
-    for code, text in zip(codes, said, strict=True):
-        assert code == Exit.AGAIN, said
+    for code, text in zip(codes, logged, strict=True):
+        assert code == Exit.RETRY, logged
         assert "stopped after step 6: weights.last.norm on device " in text
         assert f"(process 1, host {host}) differs from 7 other devices" in text
     saved = [p.name for p in (runs / "faulty" / "checkpoints").iterdir() if p.name.isdigit()]
@@ -665,7 +641,7 @@ def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_sa
 
 
 @pytest.mark.parametrize(("before", "now"), [(5.0, 5.0), (5.0, 0.0), (0.0, 5.0)])
-def test_a_run_continues_with_the_spikes_switch_turned_on_or_off(before, now, tmp_path):
+def test_a_run_resumes_with_skip_spikes_turned_on_or_off(before, now, tmp_path):
     config = config_of((2, 2, 2))
     mesh, declared = mesh_of(config), model.declare(config)
 
@@ -677,8 +653,7 @@ def test_a_run_continues_with_the_spikes_switch_turned_on_or_off(before, now, tm
         lambda a: jax.device_put(np.full(a.shape, 3, a.dtype), a.sharding), shapes(before)
     )
     saved = checkpoint.Checkpoints(tmp_path, keep=1)
-    like = checkpoint.stored_shapes(shapes(before))
-    saved.save(3, checkpoint.reshaped(drawn, like), {})
+    saved.save(3, drawn, {})
     found = main.restore(saved, shapes(now), {})
     saved.close()
     assert jax.tree.map(lambda a: a.sharding, found) == train.shardings_of(shapes(now))
@@ -689,35 +664,38 @@ def test_a_run_continues_with_the_spikes_switch_turned_on_or_off(before, now, tm
 
 
 @pytest.mark.parametrize(
-    ("factor", "mend"),
+    ("factor", "fix"),
     [
-        (0.0, "Lower --optimizer.lr, or look"),
-        (4.0, "above 4.0 .--train.skip_spikes. .* a larger --train.skip_spikes, as 8.0, or look"),
+        (0.0, "Lower --optimizer.lr, or inspect"),
+        (
+            4.0,
+            "above 4.0 .--train.skip_spikes. .* a larger --train.skip_spikes, as 8.0, or inspect",
+        ),
     ],
 )
-def test_a_run_that_leaves_out_too_many_steps_says_what_they_were(factor, mend, tmp_path):
-    config = utils.parse(["--train.skip_spikes", str(factor), "--train.max_skipped_in_row", "3"])
-    loop = SimpleNamespace(config=config, folder=tmp_path, named=run_folder.at(tmp_path))
-    main.Loop._stop_if_lost(loop, 8, {"skipped_in_row": 2})
-    with pytest.raises(ValueError, match=mend) as stopped:
-        main.Loop._stop_if_lost(loop, 9, {"skipped_in_row": 3})
+def test_a_run_that_skips_too_many_steps_stops_with_the_reason(factor, fix, tmp_path):
+    config = cli.parse(["--train.skip_spikes", str(factor), "--train.max_skipped_in_row", "3"])
+    loop = SimpleNamespace(config=config, directory=run_directory.at(tmp_path))
+    main.Loop._stop_if_diverged(loop, 8, {"skipped_in_row": 2})
+    with pytest.raises(ValueError, match=fix) as stopped:
+        main.Loop._stop_if_diverged(loop, 9, {"skipped_in_row": 3})
     assert f"data/show.py --run {tmp_path} --step 9; " in str(stopped.value)
 
 
-def test_a_spike_is_told_with_the_median_it_was_judged_by(tmp_path, capsys, data):
-    config = utils.parse([*FLAGS, *data])
+def test_a_spike_is_logged_with_the_median_before_it(tmp_path, capsys, data):
+    config = cli.parse([*FLAGS, *data])
     dataset = open_training(config)
-    loop = SimpleNamespace(config=config, folder=tmp_path, train_data=dataset)
-    loop.named = run_folder.at(tmp_path)
+    directory = run_directory.at(tmp_path)
+    loop = SimpleNamespace(config=config, directory=directory, train_data=dataset)
     report = {"stats": SimpleNamespace(loss=2.5), "grad_norm": np.float32(9), "skipped_in_row": 1}
     report |= {"spike": np.True_, "median": np.float32(0.5)}
-    main.Loop._tell_left_out(loop, 3, report)
+    main.Loop._record_skipped(loop, 3, report)
     [record] = skipped(tmp_path)
     assert record.pop("windows") == dataset.windows_of(2, np.arange(8)).tolist()
     expected = {"step": 3, "why": "spike", "loss": 2.5, "grad_norm": 9.0, "median": 0.5}
     assert record == expected
-    told = "step 3 is not applied (spike): loss 2.5000, gradient norm 9 after a median of 0.5; "
-    assert told in capsys.readouterr().out
+    recorded = "step 3 is not applied (spike): loss 2.5000, gradient norm 9 after a median of 0.5; "
+    assert recorded in capsys.readouterr().out
 
 
 def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
@@ -730,25 +708,25 @@ def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
         assert layer in names
 
 
-def test_a_run_that_goes_on_within_the_steps_to_trace_ends_no_trace(tmp_path):
-    config = utils.parse(["--profile.first_step", "1", "--profile.steps", "2"])
-    loop = SimpleNamespace(config=config, folder=tmp_path, tracing=False)
-    main.Loop._profile(loop, 3, None)
+def test_a_run_that_resumes_within_the_traced_steps_ends_no_trace(tmp_path):
+    config = cli.parse(["--profile.first_step", "1", "--profile.steps", "2"])
+    loop = SimpleNamespace(config=config, directory=run_directory.at(tmp_path), tracing=False)
+    main.Loop._profile(loop, 3)
     assert not loop.tracing and not list(tmp_path.iterdir())
 
 
 def test_the_example_configs_describe_runs_that_can_start():
     for path in sorted((ROOT / "configs").glob("*.toml")):
-        config = utils.load(path)
-        utils.check(config)
+        config = cli.load(path)
+        cli.check(config)
         model.declare(config)
-        passes.schedule_of(config)
+        sharded_model.schedule_of(config)
 
 
 @pytest.mark.parametrize(
     ("kind", "asked"), [("TPU v4", True), ("TPU v5 lite", False), ("NVIDIA H100 80GB HBM3", False)]
 )
-def test_only_a_v4_is_asked_to_compute_while_it_gathers(kind, asked):
+def test_only_a_v4_gets_options_for_asynchronous_collectives(kind, asked):
     mesh = SimpleNamespace(devices=np.array([[[SimpleNamespace(device_kind=kind)]]]))
     wanted = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
     assert train.compiler_options(mesh) == (wanted if asked else None)

@@ -1,4 +1,4 @@
-"""Splits are tokenized by whoever is there, and the bits that come out are the same."""
+"""Splits are tokenized by any number of processes, with the same bits as the result."""
 
 import gzip
 import json
@@ -15,13 +15,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from buckets import Prefix, Refused, Unanswered
 from conftest import ROOT
 from data import encode, prepare, shards
+from data.manifest import INDEX, read_manifest
 from data.shards import DiskFolder
-from manifest import INDEX, read_manifest
 from prepared import files_of, texts_of, tokens_of
 from processes import STRUCK
+from runtime.buckets import AccessDenied, Prefix, Unavailable
 
 # Clients leave connections to be closed when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -40,7 +40,7 @@ encode.SplitWriter.add = struck("document", encode.SplitWriter.add)
 shards.ShardWriter.add = struck("append", shards.ShardWriter.add)
 shards.ShardWriter._write = struck("shard", shards.ShardWriter._write)
 shards.DiskFolder.write = struck("record", shards.DiskFolder.write)
-prepare.Preparation.finish = struck("index", prepare.Preparation.finish)
+prepare.Preparation.write_index = struck("index", prepare.Preparation.write_index)
 prepare.main(arguments)
 """
 # How often a kind may be done before the kill; a life does each about so often.
@@ -161,7 +161,7 @@ def done_again(monkeypatch, arguments):
     return done
 
 
-def test_splits_with_a_record_are_not_done_again(source, whole, tmp_path, monkeypatch, capsys):
+def test_splits_with_a_record_are_not_tokenized_again(source, whole, tmp_path, monkeypatch, capsys):
     arguments = flags(source, tmp_path)
     stopped(monkeypatch, arguments)
     assert not list(tmp_path.rglob(INDEX))
@@ -174,8 +174,8 @@ def test_splits_with_a_record_are_not_done_again(source, whole, tmp_path, monkey
     assert "already prepared with these settings" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("harm", ["shard gone", "shard short", "record", "older record", "index"])
-def test_a_split_that_is_not_whole_is_done_again(source, whole, tmp_path, monkeypatch, harm):
+@pytest.mark.parametrize("harm", ["shard gone", "shard short", "record", "other settings", "index"])
+def test_an_incomplete_split_is_tokenized_again(source, whole, tmp_path, monkeypatch, harm):
     arguments = flags(source, tmp_path)
     prepare.main(arguments)
     [shard, *_] = sorted((tmp_path / "train").glob("shard_00003_*.npy"))
@@ -188,13 +188,15 @@ def test_a_split_that_is_not_whole_is_done_again(source, whole, tmp_path, monkey
         (tmp_path / "val" / INDEX).unlink()
         if harm == "record":
             record.write_text("{")
-        elif harm == "older record":
+        elif harm == "other settings":
             record.write_text(record.read_text().replace('"settings": "', '"settings": "0'))
     assert done_again(monkeypatch, arguments) == ([] if harm == "index" else [3])
     assert files_of(tmp_path) == whole
 
 
-def test_what_was_begun_with_other_settings_is_refused(source, whole, tmp_path, monkeypatch):
+def test_an_unfinished_preparation_with_other_settings_is_refused(
+    source, whole, tmp_path, monkeypatch
+):
     stopped(monkeypatch, flags(source, tmp_path))
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"another val_share\. Use another --out, or --overwrite"):
@@ -222,7 +224,7 @@ def test_a_copy_of_the_source_is_the_same_source(source, whole, tmp_path, monkey
         prepare.main(flags(copy, tmp_path / "out"))
 
 
-def test_what_killed_preparations_left_is_removed_when_it_is_old(source, whole, tmp_path):
+def test_old_temporary_files_of_killed_preparations_are_removed(source, whole, tmp_path):
     (tmp_path / "train").mkdir()
     old, new = (tmp_path / "train" / f"shard_00000_000.npy.{n}.partial" for n in ("old", "new"))
     for path in (old, new, tmp_path / "train" / "shard_99999_000.npy"):
@@ -233,7 +235,7 @@ def test_what_killed_preparations_left_is_removed_when_it_is_old(source, whole, 
     assert files_of(tmp_path) == whole
 
 
-def test_a_full_disk_is_said_and_nothing_is_lost(source, whole, small_disk):
+def test_a_full_disk_is_reported_and_nothing_is_lost(source, whole, small_disk):
     folder, enlarge = small_disk
     with pytest.raises(ValueError, match=r"there is no space left for .*No space left.*are kept"):
         prepare.main(flags(source, folder / "out"))
@@ -311,7 +313,7 @@ def uploaded(bucket, folder, name):
 
 def objects(url):
     prefix = Prefix(url)
-    return {name: prefix.read(name) for name in prefix.found()}
+    return {name: prefix.read(name) for name in prefix.list_objects()}
 
 
 def but_index(files):
@@ -320,7 +322,7 @@ def but_index(files):
 
 
 @pytest.mark.parametrize("kind", [None, 503, "cut request", "cut response"])
-def test_a_bucket_has_the_same_shards_also_where_it_fails(source, whole, bucket, kind):
+def test_a_bucket_gets_the_same_shards_even_after_failures(source, whole, bucket, kind):
     url, out = uploaded(bucket, source, "source"), f"{bucket.url}/data/out"
     faults = []
     if kind:
@@ -334,7 +336,7 @@ def test_a_bucket_has_the_same_shards_also_where_it_fails(source, whole, bucket,
     )
 
 
-def test_a_bucket_goes_on_behind_a_kill(source, whole, bucket, tmp_path):
+def test_a_preparation_into_a_bucket_resumes_after_a_kill(source, whole, bucket, tmp_path):
     out = f"{bucket.url}/data/out"
     command = [sys.executable, "-c", CHILD, "shard", "20", *flags(source, out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -346,13 +348,13 @@ def test_a_bucket_goes_on_behind_a_kill(source, whole, bucket, tmp_path):
 @pytest.mark.parametrize(
     ("name", "status", "raised"),
     [
-        ("c.parquet", 403, Refused),
-        ("a.jsonl", 403, Refused),
-        ("d.jsonl.gz", 403, Refused),
-        ("d.jsonl.gz", 503, Unanswered),  # gcsfs asks for half a minute
+        ("c.parquet", 403, AccessDenied),
+        ("a.jsonl", 403, AccessDenied),
+        ("d.jsonl.gz", 403, AccessDenied),
+        ("d.jsonl.gz", 503, Unavailable),  # gcsfs retries for half a minute
     ],
 )
-def test_a_bucket_that_stays_away_is_no_damage_of_the_source(source, bucket, name, status, raised):
+def test_an_unavailable_bucket_is_not_a_damaged_source(source, bucket, name, status, raised):
     url = uploaded(bucket, source, "source")
     bucket.fault(status, on="read", path=f"*{name}")
     with pytest.raises(raised, match=name):
@@ -384,7 +386,7 @@ def test_a_shard_is_a_file_that_numpy_reads(tmp_path):
     writer = shards.ShardWriter(str(tmp_path), "x", 4, np.dtype(np.uint16), weighted=True)
     for begin, weight in ((0, 1), (3, 0), (6, 1)):
         writer.add(np.arange(begin, begin + 3), weight)
-    writer.finish()
+    writer.flush()
     assert [shard.name for shard in writer.shards] == [f"x_00{n}.npy" for n in range(3)]
     found = [np.load(tmp_path / shard.name) for shard in writer.shards]
     np.testing.assert_array_equal(np.concatenate(found), np.arange(9))
@@ -401,7 +403,7 @@ def test_a_file_has_its_old_content_or_the_new_one(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         folder.write("a/b.json", b"new")
     assert folder.read("a/b.json") == b"old"
-    assert [*folder.found()] == ["a/b.json"]  # and no unfinished file
+    assert [*folder.list_objects()] == ["a/b.json"]  # and no unfinished file
     folder.remove(["a/b.json", "gone"])
     with pytest.raises(FileNotFoundError):
         folder.read("a/b.json")

@@ -1,19 +1,18 @@
-"""The files a run leaves, and what it prints."""
+"""metrics.jsonl, and what a run prints."""
 
 import io
 import json
 import resource
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import wandb
 from rich.console import Console
 
 import metrics
 import utils
+from runtime import console, jsonl
 
 CONFIG = utils.Config(train=utils.Train(steps=4))
 
@@ -36,8 +35,9 @@ def lines(folder):
 @pytest.fixture
 def terminal(monkeypatch):
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100)
-    monkeypatch.setattr(metrics, "console", console)
+    screen = Console(file=file, force_terminal=True, width=100)
+    monkeypatch.setattr(metrics, "console", screen)
+    monkeypatch.setattr(console, "console", screen)
     return file
 
 
@@ -48,7 +48,7 @@ def test_every_step_and_evaluation_is_a_line_of_json_as_soon_as_it_is_known(tmp_
         assert lines(tmp_path / "run") == [step(1), evaluation(1)]
 
 
-def test_what_a_full_disk_does_not_take_is_written_when_it_does(tmp_path, capsys):
+def test_records_that_a_full_disk_refuses_are_written_when_it_has_space(tmp_path, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with metrics.Metrics(CONFIG, tmp_path) as out:
         out.train(step(1))
@@ -59,13 +59,13 @@ def test_what_a_full_disk_does_not_take_is_written_when_it_does(tmp_path, capsys
             out.evaluation(evaluation(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert metrics.read(tmp_path / "metrics.jsonl") == [step(1)]
+        assert jsonl.read(tmp_path / "metrics.jsonl") == [step(1)]
         out.train(step(3))
         assert lines(tmp_path) == [step(1), step(2), evaluation(2), step(3)]
     assert capsys.readouterr().out.count("warning: records are kept in memory") == 1
 
 
-def test_arrays_and_numbers_that_json_has_not_are_written_as_it_has(tmp_path):
+def test_arrays_and_non_finite_numbers_are_written_as_json(tmp_path):
     strange = {"loss/train": jnp.float32(jnp.nan), "grad_norm": float("inf"), "mfu": None}
     with metrics.Metrics(CONFIG, tmp_path) as out:
         out.train(step(1, lr=np.float32(0.25), skipped=jnp.int32(1), **strange))
@@ -98,7 +98,7 @@ def test_a_run_that_starts_anew_keeps_no_old_line(tmp_path):
         assert lines(tmp_path) == []
 
 
-def test_a_record_with_other_names_is_refused(tmp_path):
+def test_a_record_with_unknown_keys_is_refused(tmp_path):
     with metrics.Metrics(CONFIG, tmp_path) as out:
         with pytest.raises(AssertionError, match="loss/tran"):
             out.train(step(1) | {"loss/tran": 1.0})
@@ -106,7 +106,7 @@ def test_a_record_with_other_names_is_refused(tmp_path):
             out.evaluation({"step": 1})
 
 
-def test_a_console_that_is_no_terminal_gets_first_and_last_step_and_few_between(tmp_path, capsys):
+def test_without_a_terminal_only_some_steps_are_printed(tmp_path, capsys):
     now = iter([0.0, 4.0, 12.0, 13.0])
     with metrics.Metrics(CONFIG, tmp_path, clock=lambda: next(now)) as out:
         for number in (1, 2, 3, 4):
@@ -127,7 +127,7 @@ def test_a_line_has_loss_speed_mfu_and_time_left(tmp_path, capsys):
     assert second == ("step 2/3  loss 2.5000  12,346 tokens/s  MFU 45.7%  3 skipped  1:05:00 left")
 
 
-def test_an_evaluation_is_told_at_once(tmp_path, capsys):
+def test_an_evaluation_is_logged_at_once(tmp_path, capsys):
     with metrics.Metrics(CONFIG, tmp_path) as out:
         out.evaluation(evaluation(2))
         dense = {"moe/tokens_per_expert": [], "loss/val_balance": None, "moe/dropped": None}
@@ -140,7 +140,7 @@ def test_an_evaluation_is_told_at_once(tmp_path, capsys):
 def test_a_terminal_shows_every_step_and_lines_above_it(tmp_path, terminal):
     with metrics.Metrics(CONFIG, tmp_path) as out:
         out.train(step(1))
-        metrics.say("a sample: [bold]def")
+        console.log("a sample: [bold]def")
         out.train(step(4, **{"loss/train": 1.75}))
     assert "a sample: [bold]def" in terminal.getvalue()
     assert "step 4/4  loss 1.7500" in terminal.getvalue()
@@ -152,69 +152,25 @@ def test_only_process_0_writes_and_prints(tmp_path, monkeypatch, capsys):
     with metrics.Metrics(CONFIG, tmp_path / "run") as out:
         out.train(step(1))
         out.evaluation(evaluation(1))
-        metrics.say("hello")
+        console.log("hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
 
-def test_wandb_is_offline_without_a_key_and_keeps_its_identity(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = utils.Config(train=utils.Train(steps=4), wandb=utils.Wandb(project="test"))
-    for start in (0, 1):
-        with metrics.Metrics(config, tmp_path, step=start, wandb_config={"width": 8}) as out:
-            out.train(step(start + 1))
-            out.evaluation(evaluation(start + 1))
-    identity = (tmp_path / "wandb_id").read_text()
-    # by the files' names: wandb numbers the folders of runs that start within one second
-    runs = [file.name for file in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
-    assert runs and set(runs) == {f"run-{identity}.wandb"}
-    assert "wandb: offline" in capsys.readouterr().out
-
-
-def test_a_run_killed_while_it_writes_the_identity_of_its_wandb_run_has_none(tmp_path, monkeypatch):
-    def killed(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(metrics.os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        metrics.start_wandb(utils.Config(), tmp_path, {})
-    assert not (tmp_path / "wandb_id").exists()
-
-
-def test_what_wandb_refuses_is_said_in_one_line(tmp_path, monkeypatch):
-    def refuse(**_):
-        raise wandb.errors.CommError("permission denied\nfor this key")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    config = utils.Config(wandb=utils.Wandb(project="test"))
-    with pytest.raises(ValueError, match=r"mode .*: permission denied for this key"):
-        metrics.Metrics(config, tmp_path)
-
-
-def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
-    with metrics.Metrics(CONFIG, tmp_path) as out:
-        out.train(step(1))
-    config = utils.Config(wandb=utils.Wandb(project="test"))
-    with pytest.raises(ValueError, match=r"--wandb.project test needs the package wandb"):
-        metrics.Metrics(config, tmp_path)
-
-
-def test_a_line_that_was_cut_off_costs_no_other(tmp_path):
+def test_a_truncated_line_loses_no_other_record(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "te')
-    metrics.append(path, [{"step": 3}])
-    metrics.append(path, [{"step": 4}])
-    assert [record["step"] for record in metrics.read(path)] == [1, 3, 4]
-    metrics.cut(path, 3)
+    jsonl.append(path, [{"step": 3}])
+    jsonl.append(path, [{"step": 4}])
+    assert [record["step"] for record in jsonl.read(path)] == [1, 3, 4]
+    jsonl.truncate(path, 3)
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
-def test_what_a_full_disk_kept_back_is_written_before_a_save(tmp_path):
+def test_records_kept_in_memory_are_written_before_a_save(tmp_path):
     with metrics.Metrics(utils.Config(), tmp_path) as recorder:
         recorder._unwritten = b'{"step": 7}\n'
         recorder.sync()
-        assert metrics.has(tmp_path / "metrics.jsonl", 7, "step")
+        assert jsonl.has(tmp_path / "metrics.jsonl", 7, "step")
         recorder._unwritten = b'{"step": 8}\n'
-    assert metrics.has(tmp_path / "metrics.jsonl", 8, "step")
+    assert jsonl.has(tmp_path / "metrics.jsonl", 8, "step")

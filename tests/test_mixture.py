@@ -1,18 +1,17 @@
-"""Several datasets as one: tokens of a folder here are its own positions, from a number on."""
+"""Mixtures. The tokens of each folder here are consecutive numbers from its BEGINS on."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
+import dataset
 import metrics
-import mixture
-import utils
 import validate
-from buckets import Prefix
 from data import show
-from dataset import Dataset
-from mixture import PERIOD, Mixture, entries, shares
+from dataset import PERIOD, Dataset, Mixture, parse_mixture, shares
+from runtime import cli, jsonl
+from runtime.buckets import Prefix
 from test_dataset import alone, make_folder
 from tiny_run import start
 from utils import Config, Data, Eval, Model, Train
@@ -32,9 +31,9 @@ def folders(tmp_path):
     return found
 
 
-def mixed(folders, sequences=8, weights=WEIGHTS, **how):
+def mixed(folders, batch_size=8, weights=WEIGHTS, **how):
     parts = {name: Dataset(folder, 5, **how) for name, folder in folders.items()}
-    return Mixture(parts, weights, sequences)
+    return Mixture(parts, weights, batch_size)
 
 
 def named(tokens):
@@ -44,7 +43,7 @@ def named(tokens):
     return [(str(n), (int(x) - BEGINS[str(n)]) // 5) for n, x in zip(which, first, strict=True)]
 
 
-def test_each_dataset_has_its_share_of_every_stretch(folders):
+def test_each_dataset_has_its_share_of_any_consecutive_windows(folders):
     data = mixed(folders)
     sources = [n for step in range(100) for n, _ in named(data.rows(step, np.arange(8))["tokens"])]
     for begin in (0, 13, 400):
@@ -54,7 +53,7 @@ def test_each_dataset_has_its_share_of_every_stretch(folders):
                 assert abs(part.count(name) - weight * length) < 2, (begin, length, name)
 
 
-def test_no_window_comes_again_before_its_dataset_is_used_up(folders):
+def test_no_window_repeats_within_an_epoch_of_its_dataset(folders):
     data, seen = mixed(folders), {name: [] for name in SIZES}
     for step in range(60):
         for name, window in named(data.rows(step, np.arange(8))["tokens"]):
@@ -87,8 +86,7 @@ def test_each_dataset_is_read_in_the_order_it_has_alone(folders):
         assert own == alone.tolist()
 
 
-def test_positions_far_from_the_beginning_go_on_as_those_near_it(folders):
-    """Over the end of a period, of which the counts are remembered."""
+def test_the_order_continues_across_the_end_of_a_period(folders):
     data, rows = mixed(folders), np.arange(8)
     step = 3 * PERIOD // 8 - 2
     used = [data._used(s) for s in (step, step + 4)]
@@ -108,7 +106,7 @@ def test_shares_are_whole_and_the_nearest_to_the_weights(weights):
 
 
 def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):
-    own = alone(folders["c"], 5, sequences=8, seed=1)
+    own = alone(folders["c"], 5, batch_size=8, seed=1)
     data = mixed({"c": folders["c"]}, weights=[2.0], seed=1)
     for step in (0, 4, 9):
         np.testing.assert_array_equal(
@@ -116,21 +114,21 @@ def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):
         )
 
 
-def test_progress_is_told_and_when_a_dataset_is_used_up(folders):
+def test_progress_counts_sequences_and_epochs_and_a_message_ends_each_epoch(folders):
     data = mixed(folders)
     assert data.progress(0) == {f"data/{n}/{k}": 0 for n in SIZES for k in ("sequences", "epochs")}
-    told = data.progress(10)
-    assert sum(told[f"data/{name}/sequences"] for name in SIZES) == 80
-    assert told["data/b/epochs"] == told["data/b/sequences"] / 10
-    texts = [text for step in range(1, 16) for text in data.used_up(step)]
+    metrics = data.progress(10)
+    assert sum(metrics[f"data/{name}/sequences"] for name in SIZES) == 80
+    assert metrics["data/b/epochs"] == metrics["data/b/sequences"] / 10
+    texts = [text for step in range(1, 16) for text in data.finished_epochs(step)]
     assert f"epoch 1 of {folders['b']} is over, of 10 windows" in texts
     for name in SIZES:
         whole = int(data.progress(15)[f"data/{name}/epochs"])
         assert len([text for text in texts if f"of {folders[name]} is over" in text]) == whole
-    own = alone(folders["b"], 5, sequences=4)
-    ends = [step for step in range(1, 9) if own.used_up(step)]
+    own = alone(folders["b"], 5, batch_size=4)
+    ends = [step for step in range(1, 9) if own.finished_epochs(step)]
     assert ends == [3, 5, 8]
-    assert own.used_up(5) == [f"epoch 2 of {folders['b']} is over, of 10 windows"]
+    assert own.finished_epochs(5) == [f"epoch 2 of {folders['b']} is over, of 10 windows"]
     assert own.progress(5) == {}
 
 
@@ -139,10 +137,10 @@ def test_windows_have_numbers_of_their_own(folders):
     numbers = data.windows_of(3, rows)
     assert data.windows == 70
     for number, expected in zip(numbers, named(data.rows(3, rows)["tokens"]), strict=True):
-        part, own = data.part_of(int(number))
+        part, own = data.dataset_of(int(number))
         assert (next(n for n, d in data.parts.items() if d is part), own) == expected
-        assert show.place(part, own).startswith(f"tokens {5 * own % 30} to ")
-        assert part.folder in show.place(part, own)
+        assert show.location(part, own).startswith(f"tokens {5 * own % 30} to ")
+        assert part.folder in show.location(part, own)
 
 
 def test_identity_is_of_tokens_and_shares(folders):
@@ -153,22 +151,22 @@ def test_identity_is_of_tokens_and_shares(folders):
     assert mixed(dict(reversed(folders.items())), weights=WEIGHTS[::-1]).identity != one
 
 
-def test_entries_are_names_weights_and_folders():
-    found = entries(["web 0.7 gs://bucket/web/", " code 3 data/my code "])
-    assert found == [("web", 0.7, "gs://bucket/web"), ("code", 3.0, "data/my code")]
+def test_an_entry_is_a_name_a_weight_and_a_folder():
+    found = parse_mixture(["web 0.7 gs://bucket/web/", " code 3 data/my code "])
+    assert found == {"web": (0.7, "gs://bucket/web"), "code": (3.0, "data/my code")}
 
 
 @pytest.mark.parametrize(
     "text", ["", "web", "web data/web", "web 0.7", "web 0 data", "web -1 data", "web nan data"]
 )
-def test_what_is_no_entry_is_refused_with_one_that_is(text):
+def test_a_malformed_entry_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"is not NAME WEIGHT FOLDER.*--data.mixture 'web 0.7"):
-        entries([text])
+        parse_mixture([text])
 
 
 def test_what_cannot_be_mixed_is_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="names a twice"):
-        entries(["a 1 x", "a 2 y"])
+        parse_mixture(["a 1 x", "a 2 y"])
     with pytest.raises(ValueError, match="gives c the weight 1e-07, which is less than one of"):
         mixed(folders, weights=[1, 1, 1e-7])
     other = make_folder(tmp_path / "d" / "train", np.arange(50), tokenizer_sha256="bb")
@@ -180,24 +178,22 @@ def config_of(tmp_path, **data):
     texts = tuple(f"{n} {w} {tmp_path / n}" for n, w in zip(SIZES, WEIGHTS, strict=True))
     return Config(
         data=Data(mixture=texts, seed=4, **data),
-        train=Train(sequences=8, sequence_length=5),
+        train=Train(global_batch_size=8, seq_len=5),
         eval=Eval(sequences=7),
-        model=Model(vocabulary=1000),
+        model=Model(vocab_size=1000),
     )
 
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
 def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
-    train, val = mixture.open_datasets(config_of(tmp_path, order=order))
+    train, val = dataset.open_datasets(config_of(tmp_path, order=order))
     assert train.shares == pytest.approx(WEIGHTS, abs=1e-4)
     assert [data.order for data in train.parts.values()] == [order] * 3
-    assert [data.sequences for data in train.parts.values()] == [4, 2, 2]
-    assert {name: part.share for name, part in validate.parts_of(val).items()} == pytest.approx(
-        dict(zip(SIZES, WEIGHTS, strict=True)), abs=1e-4
-    )
+    assert [data.batch_size for data in train.parts.values()] == [4, 2, 2]
+    assert list(val.parts) == list(SIZES) and val.shares == pytest.approx(WEIGHTS, abs=1e-4)
     too_many = dataclasses.replace(config_of(tmp_path), eval=Eval(sequences=8))
     with pytest.raises(ValueError, match=r"--eval.sequences 8 is more than the 7 windows"):
-        mixture.open_datasets(too_many)
+        dataset.open_datasets(too_many)
 
 
 def test_the_order_of_a_mixture_does_not_depend_on_how_its_weights_are_written(folders, tmp_path):
@@ -207,10 +203,10 @@ def test_the_order_of_a_mixture_does_not_depend_on_how_its_weights_are_written(f
         config = dataclasses.replace(
             given,
             data=dataclasses.replace(given.data, mixture=mixed),
-            train=Train(sequences=30, sequence_length=5),
+            train=Train(global_batch_size=30, seq_len=5),
         )
-        found = mixture.open_training(config)
-        assert [data.sequences for data in found.parts.values()] == [9, 11, 10]
+        found = dataset.open_training(config)
+        assert [data.batch_size for data in found.parts.values()] == [9, 11, 10]
 
 
 def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
@@ -218,9 +214,9 @@ def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
     file.write_text('[data]\nmixture = ["a 1 x", "b 2 y"]\n')
     for flag in ("--data.val", "--data.train"):
         for given in ([flag, "z"], [f"{flag}=z"]):
-            with pytest.raises(ValueError, match=f"{flag} is not read beside a mixture"):
-                utils.parse(["--config", str(file), *given])
-    alone = utils.parse(["--config", str(file), "--data.mixture", "--data.val", "z"]).data
+            with pytest.raises(ValueError, match=f"{flag} has no effect with a mixture"):
+                cli.parse(["--config", str(file), *given])
+    alone = cli.parse(["--config", str(file), "--data.mixture", "--data.val", "z"]).data
     assert (alone.mixture, alone.val) == ((), "z")
 
 
@@ -238,34 +234,34 @@ def test_a_mixture_in_a_bucket_is_the_one_on_a_disk(folders, bucket):
 
 
 def test_bits_per_byte_of_a_mixture_are_its_bits_over_its_bytes(folders, tmp_path):
-    val = mixture.open_validation(config_of(tmp_path))
+    val = dataset.open_validation(config_of(tmp_path))
     for name, data in val.parts.items():
         data.manifest = dataclasses.replace(data.manifest, text_bytes=80 if name == "b" else 40)
     losses = {"loss/val/a": 1.0, "loss/val/b": 2.0, "loss/val/c": 4.0}
-    found = validate.extended({"loss/val": 2.1} | losses, val)
+    found = validate.with_perplexity({"loss/val": 2.1} | losses, val)
     expected = (0.5 * 1.0 + 0.2 * 2.0 + 0.3 * 4.0) / np.log(2) / (0.5 + 0.2 * 2 + 0.3)
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_of_a_mixture_records_each_dataset_and_goes_on(data, runs, tmp_path):
+def test_a_run_of_a_mixture_records_each_dataset_and_resumes(data, runs, tmp_path):
     out = data[1].rpartition("/")[0]
     mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]
     start(mixed, runs, "mixed")
     start(mixed, runs, "halves", "--train.steps", "3")
     start(mixed, runs, "halves")
-    records = metrics.read(runs / "mixed" / "metrics.jsonl")
+    records = jsonl.read(runs / "mixed" / "metrics.jsonl")
     steps = [r for r in records if "loss/train" in r]
-    config = utils.load(runs / "mixed" / "config.toml")
+    config = cli.load(runs / "mixed" / "config.toml")
     assert config.data.mixture == tuple(mixed[1:])
     for record in steps:
         used = [record[f"data/{name}/sequences"] for name in ("one", "two")]
-        assert sum(used) == record["step"] * config.train.sequences
+        assert sum(used) == record["step"] * config.train.global_batch_size
         assert abs(used[0] - 0.75 * sum(used)) < 1
     evaluations = [r for r in records if "loss/val" in r]
     assert evaluations
     for record in evaluations:  # of the same text
         assert record["loss/val/one"] == record["loss/val/two"]
         assert record["loss/val"] == pytest.approx(record["loss/val/one"], rel=1e-6)
-    for one, other in zip(records, metrics.read(runs / "halves" / "metrics.jsonl"), strict=True):
+    for one, other in zip(records, jsonl.read(runs / "halves" / "metrics.jsonl"), strict=True):
         same = one.keys() - set(metrics.MEASURED)
         assert {k: one[k] for k in same} == {k: other[k] for k in same}

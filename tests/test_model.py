@@ -1,10 +1,9 @@
 """The sharded model against the one-device reference, and the properties of its layers.
 
-A whole step takes seconds to compile, so each is compiled once (`trained`, `stats_of`) and asked
-many questions; what one layer can answer is asked of the layer.
+A step takes seconds to compile, so each is compiled once (`trained`, `stats_of`) for many tests.
+Properties of a layer are tested on the layer alone.
 
-Letters: M microbatches, B sequences, T positions, D width, V padded vocabulary, N heads, S key
-positions, E experts, K experts per token, G hidden width of an expert.
+Letters as in model.py.
 """
 
 import dataclasses
@@ -21,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import hf_case
 import model
-import passes
 import pipeline
 import reference
+import sharded_model
 import utils
 import weights
 from common import (
@@ -38,6 +37,7 @@ from common import (
     relative_error,
     transformer_of,
 )
+from hf_case import model_with
 
 BOUND = 2e-5  # relative, float32
 BOTH = [(1, 1, 1), (2, 2, 2)]
@@ -45,43 +45,43 @@ BOTH = [(1, 1, 1), (2, 2, 2)]
 BASE = {
     "q_lora_rank": 24,
     "prefix_layers": 1,
-    "shared_experts": 2,
+    "n_shared_experts": 2,
     "z_loss": 1e-3,
-    "expert_groups": 2,
-    "latent_norm_epsilon": 0.1,
+    "n_group": 2,
+    "latent_rms_norm_eps": 0.1,
     **hf_case.YARN,
 }
-# Between them the cases have every option of the model and of how a step is run.
+# Together the cases cover every option of the model and of a step.
 CASES = {
     "1x1x1": config_of(segments=True, **BASE),
     "4x1x1": config_of(
         (4, 1, 1),
         gather="layer",
         train={"microbatches": 2, "remat": "full", "loss_chunk_tokens": 64},
-        tied=False,
-        experts_layout="gathered",
-        scores="softmax",
-        shared_experts=1,
-        expert_groups=4,
-        groups_per_token=2,
+        tie_word_embeddings=False,
+        experts_layout="sharded",
+        scoring_func="softmax",
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
     ),
     "1x4x1": config_of(
         (1, 4, 1),
-        train={"microbatches": 3, "sequences": 12, "remat": "latents,hidden"},
+        train={"microbatches": 3, "global_batch_size": 12, "remat": "latents,hidden"},
         dense_layers=2,
-        normalize_weights=False,
-        shared_experts=0,
+        norm_topk_prob=False,
+        n_shared_experts=0,
         rope_in_moe_layers=False,
     ),
     "1x1x4": config_of(
         (1, 1, 4),
         gather="layer",
         segments=True,
-        train={"microbatches": 1, "sequences": 4},
+        train={"microbatches": 1, "global_batch_size": 4},
         dense_layers=0,
-        tied=False,
+        tie_word_embeddings=False,
         q_lora_rank=24,
-        experts_layout="gathered",
+        experts_layout="sharded",
         z_loss=0.01,
     ),
     "2x2x2": config_of((2, 2, 2), gather="layer", segments=True, train={"microbatches": 8}, **BASE),
@@ -94,8 +94,8 @@ CASES = {
     ),
     "2x2x2_dense": config_of(
         (2, 2, 2),
-        train={"microbatches": 3, "sequences": 12, "remat": "full", "loss_chunk_tokens": 7},
-        tied=False,
+        train={"microbatches": 3, "global_batch_size": 12, "remat": "full", "loss_chunk_tokens": 7},
+        tie_word_embeddings=False,
         moe_layers=0,
         dense_layers=2,
         prefix_layers=2,
@@ -107,23 +107,23 @@ CASES = {
         train={"remat": "full"},
         dense_layers=0,
         prefix_layers=2,
-        experts_layout="gathered",
-        scores="softmax",
-        shared_experts=1,
+        experts_layout="sharded",
+        scoring_func="softmax",
+        n_shared_experts=1,
     ),
     "2x2x2_virtual_splash": config_of(
         (2, 2, 2),
         virtual=2,
         segments=True,
-        train={"sequence_length": 128, "sequences": 8, "microbatches": 2, "remat": "attention"},
-        attention="splash",
-        tied=False,
+        train={"seq_len": 128, "global_batch_size": 8, "microbatches": 2, "remat": "attention"},
+        attention_kernel="splash",
+        tie_word_embeddings=False,
     ),
     "1x1x4_splash": config_of(
         (1, 1, 4),
         gather="layer",
-        train={"sequence_length": 128, "sequences": 4, "microbatches": 2, "remat": "none"},
-        attention="splash",
+        train={"seq_len": 128, "global_batch_size": 4, "microbatches": 2, "remat": "none"},
+        attention_kernel="splash",
         blocks=1,
         moe_layers=0,
         prefix_layers=1,
@@ -135,37 +135,37 @@ CASES = {
         virtual=2,
         gather="layer",
         train={"remat": "latents,hidden"},
-        tied=False,
-        experts_layout="gathered",
+        tie_word_embeddings=False,
+        experts_layout="sharded",
     ),
 }
 SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual", "2x2x2x1"]
 
 
 class Trained(NamedTuple):
-    """What one step told."""
+    """The results of one step."""
 
     config: utils.Config
     grads: dict  # a canonical tree
-    stats: passes.Stats
+    stats: sharded_model.Stats
     program: str  # compiled
 
 
 def step_of(config, mesh):
-    """The production step as one argument's worth of compilation: (weights, batch) -> both."""
-    run = passes.loss_and_gradients(config, model.declare(config), mesh)
+    """Return the compiled production step: (weights, batch) -> gradients, Stats."""
+    run = sharded_model.loss_and_gradients(config, model.declare(config), mesh)
     return jax.jit(lambda w, batch: run(w, batch, jnp.int32(0)))
 
 
 @functools.cache
 def tree_of(fields):
-    """Weights for a model whose norms are not 1 and whose biases are not 0."""
+    """Return weights with norms other than 1 and biases other than 0."""
     return hf_case.weights(fields, seed=3)
 
 
 @functools.cache
 def trained(name):
-    """The case, run once."""
+    """Run a case, once."""
     config, mesh = CASES[name], mesh_of(CASES[name])
     w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
     data = on_mesh(config, mesh, batch)
@@ -176,8 +176,8 @@ def trained(name):
 
 @functools.cache
 def expected_of(fields, segments, sequences, length):
-    """(loss, parts), gradients of the reference for the batch of a case."""
-    small = config_of(segments=segments, train={"sequences": sequences, "sequence_length": length})
+    """Return (loss, parts), gradients of the reference for the batch of a case."""
+    small = config_of(segments=segments, train={"global_batch_size": sequences, "seq_len": length})
     batch = batch_of(dataclasses.replace(small, model=fields))
     if not segments:
         batch["segments"] = np.zeros_like(batch["segments"])
@@ -187,7 +187,7 @@ def expected_of(fields, segments, sequences, length):
 
 def expected(config):
     train = config.train
-    return expected_of(config.model, config.data.segments, train.sequences, train.sequence_length)
+    return expected_of(config.model, config.data.segments, train.global_batch_size, train.seq_len)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -202,7 +202,7 @@ def test_loss_and_gradients_match_the_one_device_reference(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].model.moe_layers])
-def test_every_choice_of_an_expert_is_counted_and_none_is_dropped_where_all_have_room(name):
+def test_every_choice_of_an_expert_is_counted_and_none_is_dropped_with_full_capacity(name):
     config, _, stats, _ = trained(name)
     counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
     (_, parts), _ = expected(config)
@@ -224,44 +224,44 @@ def test_balance_loss_and_gradient_norm_depend_on_neither_mesh_nor_microbatches(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pads_of_the_vocabulary_get_no_gradient(name):
+def test_padding_of_the_vocabulary_has_no_gradient(name):
     config, grads, _, _ = trained(name)
     for table in ("embedding", "output"):
         if grads[table] is not None:
             assert grads[table].shape[0] == 512
-            assert not grads[table][config.model.vocabulary :].any()
-            assert grads[table][: config.model.vocabulary].any()
+            assert not grads[table][config.model.vocab_size :].any()
+            assert grads[table][: config.model.vocab_size].any()
 
 
 @functools.cache
 def evaluated(name):
-    """Statistics of the case in evaluation, with dropout and scarce capacity in training."""
+    """Return evaluation statistics of a case with dropout and low capacity in training."""
     case = CASES[name]
     fields = dataclasses.replace(case.model, dropout=0.4, capacity_factor=0.5)
     config, mesh = dataclasses.replace(case, model=fields), mesh_of(case)
     w, data = transformer_of(case, mesh, tree_of(case.model)), on_mesh(case, mesh, batch_of(case))
-    return jax.jit(passes.evaluate(config, model.declare(config), mesh))(w, data)
+    return jax.jit(sharded_model.evaluate(config, model.declare(config), mesh))(w, data)
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual", "2x2x2_virtual_splash"])
-def test_evaluation_is_the_reference_without_dropout_and_with_its_own_capacity(name):
+def test_evaluation_matches_the_reference_without_dropout_and_with_its_own_capacity(name):
     config, found = CASES[name], evaluated(name)
     (_, parts), _ = expected(config)
     assert relative_error(found.cross_entropy, parts["cross_entropy"]) <= BOUND
     assert relative_error(found.z, parts["z"]) <= BOUND
-    # 1 where every expert has as much: neither weighted nor summed over layers.
-    mean = parts["balance"] / config.model.balance_loss / config.model.blocks
+    # 1 at equal load: neither weighted nor summed over layers.
+    mean = parts["balance"] / config.model.aux_loss_alpha / config.model.blocks
     assert relative_error(found.balance, mean) <= BOUND
     counts = np.asarray(found.tokens_per_expert).reshape(config.model.blocks, -1)
     assert counts.tolist() == parts["tokens_per_expert"].tolist()
     assert found.dropped == 0
 
 
-# --- what is compiled --------------------------------------------------------------------------
+# --- compiled programs -------------------------------------------------------------------------
 
 
 def logit_buffers(program, vocabulary_slice):
-    """Rows of each float buffer of an HLO text that has the vocabulary as one dimension."""
+    """Return the rows of each float buffer of an HLO text with the vocabulary as a dimension."""
     shapes = {
         tuple(map(int, dims.split(",")))
         for dims in re.findall(r"\b(?:f32|bf16)\[([\d,]+)\]", program)
@@ -273,7 +273,7 @@ def logit_buffers(program, vocabulary_slice):
 def test_logits_of_a_chunk_of_tokens_exist_at_a_time():
     config, _, _, program = trained("1x1x1")
     # Rows of the embedding; those of the largest buffer of logits.
-    allowed = {config.model.width, config.train.loss_chunk_tokens, 1}
+    allowed = {config.model.hidden_size, config.train.loss_chunk_tokens, 1}
     assert logit_buffers(program, 512) <= allowed
 
     whole = dataclasses.replace(
@@ -286,18 +286,18 @@ def test_logits_of_a_chunk_of_tokens_exist_at_a_time():
 
 
 def arguments(config, mesh):
-    """Weights and a batch of a config, for a trace."""
+    """Return abstract weights and a batch of a config."""
     declared = model.declare(config)
     w = jax.tree.map(lambda w: jnp.zeros(w.shape), declared)
     M = config.train.microbatches
-    shape = (M, config.train.sequences // M, config.train.sequence_length)
+    shape = (M, config.train.global_batch_size // M, config.train.seq_len)
     integers = jnp.zeros(shape, jnp.int32)
     return w, model.Batch(integers, integers, jnp.zeros(shape), integers)
 
 
 def traced(**changes):
-    """The step's traced program, without the sizes and addresses in it."""
-    sizes = {"microbatches": changes.pop("microbatches", 4), "sequences": 64}
+    """Return the traced program of the step, without sizes and addresses."""
+    sizes = {"microbatches": changes.pop("microbatches", 4), "global_batch_size": 64}
     config = config_of((2, 2, 1), train=sizes | {"remat": "full"}, **(BASE | changes))
     mesh = mesh_of(config)
     program = jax.make_jaxpr(step_of(config, mesh))(
@@ -314,27 +314,32 @@ def test_the_program_grows_with_neither_blocks_nor_dense_layers_nor_microbatches
 
 
 def kept_for_backward(config):
-    """Shapes and types of what waits between the forward and backward pass of a block."""
+    """Return shapes and dtypes of the residuals of a block."""
     mesh, found = mesh_of(config), []
     declared = model.declare(config)
-    how = model.How(config.model, 0, config.model.capacity_factor)
+    how = model.ForwardOptions(config.model, 0, config.model.capacity_factor)
 
     def local(w, data):
-        run = passes.functions(config, declared, how, jnp.int32(0), jnp.float32(1), 1.0)
-        prepared, data = passes.prepare(config, declared, w), passes.numbered(data)
-        run = pipeline.Executor(run, prepared, data, passes.schedule_of(config))
+        run = sharded_model.pipeline_functions(
+            config, declared, how, jnp.int32(0), jnp.float32(1), 1.0
+        )
+        prepared, data = (
+            sharded_model.gather_params(config, declared, w),
+            sharded_model.with_microbatch_index(data),
+        )
+        run = pipeline.Executor(run, prepared, data, sharded_model.schedule_of(config))
         ring, _, _ = run.probe(run.empty_x())
         found.extend((a.shape[2:], a.dtype) for a in jax.tree.leaves(ring))
         return jnp.zeros(())
 
-    in_specs = (weights.specs(declared), passes.BATCH_SPEC)
+    in_specs = (weights.specs(declared), sharded_model.BATCH_SPEC)
     step = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=True)
     jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)))
     return found
 
 
-def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again():
-    train = {"remat": "full", "sequences": 24}
+def test_with_full_remat_only_the_input_of_each_layer_is_saved():
+    train = {"remat": "full", "global_batch_size": 24}
     config = config_of((2, 1, 2), train=train, dense_layers=3, q_lora_rank=24)
     b, t, D = 24 // 4 // 2, 16 // 2, 48
     large = [shape for shape, _ in kept_for_backward(config) if np.prod(shape) > 3]
@@ -342,8 +347,8 @@ def test_only_the_input_of_each_layer_is_kept_where_all_else_is_computed_again()
 
 
 @pytest.mark.parametrize("gather", ["step", "layer"])
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
-def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
+def test_no_weight_is_a_residual(gather, layout):
     fields = {
         "experts_layout": layout,
         "q_lora_rank": 24,
@@ -361,9 +366,9 @@ def test_no_weight_is_kept_for_the_backward_pass(gather, layout):
 
 
 @pytest.mark.parametrize("gather", ["step", "layer"])
-def test_nothing_wide_is_kept_that_is_made_again_in_one_way_through_memory(gather):
-    """Of a layer that keeps all: no float32 of norms and rotary, nothing made of gate and up."""
-    layers = {"gather": gather, "experts_layout": "spread", "q_lora_rank": 24}
+def test_no_wide_elementwise_result_is_a_residual(gather):
+    """Without remat: no float32 of norms and rotary, no elementwise result of gate and up."""
+    layers = {"gather": gather, "experts_layout": "expert_parallel", "q_lora_rank": 24}
     kept = kept_for_backward(config_of((2, 1, 2), compute_dtype="bfloat16", **layers))
     wide = [(shape, dtype) for shape, dtype in kept if shape and shape[-1] >= 12]
     scores = (2, 2, 16, 16)  # of attention by XLA
@@ -386,19 +391,19 @@ class Layer(NamedTuple):
 
     @property
     def declared(self):
-        """Its weights, without the dimensions that stack them."""
+        """The declared weights, without stacked dimensions."""
         blocks = model.declare(self.config).blocks
         tree, stack = (blocks.dense.mlp, 4) if self.kind == "mlp" else (blocks.moe, 3)
         tree = tree if self.kind == "mlp" else getattr(tree, self.kind)
 
         def unstacked(w):
-            return dataclasses.replace(w, cuts=w.cuts[stack:], sizes=w.sizes[stack:])
+            return dataclasses.replace(w, dim_axes=w.dim_axes[stack:], sizes=w.sizes[stack:])
 
         return jax.tree.map(unstacked, tree)
 
     @property
     def weights(self):
-        """Those of the first such layer, as nested dicts."""
+        """Return the weights of the first such layer, as nested dicts."""
         blocks = tree_of(self.config.model)["blocks"]
         tree, index = (blocks["dense"], (0, 0)) if self.kind == "mlp" else (blocks["moe"], 0)
         return jax.tree.map(lambda a: a[index], tree[self.kind])
@@ -409,8 +414,8 @@ class Layer(NamedTuple):
 
     def local(self, w, x, segments):
         """(y, [1] dropped choices, [1, E] tokens per expert); nothing of the latter but in moe."""
-        m, at = self.config.model, model.At(*[jnp.int32(0)] * 3)
-        how = model.How(m, 0, m.capacity_factor)
+        m, at = self.config.model, model.LayerPosition(*[jnp.int32(0)] * 3)
+        how = model.ForwardOptions(m, 0, m.capacity_factor)
         w = weights.gather(self.declared, w)
         if self.kind == "attention":
             return model.attention(w, x, segments, how, at, self.rope), None
@@ -420,7 +425,7 @@ class Layer(NamedTuple):
         return y, (routing.dropped[None], routing.tokens_per_expert[None])
 
     def sharded(self):
-        """(weights, x [B, T, D], segments [B, T]) -> results of `local`, one row a rank."""
+        """Return (weights, x [B, T, D], segments [B, T]) -> results of `local` per rank."""
         ranks = P(utils.TOKEN_AXES)
         return jax.shard_map(
             self.local,
@@ -462,9 +467,9 @@ def test_a_layer_on_zeros_is_finite_forward_and_backward(kind, shape):
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
 def test_each_shared_expert_changes_the_output(shape):
-    one, x = layer("moe", shape, shared_experts=3), activations()
+    one, x = layer("moe", shape, n_shared_experts=3), activations()
     y, _ = one(x)
-    G = one.config.model.expert_hidden
+    G = one.config.model.moe_intermediate_size
     for number in range(3):
         tree = one.weights
         down = tree["shared"]["down"].copy()
@@ -493,10 +498,10 @@ def test_attention_scores_of_every_head_depend_on_distance_only(rope, shape, mon
         return jnp.einsum("bTnA,bSnA->bTnS", q, k)
 
     monkeypatch.setattr(model, "attend", scores)
-    # Scores leave the layer as they are: a value head is as wide as there are keys, and the output
+    # The layer returns its scores: a value head is as wide as the number of keys, and the output
     # matrix is the identity.
     B, N, T = 4, 4, 16
-    one = layer("attention", shape, rope=rope, width=N * T, v_head_dim=T, rope_theta=30.0)
+    one = layer("attention", shape, rope=rope, hidden_size=N * T, v_head_dim=T, rope_theta=30.0)
     tree = one.weights | {"out": np.eye(N * T, dtype=np.float32).reshape(N, T, N * T)}
     x = np.broadcast_to(activations(B, 1, N * T), (B, T, N * T))
     score_BTNS = (one(x, tree=tree)[0] - x).reshape(B, T, N, T)
@@ -516,18 +521,19 @@ def test_attention_scores_of_every_head_depend_on_distance_only(rope, shape, mon
     [(10000.0, 40.0, 32.0, 10, 23), (50000.0, 32.0, 1.0, 19, 20)],
     ids=["DeepSeek-V3", "Kimi K2"],
 )
-def test_yarn_slows_the_pairs_that_it_slows_in_published_models(
+def test_yarn_scales_the_same_frequencies_as_in_published_models(
     theta, factor, beta_fast, kept, slowed
 ):
-    """Both were trained with 4,096 tokens and 32 pairs: `kept` is the last that stays as it is."""
+    """Both were trained with 4,096 tokens and 32 pairs; `kept` is the last unchanged pair."""
     fields = {"rope_theta": theta, "rope_beta_fast": beta_fast, "qk_rope_head_dim": 64}
-    plain, yarn = utils.Model(**fields), utils.Model(**fields, rope_factor=factor)
-    ratio = np.asarray(model.frequencies(yarn) / model.frequencies(plain))
+    plain = model_with(utils.Model(), **fields)
+    yarn = model_with(plain, rope_factor=factor)
+    ratio = np.asarray(model.rope_frequencies(yarn) / model.rope_frequencies(plain))
     np.testing.assert_allclose(ratio[: kept + 1], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[slowed:], 1 / factor, rtol=1e-6)
     share = np.arange(slowed - kept + 1) / (slowed - kept)
     np.testing.assert_allclose(ratio[kept : slowed + 1], 1 - share + share / factor, rtol=1e-5)
-    found = [model.frequencies(yarn), reference.frequencies(yarn)]
+    found = [model.rope_frequencies(yarn), reference.frequencies(yarn)]
     found.append([reference.numpy_frequency(i, yarn) for i in range(32)])
     for other in found[1:]:
         np.testing.assert_allclose(found[0], other, rtol=2e-6)
@@ -542,18 +548,18 @@ def test_yarn_slows_the_pairs_that_it_slows_in_published_models(
         (1.0, 0.0, 1.3688879, 1.0),
     ],
 )
-def test_yarn_sharpens_attention_by_the_logarithm_of_its_factor(mscale, all_dim, rotary, scores):
+def test_yarn_scales_attention_by_the_logarithm_of_its_factor(mscale, all_dim, rotary, scores):
     """For a factor of 40: 1 + log(40) / 10 is 1.3688879."""
-    m = utils.Model(rope_factor=40.0, rope_mscale=mscale, rope_mscale_all_dim=all_dim)
+    m = model_with(utils.Model(), rope_factor=40.0, rope_mscale=mscale, rope_mscale_all_dim=all_dim)
     width = m.qk_nope_head_dim + m.qk_rope_head_dim
-    np.testing.assert_allclose(model.rotary_factor(m), rotary, rtol=1e-6)
-    np.testing.assert_allclose(model.score_scale(m) * width**0.5, scores**2, rtol=1e-6)
+    np.testing.assert_allclose(model.rope_magnitude(m), rotary, rtol=1e-6)
+    np.testing.assert_allclose(model.softmax_scale(m) * width**0.5, scores**2, rtol=1e-6)
 
 
 def test_experts_are_chosen_from_the_groups_whose_two_best_sum_highest():
     ranking = np.float32([[[0.9, 0.0, 0.1, 0.5, 0.6, 0.2, 0.4, 0.3, 0.55]]])  # 0.9+0.1, 1.1, 0.95
     for groups, seen in [(1, [1]), (2, [0, 1]), (3, [0, 1, 2])]:
-        m = utils.Model(experts=9, expert_groups=3, groups_per_token=groups)
+        m = utils.Model(n_routed_experts=9, n_group=3, topk_group=groups)
         found = np.asarray(model.best_groups(jnp.asarray(ranking), m)).reshape(3, 3)
         expected = np.where(np.isin(np.arange(3), seen)[:, None], ranking.reshape(3, 3), -np.inf)
         np.testing.assert_array_equal(found, expected)
@@ -563,15 +569,15 @@ def test_experts_are_chosen_from_the_groups_whose_two_best_sum_highest():
 
 
 def numpy_route(w, h, m):
-    """Choices and weights [B, T, K] of sigmoid scores, normalised."""
+    """Return choices and weights [B, T, K] of sigmoid scores, normalized."""
     score = 1 / (1 + np.exp(-(h @ w["router"])))
-    choice = np.argsort(-(score + w["bias"]), axis=-1, kind="stable")[..., : m.experts_per_token]
+    choice = np.argsort(-(score + w["bias"]), axis=-1, kind="stable")[..., : m.num_experts_per_tok]
     weight = np.take_along_axis(score, choice, axis=-1)
     return choice, weight / weight.sum(-1, keepdims=True) * m.routed_scaling_factor
 
 
 def numpy_kept(choice, ranks, factor, E):
-    """Whether each choice has room: each rank's slice in order of position, then sequence."""
+    """Whether each choice is within capacity: by position, then sequence, on each rank."""
     B, T, K = choice.shape
     b, t = B // ranks[0], T // ranks[1]
     slots, kept = -(-factor * K * b * t // E), np.zeros(choice.shape, bool)
@@ -585,10 +591,10 @@ def numpy_kept(choice, ranks, factor, E):
 
 
 def numpy_moe(one, x, factor):
-    """y of a MoE layer without shared experts, and how many choices had no room."""
+    """Return y of a MoE layer without shared experts, and the number of dropped choices."""
     m, w = one.config.model, one.weights
-    E, shape = m.experts, (one.config.mesh.fsdp, one.config.mesh.tensor)
-    h = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + m.norm_epsilon) * w["norm"]
+    E, shape = m.n_routed_experts, (one.config.mesh.fsdp, one.config.mesh.tensor)
+    h = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + m.rms_norm_eps) * w["norm"]
     choice, weight = numpy_route(w, h, m)
     kept = numpy_kept(choice, shape, factor, E)
     matrices = [w["experts"][name] for name in ("gate", "up", "down")]
@@ -598,10 +604,12 @@ def numpy_moe(one, x, factor):
 
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
 @pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_what_has_no_room_is_dropped_in_order_of_position_and_counted(factor, layout, shape):
-    one = layer("moe", shape, capacity_factor=factor, experts_layout=layout, shared_experts=0)
+def test_choices_beyond_capacity_are_dropped_in_order_of_position_and_counted(
+    factor, layout, shape
+):
+    one = layer("moe", shape, capacity_factor=factor, experts_layout=layout, n_shared_experts=0)
     x = activations()
     y, (dropped, counts) = one(x)
     expected_y, expected_drops = numpy_moe(one, x.astype(np.float64), factor)
@@ -611,7 +619,7 @@ def test_what_has_no_room_is_dropped_in_order_of_position_and_counted(factor, la
 
 
 def even_routing():
-    """Tokens and a router such that each 4 positions in a row choose each of 8 experts once."""
+    """Return tokens and a router such that 4 consecutive positions choose each expert once."""
     x = 0.01 * activations()
     for position in range(16):
         x[:, position, 2 * position % 8] = 1.0
@@ -620,7 +628,7 @@ def even_routing():
 
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
-def test_nothing_is_dropped_with_capacity_factor_1_where_each_expert_has_as_much(shape):
+def test_nothing_is_dropped_with_capacity_factor_1_and_equal_load(shape):
     x, router = even_routing()
     one = layer("moe", shape, capacity_factor=1.0)
     changes = {"router": router, "bias": np.zeros(8), "norm": np.ones(48)}
@@ -628,14 +636,14 @@ def test_nothing_is_dropped_with_capacity_factor_1_where_each_expert_has_as_much
     _, (dropped, counts) = one(x, tree=tree)
     assert (counts == counts[0, 0]).all()
     assert dropped.sum() == 0
-    x[1, 3] = x[1, 4]  # two choices of experts that are full, instead of two others
+    x[1, 3] = x[1, 4]  # two choices of full experts instead of two others
     _, (dropped, _) = one(x, tree=tree)
     assert dropped.sum() == 2
 
 
 @functools.cache
 def scarce(shape):
-    """(config, mesh, weights, batch -> Stats) of a training step that drops many tokens."""
+    """Return config, mesh, weights, batch -> Stats of a training step that drops many tokens."""
     config = config_of(shape, blocks=2, capacity_factor=0.5, q_lora_rank=24)
     mesh, step = mesh_of(config), step_of(config, mesh_of(config))
     w = transformer_of(config, mesh, tree_of(config.model))
@@ -643,14 +651,14 @@ def scarce(shape):
 
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
-def test_no_later_token_moves_an_earlier_logit_in_training_with_tokens_dropped(shape):
-    """By the loss at the earlier positions alone, of all sequences, when later tokens change."""
+def test_no_later_token_changes_an_earlier_logit_when_tokens_are_dropped(shape):
+    """The loss is of the earlier positions of all sequences, while later tokens change."""
     config, mesh, w, stats_of = scarce(shape)
     batch = batch_of(config)
 
     def told(first_changed, weighted):
         ids = batch["tokens"].copy()
-        ids[::3, first_changed:] = (ids[::3, first_changed:] + 7) % config.model.vocabulary
+        ids[::3, first_changed:] = (ids[::3, first_changed:] + 7) % config.model.vocab_size
         chosen = np.broadcast_to(weighted, ids.shape).astype(np.float32)
         return stats_of(w, on_mesh(config, mesh, batch | {"tokens": ids, "loss_weights": chosen}))
 
@@ -667,12 +675,12 @@ def test_no_later_token_moves_an_earlier_logit_in_training_with_tokens_dropped(s
 
 
 def dropped_out(shape, at, branch=0, rate=0.25):
-    """Dropout of ones [8, 16, 64] at some place of the run."""
+    """Return the dropout of ones [8, 16, 64] at a LayerPosition."""
     config = config_of(shape, dropout=rate)
-    how = model.How(config.model, 3, None, rate)
+    how = model.ForwardOptions(config.model, 3, None, rate)
 
     def local(x):
-        return model.drop(x, how, model.At(*map(jnp.int32, at)), branch)
+        return model.dropout(x, how, model.LayerPosition(*map(jnp.int32, at)), branch)
 
     spec = P(utils.BATCH_AXES, "tensor")
     run = jax.shard_map(local, mesh=mesh_of(config), in_specs=spec, out_specs=spec)
@@ -680,7 +688,7 @@ def dropped_out(shape, at, branch=0, rate=0.25):
 
 
 def agreement(one, other):
-    """Share of elements that both keep or both zero: 0.625 for independent masks of 1/4."""
+    """Return the share of equal elements of two masks: 0.625 for independent masks of 1/4."""
     return np.mean((one == 0) == (other == 0))
 
 
@@ -708,10 +716,10 @@ def test_dropout_keeps_the_mean():
 
 
 def test_dropout_of_a_run_depends_on_step_and_microbatch():
-    """By the loss of one of two microbatches that hold the same tokens."""
+    """The loss is of one of two microbatches with the same tokens."""
     config = config_of(train={"microbatches": 2}, blocks=1, dropout=0.3)
     mesh = mesh_of(config)
-    run = passes.loss_and_gradients(config, model.declare(config), mesh)
+    run = sharded_model.loss_and_gradients(config, model.declare(config), mesh)
     stats_of = jax.jit(lambda w, batch, step: run(w, batch, step)[1])
     w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
 
@@ -726,29 +734,34 @@ def test_dropout_of_a_run_depends_on_step_and_microbatch():
     assert losses == [told(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
 
 
-def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
-    """By writing the numbers that layers are given into columns of the residual stream."""
+def test_each_layer_of_a_model_has_its_own_dropout_index(monkeypatch):
+    """Each layer writes its index into a column of the residual stream."""
 
     def write(y, how, at, branch):
         column = jnp.arange(y.shape[-1])[None, None] == 2 * at.layer + branch
         return jnp.broadcast_to(column, y.shape).astype(y.dtype) + 0 * y
 
-    monkeypatch.setattr(model, "drop", write)
+    monkeypatch.setattr(model, "dropout", write)
     config = config_of(prefix_layers=2, dense_layers=2, blocks=3)
     declared, mesh = model.declare(config), mesh_of(config)
 
     def local(w, data):
-        how = model.How(config.model, 0, None)
-        run = passes.functions(config, declared, how, jnp.int32(0), jnp.float32(1), 1.0)
-        w, data = passes.prepare(config, declared, w), pipeline.index(passes.numbered(data), 0)
-        x = run.first(w.ends, data)
-        x = x - model.embed(w.ends.first.embedding, data.tokens)
+        how = model.ForwardOptions(config.model, 0, None)
+        run = sharded_model.pipeline_functions(
+            config, declared, how, jnp.int32(0), jnp.float32(1), 1.0
+        )
+        w, data = (
+            sharded_model.gather_params(config, declared, w),
+            pipeline.index(sharded_model.with_microbatch_index(data), 0),
+        )
+        x = run.first(w.outer, data)
+        x = x - model.embed(w.outer.first.embedding, data.tokens)
         for number in range(3):
             block = pipeline.index(w.blocks, number)
             (x, _), _ = run.block(block, data, weights.vary(jnp.int32(number)), x)
         return lax.psum(x, ("pipeline",))
 
-    specs = (weights.specs(declared), passes.BATCH_SPEC)
+    specs = (weights.specs(declared), sharded_model.BATCH_SPEC)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(utils.BATCH_AXES, "tensor"))
     w = transformer_of(config, mesh, tree_of(config.model))
     x = np.asarray(jax.jit(run)(w, on_mesh(config, mesh, batch_of(config))))
@@ -757,10 +770,10 @@ def test_each_layer_of_a_model_has_a_dropout_number_of_its_own(monkeypatch):
     np.testing.assert_allclose(x, np.broadcast_to(expected_row, x.shape), atol=1e-5)
 
 
-# --- ends --------------------------------------------------------------------------------------
+# --- embedding and loss ------------------------------------------------------------------------
 
 
-def test_gradient_of_taking_rows_is_that_of_indexing():
+def test_gradients_of_take_rows_match_those_of_indexing():
     random = np.random.default_rng(0)
     x, cotangent = jnp.asarray(random.standard_normal((2, 9, 5)), jnp.float32)
     index = jnp.int32([3, 9, 0, 3, 8, 1, 9, 3, 4])  # 9 is past the end
@@ -776,7 +789,7 @@ def test_gradient_of_taking_rows_is_that_of_indexing():
     wanted, plain_vjp = jax.vjp(plain, x)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_allclose(vjp(cotangent)[0], plain_vjp(cotangent)[0], rtol=1e-6)
-    # And the sum of rows, whose gradient is the first: the transpose of one is the other.
+    # add_rows is the transpose of take_rows.
     added, back_vjp = jax.vjp(lambda x: model.add_rows(x, jnp.asarray(back), index), cotangent)
     np.testing.assert_allclose(added, vjp(cotangent)[0], rtol=1e-6)
     np.testing.assert_array_equal(back_vjp(x)[0], found)
@@ -784,7 +797,7 @@ def test_gradient_of_taking_rows_is_that_of_indexing():
 
 @functools.cache
 def chunked(shape, chunk):
-    """(value, both sums), (gradients of table and h) of the loss, by chunks of tokens."""
+    """Return (value, both sums), (gradients of table and h) of the chunked loss."""
     table, h, targets, token_weights = loss_inputs()
     mesh = mesh_of(config_of(shape))
 
@@ -807,7 +820,7 @@ def loss_inputs():
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("chunk", [24, 4])
-def test_the_loss_by_chunks_is_that_of_whole_logits(chunk, shape):
+def test_the_chunked_loss_matches_that_of_full_logits(chunk, shape):
     table, h, targets, token_weights = loss_inputs()
 
     def plain(table, h):
@@ -826,8 +839,8 @@ def test_the_loss_by_chunks_is_that_of_whole_logits(chunk, shape):
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(64, 16), (60, 16), (7, 4), (5, 9), (1, 1)])
-def test_chunks_are_equal_and_no_larger_than_asked(tokens, most):
-    count = model.chunks(tokens, most)
+def test_chunks_are_equal_and_at_most_the_requested_size(tokens, most):
+    count = model.num_chunks(tokens, most)
     assert tokens % count == 0
     assert tokens // count <= most
     assert not any(tokens % c == 0 and tokens // c <= most for c in range(1, count))
@@ -838,17 +851,17 @@ def test_chunks_are_equal_and_no_larger_than_asked(tokens, most):
 
 @functools.cache
 def hf_logits(name, shape, asked=None):
-    """Production logits [B, T, V] of a case at every position, or [B, S, V] at those asked for."""
-    case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocabulary"])
+    """Return production logits [B, T, V] of a case, or [B, S, V] at positions."""
+    case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocab_size"])
     (B, T), ranks = tokens.shape, shape[0]
     M = B // ranks
-    train = {"microbatches": M, "sequences": B, "sequence_length": T}
+    train = {"microbatches": M, "global_batch_size": B, "seq_len": T}
     config = config_of(shape, train=train, **case.model)
     mesh = mesh_of(config)
     w = transformer_of(config, mesh, hf_case.weights(config.model, case.seed))
     nothing = np.zeros(tokens.shape, np.float32)
     batch = {"tokens": tokens, "targets": tokens, "loss_weights": nothing, "segments": tokens}
-    run = jax.jit(passes.logits(config, model.declare(config), mesh))
+    run = jax.jit(sharded_model.logits(config, model.declare(config), mesh))
     positions = () if asked is None else (np.int32(asked).reshape(M, ranks, -1),)
     found = np.asarray(run(w, on_mesh(config, mesh, batch), *positions))
     return found.reshape(B, -1, found.shape[-1])
@@ -859,7 +872,7 @@ def hf_logits(name, shape, asked=None):
     [*((name, (1, 1, 1)) for name in hf_case.CASES), ("prefix_query_latent_two_shared", (2, 2, 2))],
     ids=str,
 )
-def test_logits_are_those_of_hugging_face_transformers(name, shape):
+def test_logits_match_hugging_face_transformers(name, shape):
     found = hf_logits(name, shape)
     with np.load(hf_case.LOGITS_FILE) as file:
         theirs = file[name]
@@ -871,7 +884,7 @@ def test_logits_are_those_of_hugging_face_transformers(name, shape):
 
 
 @pytest.mark.parametrize("shape", BOTH, ids=str)
-def test_logits_at_positions_are_those_of_all_positions_there(shape):
+def test_logits_at_positions_match_those_of_all_positions(shape):
     name = "prefix_query_latent_two_shared"
     asked = ((9, 0, 9), (15, 3, 7))  # other ones of each sequence: out of order, and one twice
     every = hf_logits(name, (1, 1, 1))[..., :96]
@@ -886,12 +899,12 @@ def test_logits_at_positions_are_those_of_all_positions_there(shape):
 
 def trace(config):
     mesh = mesh_of(config)
-    step = passes.loss_and_gradients(config, model.declare(config), mesh)
+    step = sharded_model.loss_and_gradients(config, model.declare(config), mesh)
     return jax.eval_shape(step, *jax.eval_shape(lambda: arguments(config, mesh)), jnp.int32(0))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)], ids=str)
-def test_dropping_the_psum_is_refused_before_anything_runs(shape, monkeypatch):
+def test_a_missing_psum_is_an_error_at_trace_time(shape, monkeypatch):
     def forgetful(declared, grads, gathered):
         def reduce(w, part):
             if gathered and w.gathered_dim is not None:
@@ -908,40 +921,52 @@ def test_dropping_the_psum_is_refused_before_anything_runs(shape, monkeypatch):
         trace(config)
 
 
-def test_an_unreduced_loss_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(passes, "summarize", unreduced)
+def test_an_unreduced_loss_is_an_error_at_trace_time(monkeypatch):
+    monkeypatch.setattr(sharded_model, "summarize", unreduced)
     with pytest.raises((TypeError, ValueError), match="out_specs"):
         trace(config_of((2, 1, 1), moe_layers=0))
 
 
 def unreduced(config, sums, routing, balance_scale):
     zero = jnp.zeros(())
-    return passes.Stats(sums[0], zero, zero, jnp.int32(0), None)
+    return sharded_model.Stats(sums[0], zero, zero, jnp.int32(0), None)
 
 
 @pytest.mark.parametrize(
     ("shape", "virtual", "fields", "flag", "works"),
     [
-        ((1, 1, 8), 1, {"heads": 12}, "model.heads", 16),
-        ((1, 2, 1), 2, {"blocks": 6}, "model.blocks", 8),
-        ((8, 1, 1), 1, {"width": 44}, "model.width", 48),
-        ((2, 1, 2), 1, {"experts": 6, "experts_layout": "spread"}, "model.experts", 8),
-        ((1, 1, 2), 1, {"hidden": 71}, "model.hidden", 72),
-        ((1, 1, 2), 1, {"expert_hidden": 63, "shared_experts": 3}, "model.expert_hidden", 64),
+        ((1, 1, 8), 1, {"num_attention_heads": 12}, "model.num_attention_heads", 16),
+        ((1, 2, 1), 2, {"num_hidden_layers": 12}, "model.num_hidden_layers", 16),
+        ((8, 1, 1), 1, {"hidden_size": 44}, "model.hidden_size", 48),
+        (
+            (2, 1, 2),
+            1,
+            {"n_routed_experts": 6, "experts_layout": "expert_parallel"},
+            "model.n_routed_experts",
+            8,
+        ),
+        ((1, 1, 2), 1, {"intermediate_size": 71}, "model.intermediate_size", 72),
+        (
+            (1, 1, 2),
+            1,
+            {"moe_intermediate_size": 63, "n_shared_experts": 3},
+            "model.moe_intermediate_size",
+            64,
+        ),
     ],
 )
-def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(
+def test_a_size_that_does_not_divide_is_an_error_with_one_that_does(
     shape, virtual, fields, flag, works
 ):
     name = flag.split(".")[1]
-    message = rf"--{flag} {fields[name]} cannot be cut.*Use --{flag} {works}\b"
+    message = rf"--{flag} {fields[name]} is .*not divisible.*Use --{flag} {works}\b"
     with pytest.raises(ValueError, match=message):
         model.declare(config_of(shape, virtual=virtual, **fields))
     model.declare(config_of(shape, virtual=virtual, **(fields | {name: works})))
 
 
-def test_a_vocabulary_that_cannot_be_cut_is_refused_with_a_mesh_that_can():
-    message = r"--model.vocabulary 500 .*512 with padding.* Use --mesh.pipeline 1 --mesh.tensor 2.$"
+def test_a_vocabulary_that_does_not_divide_is_an_error_with_a_mesh_that_works():
+    message = r"--model.vocab_size 500 .*512 with padding.* Use --mesh.pipeline 1 --mesh.tensor 2.$"
     with pytest.raises(ValueError, match=message):
         model.declare(config_of((1, 3, 2), blocks=6))
     model.declare(config_of((1, 1, 2), blocks=6))

@@ -1,4 +1,4 @@
-"""Muon on every mesh, beside a NumPy reference that takes singular values apart.
+"""Muon on every mesh, against a NumPy reference by singular value decomposition.
 
 Letters: m matrices, r rows, c columns.
 """
@@ -16,14 +16,14 @@ import pytest
 
 import checkpoint
 import model
-import muon
-import resume
+import optimizer
 import train
 import utils
 import weights
-from benchmark import with_values
+from benchmarks.common import with_values
 from common import canonical, config_of, mesh_of, on_mesh, put
 from planning import cost, hlo, jaxpr
+from runtime import resume
 from test_training import batch, copies
 
 MESHES = {
@@ -33,8 +33,14 @@ MESHES = {
     "2x2x2_virtual": ((2, 2, 2), 2),
     "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
 }
-MODEL = {"heads": 8, "q_lora_rank": 24, "prefix_layers": 2, "tied": False, "shared_experts": 1}
-# How many of a weight's last dimensions are rows, and columns; the others count matrices.
+MODEL = {
+    "num_attention_heads": 8,
+    "q_lora_rank": 24,
+    "prefix_layers": 2,
+    "tie_word_embeddings": False,
+    "n_shared_experts": 1,
+}
+# Numbers of a weight's last dimensions that are rows, and columns.
 SIDES = {
     "query.down": (1, 1),
     "query.up": (1, 2),
@@ -52,7 +58,7 @@ def muon_config(name, **fields):
     return config_of(
         shape,
         virtual,
-        optimizer={"matrices": "muon", "clip_norm": 0, "weight_decay": 0.3},
+        optimizer={"name": "muon", "clip_norm": 0, "weight_decay": 0.3},
         **(MODEL | fields),
     )
 
@@ -72,7 +78,7 @@ def orthogonal(m_mrc):
 
 
 def expected(declared, grads, w):
-    """Updates of matrices after the last of some steps' gradients, decay with them."""
+    """Return the updates of matrices in the last of several steps, with weight decay."""
     updates, momenta = [], [np.zeros(a.shape) for a in jax.tree.leaves(w)]
     for step in grads:
         updates = []
@@ -96,7 +102,7 @@ def expected(declared, grads, w):
 
 
 def drawn(declared, seed):
-    """Gradients of very different sizes; some experts have none, others none in some slices."""
+    """Gradients of very different sizes; zero for some experts, and for some slices of others."""
     random = np.random.default_rng(seed)
 
     def draw(w):
@@ -104,7 +110,7 @@ def drawn(declared, seed):
         if ".experts." in w.name:
             g *= (random.random(w.shape[:4]) < 0.7)[..., None, None]
             rows, columns = (size // 2 for size in w.shape[-2:])
-            if seed % 2:  # as of hidden values that are off for once
+            if seed % 2:  # a hidden value without gradient in this step
                 g[..., 0, :rows, :] = g[..., 0, :, :columns] = 0
         return g.astype(np.float32)
 
@@ -112,12 +118,12 @@ def drawn(declared, seed):
 
 
 @functools.cache
-def updated(name, layout="spread", dtype="float32"):
-    """Three steps from weights w; updates are those of the last."""
+def updated(name, layout="expert_parallel", dtype="float32"):
+    """Run three steps from weights w; updates are those of the last."""
     config = muon_config(name, experts_layout=layout, compute_dtype=dtype)
     declared, mesh = model.declare(config), mesh_of(config)
     w, *grads = (drawn(declared, seed) for seed in range(4))
-    rule = train.optimizer(config, declared, mesh)
+    rule = optimizer.make_optimizer(config, declared, mesh)
 
     def steps(grads, w):
         state = rule.init(w)
@@ -141,17 +147,17 @@ class Updated(NamedTuple):
 
 
 def test_trees_of_two_layouts_of_experts_have_two_structures():
-    """jax would run what it traced with the one for the other."""
+    """Otherwise JAX would reuse the trace of one for the other."""
     spread, gathered = (
         jax.tree.structure(model.declare(muon_config("1x1x1", experts_layout=layout)))
-        for layout in ("spread", "gathered")
+        for layout in ("expert_parallel", "sharded")
     )
     assert spread != gathered
 
 
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
 @pytest.mark.parametrize("name", MESHES)
-def test_updates_are_those_of_singular_values_on_every_mesh(name, layout):
+def test_updates_match_the_singular_value_decomposition_on_every_mesh(name, layout):
     run = updated(name, layout)
     new, seen = expected(run.declared, run.grads, run.w), set()
     leaves = map(jax.tree.leaves, (run.declared, run.updates))
@@ -163,8 +169,8 @@ def test_updates_are_those_of_singular_values_on_every_mesh(name, layout):
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual"])
-def test_updates_in_bfloat16_are_near(name):
-    """Two digits are left where singular values differ by 100: that is how steep the steps are."""
+def test_updates_in_bfloat16_are_close(name):
+    """Two digits remain where singular values differ by 100, because the steps are steep."""
     run = updated(name, dtype="bfloat16")
     new = expected(run.declared, run.grads, run.w)
     for found, wanted in zip(jax.tree.leaves(run.updates), new, strict=True):
@@ -185,10 +191,10 @@ def test_updates_and_momenta_have_the_same_bits_in_every_replica(name):
 
 def test_an_update_is_as_large_as_those_of_adamw():
     """Root mean square of about 0.2, whatever the gradient's size."""
-    config = config_of(optimizer={"matrices": "muon", "weight_decay": 0.0}, **MODEL)
+    config = config_of(optimizer={"name": "muon", "weight_decay": 0.0}, **MODEL)
     declared = model.declare(config)
     w = drawn(declared, 0)
-    rule = train.optimizer(config, declared, mesh_of(config))
+    rule = optimizer.make_optimizer(config, declared, mesh_of(config))
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = jax.jit(lambda g: rule.update(g, rule.init(w), w))(drawn(declared, 1))
     for d, new in zip(jax.tree.leaves(declared), jax.tree.leaves(updates), strict=True):
@@ -199,13 +205,13 @@ def test_an_update_is_as_large_as_those_of_adamw():
 def test_zero_and_tiny_matrices_stay_finite():
     x = np.zeros((3, 4, 6), np.float32)
     x[1], x[2] = 1e-30, 1e-8 * np.eye(4, 6)
-    found = np.asarray(muon.orthogonalize(jnp.asarray(x)))
+    found = np.asarray(optimizer.orthogonalize(jnp.asarray(x)))
     assert not found[0].any() and np.isfinite(found).all() and np.abs(found[1]).max() < 1e-3
     np.testing.assert_allclose(found[2], orthogonal(x[2:])[0], atol=1e-3)
 
 
-def test_nothing_is_sent_while_matrices_are_orthogonalized():
-    """For each layout and shape of matrices one exchange there, one back, and a gather back where
+def test_orthogonalization_does_not_communicate():
+    """For each layout and shape of matrices one exchange there, one back, and a gather back if
     ranks have the same slices.
     """
     config = muon_config("2x2x2_virtual")
@@ -217,7 +223,7 @@ def test_nothing_is_sent_while_matrices_are_orthogonalized():
     sent = [op.send.kind for op in ops if op.send]
     assert sent.count("all-to-all") == 2 * sum(bool(cut.axes) for cut in shapes)
     assert sent.count("all-gather") == sum(bool(cut.free) for cut in shapes)
-    assert len(sent) == sent.count("all-to-all") + sent.count("all-gather")  # experts are spread
+    assert len(sent) == sent.count("all-to-all") + sent.count("all-gather")  # expert parallelism
     assert len(loops) == len(shapes)
 
 
@@ -225,48 +231,45 @@ def cut_on(w, config):
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     shape = tuple(
         size // int(np.prod([ranks[axis] for axis in axes], dtype=int))
-        for size, axes in zip(w.shape, w.cuts, strict=True)
+        for size, axes in zip(w.shape, w.dim_axes, strict=True)
     )
-    return muon.cut_of(w, shape)
+    return optimizer.slice_layout(w, shape)
 
 
-def test_a_group_without_an_optimizer_is_refused():
+def test_a_group_without_an_optimizer_is_an_error():
     config = muon_config("1x1x1")
     declared = jax.tree.map(lambda w: dataclasses.replace(w, group="tables"), model.declare(config))
     with pytest.raises(ValueError, match=r"is of the group 'tables', which has no optimizer"):
-        train.optimizer(config, declared)
+        optimizer.make_optimizer(config, declared)
 
 
-def test_muon_is_refused_for_a_weight_that_is_no_matrix():
+def test_muon_for_a_weight_without_a_matrix_is_an_error():
     field = weights.weight("D", weights.ones, group="matrix")
     norm = dataclasses.make_dataclass("Norm", [("scale", jax.Array, field)])
     with pytest.raises(ValueError, match=r"scale is '' as a matrix, in dimensions D. Name"):
-        weights.declare(norm, {"D": weights.Size(4, "model.width")})
+        weights.declare(norm, {"D": weights.Size(4, "model.hidden_size")})
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_run_with_adamw_is_not_continued_with_muon(known):
+def test_a_run_with_adamw_does_not_resume_with_muon():
     before = dataclasses.asdict(config_of())
-    if not known:  # a checkpoint from before there was a choice
-        del before["optimizer"]["matrices"]
-    with pytest.raises(ValueError, match=r"optimizer.matrices 'adamw' -> 'muon'"):
-        resume.what_must_match(before, dataclasses.asdict(muon_config("1x1x1")))
+    with pytest.raises(ValueError, match=r"optimizer.name 'adamw' -> 'muon'"):
+        resume.check_compatible(before, dataclasses.asdict(muon_config("1x1x1")))
 
 
-@pytest.mark.parametrize("layout", ["spread", "gathered"])
+@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
 @pytest.mark.parametrize("name", MESHES)
-def test_a_plan_tells_the_flops_and_what_is_sent_as_they_are_compiled(name, layout):
+def test_planned_flops_and_communication_match_the_compiled_program(name, layout):
     config, text = muon_config(name, experts_layout=layout), updated(name, layout).program
     ops = list(jaxpr.costs(cost.matrices(config).ops))
-    flops = sum(cost.one(op.flops) * n for op, n in ops if op.flops is not None)
-    # Of three steps the last: of the others' updates nothing is read.
+    flops = sum(cost.only(op.flops) * n for op, n in ops if op.flops is not None)
+    # The last of three steps; the updates of the others are not read.
     assert flops == hlo.dot_flops(text, None) > 0
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     planned, found = collections.Counter(), collections.Counter()
     for op, n in ops:
         axes = op.send and tuple(a for a in utils.MESH_AXES if a in op.send.axes and ranks[a] > 1)
         if axes:
-            planned[axes, op.send.kind] += n * cost.one(op.send.bytes)
+            planned[axes, op.send.kind] += n * cost.only(op.send.bytes)
     for row, size in hlo.collectives(text, ranks, None).items():
         found[row.axes, row.kind] += size
     assert found == planned
@@ -277,14 +280,19 @@ MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "1x1x8": 2, "2x2x2_virtual": 2, "2x1x2x2
 
 
 def run_config(name):
-    rows = {"microbatches": MICROBATCHES[name], "sequences": 8, "steps": STEPS, "remat": "full"}
+    rows = {
+        "microbatches": MICROBATCHES[name],
+        "global_batch_size": 8,
+        "steps": STEPS,
+        "remat": "full",
+    }
     config = muon_config(name, z_loss=1e-3)
     return with_values(config, train=rows, optimizer={"lr": 3e-3, "warmup_steps": 1})
 
 
 @functools.cache
 def run(name):
-    """(config, weights after five whole steps, all of the state)."""
+    """Return (config, weights after five steps, state)."""
     config = run_config(name)
     declared, mesh = model.declare(config), mesh_of(config)
     step = train.jitted_step(config, declared, mesh)
@@ -304,12 +312,12 @@ def test_five_steps_end_at_the_same_weights_on_every_mesh(name):
     assert groups and all(np.array_equal(first, a) for first, *rest in groups for a in rest)
 
 
-def test_a_step_that_is_not_finite_leaves_weights_and_momenta_as_they_are():
+def test_a_step_that_is_not_finite_does_not_change_weights_or_momenta():
     name = "2x2x2_virtual"
     config, before, state = run(name)
     step = train.jitted_step(config, model.declare(config), mesh_of(config))
     momenta = jax.device_get(state.optimizer)
-    arrays = jax.tree.map(jnp.copy, state)  # a step takes those it is given
+    arrays = jax.tree.map(jnp.copy, state)  # a step donates its state
     bad = batch(config, STEPS)
     bad["loss_weights"] = bad["loss_weights"].copy()
     bad["loss_weights"][5, 3] = np.nan
@@ -319,12 +327,11 @@ def test_a_step_that_is_not_finite_leaves_weights_and_momenta_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.optimizer), momenta)
 
 
-def test_a_checkpoint_goes_to_any_mesh(tmp_path):
-    """Weights and momentum, and the next step from them, are those of the run that was saved."""
+def test_a_checkpoint_restores_onto_any_mesh(tmp_path):
+    """Weights, momentum and the next step match those of the saved run."""
     config, before, state = run("2x2x2_virtual")
-    stored = checkpoint.reshaped(state, checkpoint.stored_shapes(state))
     with contextlib.closing(checkpoint.Checkpoints(tmp_path, 1)) as saved:
-        saved.save(STEPS, stored, dataclasses.asdict(config))
+        saved.save(STEPS, state, dataclasses.asdict(config))
         saved.wait()
         after = [stepped(saved, name, before, state) for name in ("2x2x2_virtual", "8x1x1")]
     for a, b in zip(*map(jax.tree.leaves, after), strict=True):
@@ -332,11 +339,11 @@ def test_a_checkpoint_goes_to_any_mesh(tmp_path):
 
 
 def stepped(saved, name, weights_before, state_before):
-    """Weights after a step from what was saved, which are the same bits on this mesh."""
+    """Return the weights after a step from the checkpoint, bit-identical on this mesh."""
     config = run_config(name)
     declared, mesh = model.declare(config), mesh_of(config)
     shapes = train.abstract_state(config, declared, mesh)
-    state = checkpoint.reshaped(saved.restore(STEPS, checkpoint.stored_shapes(shapes)), shapes)
+    state = saved.restore(STEPS, shapes)
     jax.tree.map(np.testing.assert_array_equal, canonical(config, state.weights), weights_before)
     slots = [jax.tree.leaves(s.optimizer) for s in (state, state_before)]
     assert all(np.array_equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(*slots, strict=True))

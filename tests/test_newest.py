@@ -13,7 +13,7 @@ PYTHON = """#!/bin/sh
 case "$1$2" in
 -c*) exit {old} ;;
 -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
--mpip) cat "$8" >required; exit "${{PIP:-0}}" ;;
+-mpip) cat "$8" "${{10}}" >required; exit "${{PIP:-0}}" ;;
 -mpytest) echo "tests run by {name}: $3"; exit 5 ;;
 -) echo "versions of {name}" ;;
 esac
@@ -27,7 +27,7 @@ class Checkout:
         self.folder, self.stubs = folder, folder / "stubs"
         self.stubs.mkdir()
         (folder / "tests").mkdir()
-        for name in ("requirements.txt", "tests/newest.sh"):
+        for name in ("requirements.txt", "requirements-dev.txt", "tests/newest.sh"):
             shutil.copy(conftest.ROOT / name, folder / name)
         for name in filter(shutil.which, TOOLS.split()):
             (self.stubs / name).symlink_to(shutil.which(name))
@@ -55,10 +55,10 @@ def test_help_prints_the_usage_and_sets_nothing_up(checkout):
     assert not (checkout.folder / ".cache").exists()
 
 
-def test_without_a_new_python_the_mend_is_said(checkout):
+def test_without_a_new_python_the_error_names_the_fix(checkout):
     checkout.add_python("stubs/python3", old=1)
     done = checkout.run()
-    assert done.returncode == 2 and "'uv python install 3.13', or name it" in done.stderr
+    assert done.returncode == 2 and "'uv python install 3.13', or set PYTHON" in done.stderr
     done = checkout.run(PYTHON="python3")
     assert done.returncode == 2 and "python3 is not Python 3.12 or newer" in done.stderr
 
@@ -76,6 +76,7 @@ def test_the_newest_python_runs_the_tests_with_a_jax_of_any_version(checkout):
     assert done.returncode == 5
     required = (checkout.folder / "required").read_text().splitlines()
     assert "jax" in required and any(line.startswith("flax>=") for line in required)
+    assert any(line.startswith("pytest>=") for line in required)
 
 
 def test_an_environment_that_cannot_be_set_up_runs_no_tests(checkout):

@@ -1,4 +1,4 @@
-"""The executor against plain differentiation of a toy model, and what it stores and compiles to.
+"""The executor against plain differentiation of a toy model: results, residuals, programs.
 
 Letters: M microbatches, B sequences, D width, V outputs.
 """
@@ -20,7 +20,7 @@ from weights import vary
 
 B, D, V = 4, 5, 12
 PER_CHUNK = 2  # blocks in a chunk
-# (pipeline, virtual, M): one rank, few and odd microbatches, more chunks than ranks and fewer.
+# (pipeline, virtual, M): one rank, few and odd microbatches, more and fewer chunks than ranks.
 SCHEDULES = [
     (1, 1, 1),
     (1, 1, 3),
@@ -42,20 +42,20 @@ class Data(NamedTuple):
     gain: jax.Array  # [M, B], that every block uses
 
 
-class Ends(NamedTuple):
-    """What the two end functions multiply by, and what both of them use."""
+class Outer(NamedTuple):
+    """The weights of `first` and `last`, and one that both use."""
 
     first: jax.Array  # [D, D]
     last: jax.Array  # [D, V]
     shift: jax.Array  # [D]
 
 
-def first(ends, data):
-    return vary(jnp.tanh(data.inputs @ ends.first + ends.shift[None]))
+def first(outer, data):
+    return vary(jnp.tanh(data.inputs @ outer.first + outer.shift[None]))
 
 
 def formula(w, gain, number, x):
-    """Its own loss, its number and its microbatch's data all count; NaN where x is zero."""
+    """The result depends on loss, number and data; it is NaN where x is zero."""
     direction = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
     y = x + gain[:, None] * jnp.cos(number) * jnp.tanh(direction @ w["matrix"] + w["bias"][None])
     return y, 0.1 * jnp.sum(y**4)
@@ -67,12 +67,12 @@ def block(w, data, number, x):
     return (y, loss), {"calls": jnp.int32(1), "sum": jnp.sum(y)}
 
 
-def last(ends, data, y):
-    """Its own matrix is cut over pipeline, as a vocabulary is."""
-    columns = ends.last.shape[1]
+def last(outer, data, y):
+    """The matrix is sharded over pipeline, as the vocabulary."""
+    columns = outer.last.shape[1]
     start = lax.axis_index("pipeline") * columns
     targets = lax.dynamic_slice_in_dim(data.targets, start, columns, axis=1)
-    outputs = (y - ends.shift[None]) @ ends.last
+    outputs = (y - outer.shift[None]) @ outer.last
     loss = lax.psum(jnp.sum((outputs - targets) ** 2), ("pipeline", "tensor"))
     return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
@@ -84,7 +84,7 @@ def weights_of(blocks):
     random = np.random.default_rng(0)
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
     return pipeline.Parameters(
-        Ends(draw(D, D), draw(D, V), draw(D)),
+        Outer(draw(D, D), draw(D, V), draw(D)),
         {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)},
     )
 
@@ -96,18 +96,18 @@ def data_of(M):
 
 
 def plain_loss(w, data):
-    """(loss, results) of one microbatch: the same toy without an executor."""
-    x, losses, sums = jnp.tanh(data.inputs @ w.ends.first + w.ends.shift[None]), 0.0, []
+    """Return (loss, results) of one microbatch, without an executor."""
+    x, losses, sums = jnp.tanh(data.inputs @ w.outer.first + w.outer.shift[None]), 0.0, []
     for i in range(len(w.blocks["bias"])):
         here = jax.tree.map(lambda a, i=i: a[i], w.blocks)
         x, loss = formula(here, data.gain, jnp.float32(i), x)
         losses, sums = losses + loss, [*sums, jnp.sum(x)]
-    error = jnp.sum(((x - w.ends.shift[None]) @ w.ends.last - data.targets) ** 2)
+    error = jnp.sum(((x - w.outer.shift[None]) @ w.outer.last - data.targets) ** 2)
     return losses + error, (error, jnp.stack(sums))
 
 
 def plain(w, data):
-    """Gradients of the sum over microbatches; [M] errors and [M, blocks] sums."""
+    """Return gradients of the sum over microbatches, [M] errors and [M, blocks] sums."""
     one = jax.grad(plain_loss, has_aux=True)
     grads, results = jax.jit(jax.vmap(one, in_axes=(None, 0)))(w, data)
     return jax.tree.map(lambda g: g.sum(0), grads), results
@@ -118,7 +118,7 @@ def mesh_of(ranks, fsdp):
     return jax.sharding.Mesh(devices, MESH_AXES)
 
 
-WEIGHT_SPECS = pipeline.Parameters(Ends(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
+WEIGHT_SPECS = pipeline.Parameters(Outer(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
 DATA_SPEC = P(None, BATCH_AXES)
 
 
@@ -128,7 +128,7 @@ def per_chunk(tree, schedule):
 
 
 def on_ranks(schedule, local, out_specs, fsdp=1):
-    """`local` of this rank's weights and data, on global arrays with blocks in model order."""
+    """Run `local`, of one rank, on global arrays with blocks in model order."""
 
     def global_function(w, data):
         stack = (schedule.virtual, schedule.pipeline, -1)
@@ -155,12 +155,12 @@ def train(schedule, functions=FUNCTIONS, fsdp=1):
     def local(w, data):
         grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
         blocks = lax.psum(per_chunk(grads.blocks, schedule), TOKEN_AXES)
-        ends = Ends(
-            lax.psum(grads.ends.first, MESH_AXES),
-            lax.psum(grads.ends.last, TOKEN_AXES),
-            lax.psum(grads.ends.shift, MESH_AXES),
+        outer = Outer(
+            lax.psum(grads.outer.first, MESH_AXES),
+            lax.psum(grads.outer.last, TOKEN_AXES),
+            lax.psum(grads.outer.shift, MESH_AXES),
         )
-        whole = pipeline.Parameters(ends, blocks)
+        whole = pipeline.Parameters(outer, blocks)
         stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
         return whole, stats, lax.psum(results, BATCH_AXES)
 
@@ -194,27 +194,27 @@ def assert_trains_as_plain(sizes, functions=FUNCTIONS, fsdp=1):
 
 
 @pytest.mark.parametrize("sizes", SCHEDULES, ids=lambda sizes: "P{}v{}M{}".format(*sizes))
-def test_gradients_and_statistics_are_those_of_plain_differentiation(sizes):
+def test_gradients_and_statistics_match_plain_differentiation(sizes):
     assert_trains_as_plain(sizes)
 
 
-def test_gradients_are_those_of_plain_differentiation_with_the_batch_cut_over_fsdp():
+def test_gradients_match_plain_differentiation_with_the_batch_sharded_over_fsdp():
     assert_trains_as_plain((2, 2, 4), fsdp=2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (4, 2, 8)], ids=str)
-def test_gradients_are_the_same_when_blocks_are_computed_again(sizes):
+def test_gradients_do_not_change_when_blocks_are_recomputed(sizes):
     assert_trains_as_plain(sizes, FUNCTIONS._replace(block=jax.checkpoint(block)))
 
 
-def test_a_block_on_what_idle_slots_hold_is_not_a_number():
+def test_a_block_on_the_data_of_an_idle_slot_gives_nan():
     w = jax.tree.map(lambda a: a[0], weights_of(1).blocks)
     y, loss = formula(w, jnp.ones(B), jnp.float32(0), jnp.zeros((B, D)))
     assert np.isnan(y).all() and np.isnan(loss), "the tests above would not see an unmasked slot"
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 1, 3), (4, 1, 1), (2, 3, 4), (4, 2, 8)], ids=str)
-def test_evaluation_gives_each_microbatch_its_result_in_order(sizes):
+def test_evaluation_returns_the_results_of_microbatches_in_order(sizes):
     schedule = Schedule(*sizes)
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
 
@@ -232,7 +232,7 @@ def test_evaluation_gives_each_microbatch_its_result_in_order(sizes):
 
 
 def ring_of(functions, schedule):
-    """Shapes that wait between forward and backward of one block, for each slot."""
+    """Return the shapes of the residuals of one block, in each slot."""
     found = []
 
     def local(w, data):
@@ -243,7 +243,7 @@ def ring_of(functions, schedule):
 
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
     jax.eval_shape(on_ranks(schedule, local, P()), w, data)
-    assert all(shape[:2] == (schedule.slots, PER_CHUNK) for shape in found)
+    assert all(shape[:2] == (schedule.ring_slots, PER_CHUNK) for shape in found)
     return [shape[2:] for shape in found]
 
 
@@ -253,13 +253,13 @@ def test_the_ring_holds_residuals_but_no_weights_and_no_data():
     assert not {(D, D), (D,), (B, V), (B,)} & set(kept)
 
 
-def test_the_ring_holds_a_blocks_input_alone_when_the_block_is_computed_again():
+def test_the_ring_holds_only_the_input_of_a_recomputed_block():
     functions = FUNCTIONS._replace(block=jax.checkpoint(block))
     assert ring_of(functions, Schedule(2, 2, 4)) == [(B, D)]
 
 
 def program(schedule, blocks_per_chunk):
-    """The traced training step, without the sizes in it."""
+    """Return the traced training step, without sizes."""
     w, data = weights_of(schedule.stages * blocks_per_chunk), data_of(schedule.microbatches)
     return re.sub(r"\d+|\s+", "_", str(jax.make_jaxpr(train(schedule))(w, data)))
 
@@ -289,9 +289,9 @@ def test_first_and_last_run_once_for_each_microbatch_and_direction(sizes):
     assert share("jit(step)/while/body/cond") is None
 
 
-def test_a_loss_that_is_not_reduced_is_refused_before_anything_runs():
-    def forgotten(ends, data, y):
-        w = ends.last
+def test_a_loss_that_is_not_reduced_is_an_error_at_trace_time():
+    def forgotten(outer, data, y):
+        w = outer.last
         loss = jnp.sum((y @ w - data.targets[:, : w.shape[1]]) ** 2)
         return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 

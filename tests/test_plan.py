@@ -6,20 +6,30 @@ import sys
 
 import pytest
 
-import chips
+import hardware
 import make_compiled
 import plan
 from conftest import ROOT
-from planning import compiler, cost, report, search, targets
+from planning import cost, report, results, search, targets
 
 JAXFORMER = ["--config", str(ROOT / "configs" / "jaxformer_1b.toml")]
 SMALL = [
-    *("--model.width=32", "--model.blocks=2", "--model.heads=2", "--model.kv_lora_rank=16"),
-    *("--model.hidden=64", "--model.moe_layers=0", "--model.qk_nope_head_dim=16"),
-    *("--model.qk_rope_head_dim=8", "--model.v_head_dim=16", "--train.sequence_length=32"),
+    *(
+        "--model.hidden_size=32",
+        "--model.num_hidden_layers=2",
+        "--model.num_attention_heads=2",
+        "--model.kv_lora_rank=16",
+    ),
+    *(
+        "--model.intermediate_size=64",
+        "--model.n_routed_experts=0",
+        "--model.decoder_sparse_step=1",
+        "--model.qk_nope_head_dim=16",
+    ),
+    *("--model.qk_rope_head_dim=8", "--model.v_head_dim=16", "--train.seq_len=32"),
     "--model.compute_dtype=float32",
 ]
-LARGE = ["--chip=v5e", "--chips=8", "--model.width=8192", "--model.blocks=64"]
+LARGE = ["--chip=v5e", "--chips=8", "--model.hidden_size=8192", "--model.num_hidden_layers=384"]
 SHARED = {
     "memory_bytes_per_chip",
     "flops_per_chip",
@@ -28,13 +38,13 @@ SHARED = {
 }
 
 
-def told(capsys, *flags):
+def planned(capsys, *flags):
     plan.main([*flags, "--json"])
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_plan_starts_no_device():
-    """A platform that does not exist is an error as soon as a device is asked for."""
+    """A platform that does not exist is an error when jax looks for devices."""
     flags = [*JAXFORMER, "--chip", "v4", "--chips", "32", "--search", "--json"]
     environment = os.environ | {"JAX_PLATFORMS": "none_such"}
     command = [sys.executable, str(ROOT / "plan.py"), *flags]
@@ -42,11 +52,11 @@ def test_a_plan_starts_no_device():
     assert len(json.loads(run.stdout)["search"]) > 5
 
 
-def test_json_tells_what_the_tables_do(capsys):
-    found = told(capsys, *JAXFORMER, "--chip", "v4")
+def test_json_has_the_figures_of_the_tables(capsys):
+    found = planned(capsys, *JAXFORMER, "--chip", "v4")
     predicted = found["predicted"]
     _, config = make_compiled.config_of("jaxformer")
-    expected = cost.predict(config, chips.CHIPS["v4"])
+    expected = cost.predict(config, hardware.CHIPS["v4"])
     assert set(predicted) >= SHARED | {"memory", "flops", "traffic", "seconds", "bound_by", "mfu"}
     for name in SHARED:
         assert predicted[name] == getattr(expected, name)
@@ -71,41 +81,41 @@ def test_tables_show_every_part(capsys):
         assert words in text, words
 
 
-def test_a_number_of_chips_that_no_slice_has_is_said(capsys):
-    sizes = ["--mesh.fsdp=1", "--mesh.pipeline=3", "--mesh.tensor=1", "--model.blocks=3"]
-    plan.main([*SMALL, *sizes, "--model.vocabulary=768"])
+def test_a_number_of_chips_without_a_slice_is_reported(capsys):
+    sizes = ["--mesh.fsdp=1", "--mesh.pipeline=3", "--mesh.tensor=1", "--model.num_hidden_layers=3"]
+    plan.main([*SMALL, *sizes, "--model.vocab_size=768"])
     assert "No usual slice of v4 has 3 chips" in capsys.readouterr().out
 
 
-def test_another_number_of_chips_has_the_best_mesh_found(capsys):
-    found = told(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
+def test_another_number_of_chips_searches_for_the_best_mesh(capsys):
+    found = planned(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
     flags = found["flags"]
     assert flags["mesh.fsdp"] * flags["mesh.pipeline"] * flags["mesh.tensor"] == 16
     assert found["search"][0]["flags"] == flags
     again = [word for flag in flags for word in (f"--{flag}", str(flags[flag]))]
-    same = told(capsys, *JAXFORMER, "--chip", "v5e", *again)
+    same = planned(capsys, *JAXFORMER, "--chip", "v5e", *again)
     assert same["predicted"] == found["predicted"]
 
 
-def test_sizes_that_only_the_files_mesh_forbids_are_no_hindrance(capsys):
+def test_sizes_that_only_the_mesh_of_the_file_forbids_are_accepted(capsys):
     """32 sequences are too few for 8 microbatches on 8 fsdp ranks, which 4 chips do not have."""
-    found = told(capsys, *JAXFORMER, "--chips", "4", "--train.sequences", "32")
+    found = planned(capsys, *JAXFORMER, "--chips", "4", "--train.global_batch_size", "32")
     assert found["chips"] == 4
 
 
-def test_what_is_too_large_says_so_and_what_would_help(capsys):
+def test_a_step_that_does_not_fit_names_the_largest_savings(capsys):
     one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.remat=none"]
     plan.main([*JAXFORMER, "--chip", "v5e", *one])
     text = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in text
-    assert "What saves most: --train.remat full (" in text
+    assert "Largest savings: --train.remat full (" in text
 
 
-def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
+def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
     flags = [*SMALL, "--chip", "cpu", "--compile"]
     files = {name: tmp_path / f"step.{name}" for name in ("hlo", "svg", "png")}
     kept = [word for name, file in files.items() for word in (f"--{name}", str(file))]
-    found = told(capsys, *flags, *kept)
+    found = planned(capsys, *flags, *kept)
     assert set(found["compiled"]) >= SHARED | {"compile_s"}
     assert found["compile_s"] == found["compiled"]["compile_s"] > 0
     assert found["fits"] is None
@@ -118,54 +128,59 @@ def test_a_compiled_plan_stands_beside_its_prediction(capsys, tmp_path):
 
 def test_the_tables_of_a_compiled_step_show_the_ratio(capsys, monkeypatch):
     row = make_compiled.recorded()["jaxformer v4"]
-    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(plan, "build", lambda *_: results.Compiled(**row))
     monkeypatch.setattr(targets, "check", lambda _: None)  # as if libtpu were here
     plan.main([*JAXFORMER, "--chip", "v4", "--compile"])
     text = capsys.readouterr().out
     assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
     assert "times the model's" in text
-    assert "through memory, GB" not in text  # TPUs keep results beside their units
+    assert "memory traffic, GB" not in text  # TPUs keep results beside their units
 
 
-def test_the_time_of_a_step_follows_what_compiled_kernels_read_and_write(capsys, monkeypatch):
+def test_step_time_follows_the_memory_traffic_of_compiled_kernels(capsys, monkeypatch):
     row = make_compiled.recorded()["gpu-dense-124m h100"]
     row |= {"memory_traffic_bytes": 3.35e12 / 2}  # half a second of its memory
-    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(plan, "build", lambda *_: results.Compiled(**row))
     monkeypatch.setattr(targets, "check", lambda _: None)
     config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
     plan.main([*config, "--chip", "h100", "--compile"])
     predicted, compiled = capsys.readouterr().out.split("As compiled by")
-    assert re.search(r"through memory, GB +[\d,.]+ +1,675.000 ", compiled)
+    assert re.search(r"memory traffic, GB +[\d,.]+ +1,675.000 ", compiled)
     assert re.search(r"memory +500 *\n", compiled) and "Bound by memory" in compiled
-    assert "as if no cache" in compiled and "kernels would read and write" in predicted
+    assert (
+        "the compiled kernels read and write" in " ".join(compiled.split())
+        and "kernels would read and write" in predicted
+    )
 
 
-def test_a_compiled_step_that_a_gpu_has_no_memory_for_is_refused_after_its_tables(
+def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(
     capsys, monkeypatch, tmp_path
 ):
     row = make_compiled.recorded()["gpu-dense-124m-xla h100"]
     row |= {"memory_bytes_per_chip": 100 * 2**30}
-    monkeypatch.setattr(plan, "build", lambda *_: compiler.Compiled(**row))
+    monkeypatch.setattr(plan, "build", lambda *_: results.Compiled(**row))
     monkeypatch.setattr(targets, "check", lambda _: None)
     config = ["--config", str(ROOT / "configs" / "dense_124m.toml")]
     needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Of single flags --t"
     with pytest.raises(ValueError, match=needs):
         plan.main([*config, "--chip", "h100", "--compile", "--png", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").exists()
-    assert "neither is in this" in " ".join(capsys.readouterr().out.split())
+    assert "autotunes kernels" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     _, config = make_compiled.config_of("jaxformer")
-    chip = chips.CHIPS["v4"]
+    chip = hardware.CHIPS["v4"]
     found = search.search(config, chip, 32)
     best = found.best[0]
-    made = plan.Plan("jaxformer_1b", best.config, chip, best.predicted, None, found, 1e9)
+    made = plan.Plan(
+        best.config, best.predicted, "jaxformer_1b", chip, 1e9, savings=[], search=found
+    )
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
     bars = [report.milliseconds(c.predicted) for c in found.best]
-    report.stack(axes, [str(n) for n in range(len(bars))], bars)
+    report.draw_bars(axes, [str(n) for n in range(len(bars))], bars)
     tops = {}
     for patch in axes.patches:
         x = round(patch.get_x() + patch.get_width() / 2)
@@ -180,7 +195,7 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     "flags, message",
     [
         (["--chip", "v7"], "--chip v7 is not known. Use one of v4, v5e"),
-        ([*JAXFORMER, "--chips", "7"], "--chips 7: the model divides over no mesh of so many"),
+        ([*JAXFORMER, "--chips", "7"], "--chips 7: the model divides over no mesh of 7 chips"),
         (["--hlo", "x"], "--hlo goes with --compile"),
         (["--topology", "2x2"], "--topology goes with --compile"),
         (["--png", "/proc/x.png"], "--png /proc/x.png cannot be written"),
@@ -189,12 +204,12 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
         (["--svg", "x.png", "--compile"], "Use --svg x.svg"),
         (["--png", "x.jpg"], "Use --png x.png"),
         (["--tokens", "-1"], "Use 0 or more"),
-        (["--chip", "h100-pcie", "--compile"], "this GPU is not described to a compiler"),
-        (["--chip", "h100", "--compile", "--topology", "2x2"], "--topology is of a TPU's slice"),
+        (["--chip", "h100-pcie", "--compile"], "does not describe this GPU"),
+        (["--chip", "h100", "--compile", "--topology", "2x2"], "--topology is for TPU slices"),
         (["--chp", "v4"], "unknown flag --chp: did you mean --chip"),
         (
             ["--chips=4", "--mesh.fsdp=2", "--mesh.pipeline=2", "--mesh.tensor=2"],
-            "--chips 4 cannot be had with --mesh.fsdp 2 --mesh.pipeline 2 --mesh.tensor 2",
+            "--chips 4 does not match --mesh.fsdp 2 --mesh.pipeline 2 --mesh.tensor 2",
         ),
         (
             [*JAXFORMER, *LARGE],
@@ -202,7 +217,7 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
         ),
     ],
 )
-def test_bad_input_is_refused_with_what_would_work(flags, message):
+def test_bad_input_is_refused_with_a_fix(flags, message):
     with pytest.raises(ValueError) as caught:
         plan.main(flags)
     assert message in str(caught.value)
@@ -213,17 +228,17 @@ def test_bad_input_is_refused_with_what_would_work(flags, message):
     [
         (
             ["--chip", "h100"],
-            "splash: it is no kernel for these devices, which have cudnn and triton. Use ",
+            "splash: these devices have cudnn and triton. Use ",
         ),
-        (["--train.sequence_length", "1000"], "splash cannot take --train.sequence_length 1000"),
+        (["--train.seq_len", "1000"], "splash cannot take --train.seq_len 1000"),
     ],
 )
-def test_a_search_with_attention_that_cannot_run_does_not_blame_the_meshes(flags, message):
-    with pytest.raises(ValueError, match=f"^--model.attention {message}"):
-        plan.main([*JAXFORMER, *flags, "--search", "--model.attention", "splash"])
+def test_attention_that_cannot_run_is_refused_before_the_search(flags, message):
+    with pytest.raises(ValueError, match=f"^--model.attention_kernel {message}"):
+        plan.main([*JAXFORMER, *flags, "--search", "--model.attention_kernel", "splash"])
 
 
-def test_what_cannot_fit_says_how_much_is_missing_and_which_flag_saves_most():
+def test_a_config_that_fits_nowhere_reports_the_missing_memory_and_the_best_flag():
     with pytest.raises(ValueError, match=r"GiB per chip are missing.*Of single flags --[a-z._]+ "):
         plan.main([*JAXFORMER, *LARGE])
 
@@ -232,5 +247,5 @@ def test_help_shows_every_flag_with_its_text(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("the best mesh is found", "rank all meshes", "needs no chip", "main.py's flags"):
+    for words in ("finds the best mesh", "rank all meshes", "needs no chip", "main.py's flags"):
         assert words in text

@@ -1,11 +1,11 @@
-"""Pictures of made-up runs: what is drawn is asked of matplotlib, not of the pixels."""
+"""Plots of made-up runs, checked in matplotlib's objects rather than in pixels."""
 
 import json
+import os
 import sys
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import plot
 
@@ -28,11 +28,12 @@ def write_run(folder, *, steps=6, every=2, layers=3, tokens_per_step=128, factor
             }
             lines.append(val | {"moe/tokens_per_expert": tokens, "moe/dropped": 0.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + extra)
-    (folder / "config.toml").write_text(f"[model]\nblocks = {layers}\nbalance_loss = {factor}\n")
+    model = f"[model]\nnum_hidden_layers = {2 * layers}\naux_loss_alpha = {factor}\n"
+    (folder / "config.toml").write_text(model)
     return folder
 
 
-def test_a_run_is_drawn_in_three_pictures(tmp_path):
+def test_a_run_has_three_plots(tmp_path):
     folder = write_run(tmp_path / "tiny")
     files = plot.plot_run(folder)
     names = ["validation_loss.png", "load_loss.png", "tokens_per_expert.png"]
@@ -44,35 +45,32 @@ class Killed(Exception):
     """What a program that is killed ends with here."""
 
 
-def test_a_picture_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
-    """Killed in writing, a run has its old picture or none; what it draws next is whole."""
+def test_a_plot_is_replaced_atomically(tmp_path, monkeypatch):
+    """After a kill during the write there is the old plot or none; the next plot is complete."""
     folder = write_run(tmp_path / "tiny")
-    save = Figure.savefig
 
-    def killed(figure, file, **how):
-        save(figure, file, **how)
-        file.write_bytes(file.read_bytes()[:100])
+    def killed(source, to):
         raise Killed
 
-    monkeypatch.setattr(Figure, "savefig", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(Killed):
         plot.plot_run(folder)
     assert not list(folder.glob("plots/*.png"))
     monkeypatch.undo()
-    whole = [file.read_bytes() for file in plot.plot_run(folder, again=False)]
-    monkeypatch.setattr(Figure, "savefig", killed)
+    whole = [file.read_bytes() for file in plot.plot_run(folder, overwrite=False)]
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(Killed):
         plot.plot_run(folder)
-    assert [file.read_bytes() for file in plot.plot_run(folder, again=False)] == whole
+    assert [file.read_bytes() for file in plot.plot_run(folder, overwrite=False)] == whole
 
 
-def test_only_pictures_that_are_not_there_are_drawn_where_none_is_asked_for_again(tmp_path):
+def test_without_overwrite_only_missing_plots_are_drawn(tmp_path):
     folder = write_run(tmp_path / "tiny")
     first, second, third = plot.plot_run(folder)
     second.unlink()
     third.write_bytes(b"old")
     before = first.stat().st_mtime_ns
-    assert plot.plot_run(folder, again=False) == [first, second, third]
+    assert plot.plot_run(folder, overwrite=False) == [first, second, third]
     assert second.read_bytes().startswith(PNG)
     assert (first.stat().st_mtime_ns, third.read_bytes()) == (before, b"old")
     plot.plot_run(folder)
@@ -80,7 +78,7 @@ def test_only_pictures_that_are_not_there_are_drawn_where_none_is_asked_for_agai
 
 
 def test_tokens_per_expert_are_shares_of_each_layers_tokens(tmp_path):
-    run = plot.Recorded(write_run(tmp_path / "tiny"))
+    run = plot.RunRecords(write_run(tmp_path / "tiny"))
     assert run.share.shape == (3, 3, 4)
     np.testing.assert_allclose(run.share[0, 2], [0.3, 0.1, 0.2, 0.4])
     figure = plot.tokens_per_expert([run])
@@ -92,27 +90,27 @@ def test_tokens_per_expert_are_shares_of_each_layers_tokens(tmp_path):
 
 
 def test_balance_in_training_is_drawn_without_its_factor(tmp_path):
-    run = plot.Recorded(write_run(tmp_path / "tiny"))
+    run = plot.RunRecords(write_run(tmp_path / "tiny"))
     [ax] = plot.load_loss([run]).axes
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [1.25] * 6)
     np.testing.assert_allclose(ax.lines[1].get_ydata(), [1.5] * 3)
 
 
 def test_balance_in_training_is_left_out_where_its_factor_is_zero(tmp_path):
-    run = plot.Recorded(write_run(tmp_path / "tiny", factor=0.0))
+    run = plot.RunRecords(write_run(tmp_path / "tiny", factor=0.0))
     [ax] = plot.load_loss([run]).axes
     assert [len(line.get_ydata()) for line in ax.lines] == [3, 2]  # evaluations, and the dashed one
 
 
-def test_axes_say_tokens_below_and_steps_above(tmp_path):
-    [ax] = plot.validation_loss([plot.Recorded(write_run(tmp_path / "tiny"))]).axes
+def test_axes_have_tokens_below_and_steps_above(tmp_path):
+    [ax] = plot.validation_loss([plot.RunRecords(write_run(tmp_path / "tiny"))]).axes
     assert ax.get_xlabel() == "tokens"
     assert [child.get_xlabel() for child in ax.child_axes] == ["steps"]
 
 
 def test_steps_are_not_on_the_axis_of_runs_with_other_batches(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", tokens_per_step=64)]
-    [ax] = plot.validation_loss([plot.Recorded(run) for run in runs]).axes
+    [ax] = plot.validation_loss([plot.RunRecords(run) for run in runs]).axes
     assert ax.child_axes == []
 
 
@@ -132,15 +130,15 @@ def test_a_dense_run_has_a_validation_loss_only(tmp_path):
     assert [file.name for file in files] == ["validation_loss.png"]
 
 
-def test_a_line_cut_off_in_writing_is_left_out(tmp_path):
-    run = plot.Recorded(write_run(tmp_path / "tiny", extra='{"step": 7, "tok'))
+def test_a_truncated_line_is_skipped(tmp_path):
+    run = plot.RunRecords(write_run(tmp_path / "tiny", extra='{"step": 7, "tok'))
     assert run.steps[-1] == 6
 
 
 def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
     lost = {"step": 8, "loss/val": None, "loss/val_balance": None}
     lost |= {"moe/tokens_per_expert": [[1, 1, 1, 1]] * 3, "moe/dropped": None}
-    run = plot.Recorded(write_run(tmp_path / "tiny", extra=json.dumps(lost) + "\n"))
+    run = plot.RunRecords(write_run(tmp_path / "tiny", extra=json.dumps(lost) + "\n"))
     assert np.isnan(run.val[-1])
     plot.validation_loss([run])
 
@@ -154,3 +152,47 @@ def test_a_run_before_its_first_evaluation_is_refused(tmp_path):
     folder = write_run(tmp_path / "young", every=100)
     with pytest.raises(ValueError, match="6 steps and 0 evaluations"):
         plot.plot_run(folder)
+
+
+def start_of(begin, steps_s, repeated_s=0.0, compile_s=7200.0):
+    seconds = {"steps": steps_s, "compile": compile_s}
+    line = {"begin": begin, "end": begin + steps_s + compile_s, "step": 4, "ended": False}
+    return line | {"repeated_s": repeated_s, "seconds": seconds}
+
+
+def widths(ax):
+    """{kind: width of each bar} of a stacked chart."""
+    return {bars.get_label(): [bar.get_width() for bar in bars] for bars in ax.containers}
+
+
+def test_wall_time_is_a_bar_for_the_run_and_one_for_each_of_its_starts():
+    lines = [start_of(0.0, 36000.0), start_of(46800.0, 18000.0, repeated_s=3600.0)]
+    [ax] = plot.wall_time([("tiny", lines)]).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny", "start 1", "start 2"]
+    expected = {"steps": [14, 9, 5], "compile": [4, 2, 2], "repeated": [1, 1, 0], "down": [1, 0, 0]}
+    assert widths(ax) == expected and ax.get_xlabel() == "hours"
+
+
+def test_wall_time_of_several_runs_is_a_bar_each_and_of_short_ones_in_seconds():
+    runs = [(name, [start_of(0.0, 60.0, compile_s=6.0)]) for name in ("a", "b")]
+    [ax] = plot.wall_time(runs).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    assert widths(ax) == {"steps": [60, 60], "compile": [6, 6]} and ax.get_xlabel() == "seconds"
+
+
+def test_wall_time_of_a_run_that_was_started_once_is_one_bar():
+    [ax] = plot.wall_time([("tiny", [start_of(0.0, 60.0)])]).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny"]
+
+
+def test_only_the_newest_starts_of_many_are_drawn():
+    lines = [start_of(1e5 * n, 60.0) for n in range(100)]
+    [ax] = plot.wall_time([("tiny", lines)]).axes
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert len(labels) == 1 + plot.MOST_BARS and labels[-1] == "start 100"
+
+
+def test_a_run_with_goodput_has_a_picture_of_its_time(tmp_path):
+    folder = write_run(tmp_path / "tiny")
+    (folder / "goodput.jsonl").write_text(json.dumps(start_of(0.0, 60.0)) + "\n")
+    assert plot.plot_run(folder)[-1] == folder / "plots" / "wall_time.png"

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import preflight
-from faults import Exit, Failed, Fault
+from runtime import preflight
+from runtime.errors import Exit, JobFailed, TransientError
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def plain_host(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: f"10.0.0.{len(name)}")
 
 
-def test_a_host_on_which_nothing_is_wrong_passes():
+def test_a_host_without_problems_passes():
     preflight.check_host("10.0.0.2", 1)
 
 
@@ -34,7 +34,7 @@ def test_a_tpu_that_another_process_holds_is_refused():
     preflight.check_host("10.0.0.2", 1)
     with preflight.TPU_LOCK.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"libtpu_lockfile: .*End what uses the TPU"):
+        with pytest.raises(ValueError, match=r"libtpu_lockfile: .*End the process that uses"):
             preflight.check_host("10.0.0.2", 1)
 
 
@@ -111,7 +111,7 @@ def test_a_coordinator_that_does_not_answer_is_named_after_the_limit():
         port = server.getsockname()[1]
     began = time.monotonic()
     with pytest.raises(
-        Fault, match=rf"127\.0\.0\.1:{port}: .*refused.*Does it run, and is the port"
+        TransientError, match=rf"127\.0\.0\.1:{port}: .*refused.*Does it run, and is the port"
     ):
         preflight.check_coordinator(f"127.0.0.1:{port}", 1, 0.5)
     assert time.monotonic() - began >= 0.5
@@ -146,17 +146,17 @@ def compared(monkeypatch, *others, skew_s=0.0):
     return sent
 
 
-def test_hosts_that_are_alike_send_digests_and_no_texts(monkeypatch):
+def test_equal_hosts_exchange_digests_only(monkeypatch):
     sent = compared(monkeypatch, preflight.facts())
     assert len(sent) == 2 and len(sent[0]) == 32
 
 
-def test_what_differs_is_named_with_both_values_and_hosts(monkeypatch):
+def test_differences_are_named_with_both_values_and_hosts(monkeypatch):
     other = preflight.facts() | {"package numpy": "1.0", "commit": "0123-dirty"}
-    with pytest.raises(Failed) as failed:
+    with pytest.raises(JobFailed) as failed:
         compared(monkeypatch, preflight.facts(), other)
     numpy = importlib.metadata.version("numpy")
-    assert failed.value.code == Exit.MEND
+    assert failed.value.code == Exit.CONFIG
     line = f"package numpy differs: {numpy} on process 0 (h0), 1.0 on process 2 (h9)"
     assert line in str(failed.value) and "process 1" not in str(failed.value)
     assert "commit differs: " in str(failed.value) and "0123-dirty on" in str(failed.value)
@@ -164,7 +164,7 @@ def test_what_differs_is_named_with_both_values_and_hosts(monkeypatch):
 
 def test_clocks_that_differ_are_named(monkeypatch):
     with pytest.raises(
-        Failed, match=r"the clock of process 1 \(h9\) is \+60 s off that of process 0"
+        JobFailed, match=r"the clock of process 1 \(h9\) is \+60 s off that of process 0"
     ):
         compared(monkeypatch, preflight.facts(), skew_s=60.0)
     compared(monkeypatch, preflight.facts(), skew_s=5.0)
@@ -185,7 +185,7 @@ def test_facts_have_the_commit_its_changes_the_config_and_all_packages(monkeypat
     assert str(config) in preflight.facts()
 
 
-def test_what_an_interrupted_installation_left_does_not_end_the_checks(monkeypatch, tmp_path):
+def test_a_package_without_a_name_does_not_end_the_checks(monkeypatch, tmp_path):
     (tmp_path / "broken-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert any(d.metadata["Name"] is None for d in importlib.metadata.distributions())

@@ -1,4 +1,4 @@
-"""Text to shards and back, by value: what is written is decoded and compared with what went in."""
+"""Text to shards: the written tokens are decoded and compared with the text."""
 
 import base64
 import hashlib
@@ -18,14 +18,14 @@ import tiktoken
 
 import prepared
 from data import encode, prepare, sources, train_tokenizer
-from data.encode import Coder, cut
+from data.encode import Encoder, resize
 from data.hf_tokenizer import BYTES
-from data.readers import Document, Piece
+from data.manifest import INDEX, read_manifest
+from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
 from data.sources import documents
 from data.tokenizer import SAMPLE_PATTERN, encoding, load_tokenizer, table_sha256
 from dataset import Dataset
-from manifest import INDEX, read_manifest
 from prepared import files_of, texts_of, tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def test_the_sample_tokenizer_has_4096_ids_and_the_last_is_end_of_text():
     assert len(set(tokens)) == 4095
 
 
-def test_any_text_comes_back_from_the_sample_tokenizer():
+def test_the_sample_tokenizer_decodes_what_it_encodes():
     tokenizer = load_tokenizer("sample")
     characters = np.random.default_rng(0).integers(1, 0xD800, 20_000)
     for text in (TRICKY, "".join(map(chr, characters)), " " * 300_000, "a" * 300_000, ""):
@@ -99,13 +99,13 @@ def test_an_unknown_tokenizer_is_refused_with_the_names_that_there_are():
         load_tokenizer("gpt9")
 
 
-def test_a_tokenizer_that_cannot_be_fetched_is_refused_with_one_that_needs_no_network(
+def test_a_tokenizer_that_cannot_be_downloaded_is_refused_with_an_alternative(
     tmp_path, monkeypatch
 ):
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match=r"p50k_edit could not be fetched .*--tokenizer sample"):
+    with pytest.raises(ValueError, match=r"p50k_edit could not be downloaded .*--tokenizer sample"):
         load_tokenizer("p50k_edit")
 
 
@@ -156,16 +156,16 @@ def test_the_tokenizer_learns_from_training_files_only(tmp_path, monkeypatch, ca
     found = [(Document(f"{n}.py", 0, ()), text) for n, text in enumerate(texts)]
     monkeypatch.setattr(train_tokenizer, "documents", lambda config: iter(found))
     out = tmp_path / "ranks"
-    train_tokenizer.main(["--out", str(out), "--vocabulary", "260"])
+    train_tokenizer.main(["--out", str(out), "--vocab-size", "260"])
     learned = [line.split()[0] for line in out.read_bytes().splitlines()[256:]]
     assert [base64.b64decode(token) for token in learned] == [b"el", b"hel", b"lo"]
-    told = f"held-out files: {len(held_out)}, {100 * len(held_out)} bytes, 1.000 bytes per token"
-    assert told in capsys.readouterr().out
+    line = f"held-out files: {len(held_out)}, {100 * len(held_out)} bytes, 1.000 bytes per token"
+    assert line in capsys.readouterr().out
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--vocabulary 256 is too small"):
-        train_tokenizer.main(["--out", str(tmp_path / "ranks"), "--vocabulary", "256"])
+def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--vocab-size 256 is too small"):
+        train_tokenizer.main(["--out", str(tmp_path / "ranks"), "--vocab-size", "256"])
 
 
 # What is written
@@ -192,8 +192,8 @@ def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
         manifest = read_manifest(folder)
         ids, found = tokens_of(folder), texts_of(folder)
         assert manifest.begin_of_text is manifest.template is None
-        assert manifest.split == split
-        assert (manifest.tokenizer, manifest.vocabulary, manifest.end_of_text) == (
+        assert manifest.subset == split
+        assert (manifest.tokenizer, manifest.vocab_size, manifest.end_of_text) == (
             "sample",
             4096,
             4095,
@@ -235,17 +235,17 @@ def test_a_special_token_in_the_text_is_text_and_ends_no_document(tmp_path):
 
 
 def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
-    coder = Coder(Prepare(source="", out=""))
-    coder.tokenizer = tiktoken.Encoding(
+    encoder = Encoder(Prepare(source="", out=""))
+    encoder.tokenizer = tiktoken.Encoding(
         "x",
         pat_str=r"\S+|\s+(?!\S)|\s",
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={"<|endoftext|>": 256},
     )
     text = " " * 1_000_000 + "x"
-    document = Document("x.txt", 0, [Piece(text[:70]), Piece(text[70:])])
-    assert [len(piece.text) for piece in cut(document.pieces)] == [400_000, 400_000, 200_001]
-    ids, weights, sizes = zip(*coder.coded(document), strict=True)
+    document = Document("x.txt", 0, [Chunk(text[:70]), Chunk(text[70:])])
+    assert [len(chunk.text) for chunk in resize(document.chunks)] == [400_000, 400_000, 200_001]
+    ids, weights, sizes = zip(*encoder.encode(document), strict=True)
     ids = np.concatenate(ids)
     assert bytes(ids[:-1].astype(np.uint8)) == text.encode() and ids[-1] == 256
     assert (set(weights), sum(sizes)) == ({None}, 1_000_001)
@@ -256,13 +256,13 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, monkeypat
     special = {"<|endoftext|>": 2**16}
     large = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=table, special_tokens=special)
     monkeypatch.setattr(encode, "load_tokenizer", lambda name: large)
-    encode.coder_of.cache_clear()
+    encode.encoder_of.cache_clear()
     run(texts, tmp_path / "out", "--val-share", 0)
     ids = tokens_of(tmp_path / "out" / "train")
     assert ids.dtype == np.uint32
     assert read_manifest(tmp_path / "out" / "train").dtype == "uint32"
     assert (ids == 2**16).sum() == 41
-    encode.coder_of.cache_clear()
+    encode.encoder_of.cache_clear()
 
 
 # Sources
@@ -323,7 +323,7 @@ def test_glob_chooses_the_files_of_a_folder(texts):
         (["--chat"], "--chat reads conversations"),
     ],
 )
-def test_a_setting_that_cannot_be_met_is_refused(texts, tmp_path, flags, pattern):
+def test_an_invalid_setting_is_refused(texts, tmp_path, flags, pattern):
     with pytest.raises(ValueError, match=pattern):
         run(texts, tmp_path / "out", *flags)
     assert not list((tmp_path / "out").rglob(INDEX))
@@ -334,7 +334,7 @@ def test_a_source_that_is_not_there_is_refused(tmp_path):
         run(tmp_path / "nowhere", tmp_path / "out")
 
 
-# Again
+# Prepared again
 
 
 def test_what_is_already_prepared_is_left_as_it_is(texts, tmp_path, capsys, monkeypatch):
@@ -349,7 +349,9 @@ def test_what_is_already_prepared_is_left_as_it_is(texts, tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize("change", ["setting", "content", "tokenizer"])
-def test_what_was_prepared_otherwise_is_not_replaced_without_being_asked(texts, tmp_path, change):
+def test_what_was_prepared_with_other_settings_is_replaced_only_by_overwrite(
+    texts, tmp_path, change
+):
     out = tmp_path / "out"
     run(texts, out, "--val-share", 0.3)
     share, name = 0.3, {"setting": "val_share", "content": "files_sha256"}.get(change)
@@ -374,7 +376,7 @@ def test_what_was_prepared_otherwise_is_not_replaced_without_being_asked(texts, 
     assert files_of(out) == files_of(tmp_path / "fresh")
 
 
-def test_a_preparation_that_breaks_off_leaves_no_index_of_the_one_it_replaces(
+def test_an_interrupted_preparation_leaves_no_index_of_the_one_it_replaces(
     texts, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
@@ -385,7 +387,7 @@ def test_a_preparation_that_breaks_off_leaves_no_index_of_the_one_it_replaces(
     assert files_of(out).keys() == {"splits/settings.json"}
 
 
-def test_one_split_can_be_prepared_without_touching_the_other(texts, tmp_path):
+def test_one_subset_can_be_prepared_without_touching_the_other(texts, tmp_path):
     out = tmp_path / "out"
     run(texts, out, "--val-share", 1)
     val = files_of(out)
@@ -396,7 +398,7 @@ def test_one_split_can_be_prepared_without_touching_the_other(texts, tmp_path):
     assert texts_of(out / "train") == [TRICKY]
 
 
-def test_a_share_that_would_replace_one_finished_split_is_refused(texts, tmp_path):
+def test_a_share_that_would_replace_one_finished_subset_is_refused(texts, tmp_path):
     out = tmp_path / "out"
     run(texts, out, "--val-share", 0)
     before = files_of(out)
@@ -426,7 +428,7 @@ def test_the_command_prepares_in_processes_of_its_own_and_refuses_in_one_line(te
     )
 
 
-def test_the_fix_that_an_error_names_can_be_taken_in_the_same_folder(tmp_path):
+def test_the_fix_in_an_error_message_works_in_the_same_folder(tmp_path):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     lines = [json.dumps({"body": f"row {n}"}) + "\n" for n in range(200)]
     path.write_text("".join(lines) + "{")

@@ -3,8 +3,6 @@
 The committed values of the latter are made by make_hf_reference.py. Letters as in reference.py.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -15,41 +13,44 @@ import utils
 
 T = 7
 SEGMENTS_T = np.array([4, 4, 4, 4, 9, 9, 9])
-SMALL = utils.Model(
-    vocabulary=250,  # 6 pads
-    width=12,
+SMALL = hf_case.model_with(
+    utils.Model(),
+    vocab_size=250,  # 6 pads
+    hidden_size=12,
     blocks=2,
     dense_layers=1,
     moe_layers=1,
     prefix_layers=1,
-    heads=3,
+    num_attention_heads=3,
     q_lora_rank=11,
     kv_lora_rank=8,
     qk_nope_head_dim=5,
     qk_rope_head_dim=4,
     v_head_dim=7,
     rope_theta=50.0,
-    hidden=13,
-    expert_hidden=9,
-    experts=6,
-    experts_per_token=2,
-    shared_experts=2,
+    intermediate_size=13,
+    moe_intermediate_size=9,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
     routed_scaling_factor=1.7,
-    balance_loss=0.3,
+    aux_loss_alpha=0.3,
     z_loss=0.02,
 )
 
 
-GROUPS = {"expert_groups": 3, "groups_per_token": 2}
+GROUPS = {"n_group": 3, "topk_group": 2}
 
-ONE_LAYER = dataclasses.replace(SMALL, blocks=1, dense_layers=0, prefix_layers=0, tied=False)
+ONE_LAYER = hf_case.model_with(
+    SMALL, blocks=1, dense_layers=0, prefix_layers=0, tie_word_embeddings=False
+)
 
 logits_of = jax.jit(reference.logits, static_argnums=2)
 loss_of = jax.jit(reference.loss, static_argnums=2)
 
 
 def small(**fields):
-    return dataclasses.replace(SMALL, **fields)
+    return hf_case.model_with(SMALL, **fields)
 
 
 def weights_of(model):
@@ -69,7 +70,7 @@ def normal(*shape, seed=3):
 
 def batch_of(model, sequences=2, length=6):
     """A batch whose loss weights and documents are not all alike."""
-    ids = hf_case.tokens(model.vocabulary, sequences, length + 1)
+    ids = hf_case.tokens(model.vocab_size, sequences, length + 1)
     weights = normal(sequences, length) ** 2
     weights[0, 1] = 0.0
     segments = np.repeat(np.array([[0, 1]], np.int32), length // 2, axis=1)
@@ -128,19 +129,19 @@ def attention_pair(model, rotary):
         {"q_lora_rank": 0},
         hf_case.YARN,
         hf_case.YARN | {"rope_mscale": 0.0},
-        hf_case.YARN | {"rope_mscale_all_dim": 0.0, "latent_norm_epsilon": 0.1},
+        hf_case.YARN | {"rope_mscale_all_dim": 0.0, "latent_rms_norm_eps": 0.1},
     ],
     ids=["query latent", "none", "YaRN", "no mscale", "no mscale_all_dim, epsilon"],
 )
-def test_attention_is_that_of_the_loops_over_tokens_and_heads(fields, rotary):
+def test_attention_matches_loops_over_tokens_and_heads(fields, rotary):
     model = small(**fields)
     in_jax, in_numpy = attention_pair(model, rotary)
-    w, x_TD = layer(model, "attention"), normal(T, model.width)
+    w, x_TD = layer(model, "attention"), normal(T, model.hidden_size)
     np.testing.assert_allclose(in_jax(w, x_TD), in_numpy(w, x_TD), rtol=1e-12, atol=1e-13)
 
 
-def test_gradients_of_attention_are_the_differences_of_the_loops():
-    model = small(**hf_case.YARN, latent_norm_epsilon=0.1)
+def test_gradients_of_attention_match_finite_differences():
+    model = small(**hf_case.YARN, latent_rms_norm_eps=0.1)
     in_jax, in_numpy = attention_pair(model, rotary=True)
     w, x_TD, probe_TD = layer(model, "attention"), normal(T, 12), normal(T, 12, seed=5)
     gradient = jax.grad(lambda both: (in_jax(*both) * probe_TD).sum())((w, x_TD))
@@ -150,9 +151,9 @@ def test_gradients_of_attention_are_the_differences_of_the_loops():
 @pytest.mark.parametrize("shared", [0, 1, 2])
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(("normalize", "groups"), [(True, {}), (False, {}), (True, GROUPS)])
-def test_moe_is_that_of_the_loop_over_tokens(scores, normalize, groups, shared):
-    model = small(scores=scores, normalize_weights=normalize, shared_experts=shared, **groups)
-    w, x_TD = layer(model, "moe"), normal(T, model.width)
+def test_moe_matches_a_loop_over_tokens(scores, normalize, groups, shared):
+    model = small(scoring_func=scores, norm_topk_prob=normalize, n_shared_experts=shared, **groups)
+    w, x_TD = layer(model, "moe"), normal(T, model.hidden_size)
     y_BTD, counts_BE, balance = jax.jit(reference.moe, static_argnums=2)(w, x_TD[None], model)
     expected_TD, choices_TK, expected_balance = reference.numpy_moe(w, x_TD, model)
     np.testing.assert_allclose(y_BTD[0], expected_TD, rtol=1e-12, atol=1e-13)
@@ -160,7 +161,7 @@ def test_moe_is_that_of_the_loop_over_tokens(scores, normalize, groups, shared):
     np.testing.assert_allclose(balance, expected_balance, rtol=1e-12)
 
 
-def test_gradients_of_moe_are_the_differences_of_the_loop():
+def test_gradients_of_moe_match_finite_differences():
     model = small(**GROUPS)
     w, x_TD, probe_TD = layer(model, "moe"), normal(T, 12), normal(T, 12, seed=5)
 
@@ -177,8 +178,8 @@ def test_gradients_of_moe_are_the_differences_of_the_loop():
 
 
 @pytest.mark.parametrize("groups_per_token", [1, 2])
-def test_groups_move_choices_unless_all_are_seen(groups_per_token):
-    models = [small(), small(expert_groups=2, groups_per_token=groups_per_token)]
+def test_groups_change_choices_unless_all_are_eligible(groups_per_token):
+    models = [small(), small(n_group=2, topk_group=groups_per_token)]
     w, x_TD = layer(SMALL, "moe"), normal(40, 12)
     one, other = (reference.numpy_moe(w, x_TD, model)[1] for model in models)
     assert (one == other).all() == (groups_per_token == 2)
@@ -192,10 +193,10 @@ def numpy_logits(weights, batch, b):
     x_TD = x_TD + reference.numpy_attention(w["attention"], x_TD, model, segments_T, rotary=True)
     y_TD, choices_TK, balance = reference.numpy_moe(w["moe"], x_TD, model)
     h = [reference.numpy_rms_norm(x, weights["final_norm"], 1e-6) for x in x_TD + y_TD]
-    return h @ weights["output"][: model.vocabulary].T, choices_TK, balance
+    return h @ weights["output"][: model.vocab_size].T, choices_TK, balance
 
 
-def test_loss_and_its_parts_are_those_of_numpy():
+def test_the_loss_and_its_parts_match_numpy():
     weights, batch = weights_of(ONE_LAYER), batch_of(ONE_LAYER)
     total, parts = loss_of(weights, batch, ONE_LAYER)
     logits, choices, balances = zip(*(numpy_logits(weights, batch, b) for b in (0, 1)), strict=True)
@@ -216,35 +217,35 @@ def test_loss_and_its_parts_are_those_of_numpy():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gradients_of_the_loss_are_its_differences_for_every_weight(tied):
-    model = small(tied=tied)
+def test_gradients_of_the_loss_match_finite_differences_for_every_weight(tied):
+    model = small(tie_word_embeddings=tied)
     weights, batch = weights_of(model), batch_of(model)
     gradient, parts = jax.jit(jax.grad(reference.loss, has_aux=True), static_argnums=2)(
         weights, batch, model
     )
     assert (parts["tokens_per_expert"] > 0).all(), "an expert without tokens has no gradient"
     assert_gradient(gradient, lambda w: loss_of(w, batch, model)[0], weights)
-    assert not gradient["embedding" if tied else "output"][model.vocabulary :].any()
+    assert not gradient["embedding" if tied else "output"][model.vocab_size :].any()
 
 
 def test_a_dense_model_has_no_balance_loss_and_no_choices():
     model = small(moe_layers=0)
     _, parts = loss_of(weights_of(model), batch_of(model), model)
     assert parts["balance"] == 0.0
-    assert parts["tokens_per_expert"].shape == (0, 6)
+    assert parts["tokens_per_expert"].shape == (0, 0)
 
 
-def test_pads_of_the_vocabulary_get_no_probability():
+def test_padding_of_the_vocabulary_has_no_probability():
     logits = np.asarray(logits_of(weights_of(SMALL), batch_of(SMALL)["tokens"], SMALL))
     assert logits.shape[-1] == 256
     assert np.isneginf(logits[..., 250:]).all()
     assert np.isfinite(logits[..., :250]).all()
 
 
-def test_a_later_token_moves_no_earlier_logit():
+def test_a_later_token_changes_no_earlier_logit():
     weights, tokens = weights_of(SMALL), batch_of(SMALL)["tokens"]
     changed = tokens.copy()
-    changed[:, 4] = (tokens[:, 4] + 1) % SMALL.vocabulary
+    changed[:, 4] = (tokens[:, 4] + 1) % SMALL.vocab_size
     before, after = (
         np.asarray(logits_of(weights, ids, SMALL))[..., :250] for ids in (tokens, changed)
     )
@@ -252,7 +253,7 @@ def test_a_later_token_moves_no_earlier_logit():
     assert (before[:, 4:] != after[:, 4:]).any(axis=-1).all()
 
 
-def test_a_document_has_the_logits_that_it_has_alone():
+def test_the_logits_of_a_document_do_not_depend_on_its_neighbours():
     weights, tokens = weights_of(SMALL), batch_of(SMALL)["tokens"]
     segments = np.array([[0, 0, 1, 1, 1, 1]] * 2)
     together = logits_of(weights, tokens, SMALL, segments)
@@ -263,7 +264,7 @@ def test_a_document_has_the_logits_that_it_has_alone():
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "prefix"])
-def test_layers_with_experts_alone_can_be_without_positions(kind):
+def test_only_layers_with_experts_can_omit_positions(kind):
     counts = {"prefix_layers": int(kind == "prefix"), "dense_layers": int(kind == "dense")}
     counts |= {"rope_in_moe_layers": False, "blocks": 1}
     models = [small(rope_theta=theta, **counts) for theta in (50.0, 5000.0)]
@@ -275,17 +276,17 @@ def test_layers_with_experts_alone_can_be_without_positions(kind):
 def hf_logits(name, moe=None, **fields):
     """Logits of a case here, in float32, and there; ours with other MoE weights or model fields."""
     case = hf_case.CASES[name]
-    model = utils.Model(**case.model)
-    weights, tokens = hf_case.weights(model, case.seed), hf_case.tokens(model.vocabulary)
+    model = hf_case.model_with(utils.Model(), **case.model)
+    weights, tokens = hf_case.weights(model, case.seed), hf_case.tokens(model.vocab_size)
     weights["blocks"]["moe"]["moe"] |= moe or {}
     with jax.enable_x64(False):
-        ours = np.asarray(logits_of(weights, tokens, dataclasses.replace(model, **fields)))
+        ours = np.asarray(logits_of(weights, tokens, hf_case.model_with(model, **fields)))
     with np.load(hf_case.LOGITS_FILE) as file:
         return ours, file[name]
 
 
 @pytest.mark.parametrize("name", hf_case.CASES)
-def test_logits_are_those_of_hugging_face_transformers(name):
+def test_logits_match_hugging_face_transformers(name):
     ours, theirs = hf_logits(name)
     assert theirs.dtype == np.float32
     assert np.abs(theirs).max() > 1
@@ -297,18 +298,18 @@ def test_logits_are_those_of_hugging_face_transformers(name):
     [
         {"moe": {"bias": np.zeros((4, 12), np.float32)}},
         {"moe": {"shared": None}},
-        {"scores": "softmax"},
-        {"normalize_weights": False},
+        {"scoring_func": "softmax"},
+        {"norm_topk_prob": False},
         {"routed_scaling_factor": 1.0},
-        {"experts_per_token": 2},
+        {"num_experts_per_tok": 2},
         {"rope_theta": 200.0},
         {"rope_in_moe_layers": False},
-        {"norm_epsilon": 1e-2},
-        {"latent_norm_epsilon": 1e-2},
-        {"groups_per_token": 3},
-        {"expert_groups": 4},
+        {"rms_norm_eps": 1e-2},
+        {"latent_rms_norm_eps": 1e-2},
+        {"topk_group": 3},
+        {"n_group": 4},
         {"rope_factor": 9.0},
-        {"rope_original_length": 32},
+        {"rope_original_max_position_embeddings": 32},
         {"rope_beta_fast": 2.0},
         {"rope_beta_slow": 1.0},
         {"rope_mscale": 0.8},
@@ -316,19 +317,19 @@ def test_logits_are_those_of_hugging_face_transformers(name):
     ],
     ids=lambda change: next(iter(change.get("moe", change))),
 )
-def test_comparison_with_transformers_would_show_a_change_of(change):
+def test_the_comparison_with_transformers_detects_a_change_of(change):
     ours, theirs = hf_logits("yarn_groups", **change)
     assert np.abs(ours[..., : theirs.shape[-1]] - theirs).max() > 0.01
 
 
-def test_committed_logits_name_their_versions_and_cover_every_case():
+def test_committed_logits_record_their_versions_and_cover_every_case():
     with np.load(hf_case.LOGITS_FILE) as file:
         assert set(file) == {"versions", *hf_case.CASES}
         assert "transformers 5" in str(file["versions"])
         assert "torch 2" in str(file["versions"])
 
 
-def test_weights_are_the_same_whenever_they_are_made():
+def test_weights_of_a_seed_are_reproducible():
     for left, right in zip(
         *(jax.tree.leaves(hf_case.weights(SMALL, 5)) for _ in "ab"), strict=True
     ):

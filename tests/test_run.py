@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,11 @@ import pytest
 
 import conftest
 
-TOOLS = "bash cat cp dirname echo env flock grep mkdir rm sed sh tail touch true cksum tr"
+# Programs that macOS has too, and flock, which it has not.
+TOOLS = (
+    "basename bash cat cksum cmp cp dirname echo env getconf grep mkdir mktemp readlink rm sed sh"
+)
+TOOLS += " tail touch tr true uname flock"
 DRIVER = {"cpu": "470.82.01", "cuda12": "550.54.14", "cuda13": "580.65.06"}
 
 # Stand-ins, so that nothing is installed and no device is looked for.
@@ -24,6 +29,8 @@ echo "python $*" >>calls
 if [ "$1" = data/prepare.py ]; then
   mkdir -p data/sample/train data/sample/val
   touch data/sample/train/index.json data/sample/val/index.json
+elif [ "$1 $2 $3" = "-m pip --version" ]; then exit "${PIP_CODE:-0}"
+elif [ "$1 $2 $3" = "-m pip install" ]; then cp "$STUBS/pip-uv" .venv/bin/uv
 fi
 exit "${EXIT_CODE:-0}"
 """
@@ -33,6 +40,13 @@ echo "$DRIVER"
 OLD_PYTHON = """#!/bin/sh
 exit 1
 """
+PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+echo "python3 $*" >>calls
+mkdir -p .venv/bin && cp "$STUBS/in-venv" .venv/bin/python
+exit "${VENV_CODE:-0}"
+"""
+INSTALL = "uv pip install --quiet --python .venv/bin/python --require-hashes --no-build"
 
 
 def script(path, text):
@@ -46,18 +60,25 @@ class Checkout:
     def __init__(self, folder: Path):
         self.folder, self.stubs = folder, folder / "stubs"
         self.stubs.mkdir()
-        for name in ("run.sh", "requirements.txt"):
-            shutil.copy(conftest.ROOT / name, folder)
+        shutil.copy(conftest.ROOT / "run.sh", folder)
+        (folder / "locks").mkdir()
+        for name in ("cpu", "cuda12", "cuda13", "dev", "tpu", "uv"):
+            (folder / "locks" / f"{name}.txt").write_text(f"the lock {name}\n")
         for name in filter(shutil.which, TOOLS.split()):
             (self.stubs / name).symlink_to(shutil.which(name))
         for name, text in [("uv", UV), ("in-venv", IN_VENV), ("nvidia-smi", NVIDIA_SMI)]:
             script(self.stubs / name, text)
 
-    def run(self, *arguments, **environment):
+    def without_uv(self, python: str):
+        """Leaves a python3 with this text in the place of uv."""
+        (self.stubs / "uv").rename(self.stubs / "pip-uv")
+        script(self.stubs / "python3", python)
+
+    def run(self, *arguments, path: str = "", cwd: str | Path = "/", **environment):
         environment = {"DRIVER": DRIVER["cpu"], **environment}
         environment |= {"PATH": str(self.stubs), "STUBS": str(self.stubs)}
-        command = [str(self.folder / "run.sh"), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+        command = [path or str(self.folder / "run.sh"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
 
     @property
     def calls(self):
@@ -95,8 +116,8 @@ def test_the_environment_is_set_up_once(checkout):
     first = checkout.run("true")
     assert "setting up .venv" in first.stderr
     assert checkout.calls == [
-        "uv venv --clear --python >=3.11 .venv",
-        "uv pip install --quiet --python .venv/bin/python -r requirements.txt",
+        "uv venv --clear --python >=3.11,<3.15 .venv",
+        f"{INSTALL} -r locks/cpu.txt",
     ]
     second = checkout.run("true")
     assert checkout.calls == []
@@ -112,17 +133,112 @@ def test_two_that_start_at_once_set_up_one_environment(checkout):
     assert [call.split()[1] for call in checkout.calls] == ["venv", "pip"]
 
 
-def test_changed_requirements_are_installed_into_the_same_environment(ready):
-    with (ready.folder / "requirements.txt").open("a") as file:
-        file.write("another-package\n")
+def test_a_changed_lock_is_installed_into_the_same_environment(ready):
+    (ready.folder / "locks" / "dev.txt").write_text("another-package\n")
+    (ready.folder / "locks" / "tpu.txt").write_text("another-package\n")
     ready.run("true")
-    assert [call.split()[1] for call in ready.calls] == ["pip"]
+    assert ready.calls == []
+    (ready.folder / "locks" / "cpu.txt").write_text("another-package\n")
+    ready.run("true")
+    assert ready.calls == [f"{INSTALL} -r locks/cpu.txt"]
+
+
+DEV = ["pytest -q", "ruff check", "shellcheck run.sh", "python -m pytest", "python tests/chaos.py"]
+
+
+@pytest.mark.parametrize("command", DEV)
+def test_packages_of_tests_and_linters_are_installed_for_them_alone(ready, command):
+    ready.run("python", "main.py")
+    assert ready.calls == ["python main.py"]
+    ready.run(*command.split())
+    assert ready.calls[0] == f"{INSTALL} -r locks/cpu.txt -r locks/dev.txt"
+    ready.run(*command.split())
+    ready.run("python", "main.py")
+    assert not any(call.startswith("uv") for call in ready.calls)
+
+
+def test_a_link_to_run_sh_runs_in_the_tree(ready, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "bin").mkdir()
+    (elsewhere / "tree").symlink_to(ready.folder)
+    (elsewhere / "first").symlink_to("tree/run.sh")  # relative to the link
+    (elsewhere / "bin" / "train").symlink_to("../first")
+    # A relative path, whose folder is also in CDPATH.
+    link = {"path": "bin/train", "cwd": elsewhere, "CDPATH": "/"}
+    done = ready.run("env", **link)
+    assert environment_of(done)["PWD"] == str(ready.folder) and ready.calls == []
+    assert "./run.sh --help" in ready.run("--help", **link).stdout
+
+
+def test_macos_has_what_a_run_needs(checkout):
+    """Its uname and sysctl, no /proc and no flock; bash is the one of this machine."""
+    for name in ("flock", "nvidia-smi", "uname"):
+        (checkout.stubs / name).unlink()
+    script(checkout.stubs / "uname", '#!/bin/sh\n[ "$1" = -m ] && echo arm64 || echo Darwin\n')
+    script(checkout.stubs / "sysctl", '#!/bin/sh\necho "$2: ${CPU:-M1}"\n')
+    text = (checkout.folder / "run.sh").read_text()
+    (checkout.folder / "run.sh").write_text(text.replace("/proc/cpuinfo", "/no/cpuinfo"))
+    done = checkout.run("--train.steps", "2", OSTYPE="darwin23")
+    assert done.returncode == 0 and "flock is not installed" in done.stderr
+    assert len(done.stderr.splitlines()) == 3
+    assert checkout.calls[-1] == "python main.py --config configs/tiny.toml --train.steps 2"
+    caches = [environment_of(checkout.run("env", CPU=cpu)) for cpu in ("M1", "M2", "M1")]
+    caches = [found["JAX_COMPILATION_CACHE_DIR"] for found in caches]
+    assert caches[0] == caches[2] != caches[1]
+
+
+# Features that bash 3.2 of macOS lacks, as far as one line shows them; the tests have no bash 3.2.
+NEWER_THAN_BASH_3 = {
+    "associative arrays, name references": r"\b(declare|local|typeset)\s+-\w*[Agn]",
+    "mapfile": r"\b(mapfile|readarray|coproc|globstar|inherit_errexit|lastpipe)\b",
+    "change of case": r"\$\{\w+(\[[^]]*\])?(,|\^)",
+    "${name@Q}": r"\$\{\w+(\[[^]]*\])?@",
+    "[[ -v name ]]": r"\[\[?( .*)? -v ",
+    "&>> and |&": r"&>>|\|&",
+    ";& and ;;&": r";&",
+    "a negative index": r"\$\{\w+\[ *-|\$\{\w+:[^}]*: *-",
+    "wait -n": r"\bwait\s+-n",
+    "a timeout below a second": r"\bread\b.*-t\s*0?\.",
+    "{fd} redirections": r"\{\w+\}[<>]",
+    "time in printf": r"%\([^)]*\)T",
+    "variables": r"\$\{?(BASHPID|EPOCH\w+|SRANDOM|PIPESTATUS_|BASH_ARGV0)\b",
+    "unicode escapes": r"\$'[^']*\\[uU]",
+    # Without an element it is an unset variable there.
+    "an array that may be empty": r'(?<!\+)"\$\{(?!cpu_flags|files)\w+\[[@*]\]\}"',
+}
+ONLY_LINUX = (
+    r"\b(nproc|timeout|realpath|tac|stat -c|date .*%N|sed -(i|u)|readlink -\w|base64 -\w)\b"
+)
+
+
+def code_of(text):
+    return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+
+
+def test_run_sh_is_written_for_bash_3_and_for_tools_that_macos_has_too():
+    lines = code_of((conftest.ROOT / "run.sh").read_text())
+    for name, pattern in {**NEWER_THAN_BASH_3, "a tool of Linux": ONLY_LINUX}.items():
+        assert not [line for line in lines if re.search(pattern, line)], name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "declare -A names", "local -n name=$1", "mapfile -t lines", 'echo "${name,,}"',
+        'echo "${names[0]^}"', "echo ${name@Q}", "[[ -v name ]]", "cmd &>>log", "cmd |& tee",
+        "x) true ;&", "echo ${names[-1]}", "wait -n", "read -t 0.5 x", "exec {fd}>file",
+        "printf '%(%s)T'", "echo $EPOCHSECONDS", "echo $'\\u00e4'", 'for x in "${left[@]}"; do',
+        "n=$(nproc)", "stat -c %Y x", "date +%s.%N", "sed -i s/a/b/ x", "readlink -f x",
+    ],
+)  # fmt: skip
+def test_what_is_newer_than_bash_3_is_found(line):
+    assert any(re.search(pattern, line) for pattern in (*NEWER_THAN_BASH_3.values(), ONLY_LINUX))
 
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_the_driver_decides_which_cuda_is_installed(checkout, extra):
     checkout.run("true", DRIVER=DRIVER[extra])
-    assert checkout.calls[-1].endswith(f"-r requirements.txt jax[{extra}]")
+    assert checkout.calls[-1] == f"{INSTALL} -r locks/cpu.txt -r locks/{extra}.txt"
 
 
 def test_jax_looks_for_no_tpu_on_a_cpu_and_takes_most_of_a_gpu(checkout):
@@ -160,14 +276,14 @@ def test_memory_that_is_freed_is_used_again_on_a_cpu(checkout):
     assert "GLIBC_TUNABLES" not in environment_of(checkout.run("env", DRIVER=DRIVER["cuda13"]))
 
 
-def test_a_driver_that_is_too_old_for_jax_is_said_and_the_cpu_used(checkout):
+def test_a_driver_that_is_too_old_for_jax_is_logged_and_the_cpu_is_used(checkout):
     done = checkout.run("true")
     assert "NVIDIA driver (470) is older than 525" in done.stderr
-    assert checkout.calls[-1].endswith("-r requirements.txt")
+    assert checkout.calls[-1].endswith(" -r locks/cpu.txt")
 
 
 @pytest.mark.parametrize("step", ["venv", "pip"])
-def test_an_interrupted_set_up_is_started_anew(checkout, step):
+def test_an_interrupted_set_up_starts_over(checkout, step):
     (checkout.folder / f"killed-in-{step}").touch()
     assert checkout.run("true").returncode != 0
     (checkout.folder / f"killed-in-{step}").unlink()
@@ -176,10 +292,9 @@ def test_an_interrupted_set_up_is_started_anew(checkout, step):
     assert [call.split()[1] for call in checkout.calls] == ["venv", "pip"]
 
 
-def test_an_environment_whose_update_was_interrupted_is_made_anew(ready):
-    (ready.folder / "requirements.txt").write_text("another-package\n")
+def test_an_environment_whose_update_was_interrupted_is_created_again(ready):
     (ready.folder / "killed-in-pip").touch()
-    assert ready.run("true").returncode != 0
+    assert ready.run("pytest").returncode != 0  # which needs another lock
     (ready.folder / "killed-in-pip").unlink()
     assert [call.split()[1] for call in ready.calls] == ["pip"]
     ready.run("true")
@@ -192,25 +307,54 @@ def test_a_failed_set_up_shows_why_and_exits_2_before_the_command(checkout, step
     done = checkout.run("echo", "hello")
     assert done.returncode == 2
     assert "no route to host" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("run.sh: could not")
+    assert "no route to host" in (checkout.folder / ".cache" / "install.log").read_text()
+    assert done.stderr.splitlines()[-1].startswith("run.sh: could not set up .venv")
     assert "hello" not in done.stdout
 
 
-def test_a_python_that_is_too_old_is_refused_with_the_mend(checkout):
-    (checkout.stubs / "uv").unlink()
-    script(checkout.stubs / "python3", OLD_PYTHON)
+def test_a_python_that_the_locks_are_not_for_is_refused_with_the_fix(checkout):
+    checkout.without_uv(OLD_PYTHON)
     done = checkout.run("true")
     assert done.returncode == 2
-    assert "python3 is not Python 3.11 or newer" in done.stderr
-    assert "PYTHON=python3.12 ./run.sh" in done.stderr
+    assert "python3 is not Python 3.11 to 3.14" in done.stderr
+    assert "Set PYTHON, as in PYTHON=python3.12 ./run.sh" in done.stderr
 
 
-def test_without_uv_the_environment_is_made_by_the_python_that_is_named(checkout):
-    (checkout.stubs / "uv").unlink()
-    (checkout.folder / "requirements.txt").write_text("# nothing\n")
-    done = checkout.run("python", "-c", "import sys; print(sys.prefix)", PYTHON=sys.executable)
-    assert done.stdout.strip() == str(checkout.folder / ".venv")
-    assert done.returncode == 0
+def test_without_uv_pip_installs_it_into_the_environment_and_checks_its_hash(checkout):
+    checkout.without_uv(PYTHON)
+    done = checkout.run("true")
+    assert done.returncode == 0, done.stderr
+    pip = "python -m pip install --quiet --disable-pip-version-check --require-hashes"
+    assert checkout.calls == [
+        "python3 -m venv --clear .venv",
+        "python -m pip --version",
+        f"{pip} --only-binary :all: -r locks/uv.txt",
+        f"{INSTALL} -r locks/cpu.txt",
+    ]
+    assert checkout.run("uv", "pip", "list").returncode == 0  # for what a user adds
+    assert checkout.calls == ["uv pip list"]
+
+
+def test_an_environment_that_uv_made_gets_pip_first_where_uv_is_gone(ready):
+    ready.without_uv(PYTHON)
+    (ready.folder / "locks" / "cpu.txt").write_text("another-package\n")
+    assert ready.run("true", PIP_CODE="1").returncode == 0
+    assert [call.split()[2] for call in ready.calls] == ["pip", "ensurepip", "pip", "install"]
+
+
+def test_a_system_without_venv_is_refused_with_the_fix(checkout):
+    checkout.without_uv(PYTHON)
+    done = checkout.run("true", VENV_CODE="1")
+    assert done.returncode == 2
+    assert "python3 -m venv failed. Install uv, or the system package python3-venv" in done.stderr
+
+
+@pytest.mark.parametrize("minor", [10, 11, 14, 15])
+def test_the_pythons_of_the_locks_are_accepted(checkout, minor):
+    check = re.search(r"-c '(import sys; .*)'", (checkout.folder / "run.sh").read_text())[1]
+    code = check.replace("sys.version_info", f"(3, {minor}, 1)")
+    done = subprocess.run([sys.executable, "-c", code])
+    assert done.returncode == (not 11 <= minor <= 14)
 
 
 def test_a_cpu_machine_gets_the_devices_and_timeouts_that_the_tests_use(ready):
@@ -227,7 +371,7 @@ def test_flags_that_are_given_are_kept(ready):
     assert conftest.with_flags(given, conftest.XLA_FLAGS) == flags
 
 
-def test_a_gpu_machine_gets_no_pretend_devices_unless_jax_is_told_to_use_the_cpu(checkout):
+def test_a_gpu_machine_gets_no_simulated_devices_unless_jax_uses_the_cpu(checkout):
     gpu = {"DRIVER": DRIVER["cuda13"]}
     assert "XLA_FLAGS" not in environment_of(checkout.run("env", **gpu))
     assert "XLA_FLAGS" in environment_of(checkout.run("env", JAX_PLATFORMS="cpu", **gpu))

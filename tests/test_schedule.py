@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pipeline
+from planning import schedule_report
 from schedule import Schedule
 
 SIZES = [
@@ -26,7 +26,7 @@ every_size = pytest.mark.parametrize("plan", [Schedule(*size) for size in SIZES]
 
 
 def ticks_of_tasks(plan):
-    """{(fwd or bwd, stage, microbatch): tick}, from the printed names and the phases alone."""
+    """Return {(fwd or bwd, stage, microbatch): tick} from the printed names and the phases."""
     found = {}
     for rank in range(plan.pipeline):
         names = iter(plan.tasks(rank))
@@ -52,11 +52,11 @@ def test_one_rank_alternates_forward_and_backward():
     plan = Schedule(1, 1, 3)
     assert plan.tasks(0) == [f"{way}_0__{m}" for m in range(3) for way in ("fwd", "bwd")]
     assert plan.phases == [(0, 3, True, True)]
-    assert plan.slots == 1
+    assert plan.ring_slots == 1
     assert plan.bubble == 0
 
 
-def test_two_ranks_of_two_chunks_run_in_the_order_worked_by_hand():
+def test_two_ranks_of_two_model_chunks_run_in_the_order_worked_by_hand():
     plan = Schedule(2, 2, 2)
     first = "fwd_0__0 fwd_0__1 fwd_2__0 fwd_2__1 bwd_2__0 bwd_2__1 bwd_0__0 bwd_0__1"
     second = "fwd_1__0 fwd_1__1 fwd_3__0 bwd_3__0 fwd_3__1 bwd_3__1 bwd_1__0 bwd_1__1"
@@ -83,7 +83,7 @@ def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(plan):
 
 
 @every_size
-def test_what_a_stage_sends_is_used_by_its_neighbour_in_the_next_tick(plan):
+def test_the_output_of_a_stage_is_used_by_its_neighbour_in_the_next_tick(plan):
     ticks = ticks_of_tasks(plan)
     for (way, stage, microbatch), tick in ticks.items():
         before = stage - 1 if way == "fwd" else stage + 1
@@ -92,7 +92,7 @@ def test_what_a_stage_sends_is_used_by_its_neighbour_in_the_next_tick(plan):
 
 
 @every_size
-def test_the_last_stage_turns_around_within_a_tick(plan):
+def test_the_last_stage_runs_forward_and_backward_of_a_microbatch_in_one_tick(plan):
     ticks = ticks_of_tasks(plan)
     for microbatch in range(plan.microbatches):
         last = plan.stages - 1, microbatch
@@ -114,14 +114,14 @@ def test_tasks_run_only_in_phases_of_their_direction(plan):
 
 
 def misread(plan, slots):
-    """Backward tasks that would read another task's residuals from a ring of so many slots."""
+    """Return backward tasks that read residuals of another task from a ring of this length."""
     wrong = []
     for rank in range(plan.pipeline):
         ring = {}
         for start, stop, forward, backward in plan.phases:
             for tick in range(start, stop):
                 number = plan.forward_number(tick, rank)
-                if forward:  # an idle slot stores too: all ranks run the same operations
+                if forward:  # an idle slot also stores, because all ranks run the same operations
                     ring[number % slots] = number
                 wanted = plan.backward_task(plan.backward_number(tick, rank))
                 if backward and plan.is_task(plan.backward_number(tick, rank)):
@@ -132,17 +132,17 @@ def misread(plan, slots):
 
 @every_size
 def test_no_slot_of_the_ring_is_overwritten_before_it_is_read(plan):
-    assert misread(plan, plan.slots) == []
+    assert misread(plan, plan.ring_slots) == []
 
 
 @pytest.mark.parametrize("size", [(2, 1, 3), (4, 2, 8), (4, 1, 2)], ids=str)
 def test_a_ring_with_one_slot_less_is_overwritten_too_soon(size):
     plan = Schedule(*size)
-    assert misread(plan, plan.slots - 1)
+    assert misread(plan, plan.ring_slots - 1)
 
 
 @every_size
-def test_the_bubble_counted_from_tasks_is_the_formula(plan):
+def test_the_bubble_counted_from_tasks_matches_the_formula(plan):
     ranks = range(plan.pipeline)
     tasks = sum(len(plan.tasks(rank)) for rank in ranks)
     slots = plan.pipeline * sum((stop - start) * (f + b) for start, stop, f, b in plan.phases)
@@ -152,7 +152,7 @@ def test_the_bubble_counted_from_tasks_is_the_formula(plan):
 
 @every_size
 def test_a_task_and_its_number_are_inverses(plan):
-    for number in range(plan.work):
+    for number in range(plan.tasks_per_rank):
         assert plan.task_number(*plan.forward_task(number)) == number
         chunk, microbatch = plan.backward_task(number)
         assert plan.task_number(plan.virtual - 1 - chunk, microbatch) == number
@@ -166,7 +166,7 @@ def test_the_number_of_an_idle_slot_points_at_a_task(plan):
         assert 0 <= microbatch < plan.microbatches
 
 
-def test_traced_integers_give_what_python_integers_give():
+def test_traced_integers_give_the_same_results_as_python_integers():
     plan = Schedule(4, 2, 8)
 
     def numbers(tick, rank):
@@ -182,21 +182,21 @@ def test_traced_integers_give_what_python_integers_give():
     )
 
 
-def test_microbatches_that_do_not_fill_the_ranks_are_refused_with_a_number_that_works():
+def test_microbatches_that_do_not_fill_the_ranks_are_an_error_with_a_number_that_works():
     with pytest.raises(ValueError, match=r"--train.microbatches 6 .* Use --train.microbatches 8"):
         Schedule(4, 2, 6)
-    assert Schedule(4, 2, 8).work == 16
-    assert Schedule(4, 1, 6).work == 6
+    assert Schedule(4, 2, 8).tasks_per_rank == 16
+    assert Schedule(4, 1, 6).tasks_per_rank == 6
 
 
 @pytest.mark.parametrize("size", [(0, 1, 1), (1, 0, 1), (1, 1, 0)], ids=str)
-def test_a_size_below_one_is_refused(size):
+def test_a_size_below_one_is_an_error(size):
     with pytest.raises(ValueError, match="must be 1 or more"):
         Schedule(*size)
 
 
 def printed(capsys, flags):
-    pipeline.main(flags.split())
+    schedule_report.main(flags.split())
     return capsys.readouterr().out
 
 
@@ -221,17 +221,17 @@ def test_text_shows_the_grid_the_tasks_and_the_bubble_beside_the_formula(capsys)
     assert any(line.startswith("formula") and line.endswith("= 1/5") for line in lines)
 
 
-def test_a_rank_that_is_not_there_is_refused(capsys):
-    with pytest.raises(ValueError, match=r"--rank 4 is not there.* Use --rank 3"):
+def test_a_rank_outside_the_pipeline_is_an_error(capsys):
+    with pytest.raises(ValueError, match=r"--rank 4 does not exist.* Use --rank 3"):
         printed(capsys, "--pipeline 4 --rank 4")
 
 
 def test_the_timeline_is_drawn_into_a_png(tmp_path):
     path = tmp_path / "plots" / "schedule.png"
-    pipeline.main(["--pipeline", "2", "--microbatches", "3", "--png", str(path)])
+    schedule_report.main(["--pipeline", "2", "--microbatches", "3", "--png", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_timeline_in_a_file_that_is_not_png_is_refused(tmp_path):
+def test_a_timeline_in_a_file_that_is_not_png_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"schedule.jpg does not end in .png"):
-        pipeline.main(["--png", str(tmp_path / "schedule.jpg")])
+        schedule_report.main(["--png", str(tmp_path / "schedule.jpg")])

@@ -5,17 +5,17 @@ import re
 import numpy as np
 import pytest
 
-import utils
 from data import show
 from data.tokenizer import load_tokenizer
-from mixture import open_training
+from dataset import open_training
+from runtime import cli
 
 
 @pytest.fixture
 def run(data, tmp_path):
     """A folder as a run leaves it, with its config alone."""
-    flags = [*data, "--train.sequence_length", "32", "--train.sequences", "8"]
-    (tmp_path / "config.toml").write_text(utils.to_toml(utils.parse([*flags, "--data.seed", "3"])))
+    flags = [*data, "--train.seq_len", "32", "--train.global_batch_size", "8"]
+    (tmp_path / "config.toml").write_text(cli.to_toml(cli.parse([*flags, "--data.seed", "3"])))
     return tmp_path
 
 
@@ -25,7 +25,7 @@ def shown(capsys, *flags):
 
 
 def test_the_windows_of_a_step_are_printed_with_their_places(run, capsys):
-    config = utils.load(run / "config.toml")
+    config = cli.load(run / "config.toml")
     opened = open_training(config)
     out = shown(capsys, "--run", run, "--step", 12)
     places = re.findall(r"^--- window (\d+): tokens (\d+) to (\d+) of (\S+)$", out, re.MULTILINE)
@@ -33,7 +33,7 @@ def test_the_windows_of_a_step_are_printed_with_their_places(run, capsys):
     assert [int(place[0]) for place in places] == numbers
     codec = load_tokenizer("sample")
     for (number, first, last, file), text in zip(
-        places, re.split(r"--- .*\n", out)[1:], strict=True
+        places, re.split(r"^--- window .*\n", out, flags=re.MULTILINE)[1:], strict=True
     ):
         assert int(first) == 32 * int(number) and int(last) == int(first) + 32
         ids = np.load(file)[int(first) : int(last) + 1].tolist()
@@ -50,9 +50,9 @@ def test_single_windows_are_printed_in_the_order_asked_for(run, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "Give one of them, as --step 1"),
-        ("--step 1 --windows 2", "Give one of them, as --step 1"),
-        ("--step 0", "a step, from 1, .* Give one of them, as --step 1"),
+        ("", "Use one, as --step 1"),
+        ("--step 1 --windows 2", "Use one, as --step 1"),
+        ("--step 0", "a --step from 1, or --windows. Use one, as --step 1"),
         ("--windows 3 100000000", "--windows 100000000 is not a window of .* from 0 to"),
         ("--windows -1", "--windows -1 is not a window"),
         ("--run absent --step 1", "--run absent does not exist. Give the folder of a run"),

@@ -1,6 +1,6 @@
-"""slurm.sh with Slurm's own daemons on two hosts of the tests' own (hosts.py), and one that trains.
+"""launch/slurm.sh with the daemons of Slurm on two simulated hosts.
 
-Most jobs are stand_in.py, which connects and ends as main.py does.
+Most jobs are stand_in.py, which connects and ends as main.py does; one trains.
 """
 
 import re
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import hosts
+import simulated_hosts
 import tiny_run
 from conftest import ROOT
-from hosts import SHARED, wait_for
+from simulated_hosts import SHARED, wait_for, write_script
 
-TOOLS = ("slurmctld", "slurmd", "sbatch")
-LONG_S = 300  # that a job may take on a machine that has other work
+PROGRAMS = ("slurmctld", "slurmd", "sbatch")
+LONG_S = 300  # generous, since other programs can slow the machine down
 
-# As root, without munge, accounts and cgroups; jobs share the nodes, so that tests need not wait.
+# Without munge, accounts and cgroups. Jobs share the nodes, so that tests need not wait.
 CONF = """
 ClusterName=tests
 SlurmctldHost=h0
@@ -46,38 +46,41 @@ PartitionName=all Nodes=h[0-1] Default=YES OverSubscribe=FORCE:8
 
 
 class Slurm:
-    """Two nodes that share a tree; commands come by ssh to the first, as a user's do."""
+    """Two nodes that share a tree; commands reach the first by ssh, as those of a user."""
 
-    def __init__(self, net: hosts.Net):
+    def __init__(self, net: simulated_hosts.Network):
         self.net, self.tree = net, net.shared / "tree"
-        self.known = {"SLURM_CONF": f"{SHARED}/slurm/slurm.conf"}
+        self.conf = {"SLURM_CONF": f"{SHARED}/slurm/slurm.conf"}
         (net.shared / "slurm").mkdir()
         (net.shared / "slurm" / "slurm.conf").write_text(CONF.format(shared=SHARED))
         daemons = ["mkdir /run/slurmctld; slurmctld; slurmd", "slurmd"]
         for host, started in zip(net.hosts, daemons, strict=True):
-            host(f"export SLURM_CONF={self.known['SLURM_CONF']}; {started}")
+            host(f"export SLURM_CONF={self.conf['SLURM_CONF']}; {started}")
         wait_for(lambda: self("sinfo -h -o %D%t") == "2idle", 30)
 
     def __call__(self, command: str, folder: str = "tree", **more: str) -> str:
-        """What a shell on the first host says."""
-        variables = " ".join(f"{n}={shlex.quote(v)}" for n, v in (self.known | more).items())
+        """Return the stdout of a bash command on the first host."""
+        variables = " ".join(f"{n}={shlex.quote(v)}" for n, v in (self.conf | more).items())
         text = f"cd {SHARED}/{folder} && export {variables} && {command}"
-        ssh = [self.net.folder / "bin" / "ssh", self.net.hosts[0].address, text]
-        done = subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = self.net.ssh(self.net.hosts[0], text)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def start(self, *words: str, options: str = "", folder: str = "tree", **more: str) -> "Job":
         number = self(
-            f"sbatch --parsable {options} slurm.sh {shlex.join(words)}", folder=folder, **more
+            f"sbatch --parsable {options} launch/slurm.sh {shlex.join(words)}",
+            folder=folder,
+            **more,
         )
         return Job(self, number, self.net.shared / folder / f"slurm-{number}.log")
 
-    def stand_in(self, name: str, steps: int, options: str = "", **more: str) -> "Job":
-        """A job in a tree of its own, since stand-ins save where they are."""
+    def stand_in(
+        self, name: str, steps: int, options: str = "", peer_seconds: int = 30, **more: str
+    ) -> "Job":
+        """Start a job in its own tree, since stand_in.py saves in its folder."""
         subprocess.run(["cp", "-r", self.tree, self.net.shared / name], check=True)
-        words = ["python", "tests/stand_in.py", "--peer-seconds", "8", "--steps", str(steps)]
-        return self.start(*words, options=options, folder=name, **more)
+        command = f"python tests/stand_in.py --peer-seconds {peer_seconds} --steps {steps}"
+        return self.start(*command.split(), options=options, folder=name, **more)
 
 
 class Job:
@@ -89,19 +92,19 @@ class Job:
         return self._log.read_text() if self._log.exists() else ""
 
     def field(self, name: str) -> str:
-        """Of what scontrol knows, as State and Restarts."""
+        """Return a field of scontrol, such as JobState or Restarts."""
         return re.search(rf"\b{name}=(\S+)", self.slurm(f"scontrol show job {self.number}"))[1]
 
-    def says(self, text: str, within_s: float = LONG_S) -> None:
+    def wait_for_log(self, text: str, within_s: float = LONG_S) -> None:
         wait_for(lambda: text in self.log, within_s)
 
-    def ends(self) -> tuple[str, str]:
-        """(state, exit code), once it has ended and is not in the queue."""
+    def wait_for_end(self) -> tuple[str, str]:
+        """Wait until the job has ended for good; return its state and exit code."""
         wait_for(lambda: self.field("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), LONG_S)
         return self.field("JobState"), self.field("ExitCode").split(":")[0]
 
-    def comes_back(self) -> None:
-        """Slurm has it wait two minutes in the queue, and here not so long."""
+    def wait_for_requeue(self) -> None:
+        """Wait until the job is requeued, and start it at once instead of after two minutes."""
         wait_for(lambda: self.field("Restarts") != "0", LONG_S)
         wait_for(lambda: self.field("JobState") != "COMPLETING", LONG_S)
         if self.field("JobState") == "PENDING":
@@ -110,16 +113,16 @@ class Job:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with hosts.net_of(tmp_path_factory.mktemp("hosts"), 2, *TOOLS) as net:
-        tree = hosts.checkout(net.shared / "tree")
+    with simulated_hosts.network_with_ssh(2, tmp_path_factory.mktemp("hosts"), *PROGRAMS) as net:
+        tree = simulated_hosts.checkout(net.shared / "tree")
         (tree / ".venv").symlink_to("/mnt/venv")
         yield Slurm(net)
 
 
 @pytest.fixture(scope="module")
 def limited(slurm):
-    """A job that is told at once of its limit, which Slurm looks at every half minute: so it is
-    submitted before the others.
+    """A job that receives SIGTERM at once for its time limit. Slurm checks limits every 30 s, so
+    this job starts before the others.
     """
     return slurm.stand_in("limited", 250, options="--time=1")
 
@@ -127,23 +130,27 @@ def limited(slurm):
 # --- what needs no Slurm --------------------------------------------------------------------------
 
 
-def test_it_tells_its_use():
-    told = subprocess.run([ROOT / "slurm.sh", "--help"], capture_output=True, text=True)
-    assert told.returncode == 0 and "sbatch slurm.sh python main.py" in told.stdout
-    assert "set -euo" not in told.stdout and "SBATCH --" not in told.stdout
+def test_help_prints_the_usage_alone():
+    usage = subprocess.run([ROOT / "launch" / "slurm.sh", "--help"], capture_output=True, text=True)
+    assert usage.returncode == 0 and "sbatch launch/slurm.sh python main.py" in usage.stdout
+    assert "set -euo" not in usage.stdout and "SBATCH --" not in usage.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "job", "message"),
     [
-        ([], {}, "what is to be run?"),
-        (["--speed", "9"], {}, "there is no option --speed: ./slurm.sh --help"),
-        (["python", "main.py"], {}, "this is no job of Slurm: sbatch slurm.sh python main.py"),
-        (["x"], {"SLURM_JOB_ID": "1"}, "has no run.sh: give --chdir"),
+        ([], {}, "no command. Give one"),
+        (["--speed", "9"], {}, "unknown option --speed. See ./launch/slurm.sh --help"),
+        (
+            ["python", "main.py"],
+            {},
+            "not a Slurm job. Use sbatch launch/slurm.sh python main.py",
+        ),
+        (["x"], {"SLURM_JOB_ID": "1"}, "has no run.sh. Give sbatch --chdir"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(tmp_path, words, job, message):
-    command = [ROOT / "slurm.sh", *words]
+    command = [ROOT / "launch" / "slurm.sh", *words]
     done = subprocess.run(command, env=job, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -152,7 +159,7 @@ def test_bad_input_is_refused_with_one_line(tmp_path, words, job, message):
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_two_nodes_train_as_one_process_does_also_when_it_is_put_back(slurm, limited, data, whole):
+def test_two_nodes_train_as_one_process_even_after_a_requeue(slurm, limited, data, whole):
     subprocess.run(["cp", "-r", Path(data[1]).parent, slurm.net.shared / "data"], check=True)
     otherwise = f"""
     --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1 --train.steps 24
@@ -160,80 +167,83 @@ def test_two_nodes_train_as_one_process_does_also_when_it_is_put_back(slurm, lim
     --data.train {SHARED}/data/train --data.val {SHARED}/data/val --sample.prompts
     """
     job = slurm.start("python", "main.py", *tiny_run.FLAGS, *otherwise.split())
-    job.says("step 1/24")
+    job.wait_for_log("step 1/24")
     slurm(f"scancel --signal=TERM {job.number}")
-    job.comes_back()
-    assert job.ends() == ("COMPLETED", "0"), job.log
+    job.wait_for_requeue()
+    assert job.wait_for_end() == ("COMPLETED", "0"), job.log
     saved = re.search(r"0: SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", job.log)[1]
     assert 1 <= int(saved) < 24
     assert f"continues after step {saved}" in job.log
-    assert "slurm.sh: ended with 143, and goes back into the queue (1 of 20)" in job.log
+    assert "slurm.sh: ended with 143, requeued (1 of 20)" in job.log
     losses = tiny_run.losses(slurm.net.shared / "runs" / "slurm")
     assert len(losses) == 24
     assert losses[:6] == pytest.approx(tiny_run.losses(whole), abs=1e-4)
 
 
 @pytest.mark.parametrize(("how", "state"), [("--batch --signal=TERM", "FAILED"), ("", "CANCELLED")])
-def test_a_job_that_is_stopped_has_saved_and_does_not_come_back(slurm, limited, how, state):
+def test_a_stopped_job_has_saved_and_is_not_requeued(slurm, limited, how, state):
     job = slurm.stand_in(f"stopped{len(how)}", 900)
-    job.says("1: step 2/900")
+    job.wait_for_log("1: step 2/900")
     slurm(f"scancel {how} {job.number}")
-    assert job.ends()[0] == state
+    assert job.wait_for_end()[0] == state
     assert job.log.count("SIGTERM: stopped, and step") == 2, job.log
-    assert "into the queue" not in job.log and job.field("Restarts") == "0"
+    assert "requeued" not in job.log and job.field("Restarts") == "0"
 
 
 def test_a_lost_process_is_named_and_ends_the_job_with_its_exit_code(slurm, limited):
-    job = slurm.stand_in("killed", 900, AGAIN="0")
-    job.says("1: step 2/900")
+    job = slurm.stand_in("killed", 900, peer_seconds=4, AGAIN="0")
+    job.wait_for_log("1: step 2/900")
     slurm.net.hosts[1]("pkill -9 -f 'stand_in.py .*--steps 900'")
-    assert job.ends() == ("FAILED", "137")
+    assert job.wait_for_end() == ("FAILED", "137")
     assert "stopped sending heartbeats):\n0: 1\n" in job.log  # process 0 names process 1
-    assert "ended with 137, and does not go back into the queue: it did so 0 times" in job.log
+    assert "ended with 137, not requeued: AGAIN=0 allows no further requeue" in job.log
 
 
 def test_a_process_that_fails_leaves_the_others_time_to_end(slurm, limited):
     job = slurm.start("bash", "-c", "((SLURM_PROCID == 0)) || exit 2; sleep 2; echo later")
-    assert job.ends() == ("FAILED", "2")
+    assert job.wait_for_end() == ("FAILED", "2")
     assert "0: later" in job.log
 
 
-def test_only_what_starting_again_can_help_goes_back_and_only_so_often(slurm, limited):
+def test_only_a_failure_that_a_restart_can_fix_is_requeued_and_at_most_n_times(slurm, limited):
     codes = dict.fromkeys((75, 134, 137, 139), True) | dict.fromkeys((0, 1, 2, 130, 132), False)
     jobs = {}
     for code in codes:
-        words = ["bash", "-c", f"echo started; exit {code}"]
+        words = ["bash", "-c", f"echo started as $RUN_OWNER; exit {code}"]
         jobs[code] = slurm.start(*words, options="--nodes 1", AGAIN="1")
     for code, helps in codes.items():
         if helps:
-            jobs[code].comes_back()
+            jobs[code].wait_for_requeue()
     for code, helps in codes.items():
         state = "FAILED" if code else "COMPLETED"
-        assert jobs[code].ends() == (state, str(code)), jobs[code].log
-        assert jobs[code].log.count("0: started") == 1 + helps
-        assert ("it did so 1 times (AGAIN)" in jobs[code].log) == helps
+        assert jobs[code].wait_for_end() == (state, str(code)), jobs[code].log
+        # The lock of a run has the same owner before and after.
+        assert jobs[code].log.count(f"0: started as tests:{jobs[code].number}\n") == 1 + helps
+        assert ("AGAIN=1 allows no further requeue" in jobs[code].log) == helps
 
 
-def test_the_environment_is_set_up_before_all_look_for_it_and_each_has_its_cpus(slurm, limited):
+def test_the_environment_is_set_up_once_before_all_processes_and_each_has_its_cpus(slurm, limited):
     subprocess.run(["cp", "-r", slurm.tree, slurm.net.shared / "new"], check=True)
     (slurm.net.shared / "new" / ".venv").unlink()
     uv = "[[ $1 == pip ]] || mkdir -p .venv/bin && ln -sf /usr/bin/true .venv/bin/python\n"
-    hosts.script(slurm.net.shared / "uv", uv)
+    write_script(slurm.net.shared / "uv", uv)
     for host in slurm.net.hosts:
         host(f"ln -s {SHARED}/uv /mnt/bin/uv")
     step = "scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID"
     words = ["bash", "-c", f"{step} | grep -o 'CPUs=[0-9]*'"]
     job = slurm.start(*words, options="--cpus-per-task 2", folder="new")
-    assert job.ends() == ("COMPLETED", "0"), job.log
+    assert job.wait_for_end() == ("COMPLETED", "0"), job.log
     lines = job.log.splitlines()
     assert lines[0].startswith("run.sh: setting up .venv") and lines[1].startswith("run.sh: set up")
     assert sorted(lines[2:]) == ["0: CPUs=4", "1: CPUs=4"]  # of both
 
 
-def test_before_its_time_limit_a_job_saves_and_goes_back(slurm, limited):
-    limited.comes_back()
+def test_before_its_time_limit_a_job_saves_and_is_requeued(slurm, limited):
+    limited.wait_for_requeue()
     slurm(f"scontrol update JobId={limited.number} TimeLimit=60")
-    assert limited.ends() == ("COMPLETED", "0"), limited.log
-    before, after, *_ = limited.log.split("slurm.sh: ended with 143, and goes back into the queue")
+    limited.wait_for_log("slurm.sh: ended with 143, requeued (1 of 20)")
+    before = limited.log.split("slurm.sh: ended with 143, requeued")[0]
     saved = int(re.search(r"0: SIGTERM: stopped, and step (\d+) is saved", before)[1])
+    limited.wait_for_log(f"0: step {saved + 1}/250")
+    after = limited.log.removeprefix(before)
     assert re.search(r"0: step (\d+)/250", after)[1] == str(saved + 1)

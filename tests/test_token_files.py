@@ -6,16 +6,15 @@ import threading
 import numpy as np
 import pytest
 
-import buckets
 import dataset
-import token_files
-from buckets import Prefix, Unanswered
-from data import verify
+from data import token_files, verify
+from data.manifest import DOCUMENT_RULE, INDEX, Manifest, index_text
 from data.shards import ShardWriter
 from dataset import Dataset
-from loop import AHEAD_STEPS, prefetch
-from manifest import DOCUMENT_RULE, INDEX, Manifest, index_text
+from runtime import buckets
+from runtime.buckets import Prefix, Unavailable
 from test_dataset import alone, make_folder
+from train import AHEAD_STEPS, prefetch
 
 # Clients leave connections to be closed when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -37,7 +36,7 @@ def weighted(tmp_path):
     writer = ShardWriter(str(folder), "shard", SHARD, np.dtype("uint16"), weighted=True)
     for begin in range(0, TOKENS, 10):
         writer.add(ids[begin : begin + 10], begin // 10 % 2)
-    writer.finish()
+    writer.flush()
     fields = ("sample", "aa", 1000, 999, DOCUMENT_RULE, "uint16", 1, TOKENS, 0)
     manifest = Manifest("train", *fields, writer.shards, "python data/prepare.py", {})
     (folder / INDEX).write_text(index_text(manifest))
@@ -53,7 +52,7 @@ def uploaded(bucket, folder):
 
 
 def opened(folder, **how):
-    return alone(folder, T, sequences=len(ROWS), **how)
+    return alone(folder, T, batch_size=len(ROWS), **how)
 
 
 def files_of(data):
@@ -80,7 +79,7 @@ def test_files_are_mapped_when_they_are_first_used(folder, monkeypatch):
     assert mapped == [f"{n:03d}.npy" for n in range(5)]
 
 
-def test_a_shard_that_goes_or_changes_meanwhile_is_named(folder):
+def test_a_shard_that_is_removed_or_changed_during_a_run_is_named(folder):
     data = Dataset(folder, T)
     data.batch(ROWS)
     for name in ("shard_000.npy", "shard_001.npy"):
@@ -105,8 +104,8 @@ def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
         data.batch(ROWS)
 
 
-def test_no_more_files_are_open_than_a_process_may_have(folder, monkeypatch):
-    monkeypatch.setattr(token_files, "MOST_MAPPED", 2)
+def test_the_number_of_open_files_is_limited(folder, monkeypatch):
+    monkeypatch.setattr(token_files, "MAX_MAPPED", 2)
     data, before = opened(folder), len(os.listdir("/proc/self/fd"))
     for step in range(20):
         tokens = data.rows(step, ROWS)["tokens"]
@@ -169,14 +168,14 @@ def test_the_next_steps_are_read_while_one_is_used(bucket, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
-def test_a_bucket_that_fails_for_a_while_is_asked_again(bucket, folder, kind):
+def test_a_failed_request_to_a_bucket_is_retried(bucket, folder, kind):
     url, disk = uploaded(bucket, folder), opened(folder)
     fault = bucket.fault(kind, on="read", path="*.npy", times=2)
     same(opened(url).rows(0, ROWS), disk.rows(0, ROWS))
     assert fault.done == 2
 
 
-def test_a_bucket_that_stays_away_is_a_fault_and_may_come_back(bucket, folder, monkeypatch):
+def test_an_unavailable_bucket_is_a_transient_error(bucket, folder, monkeypatch):
     data, real = opened(uploaded(bucket, folder)), buckets.filesystem()
 
     class Away:
@@ -184,19 +183,19 @@ def test_a_bucket_that_stays_away_is_a_fault_and_may_come_back(bucket, folder, m
             return [OSError("away")] * len(paths)
 
     monkeypatch.setattr(buckets, "filesystem", Away)
-    with pytest.raises(Unanswered, match=r"shard_.* did not answer"):
+    with pytest.raises(Unavailable, match=r"shard_.* failed: away"):
         data.rows(0, ROWS)
     monkeypatch.setattr(Away, "cat_ranges", lambda *_: 1 / 0)  # of all of them
     with pytest.raises(ZeroDivisionError):
         data.rows(0, ROWS)
     monkeypatch.setattr(Away, "cat_ranges", lambda self, paths, *_: [b"x"] * len(paths))
-    with pytest.raises(Unanswered, match=r"1 of \d+ bytes came"):
+    with pytest.raises(Unavailable, match=r"1 of \d+ bytes came"):
         data.rows(0, ROWS)
     monkeypatch.setattr(buckets, "filesystem", lambda: real)
     same(data.rows(0, ROWS), opened(folder).rows(0, ROWS))
 
 
-def test_a_shard_that_is_removed_from_the_bucket_meanwhile_is_named(bucket, folder):
+def test_a_shard_that_is_removed_from_the_bucket_during_a_run_is_named(bucket, folder):
     url = uploaded(bucket, folder)
     data = Dataset(url, T)
     Prefix(url).remove(["shard_001.npy"])
@@ -216,7 +215,7 @@ def test_a_bucket_in_which_a_shard_is_not_whole_is_refused_at_the_start(bucket, 
         opened(url)
 
 
-def test_the_chunks_that_were_used_last_stay(bucket, folder, monkeypatch):
+def test_the_cache_keeps_the_chunks_used_last(bucket, folder, monkeypatch):
     monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(token_files, "CACHED_CHUNKS", 2)
     data = Dataset(uploaded(bucket, folder), T, order="blocks")
@@ -226,18 +225,18 @@ def test_the_chunks_that_were_used_last_stay(bucket, folder, monkeypatch):
     assert data.files[0].requests == 4
 
 
-# --- all of it ------------------------------------------------------------------------------------
+# --- verification ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
-def test_verify_names_what_is_damaged_and_passes_what_is_whole(bucket, weighted, capsys, where):
+def test_verify_lists_damaged_files_and_accepts_complete_folders(bucket, weighted, capsys, where):
     folder = make_folder(weighted.parent / "val", np.arange(TOKENS), shard_tokens=SHARD)
     url = str(folder.parent)
     if where == "bucket":
         url = uploaded(bucket, weighted).rpartition("/")[0]
         uploaded(bucket, folder)
     verify.main(["--folder", url])
-    assert f"{url} is whole: 15 files, " in capsys.readouterr().out
+    assert f"{url} is complete: 15 files, " in capsys.readouterr().out
 
     def change(name, content):
         if where == "disk":
@@ -255,25 +254,25 @@ def test_verify_names_what_is_damaged_and_passes_what_is_whole(bucket, weighted,
     change("shard_004.npy", whole["shard_004.npy"][:-5])
     with pytest.raises(ValueError, match=r"4 files are damaged, listed above"):
         verify.main(["--folder", f"{url}/val"])
-    told = capsys.readouterr().out
-    assert "shard_001.npy is altered, with another checksum" in told
-    assert "shard_003.npy is missing" in told
-    assert "shard_002.npy is altered" in told and "shard_004.npy is truncated" in told
-    assert "shard_000.npy" not in told
+    out = capsys.readouterr().out
+    assert "shard_001.npy is altered, with another checksum" in out
+    assert "shard_003.npy is missing" in out
+    assert "shard_002.npy is altered" in out and "shard_004.npy is truncated" in out
+    assert "shard_000.npy" not in out
 
 
-def test_verify_goes_on_behind_a_shard_that_cannot_be_read(folder, capsys, monkeypatch):
+def test_verify_continues_after_a_shard_that_cannot_be_read(folder, capsys, monkeypatch):
     def refused(path, real=verify.file_crc32c):
         if path.name == "shard_001.npy":
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
     monkeypatch.setattr(verify, "file_crc32c", refused)
-    with pytest.raises(ValueError, match=r"1 files are damaged, listed above; compared were 5"):
+    with pytest.raises(ValueError, match=r"1 files are damaged, listed above; compared 5"):
         verify.main(["--folder", str(folder)])
     assert capsys.readouterr().out.count("shard_001.npy cannot be read: ") == 1
 
 
-def test_verify_of_what_is_no_folder_of_shards_is_refused(tmp_path):
+def test_verify_refuses_a_folder_without_shards(tmp_path):
     with pytest.raises(ValueError, match=r"has no index.json"):
         verify.main(["--folder", str(tmp_path)])

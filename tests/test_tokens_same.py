@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import tokens_same
+from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
-from manifest import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def compared(documents, out):
 def test_ids_in_shards_are_those_of_tiktoken_called_directly(written):
     found = compared(*written)
     assert found.differ == []
-    assert found.documents > 300 and found.in_pieces == 2 and found.beyond_latin > 1e5
+    assert found.documents > 300 and found.in_chunks == 2 and found.beyond_latin > 1e5
     assert len(read_manifest(written[1] / "train").shards) > 1
 
 
@@ -56,7 +56,7 @@ def test_one_bit_of_a_shard_is_one_document(written, tmp_path):
 def test_the_command_prints_no_difference_and_fails_where_there_is_one(capsys, monkeypatch):
     monkeypatch.setattr(tokens_same, "mixed", lambda mb, wheels: ["one", "д" * 5] * 20)
     assert tokens_same.main([]) == 0
-    assert "40 documents (0 in pieces), 0.0 MB" in capsys.readouterr().out
+    assert "40 documents (0 in several chunks), 0.0 MB" in capsys.readouterr().out
     monkeypatch.setattr(tokens_same, "directly", lambda tokenizer, text: [1])
     assert tokens_same.main([]) == 1
     assert "40 documents differ from tiktoken" in capsys.readouterr().out

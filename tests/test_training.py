@@ -1,6 +1,6 @@
-"""Whole runs on every mesh: the same losses, the same bits in every replica, no bad step applied.
+"""Runs on every mesh: equal losses, bit-identical replicas, no bad step applied.
 
-A step is compiled once per mesh (`runs`), and every test asks something of those runs.
+A step is compiled once per mesh (`runs`) and serves many tests.
 
 Letters: E experts, V vocabulary.
 """
@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 import model
+import optimizer
 import train
-import utils
 import weights
-from benchmark import with_values
+from benchmarks.common import with_values
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
 from conftest import ROOT
+from runtime import cli
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
@@ -40,7 +41,7 @@ class Run(NamedTuple):
 
     config: object
     losses: np.ndarray  # [STEPS], as trained on
-    norms: np.ndarray  # [STEPS], of gradients, before they are clipped
+    norms: np.ndarray  # [STEPS], of gradients, before clipping
     counts: np.ndarray  # [STEPS, blocks, E]
     states: list  # canonical weights after each step
     replicas: list  # (leaf, copies [devices, ...]) after 10 steps
@@ -48,31 +49,30 @@ class Run(NamedTuple):
 
 
 def run_config(name, bias_speed=0.0):
-    """The same run on the mesh of that name: only mesh and microbatches differ."""
+    """Return the run on a named mesh; only mesh and microbatches differ."""
     shape, virtual = RUN_MESHES[name]
-    train = {"microbatches": MICROBATCHES[name], "sequences": SEQUENCES}
+    train = {"microbatches": MICROBATCHES[name], "global_batch_size": SEQUENCES}
     return config_of(
         shape,
         virtual=virtual,
         train=train | {"steps": STEPS, "remat": "full"},
-        # A slow start: Adam's first steps go by the sign of a gradient, however small, and one that
-        # rounding decides moves a weight as far as any other.
+        # A long warmup: Adam's first steps follow the sign of a gradient, even of a rounding error.
         optimizer={"lr": 1e-3, "warmup_steps": STEPS},
         z_loss=1e-3,
-        router_bias_speed=bias_speed,
+        router_bias_update_speed=bias_speed,
         **RUN,
     )
 
 
 def batch(config, step):
-    """Text that can be learnt: low ids are likelier.
+    """Return learnable text: low ids are more likely.
 
     Of the seeds tried, one whose routing is decisive: no token's second and third best experts are
     within 1e-5 of each other, with the bias and without. Where rounding decides, another mesh may
     choose another expert, and such runs part.
     """
     made = batch_of(config, seed=1000 + step)
-    V = config.model.vocabulary
+    V = config.model.vocab_size
     skewed = {name: made[name].astype(np.int64) ** 3 // V**2 for name in ("tokens", "targets")}
     return made | {name: ids.astype(np.int32) for name, ids in skewed.items()}
 
@@ -84,7 +84,7 @@ def step_of(name, bias_speed=0.0):
 
 
 def copies(tree):
-    """(name, the data of all devices) for each group of devices that should hold the same."""
+    """Yield (name, data of all devices) for each group of devices with equal data."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         groups = {}
         for shard in leaf.addressable_shards:
@@ -97,26 +97,26 @@ def copies(tree):
 def run(name, bias_speed=0.0):
     config, mesh, step = step_of(name, bias_speed)
     state = train.initial_state(config, model.declare(config), mesh)
-    told, states, replicas = [], [], []
+    report, states, replicas = [], [], []
     for number in range(STEPS):
         state, new = step(state, on_mesh(config, mesh, batch(config, number)))
-        told.append(jax.device_get(new))
+        report.append(jax.device_get(new))
         states.append(canonical(config, state.weights))
         if number == 9:
             replicas = list(copies((state.weights, state.optimizer)))
-    counts = [t["stats"].tokens_per_expert.reshape(config.model.blocks, -1) for t in told]
+    counts = [t["stats"].tokens_per_expert.reshape(config.model.blocks, -1) for t in report]
     return Run(
         config,
-        np.array([t["stats"].loss for t in told]),
-        np.array([t["grad_norm"] for t in told]),
+        np.array([t["stats"].loss for t in report]),
+        np.array([t["grad_norm"] for t in report]),
         np.array(counts),
         states,
         replicas,
-        sum(int(t["stats"].dropped) for t in told),
+        sum(int(t["stats"].dropped) for t in report),
     )
 
 
-def test_the_run_that_meshes_are_compared_on_learns_and_drops_nothing():
+def test_the_run_that_compares_meshes_learns_and_drops_nothing():
     one = run("1x1x1")
     assert one.losses[0] - one.losses[-1] > 0.5
     assert one.dropped == 0
@@ -137,12 +137,12 @@ def test_gradient_norm_of_the_first_step_is_that_of_the_whole_model_on_every_mes
 
 
 def routing_differences(one, other):
-    """Choices that fell on another expert, at least: each moves two counts by one."""
+    """Return a lower bound of the choices that differ: each changes two counts by one."""
     return int(np.abs(one.counts - other.counts).sum()) // 2
 
 
 @pytest.mark.parametrize("name", ["2x2x2_virtual"])
-def test_losses_agree_with_the_router_bias_on_as_far_as_routing_does(name, capsys):
+def test_losses_with_the_router_bias_agree_until_routing_differs(name, capsys):
     one, other = run("1x1x1", 1e-3), run(name, 1e-3)
     assert np.abs(one.losses - other.losses).max() <= 1e-3
     differ, choices = routing_differences(one, other), int(one.counts.sum())
@@ -171,7 +171,7 @@ def test_the_router_bias_moves_by_the_sign_of_mean_load_minus_load():
     assert np.abs(bias).max() > 5e-3
 
 
-def test_the_router_bias_stays_where_its_speed_is_0():
+def test_the_router_bias_does_not_move_if_its_speed_is_0():
     assert not run("2x2x2").states[-1]["blocks"]["moe"]["moe"]["bias"].any()
 
 
@@ -188,18 +188,22 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
     good, bad = batch(config, 0), batch(config, 1)
     bad["loss_weights"] = bad["loss_weights"].copy()
     bad["loss_weights"][5, 3] = np.nan
-    state, told = step(
+    state, report = step(
         train.initial_state(config, model.declare(config), mesh), on_mesh(config, mesh, good)
     )
     before = flat(config, state)
-    assert (told["skipped"], told["skipped_in_row"]) == (0, 0)
+    assert (report["skipped"], report["skipped_in_row"]) == (0, 0)
     for number in (1, 2):
-        state, told = step(state, on_mesh(config, mesh, bad))
-        assert np.isnan(told["stats"].loss)
-        assert (told["skipped"], told["skipped_in_row"], state.step) == (number, number, number + 1)
+        state, report = step(state, on_mesh(config, mesh, bad))
+        assert np.isnan(report["stats"].loss)
+        assert (report["skipped"], report["skipped_in_row"], state.step) == (
+            number,
+            number,
+            number + 1,
+        )
         jax.tree.map(np.testing.assert_array_equal, flat(config, state), before)
-    state, told = step(state, on_mesh(config, mesh, good))
-    assert (told["skipped"], told["skipped_in_row"], state.skipped, state.skipped_in_row) == (
+    state, report = step(state, on_mesh(config, mesh, good))
+    assert (report["skipped"], report["skipped_in_row"], state.skipped, state.skipped_in_row) == (
         2,
         0,
         2,
@@ -214,23 +218,23 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(name):
 # --- spikes ------------------------------------------------------------------------------------
 
 
-def judged(factor, norms):
-    """What train.judge says of each of these norms in turn: (applied, spike, median)."""
-    ring, told = np.full(train.NORMS, np.inf, np.float32), []
-    judge = jax.jit(functools.partial(train.judge, factor))
+def detected(factor, norms):
+    """Return (applied, spike, median) of train.detect_spike for each norm in turn."""
+    ring, found = np.full(train.NORMS, np.inf, np.float32), []
+    detect = jax.jit(functools.partial(train.detect_spike, factor))
     for norm in np.asarray(norms, np.float32):
-        applied, ring, report = judge(ring, norm, np.isfinite(norm))
-        told.append((bool(applied), bool(report["spike"]), float(report["median"])))
-    return told, np.asarray(ring)
+        applied, ring, report = detect(ring, norm, np.isfinite(norm))
+        found.append((bool(applied), bool(report["spike"]), float(report["median"])))
+    return found, np.asarray(ring)
 
 
-def test_a_spike_is_a_norm_above_so_many_times_the_median_of_those_applied():
+def test_a_spike_is_a_norm_above_the_factor_times_the_median_of_applied_steps():
     random = np.random.default_rng(0)
     norms = np.exp(random.standard_normal(400)).astype(np.float32)
     norms[[3, 50, 51, 200]] = 1000, np.nan, np.inf, 1e30
-    told, ring = judged(2.5, norms)
+    report, ring = detected(2.5, norms)
     kept = []
-    for norm, (applied, spike, median) in zip(norms, told, strict=True):
+    for norm, (applied, spike, median) in zip(norms, report, strict=True):
         last = kept[-128:]
         expected = np.median(last) if len(last) >= 16 else np.inf
         assert median == pytest.approx(expected, rel=1e-6)
@@ -239,24 +243,24 @@ def test_a_spike_is_a_norm_above_so_many_times_the_median_of_those_applied():
         if applied:
             kept.append(norm)
     np.testing.assert_array_equal(ring, kept[-128:])
-    spikes = [spike for _, spike, _ in told]
-    assert told[3][0] and sum(spikes) > 20 and spikes[200] and not spikes[51]
+    spikes = [spike for _, spike, _ in report]
+    assert report[3][0] and sum(spikes) > 20 and spikes[200] and not spikes[51]
 
 
-def test_a_norm_that_has_risen_for_good_is_left_out_until_the_run_stops():
-    told, _ = judged(3, [1.0] * 20 + [10.0] * 200)
-    assert [applied for applied, _, _ in told] == [True] * 20 + [False] * 200
+def test_a_norm_that_rises_for_good_is_skipped_until_the_run_stops():
+    report, _ = detected(3, [1.0] * 20 + [10.0] * 200)
+    assert [applied for applied, _, _ in report] == [True] * 20 + [False] * 200
 
 
-def test_without_the_switch_the_state_and_the_report_have_nothing_of_it():
+def test_without_skip_spikes_state_and_report_have_no_norms():
     config, mesh, _ = step_of("1x1x1")
     shapes = train.abstract_state(config, model.declare(config), mesh)
     arrays = jax.tree.leaves((shapes.weights, shapes.optimizer))
     assert shapes.norms is None and len(jax.tree.leaves(shapes)) == len(arrays) + 3
-    assert train.judge(0.0, None, np.float32(1), np.True_) == (np.True_, None, {})
+    assert train.detect_spike(0.0, None, np.float32(1), np.True_) == (np.True_, None, {})
 
 
-def test_a_spike_changes_nothing_but_the_counters_and_other_steps_are_as_without_the_switch():
+def test_a_spike_changes_only_the_counters_and_skip_spikes_no_other_step():
     config, mesh, _ = step_of("2x2x2")
     on = dataclasses.replace(config.train, skip_spikes=3.0)
     on = dataclasses.replace(config, train=on)
@@ -264,8 +268,8 @@ def test_a_spike_changes_nothing_but_the_counters_and_other_steps_are_as_without
     known = run("2x2x2")
 
     def taken(state, number):
-        state, told = step(state, on_mesh(config, mesh, batch(config, number)))
-        return state, told, (flat(config, state), np.asarray(state.norms))
+        state, report = step(state, on_mesh(config, mesh, batch(config, number)))
+        return state, report, (flat(config, state), np.asarray(state.norms))
 
     def with_norms(state, norms):
         ring = np.full(train.NORMS, np.inf, np.float32)
@@ -274,22 +278,26 @@ def test_a_spike_changes_nothing_but_the_counters_and_other_steps_are_as_without
 
     low = np.float32(1e-3)
     state, *_ = taken(train.initial_state(on, model.declare(config), mesh), 0)
-    state, told, before = taken(with_norms(state, [low] * 15), 1)  # too few to judge by
-    assert (told["skipped"], told["spike"], told["median"]) == (0, False, np.inf)
-    assert told["grad_norm"] == known.norms[1]
-    np.testing.assert_array_equal(before[1][-2:], [low, told["grad_norm"]])
+    state, report, before = taken(with_norms(state, [low] * 15), 1)  # too few
+    assert (report["skipped"], report["spike"], report["median"]) == (0, False, np.inf)
+    assert report["grad_norm"] == known.norms[1]
+    np.testing.assert_array_equal(before[1][-2:], [low, report["grad_norm"]])
     jax.tree.map(np.testing.assert_array_equal, before[0][0], known.states[1])
     for number in (1, 2):
-        state, told, after = taken(state, 2)
-        assert (told["skipped"], told["skipped_in_row"], told["spike"]) == (number, number, True)
-        assert told["median"] == low and np.isfinite(told["stats"].loss)
+        state, report, after = taken(state, 2)
+        assert (report["skipped"], report["skipped_in_row"], report["spike"]) == (
+            number,
+            number,
+            True,
+        )
+        assert report["median"] == low and np.isfinite(report["stats"].loss)
         jax.tree.map(np.testing.assert_array_equal, after, before)
-    state, told, after = taken(with_norms(state, [told["grad_norm"]] * 16), 2)
-    assert (told["skipped"], told["skipped_in_row"], told["spike"]) == (2, 0, False)
+    state, report, after = taken(with_norms(state, [report["grad_norm"]] * 16), 2)
+    assert (report["skipped"], report["skipped_in_row"], report["spike"]) == (2, 0, False)
     assert state.step == 5
 
 
-def test_a_step_learns_from_targets_with_weight_alone_and_is_finite_without_any():
+def test_a_step_learns_only_from_weighted_targets_and_is_finite_without_any():
     config, mesh, step = step_of("1x1x1", 1e-3)
     one = batch(config, 0)
     prompts = one["loss_weights"] == 0
@@ -299,18 +307,18 @@ def test_a_step_learns_from_targets_with_weight_alone_and_is_finite_without_any(
     after = []
     for made in (one, other, nothing):
         state = train.initial_state(config, model.declare(config), mesh)
-        state, told = step(state, on_mesh(config, mesh, made))
-        after.append((flat(config, state), told))
+        state, report = step(state, on_mesh(config, mesh, made))
+        after.append((flat(config, state), report))
     jax.tree.map(np.testing.assert_array_equal, after[0][0], after[1][0])
-    (weights, slots), told = after[2]
-    assert (told["stats"].cross_entropy, told["stats"].z, told["skipped"]) == (0, 0, 0)
-    assert told["stats"].loss == told["stats"].balance > 0
+    (weights, slots), report = after[2]
+    assert (report["stats"].cross_entropy, report["stats"].z, report["skipped"]) == (0, 0, 0)
+    assert report["stats"].loss == report["stats"].balance > 0
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((weights, slots)))
 
 
 def updated(config, grads, w):
-    """What production's optimizer adds to the weights, before the learning rate, and its slots."""
-    rule = train.optimizer(config, model.declare(config))
+    """Return updates of the production optimizer, without learning rate, and its state."""
+    rule = optimizer.make_optimizer(config, model.declare(config))
 
     def update(grads, w):
         with jax.numpy_dtype_promotion("standard"):
@@ -326,7 +334,7 @@ def drawn(config, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("matrices", "width", "rate", "told"),
+    ("matrices", "width", "rate", "report"),
     [
         (
             "adamw",
@@ -340,25 +348,27 @@ def drawn(config, seed=0):
         ("muon", 1600, 0.15, "is far"),
     ],
 )
-def test_a_learning_rate_far_from_what_was_tuned_is_told_with_the_range(
-    matrices, width, rate, told
+def test_a_learning_rate_far_outside_the_tuned_range_causes_a_warning_with_the_range(
+    matrices, width, rate, report
 ):
-    config = config_of(optimizer={"matrices": matrices, "lr": rate}, width=width)
-    found = train.far_rate(config)
-    assert re.search(told, found) if told else found == ""
-    begun_with_weights = with_values(config, run={"init": "runs/a"})
-    assert train.far_rate(begun_with_weights) == ""
+    config = config_of(optimizer={"name": matrices, "lr": rate}, hidden_size=width)
+    found = optimizer.learning_rate_warning(config)
+    assert re.search(report, found) if report else found == ""
+    begun_with_weights = with_values(config, run={"init_from": "runs/a"})
+    assert optimizer.learning_rate_warning(begun_with_weights) == ""
 
 
-def test_example_configs_have_rates_near_those_that_were_tuned():
+def test_example_configs_have_learning_rates_in_the_tuned_range():
     for path in sorted((ROOT / "configs").glob("*.toml")):
-        assert train.far_rate(utils.load(path)) == "", path
+        assert optimizer.learning_rate_warning(cli.load(path)) == "", path
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_weight_decay_is_of_matrices_and_of_embeddings_where_asked(embeddings):
+def test_weight_decay_applies_to_matrices_and_if_enabled_to_embeddings(embeddings):
     optimizer = {"weight_decay": 0.3, "decay_embeddings": embeddings}
-    config = config_of(optimizer=optimizer, q_lora_rank=24, prefix_layers=1, tied=False)
+    config = config_of(
+        optimizer=optimizer, q_lora_rank=24, prefix_layers=1, tie_word_embeddings=False
+    )
     w, declared = drawn(config), weights.named(model.declare(config))
     updates, _ = updated(config, jax.tree.map(np.zeros_like, w), w)
     last_names = {w.name.split(".")[-1] for w in jax.tree.leaves(declared)}
@@ -374,8 +384,8 @@ MATRICES = {"gate", "up", "down", "kv_down", "kv_up", "out", "router"}
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
-def test_gradients_are_clipped_to_the_norm_of_the_whole_model(clip):
-    """By Adam's first moment after one step, which is (1 - beta1) times the clipped gradient."""
+def test_gradients_are_clipped_to_the_global_norm(clip):
+    """Adam's first moment after one step is (1 - beta1) times the clipped gradient."""
     config = config_of(optimizer={"clip_norm": clip})
     grads = drawn(config)
     norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in jax.tree.leaves(grads)))
@@ -389,7 +399,7 @@ def test_gradients_are_clipped_to_the_norm_of_the_whole_model(clip):
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_memory_is_what_the_device_counted_or_else_what_the_compiler_planned():
+def test_peak_memory_is_that_of_the_device_or_else_of_the_compiler():
     plan = SimpleNamespace(
         argument_size_in_bytes=100,
         output_size_in_bytes=90,

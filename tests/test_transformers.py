@@ -1,8 +1,8 @@
-"""Folders that convert.py writes, opened by transformers, and its own folders, read: other people's
-code computes the same numbers. Needs requirements-hf.txt.
+"""transformers computes our logits from exported folders, and its folders are imported exactly.
+
+Needs requirements-hf.txt.
 """
 
-import dataclasses
 import json
 import math
 import shutil
@@ -12,38 +12,46 @@ import pytest
 
 pytestmark = [
     pytest.mark.huggingface,
-    # torch and transformers warn of what they themselves will change.
+    # Deprecations within torch and transformers.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import convert  # noqa: E402
-import hugging_face  # noqa: E402
-import mixture  # noqa: E402
+import dataset  # noqa: E402
 import model  # noqa: E402
-import modeling_latent_moe as modelling  # noqa: E402
-import tensor_files  # noqa: E402
 import utils  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
+from hf import model_config, modeling_latent_moe, safetensors_files  # noqa: E402
+from hf_case import model_with  # noqa: E402
 from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run, stored  # noqa: E402
+from runtime import cli  # noqa: E402
 
 T = 512
 CASES = {
-    "plain, top-1": {"experts_per_token": 1},
-    "query latent, 2 shared, prefix": {"q_lora_rank": 10, "shared_experts": 2, "prefix_layers": 1},
-    "3 shared, top-6, untied": {"shared_experts": 3, "experts_per_token": 6, "tied": False},
+    "plain, top-1": {"num_experts_per_tok": 1},
+    "query latent, 2 shared, prefix": {
+        "q_lora_rank": 10,
+        "n_shared_experts": 2,
+        "prefix_layers": 1,
+    },
+    "3 shared, top-6, untied": {
+        "n_shared_experts": 3,
+        "num_experts_per_tok": 6,
+        "tie_word_embeddings": False,
+    },
     "groups, top-3, YaRN, query latent": {
-        "experts_per_token": 3,
-        "expert_groups": 4,
-        "groups_per_token": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
         "rope_factor": 8.0,
-        "rope_original_length": 64,
+        "rope_original_max_position_embeddings": 64,
         "q_lora_rank": 7,
     },
-    "no shared, dense first": {"shared_experts": 0, "dense_layers": 2, "blocks": 1},
-    "softmax": {"scores": "softmax", "normalize_weights": False, "qk_nope_head_dim": 10},
+    "no shared, dense first": {"n_shared_experts": 0, "dense_layers": 2, "blocks": 1},
+    "softmax": {"scoring_func": "softmax", "norm_topk_prob": False, "qk_nope_head_dim": 10},
     "dense": {"dense_layers": 1, "moe_layers": 0, "q_lora_rank": 5},
 }
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -56,11 +64,11 @@ def tokens(vocabulary, texts=2):
 
 
 def opened(folder, own=False):
-    """The model, of whose weights none may be left out or added."""
-    found, told = transformers.AutoModelForCausalLM.from_pretrained(
+    """The model in torch; no weight may be missing or unexpected."""
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=own, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(told.values()), told
+    assert not any(info.values()), info
     return found.eval()
 
 
@@ -77,7 +85,7 @@ def export(run, out, own=False):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_an_exported_folder_are_ours(name, tmp_path):
     make_run(tmp_path / "run", **CASES[name])
-    ids = tokens(SIZES["vocabulary"])
+    ids = tokens(SIZES["vocab_size"])
     found = opened(export(tmp_path / "run", tmp_path / "out"))
     wanted = "DeepseekV2ForCausalLM" if name == "softmax" else "DeepseekV3ForCausalLM"
     assert type(found).__name__ == wanted
@@ -89,33 +97,33 @@ def scaled_down(m):
     small = {
         name: value
         for name, value in SIZES.items()
-        if name not in ("blocks", "dense_layers", "experts_per_token", "routed_scaling_factor")
+        if name not in ("blocks", "dense_layers", "num_experts_per_tok", "routed_scaling_factor")
     }
     small |= {"blocks": 2, "qk_rope_head_dim": 2 * math.ceil(m.qk_rope_head_dim / 16)}
     small |= {"q_lora_rank": m.q_lora_rank // 8}
-    small |= {"experts": max(m.experts // 2, m.experts_per_token)}
-    return dataclasses.asdict(dataclasses.replace(m, **small))
+    small |= {"n_routed_experts": max(m.n_routed_experts // 2, m.num_experts_per_tok)}
+    return model_with(m, **small)
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_logits_by_the_modelling_file_are_ours_for_every_config(file, tmp_path):
-    fields = scaled_down(utils.load(file).model)
-    make_run(tmp_path / "run", **fields)
-    ids = tokens(SIZES["vocabulary"])
+    make_run(tmp_path / "run", model=scaled_down(cli.load(file).model))
+    ids = tokens(SIZES["vocab_size"])
     found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
     assert type(found).__name__ == "LatentMoeForCausalLM"
     np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
 
 
-def test_the_modelling_file_knows_all_that_a_model_can_be(tmp_path):
+def test_logits_by_the_modelling_file_are_ours_with_every_option(tmp_path):
     fields = {
         "prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False, "q_lora_rank": 9,
-        "scores": "softmax", "normalize_weights": False, "norm_epsilon": 1e-3,
-        "expert_groups": 2, "rope_factor": 8.0,
-        "rope_original_length": 64, "rope_mscale": 0.7, "rope_mscale_all_dim": 0.0, "tied": False,
+        "scoring_func": "softmax", "norm_topk_prob": False, "rms_norm_eps": 1e-3,
+        "n_group": 2, "rope_factor": 8.0,
+        "rope_original_max_position_embeddings": 64, "rope_mscale": 0.7,
+        "rope_mscale_all_dim": 0.0, "tie_word_embeddings": False,
     }  # fmt: skip
     make_run(tmp_path / "run", **fields)
-    ids = tokens(SIZES["vocabulary"])
+    ids = tokens(SIZES["vocab_size"])
     found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
     np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
 
@@ -125,22 +133,25 @@ def test_the_modelling_file_knows_all_that_a_model_can_be(tmp_path):
     [
         {"rope_mscale_all_dim": 0.0},
         {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.3},
-        {"rope_original_length": 64},  # the first pair is below 0
-        {"rope_original_length": 64, "rope_beta_slow": 1e-6},  # and the last above all
-        {"rope_original_length": 6},  # the first is the last
+        {"rope_original_max_position_embeddings": 64},  # the first pair is below 0
+        # and the last above all
+        {"rope_original_max_position_embeddings": 64, "rope_beta_slow": 1e-6},
+        {"rope_original_max_position_embeddings": 6},  # the first is the last
     ],
 )
-def test_the_modelling_file_turns_as_the_model_does(fields):
-    m = utils.Model(qk_rope_head_dim=6, rope_theta=1e3, rope_factor=8.0, **fields)
-    table = hugging_face.to_json(utils.Config(model=m), hugging_face.OWN, "float32", 0)
-    turns, factor, scores = modelling.frequencies(modelling.LatentMoeConfig(**table))
-    np.testing.assert_allclose(turns, model.frequencies(m), rtol=1e-6)
-    assert factor == pytest.approx(model.rotary_factor(m))
+def test_the_modelling_file_has_the_rotary_frequencies_of_the_model(fields):
+    m = model_with(utils.Model(), qk_rope_head_dim=6, rope_theta=1e3, rope_factor=8.0, **fields)
+    table = model_config.to_hf(utils.Config(model=m), model_config.OWN, "float32", 0)
+    turns, factor, scores = modeling_latent_moe.frequencies(
+        modeling_latent_moe.LatentMoeConfig(**table)
+    )
+    np.testing.assert_allclose(turns, model.rope_frequencies(m), rtol=1e-6)
+    assert factor == pytest.approx(model.rope_magnitude(m))
     width = m.qk_nope_head_dim + m.qk_rope_head_dim
-    assert scores == pytest.approx(model.score_scale(m) * width**0.5)
+    assert scores == pytest.approx(model.softmax_scale(m) * width**0.5)
 
 
-def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys):
+def test_a_trained_run_has_the_same_loss_and_text_in_transformers(whole, tmp_path, capsys):
     import generate
     import validate
 
@@ -148,16 +159,16 @@ def test_a_trained_run_has_the_same_loss_and_text_there(whole, tmp_path, capsys)
     found = opened(out, own=True)
     capsys.readouterr()
     validate.main(["--run", str(whole), "--json", "--model.eval_capacity_factor", "8"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["moe/dropped"] == 0
-    data = mixture.open_validation(utils.load(whole / "config.toml")).parts[""]
+    found_here = json.loads(capsys.readouterr().out)
+    assert found_here["moe/dropped"] == 0
+    data = dataset.open_validation(cli.load(whole / "config.toml")).parts[""]
     rows = data.eval_rows(np.arange(16), sequences=16)
     with torch.no_grad():
         theirs = found(torch.from_numpy(rows["tokens"]).long()).logits.flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(
             theirs, torch.from_numpy(rows["targets"]).long().flatten()
         )
-    assert told["loss/val"] == pytest.approx(float(loss), abs=1e-4)
+    assert found_here["loss/val"] == pytest.approx(float(loss), abs=1e-4)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     text = (ROOT / "model.py").read_text() + "<|endoftext|> \u00e9\u4e2d\U0001f600\n\n   x"
@@ -223,7 +234,7 @@ def test_a_published_model_is_imported_and_exported_with_the_same_bits(name, pub
     ids = tokens(SMALL["vocab_size"])
     np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
     export(tmp_path / "run", tmp_path / "back")
-    before, after = (tensor_files.read_folder(f) for f in (folder, tmp_path / "back"))
+    before, after = (safetensors_files.read_folder(f) for f in (folder, tmp_path / "back"))
     assert before.keys() == after.keys() and len({t.file for t in before.values()}) > 1
     assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
     again = opened(tmp_path / "back")
@@ -246,7 +257,7 @@ def test_rotary_pairs_that_are_not_interleaved_are_read_as_they_are(published, t
 def test_a_folder_saved_by_transformers_is_read_and_trains(tmp_path):
     make_run(tmp_path / "run", q_lora_rank=9, dense_layers=1, rope_factor=8.0)
     found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
-    ids = tokens(SIZES["vocabulary"])
+    ids = tokens(SIZES["vocab_size"])
     found.save_pretrained(tmp_path / "saved")
     again = opened(tmp_path / "saved", own=True)
     np.testing.assert_array_equal(their_logits(again, ids), their_logits(found, ids))
@@ -272,7 +283,7 @@ def test_text_is_the_same_without_the_cache(tmp_path):
         make_run(tmp_path / name, **fields)
         own = name == "own"
         found = opened(export(tmp_path / name, tmp_path / f"{name} out", own), own)
-        given = torch.from_numpy(tokens(SIZES["vocabulary"]))[:, :9].long()
+        given = torch.from_numpy(tokens(SIZES["vocab_size"]))[:, :9].long()
         mask = torch.ones_like(given)
         ways = [
             found.generate(
@@ -286,7 +297,7 @@ def test_text_is_the_same_without_the_cache(tmp_path):
 def test_the_modelling_file_takes_the_cache_by_its_old_and_its_new_name(tmp_path):
     make_run(tmp_path / "run", dense_layers=1)
     found = opened(export(tmp_path / "run", tmp_path / "out", own=True), own=True)
-    given = torch.from_numpy(tokens(SIZES["vocabulary"]))[:, :9].long()
+    given = torch.from_numpy(tokens(SIZES["vocab_size"]))[:, :9].long()
     with torch.no_grad():
         expected = found(given).logits[:, -1]
         for name in ("cache", "past_key_values"):
@@ -299,7 +310,7 @@ def test_bfloat16_and_float16_folders_are_opened_and_read(tmp_path):
     make_run(tmp_path / "run", dense_layers=1)
     flags = ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "bfloat16")]
     convert.main(["export", *flags, "--dtype", "bfloat16", "--remote_code"])
-    ids = torch.from_numpy(tokens(SIZES["vocabulary"])).long()[:, :32]
+    ids = torch.from_numpy(tokens(SIZES["vocab_size"])).long()[:, :32]
     found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "bfloat16", trust_remote_code=True
     ).eval()
@@ -308,6 +319,6 @@ def test_bfloat16_and_float16_folders_are_opened_and_read(tmp_path):
     assert found(ids).logits.isfinite().all()
     found.half().save_pretrained(tmp_path / "float16")
     convert.main(["import", "--folder", str(tmp_path / "float16"), "--out", str(tmp_path / "back")])
-    first = stored(tmp_path / "back")["weights.first.embedding"][: SIZES["vocabulary"]]
+    first = stored(tmp_path / "back")["weights.first.embedding"][: SIZES["vocab_size"]]
     expected = found.get_input_embeddings().weight.detach().float().numpy()
     assert np.array_equal(first, expected)

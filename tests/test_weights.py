@@ -1,4 +1,4 @@
-"""Declared weights: layouts, first values, counts, and what becomes of gradients.
+"""Declared weights: layouts, initial values, counts, and the reduction of gradients.
 
 Letters of the toy: D width, F hidden width, E experts, K experts per token.
 """
@@ -21,13 +21,13 @@ from utils import MESH_AXES
 from weights import Size, normal, ones, weight, zeros
 
 SIZE = {
-    "D": Size(16, "model.width"),
-    "F": Size(24, "model.hidden"),
-    "E": Size(8, "model.experts"),
-    "K": Size(2, "model.experts_per_token"),
-    "V": Size(512, "model.vocabulary"),
+    "D": Size(16, "model.hidden_size"),
+    "F": Size(24, "model.intermediate_size"),
+    "E": Size(8, "model.n_routed_experts"),
+    "K": Size(2, "model.num_experts_per_tok"),
+    "V": Size(512, "model.vocab_size"),
     "stage": Size(2, "mesh.pipeline"),
-    "block": Size(3, "model.blocks"),
+    "block": Size(3, "model.num_hidden_layers"),
 }
 
 
@@ -50,7 +50,7 @@ class Inner:
 
 @flax.struct.dataclass
 class InOtherOrder:
-    """Toy with its weights in another order, and one that is new."""
+    """Toy with its weights in another order, and a new one."""
 
     expert: jax.Array = weight("E/fsdp+tensor D F", normal("D F"), active=("K", "E"))
     another: jax.Array = weight("D/fsdp F/tensor", normal("D"))
@@ -65,7 +65,7 @@ def mesh(shape):
     return mesh_of(config_of(shape))
 
 
-def test_a_layout_says_shape_and_spec():
+def test_a_layout_gives_shape_and_spec():
     declared = toy()
     assert declared.matrix.shape == (16, 24)
     assert weights.specs(declared) == Toy(
@@ -78,14 +78,14 @@ def test_a_layout_says_shape_and_spec():
     )
 
 
-def test_a_weight_is_gathered_along_the_dimension_that_is_cut_over_fsdp_alone():
+def test_a_weight_is_gathered_along_the_dimension_sharded_over_fsdp_alone():
     declared = toy()
     dims = {name: getattr(declared, name).gathered_dim for name in ("matrix", "norm", "expert")}
     assert dims == {"matrix": -2, "norm": None, "expert": None}
     assert (declared.table.gathered_dim, declared.inner.down.gathered_dim) == (-1, -1)
 
 
-def test_stacking_puts_dimensions_in_front_and_moves_no_gather():
+def test_stacking_prepends_dimensions_and_keeps_the_gathered_dimension():
     stacked = weights.stacked(toy(), "stage/pipeline block", SIZE)
     assert stacked.expert.shape == (2, 3, 8, 16, 24)
     assert stacked.expert.spec == P("pipeline", None, ("fsdp", "tensor"), None, None)
@@ -94,9 +94,9 @@ def test_stacking_puts_dimensions_in_front_and_moves_no_gather():
     assert stacked.norm.decay is False, "two dimensions more make no matrix of it"
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_refused():
+def test_an_unknown_mesh_axis_in_a_layout_is_an_error():
     with pytest.raises(AssertionError, match="data"):
-        weights._parse("D/data F/tensor")
+        weights._parse_layout("D/data F/tensor")
 
 
 def test_weights_are_named_by_their_path():
@@ -113,13 +113,13 @@ def test_weights_are_named_by_their_path():
         ((1, 3, 1), "V", 512, 513),
     ],
 )
-def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, size, works):
+def test_a_size_that_does_not_divide_is_an_error_with_one_that_does(ranks, letter, size, works):
     by_axis = dict(zip(MESH_AXES, (1, *ranks), strict=True))
 
     def check(size):
         sizes = SIZE | {letter: SIZE[letter]._replace(size=size)}
         tree = weights.declare(Toy, sizes, inner=weights.declare(Inner, sizes))
-        weights.check_cuts(tree, by_axis)
+        weights.check_divisible(tree, by_axis)
 
     flag = SIZE[letter].flag
     with pytest.raises(ValueError, match=rf"--{flag} {size} .*Use --{flag} {works}\b"):
@@ -127,18 +127,21 @@ def test_a_size_that_cannot_be_cut_is_refused_with_one_that_can(ranks, letter, s
     check(works)
 
 
-def test_a_value_that_sets_several_dimensions_is_refused_with_one_that_works_for_all():
+def test_the_suggested_value_works_for_all_dimensions_that_it_sets():
     @flax.struct.dataclass
     class Two:
         wide: jax.Array = weight("D X/tensor", normal("D"))
         once: jax.Array = weight("D G/fsdp", normal("D"))
 
     def check(value):
-        sizes = SIZE | {"G": Size(value, "model.hidden"), "X": Size(6 * value, "model.hidden", 6)}
+        sizes = SIZE | {
+            "G": Size(value, "model.intermediate_size"),
+            "X": Size(6 * value, "model.intermediate_size", 6),
+        }
         ranks = dict(zip(MESH_AXES, (1, 3, 1, 8), strict=True))
-        weights.check_cuts(weights.declare(Two, sizes), ranks)
+        weights.check_divisible(weights.declare(Two, sizes), ranks)
 
-    message = "hidden 31 .*wide has 6 times as many.*Use --model.hidden 36, or --mesh.tensor 2.$"
+    message = "size 31 .*wide has 6 times as many.*size 36, or --mesh.tensor 2.$"
     with pytest.raises(ValueError, match=message):
         check(31)
     works = [value for value in range(31, 37) if not refused(check, value)]
@@ -153,19 +156,19 @@ def refused(function, *arguments):
     return False
 
 
-def test_a_size_that_nobody_may_choose_is_refused_with_ranks_that_work():
-    sizes = SIZE | {"V": Size(6, "model.vocabulary", fixed="5 (padded)")}
+def test_the_error_for_a_fixed_size_suggests_ranks_only():
+    sizes = SIZE | {"V": Size(6, "model.vocab_size", fixed="5 (padded)")}
     tree = weights.declare(Toy, sizes, inner=weights.declare(Inner, sizes))
     message = (
-        r"--model.vocabulary 5 \(padded\) cannot be cut over --mesh.pipeline 4 x --mesh.tensor 4 "
+        r"--model.vocab_size 5 \(padded\) is not divisible by --mesh.pipeline 4 x --mesh.tensor 4 "
         r".*slice. Use --mesh.pipeline 2 --mesh.tensor 1.$"
     )
     with pytest.raises(ValueError, match=message):
-        weights.check_cuts(tree, {"fsdp": 1, "pipeline": 4, "tensor": 4})
-    weights.check_cuts(tree, {"fsdp": 1, "pipeline": 2, "tensor": 1})
+        weights.check_divisible(tree, {"fsdp": 1, "pipeline": 4, "tensor": 4})
+    weights.check_divisible(tree, {"fsdp": 1, "pipeline": 2, "tensor": 1})
 
 
-# --- first values ------------------------------------------------------------------------------
+# --- initial values ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -177,14 +180,14 @@ def first_values(name, seed=0):
 
 
 @pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
-def test_first_values_are_bit_identical_on_every_mesh(name):
+def test_initial_values_are_bit_identical_on_every_mesh(name):
     one, other = first_values("1x1x1"), first_values(name)
     same = jax.tree.map(np.array_equal, one, other)
     assert len(jax.tree.leaves(same)) == len(jax.tree.leaves(model.declare(config_of(**RUN))))
     assert jax.tree.all(same), same
 
 
-def test_first_values_differ_between_seeds_weights_and_layers():
+def test_initial_values_differ_between_seeds_weights_and_layers():
     one, other = (first_values("1x1x1", seed) for seed in (0, 1))
     blocks, others = one["blocks"], other["blocks"]
     gate, up = (blocks["dense"]["mlp"][name] for name in ("gate", "up"))
@@ -198,7 +201,7 @@ def test_first_values_differ_between_seeds_weights_and_layers():
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
 
 
-def test_first_values_depend_neither_on_the_order_of_weights_nor_on_others():
+def test_initial_values_do_not_depend_on_other_weights_or_their_order():
     named = [weights.named(tree) for tree in (toy(), weights.declare(InOtherOrder, SIZE))]
     one, other = (weights.initialize(tree, mesh((2, 2, 2)), 7) for tree in named)
     np.testing.assert_array_equal(one.matrix, other.matrix)
@@ -207,16 +210,16 @@ def test_first_values_depend_neither_on_the_order_of_weights_nor_on_others():
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "2x2x2"])
-def test_the_scale_is_that_of_the_whole_contracted_dimensions(name):
+def test_the_initial_scale_uses_the_global_contracted_dimensions(name):
     values = first_values(name)["blocks"]
     D, C, N, W, G = 48, 32, 4, 28, 56
     attention, experts = values["dense"]["attention"], values["moe"]["moe"]["experts"]
     expected = [
         (attention["kv_down"], 1, D),
         (attention["kv_up"], 1, C),
-        (attention["out"], model.RESIDUAL, N * W),
+        (attention["out"], model.RESIDUAL_SCALE, N * W),
         (experts["gate"], 1, D),
-        (experts["down"], model.RESIDUAL, G),
+        (experts["down"], model.RESIDUAL_SCALE, G),
     ]
     for value, scale, inputs in expected:
         assert abs(value.std() * math.sqrt(inputs) / scale - 1) < 0.05
@@ -227,27 +230,29 @@ def test_the_scale_is_that_of_the_whole_contracted_dimensions(name):
 # --- counts ------------------------------------------------------------------------------------
 
 
-def test_parameters_are_counted_in_all_and_as_one_token_uses_them():
+def test_total_and_active_parameters_are_counted():
     total, active = weights.count(toy())
     others = 16 * 24 + 16 + 512 * 16 + 8 + 24 * 16
     assert total == others + 8 * 16 * 24
     assert active == others + 2 * 16 * 24
 
 
-def test_parameters_of_a_model_are_counted_as_by_hand():
+def test_parameters_of_a_model_match_a_count_by_hand():
     D, N, Q, C, H, R, W, F, G, E, K = 48, 4, 24, 32, 20, 12, 28, 72, 56, 8, 2
     attention = D + D * Q + Q + Q * N * (H + R) + D * (C + R) + C + C * N * (H + W) + N * W * D
     dense = attention + D + 3 * D * F
     experts, shared = 3 * D * G, 2 * 3 * D * G
     moe = attention + D + D * E + E + shared
     ends = 512 * D + D
-    config = config_of((2, 2, 2), q_lora_rank=Q, dense_layers=2, prefix_layers=3, shared_experts=2)
+    config = config_of(
+        (2, 2, 2), q_lora_rank=Q, dense_layers=2, prefix_layers=3, n_shared_experts=2
+    )
     total, active = weights.count(model.declare(config))
     assert total == ends + 3 * dense + 4 * (2 * dense + moe + E * experts)
     assert active == ends + 3 * dense + 4 * (2 * dense + moe + K * experts)
 
 
-# --- before use, and gradients after ------------------------------------------------------------
+# --- gather and reduction -----------------------------------------------------------------------
 
 
 def values_of(declared, dtype=np.float32):
@@ -256,7 +261,7 @@ def values_of(declared, dtype=np.float32):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (8, 1, 1)], ids=str)
-def test_gathered_weights_are_whole_along_fsdp_and_cut_along_the_others(shape):
+def test_gathered_weights_are_complete_along_fsdp_and_sharded_along_other_axes(shape):
     declared, here = toy(), mesh(shape)
     whole = Toy(
         inner=Inner(down=P("tensor", None)),
@@ -268,7 +273,7 @@ def test_gathered_weights_are_whole_along_fsdp_and_cut_along_the_others(shape):
     )
 
     def local(w):
-        # The sum over ranks of what one of them shows: a gather's result differs by type alone.
+        # The result of one rank: that of a gather varies by type only.
         first = jax.lax.axis_index("fsdp") == 0
         gathered = weights.gather(declared, w)
         return jax.tree.map(
@@ -286,7 +291,7 @@ def test_gathered_weights_are_whole_along_fsdp_and_cut_along_the_others(shape):
     assert jax.tree.all(jax.tree.map(np.array_equal, found, values))
 
 
-def test_gradients_of_gathered_bfloat16_weights_are_added_up_in_float32():
+def test_gradients_of_gathered_bfloat16_weights_are_summed_in_float32():
     here = mesh((8, 1, 1))
     declared = toy().matrix
     # In bfloat16 256 + 1 is 256; the sum of all is 260.
@@ -305,12 +310,12 @@ def test_gradients_of_gathered_bfloat16_weights_are_added_up_in_float32():
     found = jax.jit(run)(*arguments)
     assert found.dtype == jnp.bfloat16
     assert (np.asarray(found, np.float32) == 260).all()
-    # A CPU adds bfloat16 in float32 anyway; what other devices are asked for stands in the program.
+    # A CPU sums bfloat16 in float32 anyway; the program shows what other devices do.
     program = str(jax.make_jaxpr(run)(*arguments))
     assert re.findall(r"(\w+)\[[\d,]*\]\S* = reduce_scatter", program) == ["f32"]
 
 
-def test_weights_are_cast_but_those_that_stay_float32():
+def test_weights_are_cast_except_those_declared_float32():
     declared = toy()
     found = weights.cast(declared, values_of(declared), jnp.bfloat16)
     assert {found.matrix.dtype, found.expert.dtype, found.inner.down.dtype} == {
@@ -320,7 +325,7 @@ def test_weights_are_cast_but_those_that_stay_float32():
 
 
 @pytest.mark.parametrize("dim, shape", [(1, (3, 16)), (0, (16, 3)), (1, (3, 16, 5))], ids=str)
-def test_each_rank_gets_its_own_slice_of_a_sum(dim, shape):
+def test_each_rank_receives_its_slice_of_a_sum(dim, shape):
     parts = np.random.default_rng(0).integers(-9, 9, (8, *shape)).astype(np.float32)
     cut = P(*("fsdp" if d == dim else None for d in range(len(shape))))
 
@@ -336,9 +341,11 @@ def test_each_rank_gets_its_own_slice_of_a_sum(dim, shape):
     [(8, 1024, ["0, 1", "0, 1", "1, 0"]), (8, 1000, ["0, 1"] * 2), (1, 1000, [])],
     ids=["registers full", "not full", "one rank"],
 )
-def test_a_gradient_is_summed_in_one_layout_and_left_in_that_of_its_weight(ranks, size, layouts):
-    """Of [F, D/fsdp], dimensions from the one that varies fastest: F where it is summed."""
-    sizes = {"D": Size(size, "model.width"), "F": Size(3, "model.hidden")}
+def test_a_gradient_is_scattered_in_one_layout_and_returned_in_that_of_its_weight(
+    ranks, size, layouts
+):
+    """Dimensions of [F, D/fsdp] from the fastest-varying: F where it is summed."""
+    sizes = {"D": Size(size, "model.hidden_size"), "F": Size(3, "model.intermediate_size")}
     declared = weights.named(weights.declare(Last, sizes))
     mesh = mesh_of(config_of((ranks, 1, 1)))
     over_mesh = jax.shard_map(
@@ -360,8 +367,8 @@ class Last:
 
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 1, 2)], ids=str)
-def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
-    """Each rank's part is its number (a power of two), so a sum tells which ranks are in it."""
+def test_gradients_are_summed_over_every_rank_with_a_partial_sum(shape, gathered):
+    """The partial sum of a rank is a power of two, so a sum shows which ranks are in it."""
     declared, here = toy(), mesh(shape)
 
     def local():
@@ -375,7 +382,7 @@ def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
             return weights.vary(jnp.full(slice_of, part))
 
         def sizes(w):
-            for size, axes in zip(w.shape, w.cuts, strict=True):
+            for size, axes in zip(w.shape, w.dim_axes, strict=True):
                 yield size, () if gathered and axes == ("fsdp",) else axes
 
         return weights.reduce_gradients(declared, jax.tree.map(parts, declared), gathered)
@@ -391,7 +398,7 @@ def test_gradients_are_summed_over_every_rank_that_has_a_part(shape, gathered):
 
 
 def sum_over(here, place, own):
-    """2^rank summed over the ranks that are at `place` along the axes `own`."""
+    """Return 2^rank summed over the ranks at `place` along the axes `own`."""
     total = 0
     for rank, position in enumerate(np.ndindex(here.devices.shape)):
         at = dict(zip(MESH_AXES, position, strict=True))

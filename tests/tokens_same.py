@@ -1,4 +1,4 @@
-"""Ids of prepared shards beside those of tiktoken called directly, document by document.
+"""Compare the ids of prepared shards with those of tiktoken, document by document.
 
     ./run.sh python tests/tokens_same.py
     ./run.sh python tests/tokens_same.py --wheels wheels --mb 40 --tokenizer cl100k_base
@@ -10,7 +10,7 @@ them in the translations of Django:
     ./run.sh python -m pip download --no-deps --dest wheels django sphinx
 
 The preparation is the command itself, with two workers and shards that cut documents. A document of
-more than 400,000 characters is tokenized in pieces, and so is compared in pieces. Exit code 1 where
+more than 400,000 characters is tokenized in chunks, and compared in the same chunks. Exit code 1 if
 anything differs.
 """
 
@@ -33,11 +33,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmark_tokenize import texts
-from data.encode import PIECE_CHARACTERS
+from benchmarks.tokenize import texts
+from data.encode import CHUNK_CHARACTERS
+from data.manifest import read_manifest
 from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
-from manifest import read_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_FILES = (".po", ".py", ".txt", ".md", ".rst", ".html", ".js", ".json", ".css", ".xml")
@@ -48,16 +48,16 @@ class Flags:
     """Compare ids of prepared shards with those of tiktoken."""
 
     tokenizer: str = "sample"  # sample, or a name of tiktoken's
-    mb: float = 24  # of text that is compared, where there is as much
+    mb: float = 24  # of text to compare, if there is that much
     wheels: Path | None = None  # folder of .whl files with more text
-    workers: int = 2  # that prepare
+    workers: int = 2  # of the preparation
 
 
-class Found(NamedTuple):
+class Comparison(NamedTuple):
     documents: int
     text_bytes: int
-    beyond_latin: int  # bytes of letters that are none of Latin's
-    in_pieces: int  # documents of more than one
+    beyond_latin: int  # bytes of letters outside the Latin script
+    in_chunks: int  # documents of several chunks
     tokens: int
     differ: list[int]  # numbers of documents
 
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 
 def awkward() -> list[str]:
-    """What looks like a special token, runs, half pairs, line ends, joined emoji, long words."""
+    """Return special tokens as text, runs, surrogate halves, line ends, emoji, long words."""
     specials = [
         "<|endoftext|>",
         "<|fim_prefix|>",
@@ -91,13 +91,13 @@ def awkward() -> list[str]:
         "0123456789" * 500,
         "Donaudampfschifffahrt" * 2000,
         "漢字かな" * 2000,
-        " " * (PIECE_CHARACTERS + 5),
-        "word " * (PIECE_CHARACTERS // 2),
+        " " * (CHUNK_CHARACTERS + 5),
+        "word " * (CHUNK_CHARACTERS // 2),
     ]
 
 
 def scripts() -> Iterator[str]:
-    """Words of each script: every letter, mark and digit once, and then any, with signs between."""
+    """Yield words of each script: every letter, mark and digit once, then random ones."""
     draw, found = random.Random(0), {}
     between = [" ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
     for character in map(chr, range(0xA0, sys.maxunicode + 1)):
@@ -124,7 +124,7 @@ def of_wheels(folder: Path) -> Iterator[str]:
 
 
 def mixed(mb: float, wheels: Path | None = None) -> list[str]:
-    """Documents of about `mb`, in an order that mixes their kinds."""
+    """Return shuffled documents of about `mb`."""
     of_packages = of_wheels(wheels) if wheels else ()
     found, left = [], mb * 1e6
     for text in filter(None, itertools.chain(awkward(), scripts(), of_packages, texts(""))):
@@ -180,25 +180,25 @@ def of_split(folder: Path) -> Iterator[list[int]]:
 
 
 def directly(tokenizer: tiktoken.Encoding, text: str) -> list[int]:
-    cuts = range(0, len(text), PIECE_CHARACTERS)
-    found = (tokenizer.encode_ordinary(text[cut : cut + PIECE_CHARACTERS]) for cut in cuts)
+    cuts = range(0, len(text), CHUNK_CHARACTERS)
+    found = (tokenizer.encode_ordinary(text[cut : cut + CHUNK_CHARACTERS]) for cut in cuts)
     return [*itertools.chain(*found)]
 
 
 def compared(
     documents: list[str], coded: Iterable[list[int]], tokenizer: tiktoken.Encoding
-) -> Found:
-    """Also a document that is on one side only differs."""
+) -> Comparison:
+    """Compare. A document that only one side has differs too."""
     differ, tokens = [], 0
     for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded)):
         if text is None or ids is None or directly(tokenizer, text) != ids:
             differ.append(number)
         tokens += len(ids or ())
-    return Found(
+    return Comparison(
         len(documents),
         sum(len(text.encode(errors="replace")) for text in documents),
         sum(map(beyond_latin, documents)),
-        sum(len(text) > PIECE_CHARACTERS for text in documents),
+        sum(len(text) > CHUNK_CHARACTERS for text in documents),
         tokens,
         differ,
     )
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
         prepared(documents, out, flags)
         found = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
     print(
-        f"{found.documents:,} documents ({found.in_pieces} in pieces), "
+        f"{found.documents:,} documents ({found.in_chunks} in several chunks), "
         f"{found.text_bytes / 1e6:.1f} MB ({found.beyond_latin / 1e6:.2f} MB of letters beyond "
         f"Latin), {found.tokens:,} tokens of {flags.tokenizer}: {len(found.differ)} documents "
         "differ from tiktoken"

@@ -1,11 +1,11 @@
-"""gigatoken beside tiktoken: which encodings it can load, ids document by document, speed.
+"""Compare gigatoken with tiktoken: encodings it can load, ids of each document, speed.
 
     ./run.sh python -m pip install gigatoken
     ./run.sh python tests/try_gigatoken.py --wheels wheels          the text of tests/tokens_same.py
 
-It is no part of data/prepare.py; MEASURED.md says why. What looks like a special token is text
-there, so that gigatoken is given none. Both tokenize the same documents, of which none is longer
-than what the preparation tokenizes at once, and every character of Unicode among others.
+data/prepare.py does not use it; docs/measured.md says why. Special tokens in the text are plain
+text, so gigatoken gets none. Both tokenize the same documents, none longer than a chunk of the
+preparation, and every character of Unicode among others.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from tokenizers import decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tokens_same
-from benchmark import spread
+from benchmarks.common import spread
 from data.tokenizer import load_tokenizer
-from hugging_face_tokenizer import merges, spelled, table_of
+from hf.tokenizer_export import as_characters, merges, to_hugging_face
 
 SCHEMES = {"p50k_base": "gpt2", "cl100k_base": "gpt4", "o200k_base": "o200k"}  # cuts by its names
 ROUNDS = 3
@@ -55,13 +55,13 @@ def from_json(encoding: tiktoken.Encoding, gigatoken):
 
     Raises  RuntimeError where the cuts are unknown to it.
     """
-    return gigatoken.Tokenizer.from_json(table_of(encoding).to_str())
+    return gigatoken.Tokenizer.from_json(to_hugging_face(encoding).to_str())
 
 
 def from_gpt2(encoding: tiktoken.Encoding, gigatoken):
     """From tokenizer.json with GPT-2's cuts, which are those of p50k_base in other words."""
     ranks = encoding._mergeable_ranks
-    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
+    vocabulary = {as_characters(token): rank for token, rank in ranks.items()}
     table = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges(ranks)))
     table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     table.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def from_gpt2(encoding: tiktoken.Encoding, gigatoken):
 
 
 def way_of(encoding: tiktoken.Encoding, gigatoken):
-    """What loads it: the first way that works, or nothing. Prints the others."""
+    """Return the first loader that works, or None. Prints the failures."""
     for way in [from_ranks, from_json] + [from_gpt2] * (encoding.name == "p50k_base"):
         try:
             way(encoding, gigatoken)
@@ -114,12 +114,12 @@ def compare(encoding: tiktoken.Encoding, other, texts: list[str]) -> None:
 
 
 def is_whole(text: str) -> bool:
-    """No half of a surrogate pair is in it."""
+    """Return whether the text has no half of a surrogate pair."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def speeds(encoding: tiktoken.Encoding, load, texts: list[str]) -> None:
-    """Of gigatoken newly loaded: it remembers words, and knows all of them the second time."""
+    """Print speeds, with gigatoken loaded anew each time because it caches words."""
     ways = {
         "tiktoken, one thread": lambda _: sum(map(len, map(encoding.encode_ordinary, texts))),
         "gigatoken, one thread": lambda new: count(new.encode_batch(texts, parallel=False)),
@@ -150,7 +150,7 @@ def main() -> None:
     flags = parser.parse_args()
     import gigatoken  # late: --help needs none
 
-    limit, documents = tokens_same.PIECE_CHARACTERS, tokens_same.mixed(flags.mb, flags.wheels)
+    limit, documents = tokens_same.CHUNK_CHARACTERS, tokens_same.mixed(flags.mb, flags.wheels)
     texts = [text[cut : cut + limit] for text in documents for cut in range(0, len(text), limit)]
     size = sum(len(text.encode(errors="replace")) for text in texts)
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB, gigatoken {version('gigatoken')}")

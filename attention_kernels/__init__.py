@@ -1,0 +1,1 @@
+"""Attention kernels for TPU and GPU, behind one adapter (adapter.py)."""

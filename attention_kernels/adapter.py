@@ -1,0 +1,129 @@
+"""Run third-party attention kernels under a shard_map that checks types.
+
+Private names of JAX occur only in this file.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# The context manager that sets check_vma, and the backward passes of the Pallas kernels.
+CHECK = "jax._src.config._check_vma"
+SPLASH_BACKWARD = (
+    "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
+)
+TRITON_BACKWARD = "jax.experimental.pallas.ops.gpu.attention._mha_backward"
+# The primitives of cuDNN. They do not query the device, which may be absent when compiling.
+CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+# Block of positions on GPUs: the tile of cuDNN. Triton's may be smaller, and then it computes up to
+# a tenth fewer scores.
+GPU_BLOCK = 128
+
+
+def private(name: str) -> Any:
+    """Return a private object of JAX by its dotted name.
+
+    Raises  ImportError if this version of JAX has no such name.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"jax {jax.__version__} has no {name}, a private name that attention kernels need. "
+            "Use --model.attention_kernel xla, or a version of jax that requirements.txt allows."
+        ) from error
+
+
+class Kernel(NamedTuple):
+    """A kernel and its gradient: functions of arrays [b, T, n, .] without varying-axes types.
+
+    Each takes `interpret` as well: run as JAX operations, on a device without the kernel.
+    """
+
+    plain: Callable[..., Any]  # q, k, v[, segments] -> [out]
+    forward: Callable[..., Any]  # q, k, v[, segments] -> out, logsumexp of scores [b, n, T]
+    # gradient of out, q, k, v, out, logsumexp[, segments] -> gradients of q, k, v
+    backward: Callable[..., Any]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def call(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> jax.Array:
+    [out] = foreign_p.bind(q, k, v, *extra, function=kernel.plain)
+    return out
+
+
+def _call_forward(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Any]:
+    out, logsumexp = foreign_p.bind(q, k, v, *extra, function=kernel.forward)
+    # Saved with its heads concatenated, because a TPU pads the last dimension to 128.
+    out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
+    out = out.reshape(v.shape)
+    return out, (q, k, v, out, logsumexp, extra)
+
+
+def _call_backward(kernel: Kernel, residuals: Any, grad: jax.Array) -> Any:
+    q, k, v, out, logsumexp, extra = residuals
+    arrays = grad, q, k, v, out, logsumexp
+    return *foreign_p.bind(*arrays, *extra, function=kernel.backward), None
+
+
+call.defvjp(_call_forward, _call_backward)
+
+
+def swapped(*arrays: jax.Array) -> list[jax.Array]:
+    """[b, T, n, .] <-> [b, n, T, .]."""
+    return [a.swapaxes(1, 2) for a in arrays]
+
+
+# --- the primitive --------------------------------------------------------------------------------
+
+# shard_map with check_vma=True rejects stock Pallas kernels, which have no varying-axes types. This
+# primitive is opaque to JAX: its results vary along the axes of its arguments. The kernel contains
+# no collective, so it is traced without the check, for its shapes and to lower it. The primitive
+# has no gradient of its own, and works under jit only.
+foreign_p = Primitive("foreign_kernel")
+foreign_p.multiple_results = True
+
+
+def untyped(function: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
+    """Trace a function of a Kernel without check_vma, and with full float32 precision."""
+
+    @wraps(function)
+    def unchecked(*args: jax.Array) -> Any:
+        precision = "highest" if args[0].dtype == jnp.float32 else "default"
+        with private(CHECK)(False), jax.default_matmul_precision(precision):
+            return function(*args, interpret=interpret)
+
+    return unchecked
+
+
+@foreign_p.def_abstract_eval
+def _shapes(*avals: Any, function: Callable[..., Any]) -> list[Any]:
+    assert len({a.mat for a in avals}) == 1, "arguments vary along different axes"
+    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    results = jax.eval_shape(untyped(function, interpret=False), *plain)
+    return [avals[0].update(shape=a.shape, dtype=a.dtype, weak_type=False) for a in results]
+
+
+def _lower(ctx: Any, *args: Any, function: Callable[..., Any], interpret: bool) -> Any:
+    # Types without axes, because some operations read them even without the check.
+    plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    lower = mlir.lower_fun(untyped(function, interpret), multiple_results=True)
+    return lower(ctx.replace(avals_in=plain), *args)
+
+
+mlir.register_lowering(foreign_p, partial(_lower, interpret=True))
+mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="tpu")
+mlir.register_lowering(foreign_p, partial(_lower, interpret=False), platform="cuda")

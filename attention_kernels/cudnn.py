@@ -1,0 +1,85 @@
+"""cuDNN attention for NVIDIA GPUs.
+
+Letters: b sequences of this rank, T positions, n heads of this rank.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attention_kernels.adapter import CUDNN, Kernel, call, private
+
+
+def cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
+    """Attention by NVIDIA's library, called as jax.nn.dot_product_attention calls it.
+
+    That function rejects values narrower than queries, which cuDNN 9.10 and later support on
+    Hopper.
+    """
+    assert segments is None, "see attention.choose_kernel"
+    return call(cudnn_kernel(scale), q, k, v, ())
+
+
+@cache
+def cudnn_kernel(scale: float) -> Kernel:
+    """Return the causal kernel. Interpreted: the formulas of arXiv:2307.08691, section 2.3.2."""
+
+    def library(name: str) -> Any:
+        return private(f"{CUDNN}.{name}")
+
+    def options() -> dict[str, Any]:
+        return {
+            "scale": scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (False, False),  # no bias, and no gradient of it
+            "mask_type": library("MaskType").CAUSAL,
+            "layout": library("AttentionLayout").BTNH.value,
+            "sliding_window_length": None,
+        }
+
+    def absent(q: Any) -> list[jax.Array]:
+        """The bias, lengths and offsets of queries and keys, and page tables: none here."""
+        return [jnp.zeros(0, q.dtype)] * 7
+
+    def scores(q: Any, k: Any) -> jax.Array:
+        T = q.shape[1]
+        product = jnp.einsum("bTnA,bSnA->bnTS", q, k, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.tri(T, dtype=bool), scale * product, -jnp.inf)
+
+    def cudnn_plain(q: Any, k: Any, v: Any, interpret: bool) -> Any:
+        if interpret:
+            return cudnn_forward(q, k, v, interpret)[:1]
+        call = library("_dot_product_attention_fwd_p")
+        return call.bind(q, k, v, *absent(q), is_training=False, **options())
+
+    def cudnn_forward(q: Any, k: Any, v: Any, interpret: bool) -> Any:
+        if not interpret:
+            call = library("_dot_product_attention_fwd_p")
+            return call.bind(q, k, v, *absent(q), is_training=True, **options())
+        scores_bnTS = scores(q, k)
+        logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
+        share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)
+        return jnp.einsum("bnTS,bSnW->bTnW", share_bnTS, v), logsumexp
+
+    def cudnn_backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, interpret: bool
+    ) -> Any:
+        if not interpret:
+            call = library("_dot_product_attention_bwd_p")
+            return call.bind(q, k, v, *absent(q), logsumexp, out, grad, **options())
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        share_bnTS = jnp.exp(scores(q, k) - logsumexp[..., None])
+        sum_bnT = product("bTnW,bTnW->bnT", grad, out)
+        d_bnTS = product("bTnW,bSnW->bnTS", grad, v) - sum_bnT[..., None]
+        d_bnTS = (scale * share_bnTS * d_bnTS).astype(q.dtype)
+        d_q = product("bnTS,bSnA->bTnA", d_bnTS, k)
+        d_k = product("bnTS,bTnA->bSnA", d_bnTS, q)
+        d_v = product("bnTS,bTnW->bSnW", share_bnTS.astype(q.dtype), grad)
+        return [d.astype(q.dtype) for d in (d_q, d_k, d_v)]
+
+    return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)

@@ -1,0 +1,64 @@
+"""The Pallas-Triton attention kernel for NVIDIA GPUs in JAX.
+
+Letters: b sequences of this rank, T positions, n heads of this rank.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attention_kernels.adapter import GPU_BLOCK, TRITON_BACKWARD, Kernel, call, private
+
+
+def triton(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+) -> jax.Array:
+    """Attention by the kernel, with segments. It has one head width, so values are zero-padded."""
+    padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
+    extra = () if segments is None else (segments,)
+    return call(triton_kernel(scale, q.shape[-1]), q, k, padded, extra)[..., : v.shape[-1]]
+
+
+@cache
+def triton_kernel(scale: float, width: int) -> Kernel:
+    """Return the causal kernel for heads of a width."""
+    from jax.experimental.pallas.ops.gpu import attention as library
+
+    # Tiles of the forward pass that fit in shared memory, even where it has only 100 KiB.
+    size = GPU_BLOCK if width <= 64 else GPU_BLOCK // 2
+    blocks = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
+    options = {
+        "sm_scale": scale,
+        "causal": True,
+        "block_sizes": blocks,
+        "backward_pass_impl": "triton",
+        "num_warps": None,
+        "num_stages": 2,
+        "grid": None,
+        "debug": False,
+    }
+
+    def triton_plain(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
+        return triton_forward(q, k, v, *segments, interpret=interpret)[:1]
+
+    def triton_forward(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
+        return library.mha(
+            q, k, v, *(segments or [None]), interpret=interpret, return_residuals=True, **options
+        )
+
+    def triton_backward(grad: Any, *residuals: jax.Array, interpret: bool) -> Any:
+        # JAX has no public backward pass, as with splash.
+        q, k, v, out, logsumexp, *segments = residuals
+        gradients = private(TRITON_BACKWARD)(
+            interpret=interpret,
+            return_residuals=False,
+            res=(q, k, v, *(segments or [None]), out, logsumexp),
+            do=grad,
+            **options,
+        )
+        return gradients[:3]
+
+    return Kernel(triton_plain, triton_forward, triton_backward)

@@ -1,0 +1,218 @@
+"""Compile and time training steps, and other functions that several benchmarks share."""
+
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import hardware
+import model
+import pipeline
+import sharded_model
+import train
+import utils
+import weights
+from planning import cost, hlo
+from runtime import cli
+from utils import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 8  # timed steps, after a warm-up step
+ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
+
+
+def one_cpu_device(cores: int) -> dict[str, str]:
+    """Return the environment in which JAX computes with one CPU device.
+
+    One device never waits for another, so the many threads of run.sh only compete for cores. XLA's
+    newer fusions (YNN) speed up several devices and slow down a single one by a fifth.
+    """
+    flags = "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type="
+    return {"PJRT_NPROC": str(cores), "XLA_FLAGS": flags}
+
+
+# --- configs and flags ----------------------------------------------------------------------------
+
+
+def with_values(config: Config, **sections: dict[str, Any]) -> Config:
+    """Return the config with some fields of some sections replaced."""
+    for name, values in sections.items():
+        section = dataclasses.replace(getattr(config, name), **values)
+        config = dataclasses.replace(config, **{name: section})
+    return config
+
+
+def reference_config(**train: Any) -> Config:
+    """Return configs/reference.toml with AdamW, which other projects have too."""
+    config = cli.load(ROOT / "configs" / "reference.toml")
+    return with_values(config, optimizer={"name": "adamw", "lr": 1e-3}, train=train)
+
+
+def no_flags(arguments: list[str], description: str) -> None:
+    """Print the description on --help. Raises ConfigError for other arguments."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(description)
+        sys.exit()
+    if arguments:
+        raise ConfigError(f"this benchmark has no flags, so {' '.join(arguments)} is unknown.")
+
+
+def parse_flags(flags: Any, arguments: list[str], description: str, others: bool = False) -> Any:
+    """Return an instance of the dataclass `flags`.
+
+    others  whether to return (flags, other arguments) and not to raise for them
+    """
+    import tyro  # late: `benchmark.py gpu` runs without it
+
+    return tyro.cli(
+        flags,
+        args=arguments,
+        description=description,
+        use_underscores=True,
+        return_unknown_args=others,
+    )
+
+
+# --- training steps -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled training step, and what it runs on."""
+
+    config: Config
+    declared: model.Transformer
+    mesh: Mesh
+    step: Any
+    compile_s: float
+
+    def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Yield (seconds, report) of successive steps, without end. The first ones are slower."""
+        state = train.initial_state(self.config, self.declared, self.mesh)
+        batch = random_batch(self.config, self.mesh)
+        while True:
+            seconds, (state, report) = timed(self.step, state, batch)
+            yield seconds, report
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.train.global_batch_size * self.config.train.seq_len
+
+    @property
+    def model_flops(self) -> int:
+        """Model FLOPs of a step on all devices."""
+        step = cost.Step(self.config, sharded_model.platform(self.mesh))
+        return round(cost.model_flops(step) * self.mesh.size)
+
+    def flops_ratio(self) -> float:
+        """Return compiled over model FLOPs."""
+        share = pipeline.branch_share(sharded_model.schedule_of(self.config))
+        return float(hlo.dot_flops(self.step.as_text(), share)) * self.mesh.size / self.model_flops
+
+
+def compile_step(config: Config, cached: bool = False) -> Program:
+    """Compile the step of train.py.
+
+    cached  whether to use the compilation cache, which makes the compile time meaningless
+    """
+    if not cached:
+        jax.config.update("jax_enable_compilation_cache", False)
+    config = utils.for_platform(config, jax.default_backend())
+    cli.check(config)
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    state = train.abstract_state(config, declared, mesh)
+    step = train.jitted_step(config, declared, mesh)
+    start = time.perf_counter()
+    step = step.lower(state, sharded_model.abstract_batch(config, mesh)).compile()
+    return Program(config, declared, mesh, step, time.perf_counter() - start)
+
+
+def random_batch(config: Config, mesh: Mesh) -> model.Batch:
+    """Return a batch of random tokens. The cost of a step does not depend on them."""
+    shapes = sharded_model.abstract_batch(config, mesh)
+    M, B, T = shapes.tokens.shape
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, config.model.vocab_size, (M, B, T + 1), dtype=np.int32)
+    ones, zeros = np.ones((M, B, T), np.float32), np.zeros((M, B, T), np.int32)
+    batch = model.Batch(ids[..., :-1], ids[..., 1:], loss_weights=ones, segments=zeros)
+    return jax.device_put(batch, train.shardings_of(shapes))
+
+
+def export_initial_weights(config: Config, folder: Path) -> Path:
+    """Export the initial weights for transformers; return the new folder within `folder`."""
+    from checkpoint import Checkpoints  # late: `benchmark.py gpu` runs without Orbax
+    from convert import Export, export_run
+
+    run, out = folder / "run", folder / "exported"
+    run.mkdir()
+    (run / "config.toml").write_text(cli.to_toml(config))
+    state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
+    saved_config = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
+    with closing(Checkpoints(run / "checkpoints", keep=1)) as checkpoints:
+        checkpoints.save(0, state, saved_config)
+    export_run(Export(run=run, out=out))
+    return out
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def timed(function: Callable, *arguments: Any) -> tuple[float, Any]:
+    """Return the seconds until the result of a call is computed, and the result."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start, result
+
+
+def median_seconds(function: Callable[[], Any], calls: int = STEPS) -> float:
+    """Return the median of `calls` calls, after a warm-up call."""
+    return statistics.median([timed(function)[0] for _ in range(calls + 1)][1:])
+
+
+def step_seconds(programs: list[Program]) -> list[float]:
+    """Return median seconds per step of each program.
+
+    The programs take turns, so that a disturbance of the machine slows all of them.
+    """
+    turns = zip(*(program.steps() for program in programs), strict=True)
+    seconds = [[seconds for seconds, _ in turn] for turn in itertools.islice(turns, STEPS + 1)]
+    return np.median(seconds[1:], axis=0).tolist()
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Return the text `median (minimum to maximum)`."""
+    values = [*values]
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
+
+
+def flops_per_token(config: Config, square: bool = False) -> float:
+    """Return model FLOPs as MFU counts them, with half of attention's square or all of it."""
+    # The rule counts attention as half of T, so a doubled T counts all of it.
+    length = config.train.seq_len * (2 if square else 1)
+    return hardware.palm_flops_per_token(config.model, model.declare(config), length)
+
+
+def matmul_flops_per_s(size: int, dtype: Any, in_flight: int) -> float:
+    """Return the median FLOP/s of products of two square random matrices.
+
+    in_flight  products started before each wait. Several keep a GPU busy between them; on a CPU
+               they would run concurrently.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (size, size), dtype) for key in keys)
+    product = jax.jit(jnp.matmul)
+    seconds = median_seconds(lambda: [product(a, b) for _ in range(in_flight)])
+    return 2 * size**3 * in_flight / seconds

@@ -1,0 +1,438 @@
+"""Measure training steps of four models on one GPU, row by row.
+
+    ./run.sh python benchmark.py gpu                  the rows not measured yet, for 9 minutes
+    ./run.sh python benchmark.py gpu dense_1b-full    this row, after `machine` and `check`
+    ./run.sh python benchmark.py gpu --list           all rows, in their order
+    ./run.sh python benchmark.py gpu --toy            all rows in toy sizes, on any device
+
+machine        versions, and the FLOP/s of a bfloat16 product.
+check          loss and gradients of a small model, compared with float32 on the CPU.
+MODEL-REMAT    a step with none, names (all of utils.REMAT_NAMES) or full rematerialization.
+MODEL-profile  the time of a step without rematerialization by layer and kernel.
+
+A finished row is appended to a file of JSON lines and does not run again. A row that the time limit
+stops starts anew in the next call. Each row runs in its own process: a crash ends one row only, and
+the peak of memory, which JAX cannot reset, is that of the row. The rows need no package beyond jax,
+flax, optax and their dependencies.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hardware
+import model
+import sharded_model
+import train
+import utils
+import weights
+from benchmarks import common
+from benchmarks.common import ROOT, Program, flops_per_token, with_values
+from hardware import Chip
+from planning import cost, timeline
+from runtime import cli, jsonl, provenance
+from utils import GIB, Config, ConfigError
+
+WARMUP_STEPS, TIMED_STEPS = 2, 8
+MICROBATCHES = 8
+MODELS = {"dense_124m": 16, "dense_1b": 8, "moe_1b": 8, "moe_124m": 16}  # sequences of a microbatch
+REMAT = {"none": "none", "profile": "none", "names": ",".join(utils.REMAT_NAMES), "full": "full"}
+GATES = ("machine", "check")  # a failure makes the other rows meaningless
+# The most valuable rows first. All fit 80 GB by the plan.
+ROWS = (*GATES, *(f"{name}-{kind}" for kind in REMAT for name in MODELS))
+
+Record = dict[str, Any]
+
+
+def config_of(row: str, toy: bool) -> Config:
+    """Return the config of a row MODEL-REMAT or MODEL-profile, or a toy one."""
+    name, _, kind = row.rpartition("-")
+    config = toy_config() if toy else cli.load(ROOT / "configs" / f"{name}.toml")
+    sequences, microbatches = (2, 2) if toy else (MODELS[name] * MICROBATCHES, MICROBATCHES)
+    config = with_values(config, model={"compute_dtype": "bfloat16"}, train={"remat": REMAT[kind]})
+    return on_one_device(config, sequences, microbatches)
+
+
+def toy_config() -> Config:
+    """Return a smaller configs/tiny.toml, so that each row takes seconds."""
+    config = cli.load(ROOT / "configs/tiny.toml")
+    optimizer = {"name": "adamw", "lr": 1e-3}
+    small = {"num_hidden_layers": 2 * config.model.decoder_sparse_step}
+    return with_values(config, model=small, train={"seq_len": 32}, optimizer=optimizer)
+
+
+def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
+    return with_values(
+        config,
+        mesh=common.ONE_DEVICE,
+        train={"global_batch_size": sequences, "microbatches": microbatches},
+        eval={"sequences": sequences},
+    )
+
+
+# --- measuring, in the process of a row -----------------------------------------------------------
+
+
+def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
+    """Yield the fields of a row as soon as they are known. Traces stay in the folder."""
+    device = accelerator(toy)
+    chip = hardware.chip_of_kind(device.device_kind)
+    yield versions(device)
+    if row == "machine":
+        yield machine(chip, 256 if toy else 8192)
+    elif row == "check":
+        yield from check(device, toy)
+    else:
+        config = config_of(row, toy)
+        platform = sharded_model.platform(train.make_mesh(config, [device]))
+        plan = cost.predict(config, chip, platform)
+        yield {
+            "model": dataclasses.asdict(config.model),
+            "train": dataclasses.asdict(config.train),
+            "parameters": plan.parameters,
+            "active_parameters": plan.active_parameters,
+            "attention": plan.attention,
+            "planned_bytes": plan.memory_bytes_per_chip,
+            "planned_step_s": plan.step_s,
+        }
+        program = common.compile_step(config)
+        compiler_bytes = train.planned_bytes(program.step)
+        yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
+        yield profile(program, folder / row) if "profile" in row else time_steps(program, chip)
+
+
+def accelerator(toy: bool) -> jax.Device:
+    """Return the GPU, or with --toy the first device."""
+    device = jax.devices()[0]
+    if not toy and device.platform != "gpu":
+        raise ConfigError(
+            f"benchmark.py gpu needs an NVIDIA GPU, and jax finds only {device.device_kind}. Use "
+            "benchmark.py step on such devices, or try this benchmark with --toy."
+        )
+    return device
+
+
+def versions(device: jax.Device) -> Record:
+    driver, cuda = smi("driver_version").get("driver_version"), device.client.platform_version
+    chip = {"chip": device.device_kind, "driver": driver, "cuda": cuda}
+    return chip | provenance.describe_start(step=0)
+
+
+def machine(chip: Chip | None, size: int) -> Record:
+    """Measure products of random bfloat16 matrices."""
+    with monitor() as medians:
+        rate = common.matmul_flops_per_s(size, jnp.bfloat16, in_flight=20)
+    share = f", {rate / chip.flops:.0%} of the peak" if chip else ""
+    text = f"{rate / 1e12:.4g} TFLOP/s in {size} x {size} x {size} bfloat16 products{share}"
+    return {"flops_per_s": rate, "smi": medians, "text": text}
+
+
+def time_steps(program: Program, chip: Chip | None) -> Record:
+    """Measure the median step after the warm-up steps. Raises ConfigError for non-finite losses."""
+    with monitor() as medians:
+        steps = itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS)
+        seconds, reports = zip(*steps, strict=True)
+    losses = [float(report["stats"].loss) for report in reports]
+    if not all(map(math.isfinite, losses)):
+        raise ConfigError(f"the loss of these steps is not finite: {losses}")
+    step_s = statistics.median(seconds[WARMUP_STEPS:])
+    rate = program.tokens / step_s
+    return {
+        "step_s": step_s,
+        "tokens_per_s": rate,
+        "mfu": chip and rate * flops_per_token(program.config) / chip.flops,
+        "mfu_whole_square": chip and rate * flops_per_token(program.config, True) / chip.flops,
+        "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
+        "steps_s": seconds,
+        "losses": losses,
+        "smi": medians,
+    }
+
+
+def profile(program: Program, folder: Path) -> Record:
+    """Trace one step; return the time by layer and the largest kernels of each layer."""
+    steps = program.steps()
+    for _ in range(WARMUP_STEPS):
+        next(steps)
+    with jax.profiler.trace(folder, create_perfetto_trace=True):
+        next(steps)
+    file = max(folder.rglob("perfetto_trace.json.gz"))  # the newest: its folders are dated
+    text = program.step.as_text()
+    taken = timeline.operation_s(file, text)
+    timeline.name_layers(file, text)
+    shares, largest = timeline.shares(taken), timeline.largest(taken)
+    lines = [f"{taken.total():.4g} s of kernels in a step; open {file} in ui.perfetto.dev"]
+    for layer, share in shares.items():
+        kernels = ", ".join(f"{name} {part:.1%}" for name, part in largest[layer].items())
+        lines.append(f"  {share:6.1%}  {layer:26}{kernels}")
+    return {"busy_s": taken.total(), "shares": shares, "kernels": largest, "text": "\n".join(lines)}
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+# Largest allowed error of a weight's gradient relative to its norm, and of the loss. On one CPU,
+# bfloat16 differs from float32 by 0.026 and 6e-6.
+BOUNDS = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-3)}
+
+
+def check(device: jax.Device, toy: bool) -> Iterator[Record]:
+    """Compare loss and gradients of a small model on the device with float32 on the CPU.
+
+    In float32 they differ by rounding only. bfloat16 is what is timed, with its own kernels.
+    """
+    config = toy_config() if toy else common.reference_config()
+    config = on_one_device(config, 4, 2)
+    # Every token uses every expert: otherwise rounding could change the routing and hide an error.
+    routing = {"num_experts_per_tok": config.model.n_routed_experts, "capacity_factor": 1.0}
+    config = with_values(config, model=routing | {"compute_dtype": "float32"})
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        initial = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)
+    expected_loss, expected = gradients(config, cpu, initial)
+    lines = []
+    for dtype in BOUNDS:
+        loss, found = gradients(
+            with_values(config, model={"compute_dtype": dtype}), device, initial
+        )
+        loss_error, errors = abs(loss / expected_loss - 1), gradient_errors(found, expected)
+        yield {f"{dtype}_loss_error": loss_error, f"{dtype}_gradient_errors": errors}
+        lines.append(check_errors(dtype, loss_error, errors))
+    yield {"text": "\n  ".join(["against float32 on the CPU", *lines])}
+
+
+def check_errors(dtype: str, loss_error: float, errors: dict[str, float]) -> str:
+    """Describe the errors in a line. Raises ConfigError for nan and for errors beyond BOUNDS."""
+    gradient_bound, loss_bound = BOUNDS[dtype]
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    text = f"{dtype}: loss off by {loss_error:.1e}, gradients by {errors[worst]:.1e} ({worst})"
+    if not (errors[worst] < gradient_bound and loss_error < loss_bound):
+        raise ConfigError(
+            f"{text}, where {loss_bound:.0e} and {gradient_bound:.0e} are allowed: this device "
+            "does not compute what the CPU does in float32. Fix this before you measure."
+        )
+    return text
+
+
+def gradients(
+    config: Config, device: jax.Device, initial: model.Transformer
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the loss, and the gradient of each weight by its name."""
+    declared, mesh = model.declare(config), train.make_mesh(config, [device])
+    with jax.default_device(device):
+        run = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
+        w = jax.device_put(jax.device_get(initial), device)
+        grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+    }
+    return float(stats.loss), named
+
+
+def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Return |found - expected| / |expected| by weight; 0 if both are 0, as the router's bias."""
+    errors = {}
+    for name, true in expected.items():
+        error, norm = float(np.linalg.norm(found[name] - true)), float(np.linalg.norm(true))
+        errors[name] = error / norm if norm else math.inf if error else 0.0
+    return errors
+
+
+# --- nvidia-smi -----------------------------------------------------------------------------------
+
+SMI_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")  # MHz, W
+
+
+def smi(*fields: str) -> dict[str, str]:
+    """Query the first GPU that jax may use. Return {} if nvidia-smi is missing or fails."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = f"--query-gpu={','.join(fields)}"
+    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return dict(zip(fields, run.stdout.strip().split(", "), strict=True))
+    return {}
+
+
+@contextlib.contextmanager
+def monitor() -> Iterator[dict[str, float]]:
+    """Yield a dictionary that has the medians of SMI_FIELDS after the block."""
+    medians, samples, over = {}, [], threading.Event()
+
+    def sample() -> None:
+        while not over.is_set():
+            samples.append(smi(*SMI_FIELDS))
+            over.wait(0.2)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield medians
+    finally:
+        over.set()
+        thread.join()
+    for name in SMI_FIELDS:
+        cells = [found.get(name, "") for found in samples]
+        if numbers := [float(cell) for cell in cells if re.fullmatch(r"[\d.]+", cell)]:
+            medians[name] = statistics.median(numbers)
+
+
+# --- a row in its own process ---------------------------------------------------------------------
+
+
+def run_row(row: str, toy: bool, folder: Path, limit_s: float) -> Record:
+    """Run a row in a child process; return its fields and its status.
+
+    status  ok; memory: it did not fit; time: stopped after limit_s; failed: any other error
+    folder  gets ROW.log, and ROW.jsonl with the fields measured so far
+    """
+    fields, log = folder / f"{row}.jsonl", folder / f"{row}.log"
+    fields.write_text("")
+    command = [sys.executable, str(ROOT / "benchmark.py"), "gpu", row, "--child", str(fields)]
+    command += ["--toy"] * toy
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ  # as run.sh sets it
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        environment["JAX_PLATFORMS"] += ",cpu"  # for the check
+    if "profile" in row:  # kernels in CUDA graphs lack the names of their operations
+        flags = environment.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
+    code = None
+    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        run = subprocess.run(command, stdout=file, stderr=file, env=environment, timeout=limit_s)
+        code = run.returncode
+    found = {name: value for part in jsonl.read(fields) for name, value in part.items()}
+    return found | status_of(code, log.read_text(errors="replace"), limit_s)
+
+
+def status_of(code: int | None, log: str, limit_s: float) -> Record:
+    """Return the status of a child process and its error.
+
+    code  exit code, negative for a signal, None if it was stopped
+    """
+    if code == 0:
+        return {"status": "ok"}
+    if code is None:
+        return {"status": "time", "error": f"stopped after {limit_s:.0f} s"}
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |[\w.]+(Error|Exception)\b", line)]
+    last = (errors or lines or ["nothing in its log"])[-1]
+    if re.search("RESOURCE_EXHAUSTED|out of memory", last, re.IGNORECASE):
+        return {"status": "memory", "error": last}
+    cause = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    return {"status": "failed", "error": f"{cause}: {last}"}
+
+
+# --- all rows -------------------------------------------------------------------------------------
+
+HEADER = (
+    "row                  step s  tokens/s    MFU square   GiB  plan compiler compile s   MHz     W"
+)
+
+
+def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
+    """Run rows until they are done or the time is over; return the rows that remain.
+
+    Raises ConfigError if `machine` or `check` fails, unless --force is given.
+    """
+    deadline = time.monotonic() + 60 * flags.minutes
+    gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    records = jsonl.read(flags.out) if flags.out.exists() else []
+    own = [r for r in records if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
+    done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
+    left = []
+    print(HEADER, flush=True)
+    for row in (row for row in ROWS if row in (*GATES, *flags.names)):
+        record, limit_s = done.get(row), deadline - time.monotonic()
+        if not record and (left or limit_s <= 0):
+            left.append(row)
+            continue
+        if not record:
+            started = time.time()
+            record = {"row": row, "toy": flags.toy, "gpu": gpu}
+            record |= run(row, flags.toy, folder, limit_s)
+            record["wall_s"] = time.time() - started
+            jsonl.append(flags.out, [record])
+        print(f"{row:18} {describe(record)}", flush=True)
+        if record["status"] == "time":
+            left.append(row)
+        elif row in GATES and record["status"] != "ok" and not flags.force:
+            raise ConfigError(
+                f"row {row} did not pass, so the other rows would mean nothing. See "
+                f"{folder / row}.log. Fix the cause, or continue with --force."
+            )
+    return left
+
+
+def describe(record: Record) -> str:
+    """Return the cells of a row under HEADER, or its text or error."""
+    r = {"planned_bytes": math.nan} | record
+    if r["status"] == "memory":
+        return f"out of memory: the plan needs {r['planned_bytes'] / GIB:.1f} GiB. {r['error']}"
+    if r["status"] != "ok":
+        return f"{r['status']}: {r['error']}"
+    if "text" in r:
+        return r["text"]
+    gib = [r[f"{name}_bytes"] / GIB for name in ("memory", "planned", "compiler")]
+    mfu = [r[name] or math.nan for name in ("mfu", "mfu_whole_square")]
+    mhz, watts = (r["smi"].get(name, math.nan) for name in ("clocks.sm", "power.draw"))
+    return (
+        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {mfu[0]:6.1%} {mfu[1]:6.1%}"
+        f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:9.0f} {mhz:5.0f} {watts:5.0f}"
+    )
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", default=ROWS, metavar="ROW", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows, in their order")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit, default 9")
+    parser.add_argument("--out", type=Path, help="records; runs/benchmark/gpu.jsonl or toy.jsonl")
+    parser.add_argument("--force", action="store_true", help="continue after a failed check")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, on any device")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # a row's process: its file
+    flags = parser.parse_args(arguments)
+    flags.out = flags.out or Path("runs/benchmark", "toy.jsonl" if flags.toy else "gpu.jsonl")
+    if unknown := set(flags.names) - set(ROWS):
+        raise ConfigError(
+            f"there is no row {', '.join(sorted(unknown))}. Use some of {', '.join(ROWS)}."
+        )
+    return flags
+
+
+def main(arguments: list[str]) -> None:
+    flags = parse(arguments)
+    if flags.list:
+        print("\n".join(ROWS))
+    elif flags.child:
+        for fields in measure(flags.names[0], flags.toy, flags.child.parent):
+            jsonl.append(flags.child, [fields])
+    else:
+        left = run_rows(flags)
+        print(f"records: {flags.out}; logs and traces: {flags.out.with_suffix('')}/")
+        if left:
+            print(f"not run in the time limit: {' '.join(left)}")
+            command = " ".join(["./run.sh python benchmark.py gpu", *arguments])
+            print(f"continue with: {command}")

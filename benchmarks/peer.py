@@ -1,0 +1,267 @@
+"""Compare training steps of one model with those of PyTorch on the same device.
+
+    ./run.sh python benchmark.py peer           needs the packages of requirements-hf.txt
+
+The model is the mixture of experts of configs/reference.toml with its dense layers first, as in
+DeepseekV3ForCausalLM of transformers. That class trains from the same initial weights on the same
+tokens. The trainers take turns, so that a disturbance of the machine slows all of them. Each runs
+in its own process, where threads and memory of the others do not slow it.
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import model
+import train
+import weights
+from benchmarks.common import (
+    ONE_DEVICE,
+    compile_step,
+    export_initial_weights,
+    one_cpu_device,
+    parse_flags,
+    random_batch,
+    reference_config,
+    spread,
+    with_values,
+)
+from runtime.console import log
+from utils import Config, ConfigError
+
+if TYPE_CHECKING:  # imported late: it is optional
+    import torch
+
+# The first step of a turn is not timed. On a virtual machine, memory pages that were free for a
+# second are slow to return, and a training run never pauses that long.
+STEPS_PER_TURN = 3
+LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding may change routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `benchmark.py peer`."""
+
+    turns: int = 8  # of each trainer, with two timed steps each
+    compile: bool = True  # also measure torch.compile, which takes minutes
+
+
+class Trainer(Protocol):
+    """A model that trains on one device."""
+
+    name: str
+    ready_s: float  # seconds to compile, for PyTorch of the first step
+    first_loss: float
+    dropped: float  # share of routing choices dropped at full experts, in the last step
+
+    def step(self) -> float:
+        """Return the seconds of a step."""
+
+
+def config_of_both() -> Config:
+    config = reference_config()
+    m = config.model
+    layers = {"first_k_dense_replace": m.blocks * m.dense_layers, "decoder_sparse_step": 1}
+    return with_values(config, mesh=ONE_DEVICE, model=layers, train={"microbatches": 1})
+
+
+class Project:
+    """The step of train.py, with float32 weights used in compute_dtype."""
+
+    def __init__(self, config: Config):
+        program = compile_step(config)
+        self.name, self.ready_s = "this project", program.compile_s
+        m = config.model
+        self._steps = program.steps()
+        self._choices = m.blocks * m.moe_layers * m.num_experts_per_tok * program.tokens
+        self.step()
+        self.first_loss = self.last_loss
+
+    def step(self) -> float:
+        seconds, report = next(self._steps)
+        self.dropped = int(report["stats"].dropped) / max(1, self._choices)
+        self.last_loss = float(report["stats"].cross_entropy)
+        return seconds
+
+
+# --- PyTorch --------------------------------------------------------------------------------------
+
+
+class Torch:
+    """A step of PyTorch: loss over all microbatches, gradients, their norm, AdamW."""
+
+    dropped = 0.0
+
+    def __init__(self, config: Config, compile: bool):
+        import torch
+        import transformers
+
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
+        self._torch, o = torch, config.optimizer
+        self._clip = o.clip_norm or math.inf
+        self._device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        with tempfile.TemporaryDirectory() as folder:
+            path = export_initial_weights(config, Path(folder))
+            network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        network = network.to(self._device).train()
+        self.name = f"{type(network).__name__}, {'torch.compile' if compile else 'eager'}"
+        self._parameters = list(network.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            weight_decay=o.weight_decay,
+            fused=True,
+        )
+        batch = random_batch(config, train.make_mesh(config))  # that of the other trainers
+        self._ids, self._targets = (
+            torch.tensor(np.asarray(ids_MBT).astype(np.int64), device=self._device)
+            for ids_MBT in (batch.tokens, batch.targets)
+        )
+
+        def loss(ids: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
+            logits = network(ids, use_cache=False).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        self._loss = torch.compile(loss) if compile else loss
+        self.ready_s = self.step()
+        self.first_loss = self.last_loss
+
+    def step(self) -> float:
+        start, total = time.perf_counter(), 0.0
+        for ids, targets in zip(self._ids, self._targets, strict=True):
+            loss = self._loss(ids, targets) / len(self._ids)
+            loss.backward()
+            total += loss.detach()
+        self._torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.last_loss = float(total)  # waits for the device
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+_trainer: Trainer | None = None  # of a trainer's process
+
+
+def _make_trainer(make: Callable[..., Trainer], *arguments: Any) -> tuple[str, float, float]:
+    global _trainer
+    _trainer = make(*arguments)
+    return _trainer.name, _trainer.ready_s, _trainer.first_loss
+
+
+def _take_turn() -> tuple[list[float], float]:
+    return [_trainer.step() for _ in range(STEPS_PER_TURN)], _trainer.dropped
+
+
+class TrainerProcess:
+    """A trainer in its own process, idle between its turns.
+
+    Raises  the trainer's exceptions, and BrokenProcessPool if its process was killed.
+    """
+
+    def __init__(self, make: Callable[..., Trainer], *arguments: Any):
+        # Not a fork, which would copy JAX's threads in an undefined state.
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        made = self._pool.submit(_make_trainer, make, *arguments)
+        self.name, self.ready_s, self.first_loss = made.result()
+
+    def turn(self) -> float:
+        """Return the mean seconds of the timed steps of a turn."""
+        seconds, self.dropped = self._pool.submit(_take_turn).result()
+        return statistics.fmean(seconds[1:])
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def main(arguments: list[str]) -> None:
+    flags = parse_flags(Flags, arguments, __doc__)
+    if flags.turns < 1:
+        raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use 1 or more.")
+    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        raise ConfigError(
+            "benchmark.py peer needs torch and transformers: "
+            "./run.sh uv pip install -r requirements-hf.txt"
+        )
+    import torch
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to PyTorch
+    os.environ |= one_cpu_device(len(os.sched_getaffinity(0)))
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("torch finds no GPU. Install a build of torch for CUDA.")
+    compare(config_of_both(), flags)
+
+
+def compare(config: Config, flags: Flags) -> None:
+    """Print a row for each trainer."""
+    trainers: list[TrainerProcess] = []
+    makers = [(Project, config), *((Torch, config, c) for c in (False, True)[: 1 + flags.compile])]
+    with ExitStack() as stack:
+        for maker in makers:
+            log(f"trainer {len(trainers) + 1} of {len(makers)} compiles and makes its first step")
+            trainers.append(TrainerProcess(*maker))
+            stack.callback(trainers[-1].close)
+        check_first_losses(trainers)
+        seconds = np.array([[t.turn() for t in trainers] for _ in range(flags.turns)])
+    Console(width=120).print(table(config, trainers, seconds))
+    print(f"this project over the better of the others: {spread(over_the_better(seconds))}")
+    packages = ("jax", "torch", "transformers")
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    print(
+        f"On {jax.devices()[0].device_kind}, {config.model.compute_dtype}, "
+        f"{config.train.global_batch_size} x {config.train.seq_len} tokens: {versions}. This "
+        f"project dropped {trainers[0].dropped:.1%} of the routing choices at full experts. The "
+        "others drop none."
+    )
+
+
+def over_the_better(seconds: np.ndarray) -> list[float]:
+    """Return the speed of the first trainer over that of the best other one, turn by turn.
+
+    seconds  [turns, trainers]
+    """
+    ours, others = seconds[:, 0], seconds[:, 1:]
+    return (others[:, np.argmin(np.median(others, axis=0))] / ours).tolist()
+
+
+def check_first_losses(trainers: Sequence[Trainer]) -> None:
+    """Raise ConfigError if the first losses show other models, weights or tokens."""
+    ours, *others = trainers
+    for other in others:
+        if abs(other.first_loss - ours.first_loss) > LOSS_TOLERANCE:
+            raise ConfigError(
+                f"the first loss of {ours.name} is {ours.first_loss:.4f} and that of {other.name} "
+                f"{other.first_loss:.4f}: weights or tokens are not the same."
+            )
+
+
+def table(config: Config, trainers: Sequence[Trainer], seconds: np.ndarray) -> Table:
+    """seconds  [turns, trainers]"""
+    tokens = config.train.global_batch_size * config.train.seq_len
+    total, active = weights.count(model.declare(config))
+    title = f"{total:,} parameters, {active:,} active"
+    found = Table("trainer", "tokens/s", "seconds per step", "to compile, s", title=title)
+    for trainer, column in zip(trainers, seconds.T, strict=True):
+        rate = tokens / statistics.median(column)
+        found.add_row(trainer.name, f"{rate:,.0f}", spread(column, 3), f"{trainer.ready_s:.0f}")
+    return found

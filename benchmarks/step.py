@@ -1,0 +1,34 @@
+"""Time a step of any config on the devices of this machine.
+
+    ./run.sh python benchmark.py step --config configs/tiny.toml
+
+The flags are those of main.py.
+"""
+
+import hardware
+import train
+import utils
+import weights
+from benchmarks.common import STEPS, compile_step, flops_per_token, step_seconds
+from runtime import cli
+
+
+def main(arguments: list[str]) -> None:
+    program = compile_step(cli.parse(arguments))
+    [seconds] = step_seconds([program])
+    devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind
+    rate, chip = program.tokens / seconds, hardware.chip_of_kind(kind)
+    achieved = rate * flops_per_token(program.config) / devices
+    mfu = f"unknown: hardware.py has no peak for {kind!r}"
+    if chip:
+        mfu = f"{achieved / chip.flops:.1%} of {chip.flops / 1e12:.0f} TFLOP/s"
+    memory, source = train.peak_bytes(program.mesh, program.step)
+    total, active = weights.count(program.declared)
+    print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
+    print(f"compile        {program.compile_s:.1f} s")
+    print(f"step           {seconds:.4f} s (median of {STEPS})")
+    print(f"tokens/s       {rate:,.0f}")
+    print(f"per device     {achieved / 1e12:.3f} TFLOP/s")
+    print(f"MFU            {mfu}")
+    print(f"memory/device  {memory / utils.GIB:.2f} GiB ({source})")
+    print(hardware.MFU_RULE)

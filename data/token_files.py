@@ -1,0 +1,168 @@
+"""Read elements of token shards by position, from a disk or a bucket.
+
+Files on a disk are memory-mapped. From a bucket the byte ranges of a batch are requested together
+through gcsfs. A least-recently-used cache keeps file chunks that nearby windows need soon.
+
+Opening a folder checks that all files exist with the right size; data/verify.py verifies checksums.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from data.manifest import INDEX, Manifest, Shard, prepare_command
+from runtime import buckets
+from utils import ConfigError
+
+HEADER_UNIT = 64  # bytes; the header of a .npy file is a multiple of it
+MAX_MAPPED = 256  # files, because each uses a file descriptor
+CACHED_CHUNKS = 64  # per folder in a bucket; more if a batch needs more
+
+Range = tuple[str, int, int]  # object of a bucket, and its bytes: begin, end
+
+
+class Span(NamedTuple):
+    """Elements begin .. end-1 of a file."""
+
+    file: int  # index of the file
+    begin: int
+    end: int
+
+
+class Files:
+    """The files of a folder with its tokens, or those with its loss weights.
+
+    chunk_bytes  granularity of reading and caching from a bucket; None reads exact ranges and
+                 caches nothing
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        manifest: Manifest,
+        shards: list[Shard],
+        dtype: np.dtype,
+        chunk_bytes: int | None,
+    ):
+        self.folder, self.manifest, self.shards, self.dtype = folder, manifest, shards, dtype
+        self.in_bucket, self.chunk_bytes = buckets.is_bucket(folder), chunk_bytes
+        self.requests = 0  # ranges requested so far
+        self._mapped = functools.lru_cache(MAX_MAPPED)(self._map)
+        self._cache: dict[Range, bytes] = {}  # least recently used first
+        self._lock = threading.Lock()
+
+    def path(self, file: int) -> str:
+        return f"{self.folder}/{self.shards[file].name}"
+
+    def offset(self, file: int, element: int) -> int:
+        """Return the byte at which an element begins."""
+        shard = self.shards[file]
+        return shard.bytes - (shard.tokens - element) * self.dtype.itemsize
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of the files that exist, by name."""
+        if self.in_bucket:
+            return {name: f.size for name, f in buckets.Prefix(self.folder).list_objects().items()}
+        sizes = {}
+        for file, shard in enumerate(self.shards):
+            with contextlib.suppress(FileNotFoundError):
+                sizes[shard.name] = os.stat(self.path(file)).st_size
+        return sizes
+
+    def check(self) -> None:
+        """Raise ConfigError if a file is missing or has another size."""
+        sizes = self.sizes()
+        for file in range(len(self.shards)):
+            self.check_size(file, sizes)
+
+    def check_size(self, file: int, sizes: dict[str, int]) -> None:
+        shard = self.shards[file]
+        size, header = sizes.get(shard.name), self.offset(file, 0)
+        if size is None:
+            raise self.error(file, "missing")
+        if size != shard.bytes:
+            what = "truncated" if size < shard.bytes else "altered"
+            raise self.error(file, f"{what}, with {size} bytes")
+        if header <= 0 or header % HEADER_UNIT:
+            raise self.error(file, f"not {shard.tokens} elements of {self.dtype.name} and a header")
+
+    def error(self, file: int, what: str) -> ConfigError:
+        shard = self.shards[file]
+        return ConfigError(
+            f"{self.path(file)} is {what}: {self.folder}/{INDEX} expects {shard.bytes} bytes with "
+            f"checksum {shard.crc32c}. Copy the file again, or run "
+            f"{prepare_command(self.folder, self.manifest)} --overwrite."
+        )
+
+    def read(self, spans: list[Span]) -> list[np.ndarray]:
+        if not self.in_bucket:
+            return [self._mapped(file)[begin:end] for file, begin, end in spans]
+        ranges = [self._ranges(span) for span in spans]
+        try:
+            contents = self._contents({range: None for each in ranges for range in each})
+        except FileNotFoundError:
+            self.check()  # names the file
+            raise
+        elements = []
+        for (file, begin, end), own in zip(spans, ranges, strict=True):
+            content = b"".join(contents[range] for range in own)
+            offset = self.offset(file, begin) - own[0][1]
+            elements.append(np.frombuffer(content, self.dtype, end - begin, offset))
+        return elements
+
+    def _map(self, file: int) -> np.ndarray:
+        path, shape = self.path(file), (self.shards[file].tokens,)
+        try:
+            return np.asarray(np.memmap(path, self.dtype, "r", self.offset(file, 0), shape))
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter than before
+            self.check()
+            raise ConfigError(f"{path} cannot be read: {error}. Copy the file again.") from error
+
+    def _ranges(self, span: Span) -> list[Range]:
+        path, size = self.path(span.file), self.chunk_bytes
+        begin, end = (self.offset(span.file, n) for n in (span.begin, span.end))
+        if size is None:
+            return [(path, begin, end)]
+        last = self.shards[span.file].bytes
+        return [(path, n, min(n + size, last)) for n in range(begin // size * size, end, size)]
+
+    def _contents(self, ranges: Collection[Range]) -> dict[Range, bytes]:
+        if self.chunk_bytes is None:
+            return self._request(ranges)
+        with self._lock:  # concurrent batches need the same chunks
+            self._cache |= self._request([r for r in ranges if r not in self._cache])
+            contents = {range: self._cache.pop(range) for range in ranges}
+            self._cache |= contents  # most recently used
+            while len(self._cache) > max(CACHED_CHUNKS, len(contents)):
+                del self._cache[next(iter(self._cache))]
+        return contents
+
+    def _request(self, ranges: Collection[Range]) -> dict[Range, bytes]:
+        """Request ranges concurrently.
+
+        Raises  FileNotFoundError, buckets.AccessDenied, buckets.Unavailable.
+        """
+        if not ranges:
+            return {}
+        self.requests += len(ranges)
+        with buckets.translated_errors(self.folder):
+            contents = buckets.filesystem().cat_ranges(*map(list, zip(*ranges, strict=True)))
+        for (path, begin, end), content in zip(ranges, contents, strict=True):
+            with buckets.translated_errors(path):
+                if isinstance(content, Exception):
+                    raise content
+                if len(content) != end - begin:
+                    raise OSError(f"{len(content)} of {end - begin} bytes came")
+        return dict(zip(ranges, contents, strict=True))
+
+
+def open_files(folder: str, manifest: Manifest, chunk_bytes: int | None = None) -> list[Files]:
+    """Return the files with tokens, then those with loss weights if there are any."""
+    weights = [shard.weights for shard in manifest.shards if shard.weights]
+    kinds = [(manifest.shards, np.dtype(manifest.dtype)), (weights, np.dtype("uint8"))]
+    return [Files(folder, manifest, *kind, chunk_bytes) for kind in kinds if kind[0]]

@@ -1,0 +1,1 @@
+"""Hugging Face names, layouts and files."""

@@ -1,0 +1,184 @@
+"""Export of a checkpoint to a folder that Hugging Face transformers opens."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import model
+import utils
+import weights
+from data.progress import progress
+from data.tokenizer import tokenizer_of
+from hf import model_config, safetensors_files, tensors
+from hf.model_config import CLASSES, OWN, V2
+from hf.tokenizer_export import write_hugging_face
+from runtime import cli, jsonl, run_directory
+from utils import GIB, Config, ConfigError
+
+MODELING_FILE = Path(__file__).with_name("modeling_latent_moe.py")
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A transformer with multi-head latent attention{experts}: {parameters:,} parameters, of which a token
+uses {active:,}. {trained} The weights are {dtype}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained({arguments})
+ids = tokenizer("def ", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))
+```
+
+No token is dropped by an expert here; training may drop tokens beyond an expert's capacity.
+
+## Results
+
+{results}
+## The run
+
+```toml
+{toml}```
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Export a checkpoint to a folder that transformers opens."""
+
+    run: str  # directory of the run, for example runs/tiny or gs://bucket/runs/tiny
+    out: Path  # folder to write, new or empty
+    step: int | None = None  # step of a kept checkpoint; default: the newest valid one
+    # export the modelling file too, for models that the classes of transformers do not support;
+    # the folder then needs trust_remote_code=True
+    remote_code: tyro.conf.FlagCreatePairsOff[bool] = False
+    # of the weights; float32 is exact
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    part_gib: float = 4.0  # maximum GiB of a file
+
+    @property
+    def load(self) -> str:
+        """The Python line that loads the model."""
+        return f"model = AutoModelForCausalLM.from_pretrained({self.arguments})"
+
+    @property
+    def arguments(self) -> str:
+        return repr(str(self.out)) + ", trust_remote_code=True" * self.remote_code
+
+
+def check(flags: Export, m: utils.Model, kind: str) -> None:
+    """Raises ConfigError for a model that transformers does not support, or a bad --part_gib."""
+    reasons = [] if kind == OWN else model_config.unsupported(m)
+    if reasons:
+        raise ConfigError(
+            f"--run {flags.run} has {'; '.join(reasons)}, which {CLASSES[kind]} does not support. "
+            "Use --remote_code, which exports a modelling file too."
+        )
+    if not 0 < flags.part_gib < math.inf:
+        raise ConfigError(f"--part_gib {flags.part_gib} is not a valid file size. Use 4.")
+
+
+def write_folder(
+    flags: Export,
+    run: run_directory.RunDirectory,
+    config: Config,
+    step: int,
+    tokens: dict[str, Any],
+    arrays: Mapping[str, Any],
+) -> str:
+    """Write the folder, and return the class of transformers that opens it.
+
+    config.json is written last, because a folder without it does not open.
+    tokens  the tokenizer of the run, as in the checkpoint's config.
+    arrays  of the checkpoint (checkpoint.StoredArray), by name.
+    """
+    kind, out = OWN if flags.remote_code else model_config.kind_of(config.model), flags.out
+    check(flags, config.model, kind)
+    tokenizer, end_of_text = None, tokens["end_of_text"]
+    if tokens.get("tokenizer") != "":  # of an imported run without one
+        tokenizer, end_of_text, _ = tokenizer_of(tokens, config)
+    mappings = tensors.weight_mappings(config, kind)
+    _check_arrays(run, mappings, arrays)
+    dtype = np.dtype(getattr(jnp, flags.dtype))
+    shapes = tensors.tensor_shapes(mappings, config.model, kind, dtype)
+    files = safetensors_files.make_folder(out, shapes, int(flags.part_gib * GIB))
+    with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
+        for mapping in mappings:
+            for index, w in arrays[f"weights.{mapping.name}"].parts(mapping.stack_dims):
+                if name := mapping.tensor_names.get(index):
+                    files[name].write(mapping.to_hf(w).astype(files[name].dtype))
+                bar.update(w.nbytes)
+    if kind == OWN:
+        shutil.copy(MODELING_FILE, out)
+    if tokenizer:
+        write_hugging_face(tokenizer, out, config.train.seq_len)
+    (out / "README.md").write_text(model_card(flags, run, config, step))
+    generation = {"eos_token_id": end_of_text, "pad_token_id": end_of_text, "do_sample": True}
+    write_json(out / "generation_config.json", generation)
+    table = model_config.to_hf(config, kind, flags.dtype, end_of_text)
+    write_json(out / "config.json", table)
+    return CLASSES[kind]
+
+
+def _check_arrays(
+    run: run_directory.RunDirectory,
+    mappings: list[tensors.WeightMapping],
+    arrays: Mapping[str, Any],
+) -> None:
+    """Raises ConfigError unless the arrays are those of the config."""
+    for mapping in mappings:
+        array = arrays.get(f"weights.{mapping.name}")
+        shape = "absent" if array is None else array.shape
+        if shape != mapping.shape:
+            raise ConfigError(
+                f"the checkpoint of {run} is of another model than its config.toml: {mapping.name} "
+                f"is {shape} there and {mapping.shape} by the config. Restore its config.toml."
+            )
+        if not mapping.tensor_names and np.any(array.whole()):
+            raise ConfigError(
+                f"--run {run} has {mapping.name} that is not zero "
+                f"(model.router_bias_update_speed), and {CLASSES[V2]} has no such bias. Use "
+                "--remote_code."
+            )
+
+
+def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, step: int) -> str:
+    """Return the README of the exported folder: size, how to load it, results, config."""
+    parameters, active = weights.count(model.declare(tensors.on_one_device(config)))
+    m, t = config.model, config.train
+    file = run.files / "metrics.jsonl"
+    records = jsonl.read(file) if file.is_file() else []
+    losses = [r for r in records if r.get("loss/val") is not None and r["step"] <= step]
+    rows = ["| step | validation loss, nats per token |", "|---|---|"]
+    rows += [f"| {r['step']:,} | {r['loss/val']:.4f} |" for r in losses]
+    trained = f"Trained for {step:,} steps of {t.global_batch_size * t.seq_len:,} tokens"
+    trained += f", from the weights of {config.run.init_from}." if config.run.init_from else "."
+    return CARD.format(
+        name=run.name,
+        experts=f" and {m.n_routed_experts} experts" if m.moe_layers else "",
+        parameters=parameters,
+        active=active,
+        trained=trained if step else "These are imported weights, without further training.",
+        dtype=flags.dtype,
+        load=flags.load,
+        arguments=flags.arguments,
+        results="\n".join([*rows, ""]) if losses else "Not validated.\n",
+        toml=cli.to_toml(config),
+    )
+
+
+def write_json(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n")

@@ -1,0 +1,135 @@
+"""Import of a checkpoint of Hugging Face transformers: its config, tensors and tokenizer."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data import hf_tokenizer
+from data.progress import progress
+from data.tokenizer import begin_of_text, load_tokenizer, table_sha256
+from hf import model_config
+from hf.model_config import HfModel
+from hf.safetensors_files import Tensor
+from hf.tensors import WeightMapping
+from utils import ConfigError
+
+MAX_NAMES = 10  # in an error message
+SCALE = "_scale_inv"  # suffix of the scales of a float8 tensor
+
+
+def read_config(folder: Path) -> tuple[HfModel, dict[str, Any]]:
+    """Return the model of a folder, and its config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--folder {folder} has no config.json. Give the folder of a model.")
+    table = hf_tokenizer.read_settings(file)
+    return model_config.from_hf(table, file), table
+
+
+def check_tensors(
+    folder: Path, found: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises ConfigError unless names, shapes and scales of the tensors are those of the model."""
+    expected = {name: mapping for mapping in mappings for name in mapping.tensor_names.values()}
+    missing = [name for name in expected if name not in tensors]
+    extra = [name for name in tensors if name not in expected and not _is_unused(name, found)]
+    lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config: {_listed(missing)}."
+    has = (
+        f"has {len(extra)} tensors that are not in its config: {_listed(extra)}. They belong to "
+        "another model, or to another layout of it."
+    )
+    if missing:
+        fix = f"It {has}" if extra else "Download the folder again."
+        raise ConfigError(f"{folder} {lacks} {fix}")
+    if extra:
+        raise ConfigError(f"{folder} {has}")
+    for name, mapping in expected.items():
+        tensor, scale = tensors[name], tensors.get(f"{name}{SCALE}")
+        if tensor.shape != mapping.hf_shape:
+            raise ConfigError(
+                f"{folder}: {name} is {tensor.shape}, and by the config {mapping.hf_shape}. The "
+                "config belongs to another model."
+            )
+        shape, needed = scale and scale.shape, _scale_shape(tensor, found.scale_block)
+        if shape != needed:
+            raise ConfigError(
+                f"{folder}: {name}{SCALE} is {shape or 'absent'}, and {tensor.dtype} in blocks of "
+                f"{found.scale_block} needs {needed or 'none'}: quantization_config does not match "
+                "the tensors. Download the folder again."
+            )
+
+
+def _scale_shape(tensor: Tensor, block: tuple[int, int] | None) -> tuple[int, ...] | None:
+    """Return the shape of a tensor's scales; None if its type has none."""
+    if tensor.dtype.itemsize > 1:
+        return None
+    return tuple(-(-n // size) for n, size in zip(tensor.shape, block or (), strict=False))
+
+
+def _is_unused(name: str, found: HfModel) -> bool:
+    """Return whether a tensor is redundant: scales, frequencies, tied output, skipped layers."""
+    first = found.model.num_hidden_layers
+    skipped = [f"model.layers.{first + i}." for i in range(found.skipped_layers)]
+    return (
+        name.endswith((SCALE, "rotary_emb.inv_freq"))  # scales are read with their tensor
+        or (found.model.tie_word_embeddings and name == "lm_head.weight")
+        or name.startswith(tuple(skipped))
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+
+
+def read_arrays(
+    found: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor], scratch: Path
+) -> dict[str, np.ndarray]:
+    """Return our weight arrays by name, float32, memory-mapped from files in `scratch`."""
+    arrays = {}
+    with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
+        for mapping in mappings:
+            file = scratch / mapping.name
+            array = np.memmap(file, np.float32, "w+", shape=mapping.shape)  # zeros
+            for index, name in mapping.tensor_names.items():
+                array[index] = mapping.from_hf(read_float32(tensors, name, found.scale_block))
+                bar.update(array[index].nbytes)
+            array.flush()
+            arrays[f"weights.{mapping.name}"] = np.memmap(
+                file, np.float32, "r", shape=mapping.shape
+            )
+    return arrays
+
+
+def read_float32(
+    tensors: Mapping[str, Tensor], name: str, block: tuple[int, int] | None
+) -> np.ndarray:
+    """Read a tensor; float8 values are multiplied by the scale of their block."""
+    w = tensors[name].read().astype(np.float32)
+    scale = tensors.get(f"{name}{SCALE}")
+    if scale is None:
+        return w
+    rows, columns = (np.arange(n) // size for n, size in zip(w.shape, block, strict=True))
+    return w * scale.read().astype(np.float32)[rows[:, None], columns[None, :]]
+
+
+def copy_tokenizer(folder: Path, out: Path, end_of_text: Any) -> dict[str, Any]:
+    """Copy a folder's tokenizer to `out`, and describe it for the checkpoint's config.
+
+    end_of_text  eos_token_id of config.json, for a folder without tokenizer.json.
+    """
+    if not (folder / hf_tokenizer.TABLE).is_file():
+        return {"tokenizer": "", "end_of_text": [*np.ravel(end_of_text).tolist(), None][0]}
+    out.mkdir()
+    for name in (hf_tokenizer.TABLE, hf_tokenizer.SETTINGS, *hf_tokenizer.MODEL_SETTINGS):
+        if (folder / name).is_file():
+            shutil.copy(folder / name, out)
+    tokenizer = load_tokenizer(str(out))
+    begin = begin_of_text(tokenizer, always=False)
+    return {
+        "tokenizer": str(out),
+        "tokenizer_sha256": table_sha256(tokenizer),
+        "end_of_text": tokenizer.eot_token,
+    } | ({} if begin is None else {"begin_of_text": [begin]})

@@ -1,0 +1,275 @@
+"""The model of model.py in torch, for transformers with trust_remote_code=True.
+
+convert.py copies this file beside exported weights; it does not depend on the project. Multi-head
+latent attention (arXiv:2405.04434), gated feed-forward networks, mixture of experts
+(arXiv:2412.19437). Layers with experts may lack rotary embedding. Weights have DeepSeek-V3's names.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class LatentMoeConfig(PretrainedConfig):
+    model_type = "latent_moe"
+    # transformers 5.24 renames the output `past_key_values` to `cache`.
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
+
+
+def has_experts(config: LatentMoeConfig, layer: int) -> bool:
+    """Return whether a layer has experts: the last of each block after the first dense layers."""
+    after = layer - config.first_k_dense_replace
+    step = config.decoder_sparse_step
+    return bool(config.n_routed_experts) and after >= 0 and (after + 1) % step == 0
+
+
+class Norm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight, in float32."""
+
+    def __init__(self, width: int, epsilon: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + self.epsilon)
+        return (x32 * scale * self.weight.float()).to(x.dtype)
+
+
+def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
+    """Return rotary frequencies [R/2], and the factors on cosine and sine and on scores.
+
+    The factors are 1 without YaRN (arXiv:2309.00071).
+    """
+    half = config.qk_rope_head_dim // 2
+    base = config.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    yarn = config.yarn
+    if not yarn:
+        return base, 1.0, 1.0
+
+    def magnitude(m: float) -> float:
+        return 0.1 * m * math.log(yarn["factor"]) + 1
+
+    def dim(rotations: float) -> float:  # the pair with so many rotations in the original context
+        length = yarn["original_max_position_embeddings"] / (2 * math.pi * rotations)
+        return half * math.log(length) / math.log(config.rope_theta)
+
+    low = max(math.floor(dim(yarn["beta_fast"])), 0)
+    high = min(math.ceil(dim(yarn["beta_slow"])), 2 * half - 1)
+    if low == high:
+        high += 0.001
+    slow = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    m, all_dim = yarn["mscale"], yarn["mscale_all_dim"]
+    rotary = magnitude(m) / magnitude(all_dim) if m and all_dim else magnitude(1)
+    scores = magnitude(all_dim) ** 2 if all_dim else 1.0
+    return base * (1 - slow) + base / yarn["factor"] * slow, rotary, scores
+
+
+def rotate(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rotate pairs (2i, 2i + 1) of x [B, N, T, R] by angle [B, T, R/2].
+
+    The result is not interleaved: the first elements of all pairs, then the second ones.
+    """
+    cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
+    a, b = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LatentMoeConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.rope = config.rope_in_moe_layers or not has_experts(config, layer)
+        self.heads, self.latent = config.num_attention_heads, config.kv_lora_rank
+        self.plain, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value = config.v_head_dim
+        D, A = config.hidden_size, self.plain + self.rotary
+        epsilon = config.latent_rms_norm_eps or config.rms_norm_eps
+        if config.q_lora_rank:
+            self.q_a_proj = nn.Linear(D, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = Norm(config.q_lora_rank, epsilon)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * A, bias=False)
+        else:
+            self.q_proj = nn.Linear(D, self.heads * A, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(D, self.latent + self.rotary, bias=False)
+        self.kv_a_layernorm = Norm(self.latent, epsilon)
+        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.plain + self.value), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value, D, bias=False)
+        self.scale = A**-0.5 * frequencies(config)[2]
+
+    def forward(self, x, angle, factor, visible, cache):
+        """x [B, T, D]; visible [B, 1, T, S] is the attention mask."""
+        B, T, _ = x.shape
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(B, T, self.heads, -1).transpose(1, 2)
+        latent, key = self.kv_a_proj_with_mqa(x).split([self.latent, self.rotary], dim=-1)
+        latent, key = self.kv_a_layernorm(latent)[:, None], key[:, None]
+        if self.rope:
+            q_plain, q_rotary = q.split([self.plain, self.rotary], dim=-1)
+            q = torch.cat([q_plain, rotate(q_rotary, angle, factor)], dim=-1)
+            key = rotate(key, angle, factor)
+        if cache is not None:  # holds latents and rotary keys only
+            latent, key = cache.update(latent, key, self.layer)
+        kv = self.kv_b_proj(latent[:, 0]).view(B, key.shape[2], self.heads, -1).transpose(1, 2)
+        k_plain, v = kv.split([self.plain, self.value], dim=-1)
+        k = torch.cat([k_plain, key.expand(-1, self.heads, -1, -1)], dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    def __init__(self, config: LatentMoeConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts))
+
+    def forward(self, x):
+        """Return the K experts of each token of x [n, D], and their weights [n, K] in float32."""
+        c = self.config
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.sigmoid() if c.scoring_func == "sigmoid" else logits.softmax(-1)
+        ranked = scores.detach() + self.e_score_correction_bias.float()
+        if c.n_group > 1:
+            groups = ranked.view(len(x), c.n_group, -1)
+            best = groups.topk(2)[0].sum(-1).topk(c.topk_group)[1]
+            kept = torch.zeros(len(x), c.n_group, device=x.device).scatter_(1, best, 1).bool()
+            ranked = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+        choice = ranked.topk(c.num_experts_per_tok)[1]
+        weight = scores.gather(1, choice)
+        if c.norm_topk_prob:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        return choice, weight * c.routed_scaling_factor
+
+
+class Moe(nn.Module):
+    def __init__(self, config: LatentMoeConfig):
+        super().__init__()
+        D, G = config.hidden_size, config.moe_intermediate_size
+        self.gate = Router(config)
+        self.experts = nn.ModuleList(Mlp(D, G) for _ in range(config.n_routed_experts))
+        self.shared_experts = None
+        if config.n_shared_experts:
+            self.shared_experts = Mlp(D, G * config.n_shared_experts)
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        choice, weight = self.gate(flat)
+        y = torch.zeros_like(flat)
+        for e in choice.unique().tolist():
+            token, k = torch.where(choice == e)
+            part = self.experts[e](flat[token]) * weight[token, k, None].to(x.dtype)
+            y.index_add_(0, token, part)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(flat)
+        return y.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: LatentMoeConfig, layer: int):
+        super().__init__()
+        D, is_moe = config.hidden_size, has_experts(config, layer)
+        self.input_layernorm = Norm(D, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = Norm(D, config.rms_norm_eps)
+        self.mlp = Moe(config) if is_moe else Mlp(D, config.intermediate_size)
+
+    def forward(self, x, *args):
+        x = x + self.self_attn(self.input_layernorm(x), *args)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LatentMoePreTrainedModel(PreTrainedModel):
+    config_class = LatentMoeConfig
+    base_model_prefix = "model"
+    _no_split_modules = ("Layer",)
+    _supports_sdpa = True
+    # Rounding could select another expert.
+    _keep_in_fp32_modules_strict = ("e_score_correction_bias",)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding, Router)):
+            nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
+
+
+class LatentMoeModel(LatentMoePreTrainedModel):
+    def __init__(self, config: LatentMoeConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def forward(self, x, attention_mask, position_ids, cache):
+        B, T, _ = x.shape
+        past = cache.get_seq_length() if cache is not None else 0
+        key = torch.arange(past + T, device=x.device)
+        query = key[past:, None]
+        visible = (key <= query)[None, None]
+        if attention_mask is not None:
+            # Padding attends to itself: softmax over no position would be NaN.
+            is_text = attention_mask[:, None, None, : past + T].bool()
+            visible = visible & (is_text | (key == query))
+        if position_ids is None:
+            position_ids = key[None, past:].expand(B, T)
+        frequency, factor, _ = frequencies(self.config)
+        angle = position_ids[..., None].float() * frequency.to(x.device)
+        for layer in self.layers:
+            x = layer(x, angle, factor, visible, cache)
+        return self.norm(x)
+
+
+class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
+    accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer averages
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LatentMoeConfig):
+        super().__init__(config)
+        self.model = LatentMoeModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        cache=None,
+        **_,
+    ):
+        # transformers 5.24 renames the argument `past_key_values` to `cache`.
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = self.model(x, attention_mask, position_ids, cache)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:  # shifted by one here; -100 is ignored
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        # By position: before transformers 5.24 the third field is `past_key_values`.
+        return CausalLMOutputWithPast(loss, logits, cache)

@@ -1,0 +1,167 @@
+"""Names and layouts of the weights in Hugging Face's checkpoints.
+
+The layers are the same but for two things. torch stores a matrix as [outputs, inputs]. Its rotary
+pairs are interleaved, (2i, 2i + 1), and ours are halves, (i, i + R/2): columns are permuted.
+
+Letters as in model.py.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import model
+import utils
+from hf.model_config import OWN, V2
+from utils import Config
+
+# Our name within a layer -> Hugging Face's.
+NAMES = {
+    "attention.norm": "input_layernorm",
+    "attention.query.down": "self_attn.q_a_proj",
+    "attention.query.norm": "self_attn.q_a_layernorm",
+    "attention.query.up": "self_attn.q_b_proj",  # q_proj without a query latent
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.norm": "post_attention_layernorm",
+    "moe.norm": "post_attention_layernorm",
+    "moe.router": "mlp.gate",
+    "moe.bias": "mlp.gate.e_score_correction_bias",
+}
+for matrix in ("gate", "up", "down"):
+    NAMES[f"mlp.{matrix}"] = f"mlp.{matrix}_proj"
+    NAMES[f"moe.shared.{matrix}"] = f"mlp.shared_experts.{matrix}_proj"
+    NAMES[f"moe.experts.{matrix}"] = f"mlp.experts.{{}}.{matrix}_proj"
+OUTSIDE_LAYERS = {
+    "first.embedding": "model.embed_tokens.weight",
+    "last.norm": "model.norm.weight",
+    "last.output": "lm_head.weight",
+}
+TensorShape = tuple[str, np.dtype, tuple[int, ...]]  # name, type and shape
+
+
+class WeightMapping(NamedTuple):
+    """One of our weight arrays, and the Hugging Face tensors that are stacked in it."""
+
+    name: str  # ours, for example blocks.moe.moe.experts.gate
+    shape: tuple[int, ...]
+    stack_dims: int  # leading dimensions that number the tensors
+    tensor_names: dict[tuple[int, ...], str]  # by index in the stack; empty: no such tensor
+    input_dims: int = 0  # contracted dimensions of a matrix; 0: the same array in both
+    rotary: int = 0  # R, if the last R columns are rotary
+    rows: int = 0  # V, if the rows are padded
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def unstacked_shape(self) -> tuple[int, ...]:
+        return self.shape[self.stack_dims :]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        shape, n = self.unstacked_shape, self.input_dims
+        if n:
+            return math.prod(shape[n:]), math.prod(shape[:n])
+        return (self.rows, *shape[1:]) if self.rows else shape
+
+    def to_hf(self, w: np.ndarray) -> np.ndarray:
+        """Convert one array of the stack to the tensor."""
+        if self.rotary:
+            w = w[..., self._columns()]
+        if self.input_dims:
+            return w.reshape(math.prod(w.shape[: self.input_dims]), -1).T
+        return w[: self.rows] if self.rows else w
+
+    def from_hf(self, w: np.ndarray) -> np.ndarray:
+        """Convert a tensor to one array of the stack; padding rows are zeros."""
+        if self.input_dims:
+            w = w.T.reshape(self.unstacked_shape)
+        if self.rotary:
+            w = w[..., np.argsort(self._columns())]
+        padding = self.unstacked_shape[0] - self.rows
+        return np.pad(w, [(0, padding), (0, 0)]) if self.rows else w
+
+    def _columns(self) -> np.ndarray:
+        """Return our column number of each of the tensor's columns."""
+        columns, first = np.arange(self.shape[-1]), self.shape[-1] - self.rotary
+        return np.concatenate([columns[:first], columns[first:].reshape(2, -1).T.ravel()])
+
+
+def weight_mappings(config: Config, kind: str, interleaved: bool = True) -> list[WeightMapping]:
+    """Return the mapping of every weight; `interleaved` is the layout of their rotary pairs."""
+    declared = jax.tree.leaves(model.declare(on_one_device(config)))
+    return [_mapping(w.name, w.shape, config.model, kind, interleaved) for w in declared]
+
+
+def on_one_device(config: Config) -> Config:
+    return dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
+
+
+def tensor_shapes(
+    mappings: list[WeightMapping], m: utils.Model, kind: str, dtype: np.dtype
+) -> list[TensorShape]:
+    """Return the tensors of a checkpoint, layer by layer.
+
+    The classes of transformers require a shared expert: a model without one gets zeros.
+    """
+    out = []
+    for mapping in mappings:
+        own_dtype = np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
+        out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
+    if kind != OWN and m.moe_layers and not m.n_shared_experts:
+        up, down = (
+            (m.moe_intermediate_size, m.hidden_size),
+            (m.hidden_size, m.moe_intermediate_size),
+        )
+        routers = [name for name, *_ in out if name.endswith(".mlp.gate.weight")]
+        for part, shape in (("gate", up), ("up", up), ("down", down)):
+            new = f".mlp.shared_experts.{part}_proj."
+            out += [(name.replace(".mlp.gate.", new), dtype, shape) for name in routers]
+
+    def layer(tensor: TensorShape) -> int:
+        if tensor[0].startswith("model.layers."):
+            return int(tensor[0].split(".")[2])
+        return -1 if tensor[0] == OUTSIDE_LAYERS["first.embedding"] else m.num_hidden_layers
+
+    return sorted(out, key=layer)
+
+
+def _mapping(
+    name: str, shape: tuple[int, ...], m: utils.Model, kind: str, interleaved: bool
+) -> WeightMapping:
+    if name in OUTSIDE_LAYERS:
+        rows = 0 if name == "last.norm" else m.vocab_size
+        return WeightMapping(name, shape, 0, {(): OUTSIDE_LAYERS[name]}, rows=rows)
+    where, part, in_layer = name.split(".", 2)
+    if where == "blocks":
+        shape = (m.blocks, *shape[3:])  # [virtual, stage, block, ...] in the model
+    stack_dims = 1 + (part == "dense") + in_layer.startswith("moe.experts.")
+    is_matrix = len(shape) - stack_dims > 1
+    is_rotary = interleaved and in_layer in ("attention.query.up", "attention.kv_down")
+    pattern = NAMES[in_layer] + ("" if in_layer == "moe.bias" else ".weight")
+    if in_layer == "attention.query.up" and not m.q_lora_rank:
+        pattern = "self_attn.q_proj.weight"
+    tensor_names = {}
+    if kind != V2 or in_layer != "moe.bias":
+        for index in itertools.product(*map(range, shape[:stack_dims])):
+            layer = f"model.layers.{_layer(part, index, m)}."
+            tensor_names[index] = layer + pattern.format(index[-1])
+    input_dims = is_matrix * (2 if in_layer == "attention.out" else 1)
+    rotary = is_rotary * m.qk_rope_head_dim
+    return WeightMapping(name, shape, stack_dims, tensor_names, input_dims, rotary)
+
+
+def _layer(part: str, index: tuple[int, ...], m: utils.Model) -> int:
+    """Return the number of a layer in the model."""
+    if part == "prefix":
+        return index[0]
+    first = m.first_k_dense_replace + index[0] * m.decoder_sparse_step
+    return first + (index[1] if part == "dense" else m.dense_layers)

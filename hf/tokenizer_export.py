@@ -1,0 +1,99 @@
+"""Export of a tokenizer to Hugging Face's files: byte-level BPE with the ids of tiktoken."""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from data.hf_tokenizer import BYTES, SETTINGS, TABLE, HuggingFace
+
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
+
+def as_characters(token: bytes) -> str:
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def write_hugging_face(
+    tokenizer: tiktoken.Encoding | HuggingFace, folder: Path, model_max_length: int
+) -> None:
+    """Write files for AutoTokenizer.from_pretrained that give the ids of `encode_ordinary`.
+
+    Special tokens in a text are encoded as text, unless the caller passes
+    split_special_tokens=False. A tokenizer of Hugging Face is copied with its settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": tokenizer.decode([tokenizer.eot_token]),
+    }
+    if isinstance(tokenizer, HuggingFace):
+        (folder / TABLE).write_bytes(tokenizer.content)
+        settings |= tokenizer.settings
+    else:
+        to_hugging_face(tokenizer).save(str(folder / TABLE))
+        settings["split_special_tokens"] = True
+        settings["pad_token"] = settings["eos_token"]  # batches need one, and there is no other
+    settings["model_max_length"] = model_max_length
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def to_hugging_face(tokenizer: tiktoken.Encoding) -> Tokenizer:
+    """Return a tokenizer with the same tokens, merges, pre-tokenization and ids."""
+    # Private, but tiktoken's documentation uses them to extend an encoding.
+    ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
+    names = {id: name for name, id in reversed(special.items())}  # the first of two for one id
+    # Special tokens are in the vocabulary too: otherwise they would get new, consecutive ids.
+    vocabulary = {as_characters(token): rank for token, rank in ranks.items()}
+    vocabulary |= {name: id for id, name in names.items()}
+    found = Tokenizer(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
+    pieces = Regex(for_oniguruma(tokenizer._pat_str))
+    # Text that the pattern does not match is dropped, as in tiktoken.
+    cut = pre_tokenizers.Split(pieces, "removed", invert=True)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens([AddedToken(names[id], normalized=False) for id in sorted(names)])
+    return found
+
+
+def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """Return the pair of tokens that each token is merged from, in order of rank.
+
+    The pair depends on the token's bytes alone. A token that no merges lead to has none; it is
+    found where it is a whole pre-token (`ignore_merges`).
+    """
+    parts = (split_token(ranks, token) for token in sorted(ranks, key=ranks.__getitem__))
+    return [
+        (as_characters(found[0]), as_characters(found[1])) for found in parts if len(found) == 2
+    ]
+
+
+def split_token(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
+    """Merge a token's bytes until two parts are left, or no pair is a token."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
+        at = joined.index(min(joined))
+        if joined[at] == math.inf:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def for_oniguruma(pattern: str) -> str:
+    """Convert a tiktoken pattern to Oniguruma, which Hugging Face uses, with the same matches.
+
+    In Oniguruma $ also matches before a line break, and {1,3}+ is a repetition, not possessive.
+    """
+    end, atom, count = r"(?P<end>\$)", r"(\\p\{\w+\}|\\.|\[(?:\\.|[^\]])+\]|.)", r"(\{[\d,]+\})"
+    # No encoding has a group with a possessive count.
+    assert not re.search(rf"(?<!\\)\){count}\+", pattern)
+    found = re.sub(f"{atom}{count}\\+", r"(?>\1\2)", pattern)
+    return re.sub(rf"{end}|{atom}", lambda m: r"\z" if m["end"] else m[0], found)

@@ -1,0 +1,1 @@
+"""Cached decoding, sampling, multiple-choice scoring, the lm-evaluation-harness adapter."""

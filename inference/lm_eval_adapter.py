@@ -1,0 +1,168 @@
+"""Evaluation by lm-evaluation-harness: validate.py --lm_eval TASK[,TASK].
+
+Prompt and continuation are tokenized together, and a text longer than the model's context loses its
+start, as in the harness's own models. Needs the packages of requirements-hf.txt.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+from jax.sharding import Mesh
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+from data.tokenizer import Tokenizer, text_of
+from inference.multiple_choice import Scorer
+from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
+from model import Transformer
+from utils import Config, ConfigError
+
+BATCH_SIZE = 8  # texts that are generated together
+
+
+def evaluate(
+    model: "Model", tasks: str, include_path: Path | None, limit: int | None
+) -> dict[str, Any]:
+    """Return the harness's results.
+
+    tasks         names separated by commas.
+    include_path  directory of other task files.
+    limit         examples of each task; None: all.
+    Raises        ConfigError for an unknown task.
+    """
+    manager, names = TaskManager(include_path=include_path), tasks.split(",")
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            f"--lm_eval {','.join(unknown)} is not a task of lm-evaluation-harness. Use a name "
+            "that `lm_eval ls tasks` prints, or your own task file with --include_path FOLDER."
+        )
+    matching = manager.match_tasks(names)
+    return lm_eval.simple_evaluate(
+        model, tasks=matching, limit=limit, task_manager=manager, log_samples=False
+    )
+
+
+def report(found: dict[str, Any], step: int) -> list[str]:
+    return [f"step {step}", *make_table(found).rstrip().splitlines()]
+
+
+class Model(TemplateLM):
+    """The harness's model interface. Every process gets the same requests and computes together."""
+
+    def __init__(
+        self,
+        config: Config,
+        declared: Transformer,
+        mesh: Mesh,
+        w: Transformer,
+        tokenizer: Tokenizer,
+        end_of_text: int,
+        begin: Sequence[int] = (),
+    ):
+        """begin  tokens that begin a document of the training data."""
+        super().__init__()
+        self.config, self.declared, self.mesh, self.w = config, declared, mesh, w
+        self.codec, self.end_of_text = tokenizer, end_of_text  # the harness has its own `tokenizer`
+        self.context, self.begin = config.train.seq_len, list(begin)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.end_of_text
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no prompt."""
+        return self.begin[0] if self.begin else self.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
+        begin = [] if add_special_tokens is False else self.begin
+        return begin + self.codec.encode_ordinary(string)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return (log p(continuation | context), whether greedy decoding gives it) of each."""
+        pairs = [(context, text) for _, context, text in requests]
+        return list(zip(*(a.tolist() for a in self.scores(pairs)), strict=True))
+
+    def scores(self, pairs: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+        longest = max(len(context) + len(text) for context, text in pairs)
+        return Scorer(self.config, self.declared, self.mesh, longest)(self.w, pairs)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return log p of each text, in windows of the context's length; tokens count once."""
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        windows = [list(self.windows(text)) for text in texts]
+        scores = iter(self.scores([pair for some in windows for pair in some])[0].tolist())
+        return [sum(next(scores) for _ in some) for some in windows]
+
+    def windows(self, text: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        cut = get_rolling_token_windows(text, self.prefix_token_id, self.context, context_len=1)
+        return map(make_disjoint_window, cut)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return greedy completions, each up to the first of its stop strings."""
+        prompts = [request.args[0] for request in requests]
+        options = [generation_options(request.args[1]) for request in requests]
+        found: dict[int, str] = {}
+        generator = self.generator() if requests else None
+        in_order = sorted(range(len(requests)), key=options.__getitem__)
+        for (tokens, stops), group in groupby(in_order, key=options.__getitem__):
+            numbers = list(group)
+            for first in range(0, len(numbers), generator.B):
+                batch = numbers[first : first + generator.B]
+                texts = self.complete(generator, [prompts[i] for i in batch], tokens, stops)
+                found |= zip(batch, texts, strict=True)
+        return [found[i] for i in range(len(requests))]
+
+    def generator(self) -> Generator:
+        config, mesh = generation_mesh(self.config, self.mesh)
+        greedy = SamplingOptions(temperature=0.0)
+        generator = Generator(config, mesh, BATCH_SIZE, self.context, self.end_of_text, greedy)
+        self.decoding_weights = generator.convert_weights(self.w)
+        return generator
+
+    def complete(
+        self, generator: Generator, prompts: list[str], tokens: int, stops: Sequence[str]
+    ) -> list[str]:
+        if tokens >= self.context:
+            raise ConfigError(
+                f"a task requests {tokens} tokens (max_gen_toks), and the model was trained on "
+                f"{self.context} (train.seq_len), which leaves none for the prompt. Set "
+                f"generation_kwargs: max_gen_toks: {max(1, self.context // 2)} in the task's file."
+            )
+        left = self.context - tokens
+        texts = [self.tok_encode(prompt)[-left:] or [self.end_of_text] for prompt in prompts]
+        made: list[list[int]] = [[] for _ in texts]
+        generator.reset(range(len(texts)), 0)
+        for new_B in generator.generate(self.decoding_weights, texts, tokens):
+            for ids, new in zip(made, new_B.tolist(), strict=False):
+                ids.append(new)
+            completions = [text_of(self.codec, ids) for ids in made]
+            if all(
+                ids[-1] == ENDED or any(stop in text for stop in stops)
+                for ids, text in zip(made, completions, strict=True)
+            ):
+                break
+        return [postprocess_generated_text(text, list(stops), None) for text in completions]
+
+
+def generation_options(arguments: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Return (maximum tokens, stop strings) of a request.
+
+    Raises  ConfigError for a request that samples.
+    """
+    found = normalize_gen_kwargs(arguments)
+    if found["do_sample"]:
+        raise ConfigError(
+            "a task requests sampling (generation_kwargs: do_sample), and only greedy decoding is "
+            "supported. Set do_sample: false in the task's file."
+        )
+    return found["max_gen_toks"], tuple(stop for stop in found["until"] if stop)

@@ -1,0 +1,227 @@
+"""Text generation with a cache: token sampling, batched generation, and samples during training.
+
+inference/decode.py runs the model. Letters: B sequences, T positions, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from data.manifest import Manifest
+from data.tokenizer import load_tokenizer, text_of
+from inference import decode
+from model import Transformer
+from utils import GIB, MESH_AXES, Config, ConfigError
+
+MAX_PREFILL_TOKENS = 512  # positions of each prompt in one pass through the model
+ENDED = -1  # replaces the tokens of a text that has ended
+
+
+class SamplingOptions(NamedTuple):
+    """How the next token is sampled."""
+
+    temperature: float  # 0 takes the most likely token
+    top_k: int = 0  # sample from this many most likely tokens; 0: from all
+    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
+
+
+def sample_tokens(
+    logits_BV: jax.Array,
+    key: jax.Array,
+    number_B: jax.Array,
+    position_B: jax.Array,
+    options: SamplingOptions,
+) -> jax.Array:
+    """Sample one token per row, [B].
+
+    A token depends on key, number of the text and position, and not on the rest of the batch.
+    """
+    if options.temperature == 0:
+        return logits_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = logits_BV / options.temperature
+    if options.top_k:
+        least_B1 = lax.top_k(logits_BV, min(options.top_k, logits_BV.shape[-1]))[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if options.top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        p_BV = jax.nn.softmax(sorted_BV)
+        is_in_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < options.top_p  # more likely ones have less
+        least_B1 = jnp.where(is_in_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+    def one(number: jax.Array, position: jax.Array, logits_V: jax.Array) -> jax.Array:
+        own_key = jax.random.fold_in(jax.random.fold_in(key, number), position)
+        return jax.random.categorical(own_key, logits_V).astype(jnp.int32)
+
+    return jax.vmap(one)(number_B, position_B, logits_BV)
+
+
+class Generator:
+    """Continues a batch of texts with one cache. Compiles a prefill and a decode program."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        sequences: int,
+        max_length: int,
+        end_of_text: int,
+        options: SamplingOptions,
+    ):
+        """config      from decode.decoding_config.
+        sequences   texts of a batch; the batch B is rounded up to a multiple of --mesh.fsdp.
+        max_length  tokens of a text that the cache has space for.
+        """
+        self.config, self.mesh = config, mesh
+        self.max_length, self.end_of_text = max_length, end_of_text
+        self.B = -(-sequences // config.mesh.fsdp) * config.mesh.fsdp
+        declared = model.declare(config)
+        self.convert_weights = decode.weight_converter(config, declared, mesh)
+        extend = decode.extend(config, declared, mesh)
+
+        def prefill(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
+            """Return the token after each text that ends in these tokens; keep the others' one."""
+            tokens_BT, start_B, count_B, key, number_B, token_B = arguments
+            last_B1 = jnp.clip(count_B - 1, 0, tokens_BT.shape[1] - 1)[:, None]
+            logits_B1V, cache = extend(w, cache, tokens_BT, start_B, last_B1)
+            new_B = sample_tokens(logits_B1V[:, 0], key, number_B, start_B + count_B, options)
+            ends_B = (count_B > 0) & (count_B <= tokens_BT.shape[1])
+            return jnp.where(ends_B, new_B, token_B), cache
+
+        def decode_one(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
+            token_B, position_B, key, number_B = arguments
+            first_B1 = jnp.zeros_like(position_B)[:, None]
+            logits_B1V, cache = extend(w, cache, token_B[:, None], position_B, first_B1)
+            return sample_tokens(logits_B1V[:, 0], key, number_B, position_B + 1, options), cache
+
+        shardings = tuple(NamedSharding(mesh, spec) for spec in (P(), decode.CACHE_SPEC))
+        self._prefill, self._decode_one = (
+            jax.jit(f, donate_argnums=1, out_shardings=shardings) for f in (prefill, decode_one)
+        )
+
+    def reset(self, numbers: Sequence[int], seed: int) -> None:
+        """Empty the cache. The sampled tokens of a text depend on its number and the seed."""
+        self.number = np.resize(np.asarray(numbers, np.int32), self.B)
+        self.key = jax.random.key(seed)
+        self.cache = decode.empty_cache(self.config, self.mesh, self.B, self.max_length)
+        self.length = np.zeros(self.B, np.int32)  # positions in the cache
+        self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
+
+    def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
+        """Append at least one token to each text; return the tokens sampled after them, [B]."""
+        pending = [[t] if t != ENDED else [] for t in self.last.tolist()]
+        texts = [old + list(new) for old, new in zip(pending, texts, strict=False)]
+        texts += [[self.end_of_text]] * (self.B - len(texts))
+        left_B = np.array([len(text) for text in texts], np.int32)
+        T = min(1 << max(3, int(left_B.max() - 1).bit_length()), MAX_PREFILL_TOKENS)
+        token_B = np.zeros(self.B, np.int32)
+        for start in range(0, int(left_B.max()), T):
+            tokens_BT = np.zeros((self.B, T), np.int32)
+            for row, text in enumerate(texts):
+                part = text[start : start + T]
+                tokens_BT[row, : len(part)] = part
+            rows = tokens_BT, self.length + start, left_B - start, self.key, self.number, token_B
+            token_B, self.cache = self._prefill(w, self.cache, *rows)
+        self.length += left_B
+        return token_B
+
+    def decode_one(self, w: Transformer, token_B: jax.Array, position_B: np.ndarray) -> jax.Array:
+        """Put the tokens at these positions; return the tokens sampled after them, [B]."""
+        rows = token_B, position_B, self.key, self.number
+        token_B, self.cache = self._decode_one(w, self.cache, *rows)
+        return token_B
+
+    def generate(
+        self, w: Transformer, texts: Sequence[Sequence[int]], tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Yield the next token of each text [B], at most `tokens` times.
+
+        A text that has ended, or has reached the maximum length, yields ENDED. Stops when all have.
+        """
+        token_B = self.prefill(w, texts)
+        ended = np.arange(self.B) >= len(texts)
+        for count in range(1, tokens + 1):
+            position, next_B = self.length, None
+            full = position >= self.max_length
+            if count < tokens and not (ended | full).all():
+                # Dispatched before the last token is read, so that the device does not wait.
+                next_B = self.decode_one(w, token_B, position)
+            self.last = np.asarray(token_B)
+            ended |= self.last == self.end_of_text
+            yield np.where(ended, ENDED, self.last)
+            ended |= full
+            if ended.all() or next_B is None:
+                return
+            token_B, self.length = next_B, np.where(full, position, position + 1)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache on one device."""
+        m, rows = self.config.model, self.B // self.config.mesh.fsdp
+        positions = decode.cache_positions(self.max_length)
+        values = m.num_hidden_layers * rows * positions * decode.values_per_token(m)
+        return values * jnp.dtype(m.compute_dtype).itemsize
+
+    def bytes_per_device(self) -> int:
+        """Bytes of weights and cache on one device."""
+        shapes = decode.abstract_weights(self.config, model.declare(self.config), self.mesh)
+        return self.cache_bytes + sum(
+            math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+            for a in jax.tree.leaves(shapes)
+        )
+
+
+def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
+    """Return config and mesh to decode on the same devices: replica and pipeline join fsdp."""
+    config = decode.decoding_config(config, math.prod(config.mesh.shape[:-1]), config.mesh.tensor)
+    devices = mesh.devices.reshape(config.mesh.shape)
+    return config, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
+
+
+class Sampler:
+    """Continues the prompts of [sample] during training, on the devices of the training mesh."""
+
+    def __init__(self, config: Config, mesh: Mesh, manifest: Manifest):
+        """Raises  ConfigError if the model cannot be sharded so, or does not fit in memory."""
+        s, T = config.sample, config.train.seq_len
+        self.prompts, self.tokens = s.prompts, min(s.tokens, T - 1)
+        self.tokenizer = load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
+        begin = [] if manifest.begin_of_text is None else [manifest.begin_of_text]
+        ids = [begin + self.tokenizer.encode_ordinary(prompt) for prompt in self.prompts]
+        ids = [text[-max(1, T - self.tokens) :] for text in ids]
+        self.texts = [text or [manifest.end_of_text] for text in ids]
+        max_length = max(map(len, self.texts)) + self.tokens
+        self.generator = Generator(
+            *generation_mesh(config, mesh),
+            len(self.prompts),
+            max_length,
+            manifest.end_of_text,
+            SamplingOptions(s.temperature),
+        )
+        needed, stats = self.generator.bytes_per_device(), mesh.local_devices[0].memory_stats()
+        if stats:
+            free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
+            if needed > free:
+                raise ConfigError(
+                    f"sampling needs {needed / GIB:.2f} GiB per device, and {free / GIB:.2f} are "
+                    "free. Use a smaller --sample.tokens, or fewer --sample.prompts."
+                )
+
+    def __call__(self, w: Transformer, step: int) -> list[dict[str, Any]]:
+        """Return {"step", "prompt", "text"} for each prompt."""
+        self.generator.reset(range(len(self.prompts)), step)
+        w = self.generator.convert_weights(w)
+        tokens = np.array([*self.generator.generate(w, self.texts, self.tokens)])
+        self.generator.cache = None  # frees its memory for the next step
+        return [
+            {"step": step, "prompt": prompt, "text": text_of(self.tokenizer, ids)}
+            for prompt, ids in zip(self.prompts, tokens.T.tolist(), strict=False)
+        ]

@@ -1,0 +1,318 @@
+"""Learning rate, AdamW, and Muon over the mesh.
+
+Muon is momentum whose matrices are orthogonalized (arXiv:2502.16982). The declaration of a weight
+names the rows and columns of its matrices. Its other dimensions, such as layers and experts, are
+batch dimensions. A rank holds slices of many matrices, and exchanges them for a few complete ones:
+
+1. Slices of one shape and layout are stacked, over layers, experts and kinds of weights.
+2. One all_to_all gives each rank that holds slices of the stack a share of the complete matrices.
+3. The rank orthogonalizes them without communication, and a second all_to_all returns the slices.
+
+Matrices stay in their pipeline stage, experts under expert parallelism on their rank, and each
+replica does the same work. The update has its own shard_map, because the partitioner would
+communicate in each product of sharded matrices.
+
+Differences from the paper: an expert that no token chose is only decayed; and AdamW updates the
+router, whose columns are competing experts and not a map between two widths.
+
+Letters of this file:
+    n matrices of which a rank holds slices  m complete matrices of a rank
+    r rows of a slice                        c columns of a slice
+    R rows                                   C columns, at least as many as rows
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from utils import MESH_AXES, Config, ConfigError
+from weights import Tree, Weight
+
+# The best learning rates that `benchmark.py recipe` found, at TUNED_WIDTH. For wider models they
+# are assumed to fall as 1 / width (arXiv:2203.03466). Rates off by FAR_FACTOR cause a warning.
+TUNED_LR, TUNED_WIDTH, FAR_FACTOR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
+# a, b and c of X <- (a + b A + c A^2) X with A = X X^T, for each step. Steep at zero rather
+# than exact: singular values above 1/200 of the matrix's norm end between 0.68 and 1.16
+# (kellerjordan.github.io/posts/muon).
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+# Root mean square of an update. AdamW's is about the same (arXiv:2502.16982, section 2.2), so one
+# learning rate and one weight decay serve both.
+UPDATE_RMS = 0.2
+EPSILON = 1e-12  # added to a matrix's norm, so that a zero matrix stays zero
+
+# --- learning rate and AdamW ----------------------------------------------------------------------
+
+
+def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
+    """Return a function: step (from 0) -> learning rate.
+
+    Linear warmup, then a cosine, or a constant and a linear decay (wsd). If warmup and decay
+    overlap, the decay is shorter.
+    """
+    o = config.optimizer
+    length = o.schedule_steps or config.train.steps
+    low = o.lr * o.min_lr_ratio
+    # At least one step remains after warmup, to reach the minimum.
+    warmup = min(o.warmup_steps, max(1, length - 1))
+    if o.schedule == "cosine":
+        after = optax.cosine_decay_schedule(o.lr, max(1, length - warmup), o.min_lr_ratio)
+        parts, bounds = [after], []
+    else:
+        decay = min(max(1, round(o.decay_share * length)), length - warmup)
+        parts = [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, low, max(1, decay))]
+        bounds = [length - decay]
+    rise = optax.linear_schedule(0.0, o.lr, max(1, warmup))
+    schedule = optax.join_schedules([rise, *parts], [warmup, *bounds])
+
+    def rate(step: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            return schedule(step + 1)  # the first step is above 0, and the last at the minimum
+
+    return rate
+
+
+def learning_rate_warning(config: Config) -> str:
+    """Return a warning about a learning rate far outside the tuned range, or an empty string.
+
+    Runs from given weights (--run.init_from) have no tuned range.
+    """
+    o = config.optimizer
+    best = TUNED_LR[o.name] * min(1, TUNED_WIDTH / config.model.hidden_size)
+    low, high = best / FAR_FACTOR, best * FAR_FACTOR
+    if config.run.init_from or low <= o.lr <= high:
+        return ""
+    return (
+        f"warning: --optimizer.lr {o.lr:g} is far from what was tuned (docs/experiments.md): with "
+        f"--optimizer.name {o.name} and --model.hidden_size {config.model.hidden_size} expect the "
+        f"best between {low:.2g} and {high:.2g}, as --optimizer.lr {best:.2g}."
+    )
+
+
+def make_optimizer(
+    config: Config, declared: Tree, mesh: Any = None
+) -> optax.GradientTransformation:
+    """Return the optimizer, without the learning rate.
+
+    It clips by the global norm, scales by AdamW (arXiv:1711.05101) or for matrices by Muon if
+    selected, and applies weight decay as declared.
+
+    mesh    the mesh of the weights; only updates need it.
+    Raises  ConfigError for a weight whose group has no optimizer.
+    """
+    o = config.optimizer
+    decayed = jax.tree.map(
+        lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
+    )
+    names = jax.tree.map(partial(optimizer_of, o.name), declared)
+    scale = optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)
+    if o.name == "muon":
+        dtype = jnp.dtype(config.model.compute_dtype)
+        muon = scale_by_muon(declared, mesh, o.muon_beta, dtype)
+        scale = optax.partition({"adamw": scale, "muon": muon}, names)
+    return optax.chain(
+        optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
+        scale,
+        optax.add_decayed_weights(o.weight_decay, decayed),
+    )
+
+
+def optimizer_of(matrices: str, w: Weight) -> str:
+    """Return the optimizer of a weight's group; `matrices` is that of matrices."""
+    groups = {"matrix": matrices, "embedding": "adamw", "rest": "adamw"}
+    if w.group not in groups:
+        raise ConfigError(
+            f"{w.name} is of the group {w.group!r}, which has no optimizer. Declare it with one of "
+            f"{', '.join(groups)}, or add this one to optimizer.optimizer_of."
+        )
+    return groups[w.group]
+
+
+# --- Muon -----------------------------------------------------------------------------------------
+
+
+class SliceLayout(NamedTuple):
+    """The layout of slices of matrices. Weights with the same layout share one stack."""
+
+    rows: int  # of a slice
+    columns: int
+    row_axes: tuple[str, ...]  # mesh axes that rows are sharded over
+    column_axes: tuple[str, ...]
+    free: tuple[str, ...]  # axes, except replica, along which the weight is replicated
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.row_axes + self.column_axes
+
+
+def scale_by_muon(
+    declared: Tree, mesh: Any, beta: float, dtype: jnp.dtype
+) -> optax.GradientTransformation:
+    """Return Muon: gradients -> updates whose root mean square is about UPDATE_RMS.
+
+    The state is Nesterov's momentum, float32, in the layout of the weights.
+
+    declared  all weights, of which those of the group "matrix" are updated.
+    mesh      only updates need it.
+    dtype     of communication and products.
+    """
+    momentum = optax.trace(beta, nesterov=True)
+    matrices = [w for w in jax.tree.leaves(declared) if w.group == "matrix"]
+    specs = [w.spec for w in matrices]
+
+    def local(momenta: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
+        with jax.named_scope("muon"):
+            return muon_updates(matrices, momenta, grads, dtype)
+
+    def update(grads: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+        assert mesh is not None, "updates need the mesh of the weights"
+        over_mesh = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True
+        )
+        momenta, state = momentum.update(grads, state)
+        leaves, tree = jax.tree.flatten(momenta)
+        return tree.unflatten(over_mesh(leaves, tree.flatten_up_to(grads))), state
+
+    return optax.GradientTransformation(momentum.init, update)
+
+
+# --- inside shard_map -----------------------------------------------------------------------------
+
+
+# guide: muon
+def muon_updates(
+    declared: list[Weight], momenta: list[jax.Array], grads: list[jax.Array], dtype: jnp.dtype
+) -> list[jax.Array]:
+    """Return this rank's slices of updates, float32, from its slices of momenta.
+
+    Collectives  those of orthogonalize_slices and has_gradient.
+    """
+    groups: dict[SliceLayout, list[int]] = {}
+    for i, w in enumerate(declared):
+        groups.setdefault(slice_layout(w, momenta[i].shape), []).append(i)
+    updates = list(momenta)
+    for layout, members in groups.items():
+        stacks = [to_slices(declared[i], momenta[i].astype(dtype)) for i in members]
+        splits = np.cumsum([len(stack) for stack in stacks])[:-1]
+        slices_nrc = orthogonalize_slices(layout, jnp.concatenate(stacks))
+        for i, stack in zip(members, jnp.split(slices_nrc, splits), strict=True):
+            w = declared[i]
+            update = from_slices(w, stack, momenta[i].shape).astype(jnp.float32)
+            longest = max(map(math.prod, side_sizes(w, w.shape)))
+            updates[i] = update * (UPDATE_RMS * longest**0.5)
+    return [
+        jnp.where(has_gradient(w, grad), update, 0) if w.active < 1 else update
+        for w, grad, update in zip(declared, grads, updates, strict=True)
+    ]
+
+
+def orthogonalize_slices(layout: SliceLayout, slices_nrc: jax.Array) -> jax.Array:
+    """Orthogonalize n matrices from their slices; each rank computes m of them.
+
+    Collectives  all_to_all(layout.axes) there and back, all_gather(layout.free) back.
+    """
+    n, r, c = slices_nrc.shape
+    by_row, by_column, free = (math.prod(map(lax.axis_size, axes)) for axes in layout[2:])
+    m = -(-n // (by_row * by_column * free))
+    slices_nrc = jnp.pad(slices_nrc, ((0, by_row * by_column * free * m - n), (0, 0), (0, 0)))
+    if layout.free:
+        slices_nrc = slices_nrc.reshape(free, -1, r, c)[lax.axis_index(layout.free)]
+    if layout.axes:
+        slices_nrc = lax.all_to_all(slices_nrc, layout.axes, 0, 0, tiled=True)
+    blocks = slices_nrc.reshape(by_row, by_column, m, r, c)
+    x_mRC = blocks.transpose(2, 0, 3, 1, 4).reshape(m, by_row * r, by_column * c)
+    blocks = orthogonalize(x_mRC).reshape(m, by_row, r, by_column, c)
+    slices_nrc = blocks.transpose(1, 3, 0, 2, 4).reshape(-1, r, c)
+    if layout.axes:
+        slices_nrc = lax.all_to_all(slices_nrc, layout.axes, 0, 0, tiled=True)
+    if layout.free:
+        slices_nrc = lax.all_gather(slices_nrc, layout.free, tiled=True, to="invarying")
+    return slices_nrc[:n]
+
+
+def orthogonalize(x_mRC: jax.Array) -> jax.Array:
+    """Return nearly U V^T of each matrix U S V^T, by five Newton-Schulz steps.
+
+    Products are in the argument's dtype, sums in float32.
+    """
+    dtype = x_mRC.dtype
+
+    def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        precision = "highest" if dtype == jnp.float32 else None
+        x, y = x.astype(dtype), y.astype(dtype)
+        return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    def step(x_mRC: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
+        a, b, c = factors
+        A_mRR = product("mRC,mSC->mRS", x_mRC, x_mRC)
+        B_mRR = b * A_mRR + c * product("mRS,mST->mRT", A_mRR, A_mRR)
+        x_mRC = a * x_mRC.astype(jnp.float32) + product("mRS,mSC->mRC", B_mRR, x_mRC)
+        return x_mRC.astype(dtype), None
+
+    x32 = x_mRC.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(x32 * x32, axis=(1, 2), keepdims=True))
+    x_mRC = (x32 / (norm + EPSILON)).astype(dtype)
+    return lax.scan(step, x_mRC, jnp.array(NEWTON_SCHULZ, jnp.float32))[0]
+
+
+def has_gradient(w: Weight, grad: jax.Array) -> jax.Array:
+    """Whether any gradient of each matrix is nonzero.
+
+    Orthogonalizing scales what remains of the momentum of an unused expert to a full update.
+
+    Collectives  psum(axes that a matrix is sharded over) of one integer per matrix.
+    """
+    rows, columns = w.matrix
+    nonzero = (grad != 0).any(axis=rows + columns, keepdims=True)
+    axes = tuple(axis for dim in rows + columns for axis in w.dim_axes[dim])
+    return lax.psum(nonzero.astype(jnp.int32), axes) > 0 if axes else nonzero
+
+
+# guide: end
+
+
+# --- arrays as stacks of slices -------------------------------------------------------------------
+
+
+def matrix_sides(w: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dimensions of (rows, columns), swapped if there are globally fewer columns."""
+    rows, columns = w.matrix
+    wide = math.prod(w.shape[d] for d in rows) <= math.prod(w.shape[d] for d in columns)
+    return (rows, columns) if wide else (columns, rows)
+
+
+def side_sizes(w: Weight, shape: tuple[int, ...]) -> list[list[int]]:
+    """Return the sizes of the dimensions of (rows, columns), in a global shape or a slice's."""
+    return [[shape[dim] for dim in side] for side in matrix_sides(w)]
+
+
+def slice_layout(w: Weight, shape: tuple[int, ...]) -> SliceLayout:
+    """Return the layout of a weight's matrices; `shape` is that of this rank's slice."""
+    rows, columns = map(math.prod, side_sizes(w, shape))
+    axes = [tuple(axis for dim in side for axis in w.dim_axes[dim]) for side in matrix_sides(w)]
+    free = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
+    return SliceLayout(rows, columns, *axes, free)
+
+
+def to_slices(w: Weight, x: jax.Array) -> jax.Array:
+    """Reshape this rank's slice of a weight to [n, r, c]."""
+    return x.transpose(_order(w)).reshape(-1, *map(math.prod, side_sizes(w, x.shape)))
+
+
+def from_slices(w: Weight, slices_nrc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Reshape [n, r, c] to this rank's slice of a weight, of the given shape."""
+    order = _order(w)
+    return slices_nrc.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+
+
+def _order(w: Weight) -> list[int]:
+    """Return the batch dimensions, then those of rows, then of columns."""
+    rows, columns = matrix_sides(w)
+    dims = [dim % len(w.dim_axes) for dim in rows + columns]
+    return [dim for dim in range(len(w.dim_axes)) if dim not in dims] + dims

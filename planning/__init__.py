@@ -1,0 +1,1 @@
+"""Capacity planning: cost by tracing, search, compilers without devices, reports."""

@@ -1,0 +1,210 @@
+"""Results of capacity planning as data: predictions, compiled steps, searches, plans."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import utils
+from hardware import Chip
+from utils import GIB, Config
+
+# Share of a chip's memory that a step may fill. Predictions are within 10 % of what a compiler
+# plans, and a runtime reserves some memory for itself.
+USABLE = 0.85
+
+# Settings that a search chooses.
+MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.tensor")
+SEARCHED_FLAGS = (
+    *MESH_FLAGS,
+    "mesh.virtual",
+    "train.microbatches",
+    "train.remat",
+    "fsdp.gather",
+    "model.experts_layout",
+)
+
+MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
+
+
+def usable_bytes(chip: Chip | None) -> float:
+    return math.inf if chip is None else USABLE * chip.memory_bytes
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one cause in a step."""
+
+    cause: str
+    axes: tuple[str, ...]  # mesh axes of more than one rank
+    kind: str
+    result_bytes: int
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that leave the chip if each rank forwards all parts but its own."""
+        if self.kind == "collective-permute":
+            return self.result_bytes
+        whole = self.result_bytes * (self.ranks if self.kind == "reduce-scatter" else 1)
+        return whole * (self.ranks - 1) / self.ranks * (2 if self.kind == "all-reduce" else 1)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler planned for one chip."""
+
+    memory_bytes_per_chip: int  # arguments + temporaries + results that are not arguments
+    argument_bytes: int
+    temporary_bytes: int
+    program_bytes: int  # size of the program itself, not part of the above
+    flops_per_chip: float  # matrix products; the body of a loop counts once per trip
+    model_flops_per_chip: float  # FLOPs of a step without waste: see cost.model_flops
+    collective_bytes_per_chip: dict[str, float]  # bytes of results, by mesh axes
+    collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
+    memory_traffic_bytes: float | None  # GPUs only: bytes that kernels read and write
+    custom_calls: dict[str, float]  # executions of each opaque kernel
+    compile_s: float
+    compiler: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted cost of a step on one chip. Times are None for an unknown chip."""
+
+    parameters: int
+    active_parameters: int
+    tokens_per_step: int
+    attention: str  # the kernel: see attention.choose_kernel
+    memory_bytes_per_chip: int
+    flops_per_chip: int
+    model_flops_per_chip: float  # FLOPs of a step without waste: see cost.model_flops
+    collective_bytes_per_chip: dict[str, float]  # bytes of results, by mesh axes
+    bubble: float  # idle share of the slots of a pipeline rank
+    memory: dict[str, int]
+    flops: dict[str, dict[str, int]]
+    traffic: list[Traffic]
+    memory_traffic: dict[str, int]
+    seconds: dict[str, float] | None  # compute, memory, and the links of each group of axes
+    mfu_flops_per_token: float  # numerator of MFU: see hardware.py
+    chip: Chip | None
+    chips: int
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes_per_chip <= usable_bytes(self.chip)
+
+    @property
+    def bound_by(self) -> str | None:
+        """The resource that is busy longest."""
+        return self.seconds and max(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def step_s(self) -> float | None:
+        """The roofline: compute, memory and links overlap completely."""
+        return self.seconds and max(self.seconds.values())
+
+    @property
+    def serial_step_s(self) -> float | None:
+        """The time of a step in which communication and computation never overlap."""
+        if self.seconds is None:
+            return None
+        links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
+        return max(self.seconds["compute"], self.seconds["memory"]) + links
+
+    def with_memory_traffic(self, size: float) -> "Prediction":
+        """Return the prediction with the memory time of `size` bytes."""
+        memory_s = size / self.chip.memory_bandwidth
+        return dataclasses.replace(self, seconds=self.seconds | {"memory": memory_s})
+
+    def over(self, compiled: Compiled) -> dict[str, float]:
+        """Return predicted over compiled: memory, FLOPs, memory traffic if the compiled step has
+        it, and bytes along axes that carry 1 % or more.
+        """
+        found = {
+            "memory": self.memory_bytes_per_chip / compiled.memory_bytes_per_chip,
+            "FLOPs": self.flops_per_chip / compiled.flops_per_chip,
+        }
+        if compiled.memory_traffic_bytes:
+            through = sum(self.memory_traffic.values())
+            found["memory traffic"] = through / compiled.memory_traffic_bytes
+        by_axes = compiled.collective_bytes_per_chip
+        return found | {
+            axes: self.collective_bytes_per_chip.get(axes, 0.0) / size
+            for axes, size in by_axes.items()
+            if size >= 0.01 * sum(by_axes.values())
+        }
+
+    def line(self) -> str:
+        """Format memory and step time in one line."""
+        memory = f"plan: {self.memory_bytes_per_chip / GIB:.3g} GiB per device"
+        if self.seconds is None:
+            return f"{memory}; no step time, for no figures of this device are known"
+        fits = self.memory_bytes_per_chip <= self.chip.memory_bytes
+        return (
+            f"{memory}{' of' if fits else ', which does not fit: it has'} "
+            f"{self.chip.memory_bytes / GIB:.0f}; {self.step_s:.3g} s per step at best, "
+            f"{self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}"
+        )
+
+    def tokens_per_s(self, step_s: float) -> float:
+        return self.tokens_per_step / step_s
+
+    def mfu(self, step_s: float) -> float:
+        """Model FLOP/s over the peak of all chips, by hardware.MFU_RULE."""
+        return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.chip.flops)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration of the chips."""
+
+    config: Config
+    predicted: Prediction
+
+    @property
+    def memory(self) -> int:
+        return self.predicted.memory_bytes_per_chip
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The smallest is best: step time (FLOPs if the chip is unknown), then memory."""
+        p = self.predicted
+        return p.serial_step_s or p.flops_per_chip, self.memory
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The settings that a search chooses."""
+        return {flag: utils.get(self.config, flag) for flag in SEARCHED_FLAGS}
+
+    @property
+    def command_line(self) -> str:
+        return " ".join(f"--{flag} {value}" for flag, value in self.flags.items())
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    best: list[Candidate]  # the best candidate of each mesh that fits, best mesh first
+    rejected: dict[MeshShape, str]  # mesh -> why it is rejected
+    tried: int
+    smallest: Candidate | None  # least memory, if nothing fits
+
+
+@dataclass(frozen=True)
+class Plan(Candidate):
+    """Everything that plan.py reports."""
+
+    name: str  # of the config
+    chip: Chip | None
+    tokens: float  # of the whole run
+    savings: list[tuple[str, int]]  # flags that reduce memory, with bytes saved, if it does not fit
+    compiled: Compiled | None = None
+    search: SearchResult | None = None
+
+    @property
+    def chip_name(self) -> str:
+        return self.chip.name if self.chip else "cpu"

@@ -1,0 +1,157 @@
+"""Print and draw a pipeline schedule: the command `python pipeline.py`.
+
+python pipeline.py --pipeline 4 --virtual 2 --microbatches 8
+python pipeline.py --pipeline 4 --microbatches 8 --rank 2 --json
+"""
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from schedule import PHASES, Schedule
+from utils import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Print which rank runs which stage on which microbatch, tick by tick."""
+
+    pipeline: int = 4  # ranks that the layers are sharded over
+    virtual: int = 1  # model chunks per rank; above 1 is interleaved 1F1B
+    microbatches: int = 8  # microbatches of a step
+    rank: int | None = None  # print only this rank
+    json: bool = False  # print tasks, ticks and bubble as JSON
+    png: Path | None = None  # also draw a timeline into this file
+
+
+def chosen_ranks(flags: Flags) -> list[int]:
+    """Return the requested ranks.
+
+    Raises  ConfigError for a rank that does not exist.
+    """
+    if flags.rank is None:
+        return list(range(flags.pipeline))
+    if not 0 <= flags.rank < flags.pipeline:
+        raise ConfigError(
+            f"--rank {flags.rank} does not exist: --pipeline {flags.pipeline} has ranks 0 to "
+            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
+        )
+    return [flags.rank]
+
+
+def chunk_name(chunk: int) -> str:
+    """Return a, b, ..., z, then c26, c27, ..."""
+    return chr(ord("a") + chunk) if chunk < 26 else f"c{chunk}"
+
+
+def grid(schedule: Schedule, ranks: list[int]) -> list[str]:
+    """Return a line per rank and direction, with a column per tick: microbatch and chunk letter."""
+    widest = f"{schedule.microbatches}{chunk_name(schedule.virtual - 1)}"
+    width = 1 + max(len(widest), len(str(schedule.ticks)))
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"{name:12}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+    lines = [line("tick", [str(tick) for tick in range(schedule.ticks)])]
+    for rank in ranks:
+        ticks = [schedule.tasks_at(tick, rank) for tick in range(schedule.ticks)]
+        for direction in ("fwd", "bwd"):
+            done = [[f"{m}{chunk_name(c)}" for d, c, m in tick if d == direction] for tick in ticks]
+            lines.append(line(f"rank {rank} {direction}", [(names or ["."])[0] for names in done]))
+    return lines
+
+
+def summary(schedule: Schedule) -> list[str]:
+    """Return the ticks, and the bubble as counted and by the formula."""
+    ticks = ", ".join(f"{b - a} {PHASES[fwd, bwd]}" for a, b, fwd, bwd in schedule.phases)
+    idle = schedule.pipeline - 1
+    slots = schedule.tasks_per_rank + idle
+    return [
+        f"ticks    {schedule.ticks}: {ticks}",
+        f"bubble   {schedule.bubble} = {float(schedule.bubble):.1%} of the time, counted: a rank "
+        f"uses {schedule.tasks_per_rank} of {slots} forward slots, and as many backward slots",
+        "formula  (pipeline - 1) / (microbatches * virtual + pipeline - 1) = "
+        f"{Fraction(idle, slots)}",
+        "A tick lasts one forward of a chunk in warmup, one backward in cooldown, and both in the "
+        "steady phase.",
+    ]
+
+
+def text(schedule: Schedule, ranks: list[int]) -> str:
+    """Return the grid over ticks, the task list of each rank, and the summary."""
+    title = (
+        f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
+        f"{schedule.microbatches} microbatches (0, 1, ...)"
+    )
+    tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
+    return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary(schedule)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the schedule as text or JSON, and draw it if requested."""
+    import tyro  # late: training needs no flags of this file
+
+    flags = tyro.cli(Flags, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
+    ranks = chosen_ranks(flags)
+    if flags.png:
+        draw_schedule(schedule, ranks, flags.png)
+    if flags.json:
+        tasks = [schedule.tasks(rank) for rank in ranks]
+        found = {"tasks": tasks, "ticks": schedule.ticks, "bubble": float(schedule.bubble)}
+        print(json.dumps(found))
+    else:
+        print(text(schedule, ranks))
+
+
+def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[float, ...]:
+    """Forward is blue and backward orange; later chunks are darker."""
+    import matplotlib
+
+    shade = 0.3 + 0.35 * chunk / max(schedule.virtual - 1, 1)
+    return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[direction]](shade)
+
+
+def _draw_tasks(axes: Any, schedule: Schedule, ranks: list[int]) -> None:
+    """Draw a box per task with its microbatch: forward in the upper half of a rank's row."""
+    from matplotlib.patches import Rectangle
+
+    height = 0.45
+    for row, rank in enumerate(ranks):
+        for tick in range(schedule.ticks):
+            for direction, chunk, microbatch in schedule.tasks_at(tick, rank):
+                y = row - height if direction == "fwd" else row
+                face = _color(schedule, direction, chunk)
+                axes.add_patch(Rectangle((tick, y), 1, height, facecolor=face, edgecolor="white"))
+                axes.text(tick + 0.5, y + height / 2, microbatch, ha="center", va="center", size=8)
+    axes.set(xlim=(0, schedule.ticks), ylim=(len(ranks) - 0.4, -0.6), xlabel="tick")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+
+
+def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
+    """Draw a timeline, with a legend of the colors.
+
+    Raises  ConfigError for a file that is not named as a PNG.
+    """
+    if path.suffix != ".png":
+        raise ConfigError(
+            f"--png {path} does not end in .png. Use --png {path.with_suffix('.png')}."
+        )
+    from matplotlib.figure import Figure  # late, so that printing starts fast
+    from matplotlib.patches import Patch
+
+    inches = min(2 + 0.35 * schedule.ticks, 60)
+    figure = Figure(figsize=(inches, 1.6 + 0.7 * len(ranks)), layout="constrained")
+    _draw_tasks(figure.subplots(), schedule, ranks)
+    title = f"{schedule.microbatches} microbatches through {schedule.stages} stages: "
+    figure.suptitle(f"{title}{schedule.ticks} ticks, bubble {schedule.bubble}", size=10)
+    patches = [
+        Patch(color=_color(schedule, direction, chunk), label=f"{name}, chunk {chunk}")
+        for direction, name in (("fwd", "forward"), ("bwd", "backward"))
+        for chunk in range(schedule.virtual)
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""Infrastructure of runs: settings, start, signals, exit codes, directories, locks, resume."""

@@ -1,0 +1,338 @@
+"""Command line and config files: parse, load, write and check the settings of utils.py."""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+from utils import (
+    REMAT_NAMES,
+    Config,
+    ConfigError,
+    Model,
+    changed,
+    check_attention,
+    fields_of,
+    get,
+)
+
+DESCRIPTION = (
+    "Train a sharded transformer. --config FILE.toml gives other defaults. --run.init_from FOLDER "
+    "starts from the weights of another run and, without --config, uses its [model]."
+)
+
+
+def parse(
+    arguments: list[str] | None = None,
+    others: tuple[str, ...] = (),
+    checked: bool = True,
+    model: Model | None = None,
+) -> Config:
+    """Return the config from flags, the file of `--config`, and defaults, in this order.
+
+    others   other flags of the command, for messages about unknown flags
+    checked  whether to call `check`
+    model    default of [model] without `--config`
+    Raises   ConfigError for unknown flags, keys and files, and as `check`
+    """
+    import tyro  # late: not needed by programs that only read files
+
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    path, arguments = _take_config_flag(arguments)
+    config, unknown = tyro.cli(
+        Config,
+        args=_switches(arguments),
+        default=Config(model=model or Model()) if path is None else load(path),
+        description=DESCRIPTION,
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        if not flag.startswith("--"):
+            raise ConfigError(
+                f"{unknown[0]!r} follows no flag that takes a value. Write --section.key value, as "
+                "--model.hidden_size 256; see --help."
+            )
+        known = [f"--{name}" for name in (*fields_of(), *others)]
+        raise ConfigError(f"unknown flag {flag}{_suggestion(flag, known)}")
+    flags = {argument.partition("=")[0] for argument in arguments}
+    if config.data.mixture and (unused := sorted(flags & {"--data.train", "--data.val"})):
+        raise ConfigError(
+            f"{unused[0]} has no effect with a mixture, whose folders contain train/ and val/. "
+            f"Remove {unused[0]}, or disable the mixture: --data.mixture without values."
+        )
+    if checked:
+        check(config)
+    return config
+
+
+def sets_mesh(arguments: list[str]) -> bool:
+    """Return whether the flags, or the file of `--config`, set a field of the mesh."""
+    path, rest = _take_config_flag(arguments)
+    in_flags = any(argument.startswith("--mesh.") for argument in rest)
+    return in_flags or (path is not None and "mesh" in _read(path))
+
+
+def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the file that `--config` names, None without it, and the other arguments."""
+    for i, argument in enumerate(arguments):
+        name, equals, path = argument.partition("=")
+        if name == "--config":
+            rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
+            return path if equals else "".join(arguments[i + 1 : i + 2]), rest
+    return None, arguments
+
+
+def _switches(arguments: list[str]) -> list[str]:
+    """Spell `--run.tensorboard False`, also with =, as tyro does: `--run.no_tensorboard`."""
+    switches = {f"--{name}" for name, f in fields_of().items() if f.type is bool}
+    switches |= {name.replace("_", "-") for name in switches}
+    prefixes = {"true": "", "1": "", "false": "no_", "0": "no_"}
+    out, rest = [], list(arguments)
+    while rest:
+        flag, *value = rest.pop(0).split("=", 1)
+        if flag in switches and not value and rest and not rest[0].startswith("-"):
+            value = [rest.pop(0)]
+        if flag in switches and value:
+            if value[0].lower() not in prefixes:
+                raise ConfigError(f"{flag} {value[0]!r} is no switch value. Use True or False.")
+            flag, value = flag.replace(".", "." + prefixes[value[0].lower()]), []
+        out.append("=".join([flag, *value]))
+    return out
+
+
+def load(path: str | Path) -> Config:
+    """Return the config of a TOML file. Missing settings have their defaults."""
+    known, values = fields_of(), {}
+
+    def read(table: dict[str, Any], prefix: str) -> None:
+        for key, value in table.items():
+            name = prefix + key
+            if isinstance(value, dict) and any(f.startswith(f"{name}.") for f in known):
+                read(value, f"{name}.")
+            elif name in known:
+                values[name] = _typed(f"{path}: {name} =", known[name], value)
+            elif isinstance(value, dict):
+                sections = sorted({f.rpartition(".")[0] for f in known})
+                raise ConfigError(f"{path}: unknown section [{name}]{_suggestion(name, sections)}")
+            else:
+                inside = f" in [{prefix[:-1]}]" * bool(prefix)
+                hint = _suggestion(name, [*known])
+                raise ConfigError(f"{path}: unknown key {key}{inside}{hint}")
+
+    read(_read(path), "")
+    return changed(Config(), values)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # a BOM is skipped
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"--config {path} cannot be read: {error}. Name a TOML file, such as configs/tiny.toml."
+        ) from None
+
+
+def to_toml(config: Any, section: str = "") -> str:
+    """Return the config as the text of a file that `--config` reads."""
+    lines, tables = [], []
+    for f in dataclasses.fields(config):
+        value, name = getattr(config, f.name), f"{section}.{f.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            tables.append(f"[{name}]\n{to_toml(value, name)}")
+        else:
+            lines.append(f"{f.name} = {json.dumps(value)}\n")  # TOML's strings and arrays are JSON
+    return "".join(lines) + "\n" * bool(lines) + "".join(tables)
+
+
+def _suggestion(word: str, known: list[str]) -> str:
+    """Return the end of a message about an unknown flag, section or key."""
+    name = word.removeprefix("--").rpartition(".")[2].replace("-", "_")
+    same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    close = same or difflib.get_close_matches(word, known, 1, 0.5)
+    if close:
+        return f": did you mean {' or '.join(close)}?"
+    return f". Known are {', '.join(sorted(known)[:8])}, ...; see --help."
+
+
+def _typed(where: str, known: dataclasses.Field, value: object) -> object:
+    """Return a value, from TOML or Python, in the type of its field."""
+    expected = type(known.default)
+    if expected is float and type(value) is int:
+        value = float(value)
+    if expected is tuple and type(value) is list:
+        value = tuple(value)
+    parts = value if type(value) is tuple else ()
+    if type(value) is not expected or not all(type(part) is str for part in parts):
+        example = json.dumps(known.default)
+        raise ConfigError(f"{where} {value!r} is not {expected.__name__}. Write it like {example}.")
+    choices = known.type.__args__ if get_origin(known.type) is Literal else (value,)
+    if value not in choices:
+        raise ConfigError(f"{where} {value!r} is not one of {', '.join(map(repr, choices))}.")
+    return value
+
+
+def seconds(text: str) -> int:
+    """Return the seconds of 11h30m, 90m or 45s."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if not text or not found:
+        raise ConfigError(
+            f"--run.time_limit {text!r} is not a time. Write hours, minutes and seconds, as 11h30m."
+        )
+    h, m, s = (int(part or 0) for part in found.groups())
+    return 3600 * h + 60 * m + s
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+MAY_BE_ZERO = {
+    *("model.first_k_dense_replace", "model.q_lora_rank", "model.n_routed_experts"),
+    *("model.n_shared_experts", "optimizer.warmup_steps", "optimizer.schedule_steps"),
+    *("train.seed", "data.seed", "eval.every_steps", "sample.every_steps", "sample.tokens"),
+    *("checkpoint.every_steps", "checkpoint.keep_every_steps", "run.init_from_step"),
+    *("run.check_replicas_every", "profile.first_step", "profile.steps"),
+}
+# Floats that must be above 0: time limits, and factors without which experts have no capacity.
+ABOVE_ZERO = {
+    *("run.peer_seconds", "run.stall_minutes"),
+    *("model.capacity_factor", "model.eval_capacity_factor"),
+}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for settings that are wrong on every mesh; see weights.check_divisible."""
+    for name, known in fields_of().items():
+        value = _typed(f"--{name}", known, get(config, name))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name} {value} is not a finite number. Use one.")
+        if name in ABOVE_ZERO and value == 0:
+            raise ConfigError(f"--{name} 0.0 must be above 0. Use {known.default}.")
+        low = 0 if name in MAY_BE_ZERO or isinstance(value, float) else 1
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+            raise ConfigError(f"--{name} {value} is below {low}. Use {low} or more.")
+    _check_run(config)
+    _check_model(config.model)
+    check_attention(config)
+    t, mesh, ranks = config.train, config.mesh, "--train.microbatches x --mesh.fsdp"
+    ranks += " x --mesh.replica" * (mesh.replica > 1)
+    for name, parts, why in (
+        ("train.global_batch_size", t.microbatches * mesh.batch, ranks),
+        ("eval.sequences", t.global_batch_size, "--train.global_batch_size"),
+        ("train.seq_len", mesh.tensor, "--mesh.tensor"),
+    ):
+        if (size := get(config, name)) % parts:
+            raise ConfigError(
+                f"--{name} {size} is not divisible by {why} = {parts}. Use --{name} "
+                f"{-(-size // parts) * parts}."
+            )
+
+
+def _check_run(config: Config) -> None:
+    remat, known = config.train.remat, ("none", "full", *REMAT_NAMES)
+    unknown = sorted(set(remat.split(",")) - set(REMAT_NAMES))
+    if remat not in ("none", "full") and unknown:
+        close = difflib.get_close_matches(unknown[0], known, 1, 0.5)
+        raise ConfigError(
+            f"--train.remat {remat}: {', '.join(map(repr, unknown))} cannot be saved"
+            f"{f', did you mean {close[0]}?' if close else '.'} Use none, full, or some of "
+            f"{', '.join(REMAT_NAMES)}, separated by commas."
+        )
+    if config.run.time_limit:
+        seconds(config.run.time_limit)
+    if 0 < (factor := config.train.skip_spikes) < 1:
+        raise ConfigError(
+            f"--train.skip_spikes {factor} would skip steps whose gradient norm is below the "
+            "median of the steps before: it must be 1 or more. Use 5.0, or 0.0 to disable it."
+        )
+    for name in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_beta"):
+        if (beta := get(config, name)) >= 1:
+            default = get(Config(), name)
+            raise ConfigError(f"--{name} {beta} must be below 1: nothing decays. Use {default}.")
+
+
+def _check_model(m: Model) -> None:
+    rest = m.num_hidden_layers - m.first_k_dense_replace
+    if rest < 1 or rest % m.decoder_sparse_step:
+        layers = m.first_k_dense_replace + m.decoder_sparse_step * max(
+            1, -(-rest // m.decoder_sparse_step)
+        )
+        raise ConfigError(
+            f"--model.num_hidden_layers {m.num_hidden_layers} is not --model.first_k_dense_replace "
+            f"{m.first_k_dense_replace} and a multiple of --model.decoder_sparse_step "
+            f"{m.decoder_sparse_step}. Use --model.num_hidden_layers {layers}."
+        )
+    if m.qk_rope_head_dim % 2:
+        raise ConfigError(
+            f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotary embedding rotates "
+            f"pairs. Use {m.qk_rope_head_dim + 1}."
+        )
+    rope = m.rope_scaling
+    if rope.factor < 1:
+        raise ConfigError(
+            f"--model.rope_scaling.factor {rope.factor} is below 1, and YaRN extends the context. "
+            "Use 1.0, which is plain rotary embedding, or more."
+        )
+    if rope.factor > 1 and not 0 < rope.beta_slow <= rope.beta_fast:
+        raise ConfigError(
+            f"--model.rope_scaling.beta_slow {rope.beta_slow} must be above 0 and at most "
+            f"--model.rope_scaling.beta_fast {rope.beta_fast}: both count rotations. Use "
+            "--model.rope_scaling.beta_slow 1.0 --model.rope_scaling.beta_fast 32.0."
+        )
+    if rope.factor > 1 and m.rope_theta <= 1:
+        raise ConfigError(
+            f"--model.rope_theta {m.rope_theta} is not above 1, and YaRN needs pairs of falling "
+            "frequency. Use --model.rope_theta 10000.0."
+        )
+    if m.moe_layers:
+        _check_experts(m)
+
+
+def _check_experts(m: Model) -> None:
+    experts, k, groups = m.n_routed_experts, m.num_experts_per_tok, m.n_group
+    if k > experts:
+        raise ConfigError(
+            f"--model.num_experts_per_tok {k} is more than --model.n_routed_experts {experts}. Use "
+            f"{experts} or less."
+        )
+    if groups > 1 and (experts % groups or experts < 2 * groups):
+        usable = [n for n in range(1, groups) if experts % n == 0 and experts >= 2 * n]
+        raise ConfigError(
+            f"--model.n_group {groups} with --model.n_routed_experts {experts}: groups have equal "
+            "size, and 2 experts or more, as a group's score is the sum of its two best. Use "
+            f"--model.n_group {max(usable, default=1)}."
+        )
+    if m.topk_group > groups:
+        raise ConfigError(
+            f"--model.topk_group {m.topk_group} is more than --model.n_group {groups}. Use "
+            f"{groups} or less."
+        )
+    each = experts // groups
+    if m.topk_group * each < k:
+        raise ConfigError(
+            f"--model.num_experts_per_tok {k} is more than the experts in --model.topk_group "
+            f"{m.topk_group}, with {each} in each group. Use --model.topk_group {-(-k // each)}."
+        )
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Before minutes are spent on what goes there."""
+    if name != "hlo" and path.suffix != f".{name}":
+        raise ConfigError(
+            f"--{name} {path} does not end in .{name}. Use --{name} {path.with_suffix('.' + name)}."
+        )
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--{name} {path} cannot be written: {error.strerror}. Name another file."
+        ) from None
+    if not existed:
+        path.unlink()

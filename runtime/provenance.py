@@ -1,0 +1,72 @@
+"""Record when, where and with which code a run was started. Nothing depends on it."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from runtime.console import is_primary, log
+
+PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"}
+GIT_TIMEOUT_S = 10.0
+
+
+def describe_start(step: int) -> dict[str, Any]:
+    """Describe a start that continues after `step` steps."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "command": list(sys.argv),
+        **_commit(),
+        "host": socket.gethostname(),
+        "processes": jax.process_count(),
+        "devices": dict(sorted(Counter(device.device_kind for device in jax.devices()).items())),
+        "versions": {"python": platform.python_version()} | _versions(),
+    }
+
+
+def record(folder: Path, step: int) -> dict[str, Any]:
+    """Describe this start, and append it to the run's starts.jsonl."""
+    start = describe_start(step)
+    if is_primary():
+        try:
+            with (folder / "starts.jsonl").open("a") as file:
+                file.write(json.dumps(start) + "\n")
+        except OSError as error:
+            log(f"warning: this start is not recorded in {folder / 'starts.jsonl'}: {error}")
+    return start
+
+
+def _commit() -> dict[str, Any]:
+    """Return the commit and whether code (not text or measurements) differs; null without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent.parent,
+            timeout=GIT_TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        other = [f":!*.{kind}" for kind in ("md", "jsonl", "png")]
+        changed = git("status", "--porcelain", "-uno", "--", ".", *other)
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "changed": None}
+
+
+def _versions() -> dict[str, str]:
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    plugins = {name for name in found if name.startswith(("jax-cuda", "jax-rocm"))}
+    return {name: found[name] for name in sorted(found.keys() & (PACKAGES | plugins))}

@@ -1,0 +1,226 @@
+"""Decide whether a run may be resumed, and read the config of a run for other commands."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import utils
+from data.manifest import Manifest
+from runtime import cli, jsonl, run_directory
+from runtime.console import log
+from utils import Config, ConfigError
+
+# Settings that may change when a run resumes; all others must not. tokens.* describe the tokenizer
+# for sampling, and tokens.train depends on them.
+FREE_SECTIONS = {"mesh", "fsdp", "eval", "sample", "checkpoint", "run", "wandb", "profile"}
+FREE_FIELDS = {
+    *("model.eval_capacity_factor", "model.experts_layout", "data.train", "data.val"),
+    *("data.mixture", "train.steps", "train.microbatches", "train.remat", "train.skip_spikes"),
+    *("train.loss_chunk_tokens", "train.max_skipped_in_row", "tokens.tokenizer"),
+    *("tokens.tokenizer_sha256", "tokens.end_of_text", "tokens.begin_of_text"),
+}
+# These change only rounding.
+WARNED_FIELDS = {"model.compute_dtype", "model.attention_kernel"}
+# Settings of [model] that weights do not depend on: capacity, auxiliary losses, kernels.
+FREE_OF_WEIGHTS = WARNED_FIELDS | {
+    *("model.capacity_factor", "model.eval_capacity_factor", "model.experts_layout"),
+    *("model.aux_loss_alpha", "model.router_bias_update_speed", "model.z_loss", "model.dropout"),
+}
+MAX_NAMED = 10  # fields in one message
+
+
+# --- what other commands read of a run ------------------------------------------------------------
+
+
+def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: type) -> Config:
+    """Return the config of a run, with flags of main.py applied.
+
+    flags   the dataclass of the command's own flags, for messages about unknown ones
+    Raises  ConfigError if the folder is not a run's, and as cli.parse
+    """
+    if any(argument.partition("=")[0] == "--config" for argument in arguments):
+        raise ConfigError(
+            f"--config cannot be combined with --run, whose config is {run.path('config.toml')}. "
+            "Override it with single flags, such as --eval.sequences 64."
+        )
+    own = tuple(field.name for field in dataclasses.fields(flags))
+    return cli.parse(["--config", str(config_file(run, "--run")), *arguments], own)
+
+
+def config_file(run: run_directory.RunDirectory, flag: str) -> Path:
+    """Return config.toml. Raises ConfigError if the folder, from `flag`, is not a run's."""
+    file = run.files / "config.toml"
+    if not file.is_file():
+        what = "has no config.toml" if run.exists() else "does not exist"
+        raise ConfigError(f"{flag} {run} {what}. Give the folder of a run, as {flag} runs/tiny.")
+    return file
+
+
+def resolve(config: Config) -> Config:
+    """Check the run's directory, and return the config with the settings of its first start.
+
+    These are the length of the schedule and, when a run resumes, --run.init_from with its step.
+
+    Raises  ConfigError if the directory does not fit --run.resume or --run.init_from, or holds a
+            run with other settings
+    """
+    directory, mode, source = run_directory.of(config), config.run.resume, config.run.init_from
+    if source and run_directory.at(source).is_same(directory):
+        raise ConfigError(
+            f"--run.init_from {source} is this run's own folder, and a new run needs another. Use "
+            f"another --run.name, as --run.name {config.run.name}-2."
+        )
+    if not directory.saved_steps():
+        if mode == "must":
+            raise ConfigError(
+                f"--run.resume must, and {directory} has no checkpoint to resume from. Check "
+                "--run.name and --run.dir, or use --run.resume auto."
+            )
+        check_records(directory, config.checkpoint.every_steps)
+        if source:
+            run = run_directory.at(source)
+            theirs = cli.load(config_file(run, "--run.init_from")).model
+            check_same_model(run, theirs, config.model)
+        return with_schedule(config, config.train.steps)
+    if not config.checkpoint.every_steps:
+        raise ConfigError(
+            f"--checkpoint.every_steps 0, and {directory} has checkpoints, which a run without "
+            "saves cannot resume from. Use --checkpoint.every_steps 100, or another --run.name."
+        )
+    if mode == "never":
+        raise ConfigError(
+            f"--run.resume never, and {directory} has checkpoints, which a new run would "
+            "overwrite. Use another --run.name, or --run.resume auto to resume it."
+        )
+    before = cli.load(directory.files / "config.toml")
+    if source not in ("", before.run.init_from):
+        log(
+            f"warning: --run.init_from {source} is not read: {directory} has checkpoints and "
+            "resumes. Use another --run.name for a new run."
+        )
+    first = {f"run.{name}": getattr(before.run, name) for name in ("init_from", "init_from_step")}
+    config = with_schedule(utils.changed(config, first), before.optimizer.schedule_steps)
+    check_compatible(dataclasses.asdict(before), dataclasses.asdict(config))
+    return config
+
+
+def with_schedule(config: Config, steps: int) -> Config:
+    """Return the config with the schedule's length filled in.
+
+    Raises  ConfigError for steps after the learning rate has reached 0, which would have no effect
+    """
+    length = config.optimizer.schedule_steps or steps
+    if config.train.steps > length and not config.optimizer.min_lr_ratio:
+        raise ConfigError(
+            f"--train.steps {config.train.steps}, and the learning rate is 0 after {length} "
+            "(--optimizer.schedule_steps, --optimizer.min_lr_ratio 0.0), so later steps have no "
+            f"effect. Use --train.steps {length}. To train further, start a new run from these "
+            f"weights: --run.init_from {run_directory.of(config)} with another --run.name."
+        )
+    return utils.changed(config, {"optimizer.schedule_steps": length})
+
+
+# --- what must not change when a run resumes ------------------------------------------------------
+
+
+def _fields(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"model.rope_scaling.factor": 1.0, ...} with JSON values."""
+    found = {}
+    for name, value in json.loads(json.dumps(config)).items():
+        is_section = isinstance(value, dict)
+        found |= _fields(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return found
+
+
+def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that a run may resume with these settings.
+
+    saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved
+    Raises      ConfigError with both values of each field that must not change
+    """
+    old, new = _fields(saved), _fields(now)
+    changed = {
+        name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if name.split(".")[0] not in FREE_SECTIONS
+        and name not in FREE_FIELDS
+        and old.get(name) != new.get(name)
+        # Of an imported run, which Checkpoints.restore refuses with the way to start from it.
+        and not (name == "tokens.train" and name not in old)
+    }
+    warned = changed.keys() & WARNED_FIELDS
+    for name in sorted(warned):
+        log(f"warning: the run resumes with another {changed[name]}")
+    refused = [text for name, text in changed.items() if name not in warned]
+    if refused:
+        raise ConfigError(
+            f"this run was started with other settings and cannot be continued with these: "
+            f"{', '.join(refused)}. Use the old values, or start a new run with --run.name."
+        )
+
+
+def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
+    """Check that a new run would not remove the records of a run without checkpoints.
+
+    A run that was killed before its first checkpoint was complete may start again. In this case
+    the folder of checkpoints exists, and there are no records from after the second save.
+
+    every_steps  --checkpoint.every_steps of the new run
+    Raises       ConfigError if the records are of a run without checkpoints, or with missing ones
+    """
+    records, before = folder.files / "metrics.jsonl", folder.files / "config.toml"
+    steps = [r["step"] for r in jsonl.read(records)] if records.is_file() else []
+    if before.is_file():
+        c = cli.load(before)
+        every_steps = every_steps and min(c.checkpoint.every_steps, c.train.steps)
+    allowed = (2 if folder.has_checkpoints() else 1) * every_steps
+    if steps and 0 < steps[-1] >= allowed:
+        raise ConfigError(
+            f"{folder} holds records of {steps[-1]} steps and no checkpoint to resume from. A new "
+            "run would start at step 0 and remove them. Copy checkpoints/ into the folder if it "
+            "was moved, use another --run.name, or remove the folder."
+        )
+
+
+# --- what must match when a run starts from another run's weights ---------------------------------
+
+
+def check_same_model(
+    run: run_directory.RunDirectory,
+    theirs: utils.Model,
+    ours: utils.Model,
+    flag: str = "--run.init_from",
+) -> None:
+    """Check that a run's weights fit this model.
+
+    flag    the flag that names the run, for the message
+    Raises  ConfigError with both values of the first fields that differ
+    """
+    old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
+    differ = [
+        f"{name} {old[name]!r} there and {new[name]!r} here"
+        for name in old
+        if name not in FREE_OF_WEIGHTS and old[name] != new[name]
+    ]
+    if differ:
+        more = f" and {len(differ) - MAX_NAMED} more" * (len(differ) > MAX_NAMED)
+        raise ConfigError(
+            f"{flag} {run} is of another model: {', '.join(differ[:MAX_NAMED])}{more}. "
+            "Leave out --config and these flags to use its [model], or set these values."
+        )
+
+
+def check_same_tokenizer(
+    run: run_directory.RunDirectory, tokens: dict[str, Any], data: str, manifest: Manifest
+) -> None:
+    """Raise ConfigError if the data has another tokenizer than the run of the weights."""
+    if tokens["tokenizer_sha256"] != manifest.tokenizer_sha256:
+        name = tokens["tokenizer"]
+        raise ConfigError(
+            f"--run.init_from {run} was trained with the tokenizer {name} (table sha256 "
+            f"{tokens['tokenizer_sha256']}), and {data} was made with {manifest.tokenizer} "
+            f"({manifest.tokenizer_sha256}), whose ids have another meaning. Prepare the data with "
+            f"data/prepare.py --tokenizer {name}."
+        )

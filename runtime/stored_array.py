@@ -1,0 +1,123 @@
+"""Arrays of a checkpoint, read with tensorstore: rows, slices or chunks."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from runtime import array_digests, buckets
+from utils import ConfigError
+
+READ_RETRIES = {"max_retries": 6}  # of a request to a bucket: about RETRY_S (runtime/buckets.py)
+# Prefixes of tensorstore's errors about damaged content. Errors of INVALID_ARGUMENT have no prefix
+# but contain UNDECODABLE. After any other error, reading again may succeed.
+DAMAGE = ("NOT_FOUND: ", "DATA_LOSS: ", "FAILED_PRECONDITION: ", "OUT_OF_RANGE: ")
+UNDECODABLE = "Error decoding "
+
+
+class Damaged(ConfigError):
+    """The content of a checkpoint is not what was saved."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether an error of tensorstore means that the content is damaged."""
+    return str(error).startswith(DAMAGE) or UNDECODABLE in str(error)
+
+
+def open_arrays(folder: str, entries: Mapping[str, Any]) -> dict[str, "StoredArray"]:
+    """Open arrays of a folder that Orbax wrote, by name.
+
+    entries  the description of each array in RECORD (checkpoint.py)
+    """
+    base = f"{'' if buckets.is_bucket(folder) else 'file://'}{folder}/"
+    context = ts.Context({"gcs_request_retries": READ_RETRIES})
+
+    def spec(name: str) -> dict[str, Any]:
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        return {"driver": "zarr", "kvstore": kvstore}
+
+    futures = {n: ts.open(spec(n), open=True, read=True, context=context) for n in entries}
+    return {name: StoredArray(entries[name], f.result()) for name, f in futures.items()}
+
+
+class StoredArray:
+    """An array of a checkpoint, in its canonical shape. Reads raise tensorstore's errors.
+
+    entry  its description in RECORD
+    store  the array in its stored shape
+    """
+
+    def __init__(self, entry: Mapping[str, Any], store: ts.TensorStore):
+        self.shape, self.dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
+        self.digest = tuple(entry["digest"])
+        stages = tuple(entry["stages"])
+        stored = (*stages, *self.shape[1:]) if stages else self.shape
+        if (store.shape, store.dtype.numpy_dtype) != (stored, self.dtype):
+            raise ValueError(f"DATA_LOSS: it has {store.dtype.name}{list(store.shape)}")
+        self._stages = stages or (1, 1, *self.shape[:1])
+        self._chunk = (() if stages else (1, 1)) + (store.chunk_layout.read_chunk.shape or ())
+        self._store = store if stages or not self.shape else store[ts.newaxis, ts.newaxis]
+
+    def read(self, rows: np.ndarray, rest: tuple[slice, ...]) -> np.ndarray:
+        """Return [len(rows), ...]: rows of the first dimension, slices of the others."""
+        v, p, k = np.unravel_index(rows, self._stages)
+        sizes = [len(range(*s.indices(n))) for s, n in zip(rest, self.shape[1:], strict=True)]
+        out = np.empty((len(rows), *sizes), self.dtype)
+        for rank in np.unique(p):  # a chunk holds layers of one rank
+            own = p == rank
+            v_own, k_own = v[own] - v[own].min(), k[own] - k[own].min()
+            v_range = slice(v[own].min(), v[own].max() + 1)
+            k_range = slice(k[own].min(), k[own].max() + 1)
+            values = self._store[(v_range, rank, k_range, *rest)].read().result()
+            out[own] = values[v_own, k_own]
+        return out
+
+    def whole(self) -> np.ndarray:
+        """Return the array."""
+        if not self.shape:
+            return np.asarray(self._store.read().result())
+        return self.read(np.arange(self.shape[0]), (slice(None),) * (len(self.shape) - 1))
+
+    def parts(self, dims: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """Yield (index, values) of each element of the first `dims` dimensions, chunk by chunk.
+
+        Raises  Damaged, after the last one, if the digest of the values is not that in RECORD
+        """
+        digests = []
+        for index, values in self._parts(dims) if dims else [((), self.whole())]:
+            first = np.ravel_multi_index(index, self.shape[:dims]) if dims else 0
+            digests.append(array_digests.of_numpy(values, self.shape, int(first) * values.size))
+            yield index, values
+        if array_digests.total(digests) != self.digest:
+            raise Damaged("its values are not those that were saved")
+
+    def _parts(self, dims: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        lead, chunk = dims + 2, self._chunk
+        starts = map(range, itertools.repeat(0), self._store.shape[:lead], chunk)
+        for start in itertools.product(*starts):
+            index = tuple(slice(a, a + n) for a, n in zip(start, chunk, strict=False))
+            values = self._store[index].read().result()
+            for inner in np.ndindex(values.shape[:lead]):
+                v, p, k, *more = map(sum, zip(start, inner, strict=True))
+                yield (int(np.ravel_multi_index((v, p, k), self._stages)), *more), values[inner]
+
+    def onto(self, like: jax.ShapeDtypeStruct, stages: tuple[int, ...]) -> jax.Array:
+        """Return the array on devices, in the shape and sharding of `like`, stacked by `stages`."""
+
+        @cache  # for devices that hold the same slice
+        def read(index: tuple[tuple[int | None, int | None], ...]) -> np.ndarray:
+            slices = tuple(slice(*bounds) for bounds in index)
+            if not self.shape:
+                return self.whole()
+            lead = len(stages) or 1
+            rows = np.arange(self.shape[0]).reshape(stages or -1)[slices[:lead]]
+            values = self.read(rows.reshape(-1), slices[lead:])
+            return values.reshape(*rows.shape, *values.shape[1:])
+
+        return jax.make_array_from_callback(
+            like.shape, like.sharding, lambda index: read(tuple((s.start, s.stop) for s in index))
+        )

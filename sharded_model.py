@@ -1,0 +1,433 @@
+"""The model through the pipeline: loss and gradients, evaluation, logits, on global arrays.
+
+`pipeline_functions` builds the three functions that the pipeline runs from the layers of model.py.
+`gather_params` turns this rank's weights into the ones that layers use, and `reduce_gradients`
+turns its gradients into those of the model. All of it runs inside one `shard_map` (`over_mesh`).
+
+Letters as in model.py; S positions whose logits are requested.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attention
+import pipeline
+import utils
+import weights
+from model import (
+    Batch,
+    Block,
+    EmbeddingAndHead,
+    ForwardOptions,
+    InputLayers,
+    LayerPosition,
+    Transformer,
+    chunked_loss,
+    cross_entropy,
+    dense_layer,
+    dense_layers,
+    embed,
+    gather_sequence,
+    local_ids,
+    local_logits,
+    moe_layer,
+    num_chunks,
+    rms_norm,
+)
+from schedule import Schedule
+from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
+from weights import vary
+
+BATCH_SPEC = P(None, BATCH_AXES)
+
+Policy = Callable[..., bool]  # of jax.checkpoint: whether the results of a primitive are saved
+
+# --- rematerialization ----------------------------------------------------------------------------
+
+
+# Primitives that multiply, communicate or look up. All others are elementwise or sums: recomputing
+# their results moves as many bytes as saving them, and takes no memory.
+COSTLY = frozenset([
+    "all_gather", "all_to_all", "cumsum", "dot_general", "foreign_kernel", "gather", "pmax",
+    "ppermute", "psum", "psum_invariant", "reduce_scatter", "scatter", "sort", "top_k",
+])  # fmt: skip
+
+
+def policy(remat: str) -> Policy:
+    """Return the policy of `train.remat`: the residuals of a layer that are not recomputed."""
+    if remat == "none":
+        return _costly
+    policies = jax.checkpoint_policies
+    if remat == "full":
+        return policies.nothing_saveable
+    return policies.save_only_these_names(*remat.split(","))
+
+
+def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank."""
+    if primitive.name != "all_gather":
+        return primitive.name in COSTLY
+    axes = params["axis_name"]
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return "fsdp" not in axes and params["axis_size"] > 1
+
+
+def remat(config: Config) -> Callable[[Callable], Callable]:
+    """Return a wrapper that applies `policy` to a layer."""
+    # Forward and backward run in different loops, so XLA cannot undo the recomputation.
+    return partial(jax.checkpoint, policy=policy(config.train.remat), prevent_cse=False)
+
+
+# --- the functions that the pipeline runs ---------------------------------------------------------
+
+
+def pipeline_functions(
+    config: Config,
+    declared: Transformer,
+    options: ForwardOptions,
+    step: jax.Array,
+    token_scale: jax.Array,
+    balance_scale: float,
+    wrap: Callable[[Callable], Callable] | None = None,
+) -> pipeline.Functions:
+    """Return the model as the pipeline's three functions, over weights from `gather_params`.
+
+    token_scale    factor on a token's cross-entropy.
+    balance_scale  factor on a sequence's balance loss.
+    wrap           wrapper of each layer; `remat(config)` if not given.
+    """
+    m, wrap = config.model, wrap or remat(config)
+
+    def position(data: Batch, layer: jax.Array) -> LayerPosition:
+        return LayerPosition(step, data.microbatch, layer)
+
+    def segments(data: Batch) -> jax.Array | None:
+        return data.segments if config.data.segments else None
+
+    def wrapped(layer: Callable, declared: Any) -> Callable:
+        """`layer`, which gathers its weights if they are gathered per layer, under `wrap`."""
+
+        def run(w: Any, *args: Any, **options: Any) -> Any:
+            w = weights.gather(declared, w) if config.fsdp.gather == "layer" else w
+            return layer(w, *args, **options)
+
+        return wrap(run)
+
+    def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
+        w = outer.first
+        x_btD = embed(w.embedding, data.tokens)
+        if w.prefix is not None:
+            run = wrapped(partial(dense_layer, options=options), declared.first.prefix)
+            start = position(data, jnp.int32(0))
+            x_btD = dense_layers(w.prefix, vary(x_btD), segments(data), start, run)
+        return x_btD
+
+    def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
+        layer, routing = m.first_k_dense_replace + number * (m.dense_layers + m.moe_layers), None
+        if w.dense is not None:
+            run = wrapped(partial(dense_layer, options=options), declared.blocks.dense)
+            x_btD = dense_layers(w.dense, x_btD, segments(data), position(data, layer), run)
+        if w.moe is not None:
+            run = wrapped(partial(moe_layer, options=options), declared.blocks.moe)
+            here = position(data, layer + m.dense_layers)
+            x_btD, routing = run(w.moe, x_btD, segments(data), position=here)
+        loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
+        return (x_btD, vary(loss)), routing
+
+    return pipeline.Functions(first, block, partial(last_loss, config, token_scale))
+
+
+def last_loss(
+    config: Config, token_scale: jax.Array, outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
+    h_bTD = final_hidden(config, outer, y_btD)
+    n = data.targets.size
+    c = num_chunks(n, config.train.loss_chunk_tokens)
+    # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
+    h_cnD = vary(h_bTD).reshape(c, n // c, -1)
+    targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
+    options = config.model.vocab_size, config.model.z_loss
+    return chunked_loss(options, outer.output, h_cnD, targets_cn, weights_cn * token_scale)
+
+
+@jax.named_scope("loss")
+def final_hidden(config: Config, outer: EmbeddingAndHead, y_btD: jax.Array) -> jax.Array:
+    """Return the input [b, T, D] of the output matrix.  Collectives: all_gather(tensor) of it."""
+    return gather_sequence(rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps), "input")
+
+
+# --- weights and gradients ------------------------------------------------------------------------
+
+
+def gather_params(config: Config, declared: Transformer, w: Transformer) -> pipeline.Parameters:
+    """Cast a rank's weights, gather them over fsdp, and type them as varying along every axis.
+
+    Because replicated weights are varying here, their gradients accumulate locally and are reduced
+    once, in `reduce_gradients`. With `fsdp.gather = "layer"`, blocks and prefix stay sharded and
+    each layer gathers its own; embedding and output are gathered here in either case.
+
+    Collectives  as weights.gather.
+    """
+    w = weights.cast(declared, w, jnp.dtype(config.model.compute_dtype))
+    if config.fsdp.gather == "step":
+        w = weights.gather(declared, w)
+    else:
+        embedding = weights.gather(declared.first.embedding, w.first.embedding)
+        w = w.replace(
+            first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
+        )
+    w = vary(w)
+    blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
+    return pipeline.Parameters(EmbeddingAndHead(w.first, w.last), blocks)
+
+
+def reduce_gradients(
+    config: Config, declared: Transformer, grads: pipeline.Parameters
+) -> Transformer:
+    """Reduce partial gradients over ranks, to the layout of the weights."""
+    stack = (config.mesh.virtual, 1, -1)  # [virtual, stage, block] of one pipeline rank
+    first, last = grads.outer
+    blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), grads.blocks)
+    per_step = config.fsdp.gather == "step"
+    reduce = weights.reduce_gradients
+    return Transformer(
+        first=InputLayers(
+            prefix=reduce(declared.first.prefix, first.prefix, gathered=per_step),
+            embedding=reduce(declared.first.embedding, first.embedding, gathered=True),
+        ),
+        blocks=reduce(declared.blocks, blocks, gathered=per_step),
+        last=reduce(declared.last, last, gathered=True),
+    )
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Stats:
+    """Losses (float32) and routing counts (int32) of a pass, the same on every rank."""
+
+    cross_entropy: jax.Array
+    z: jax.Array
+    balance: jax.Array
+    dropped: jax.Array  # choices beyond an expert's capacity
+    # [virtual, stage, block, E], before any is dropped; None in a dense model
+    tokens_per_expert: jax.Array | None
+
+    @property
+    def loss(self) -> jax.Array:
+        return self.cross_entropy + self.z + self.balance
+
+
+def stats_specs(m: utils.Model) -> Stats:
+    return Stats(P(), P(), P(), P(), P(None, "pipeline") if m.moe_layers else None)
+
+
+def summarize(config: Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
+    """Reduce this rank's sums.  Collectives: psums of scalars and of [blocks, E] integers."""
+    cross_entropy_sum, log_z_sum = lax.psum(sums, BATCH_AXES)
+    z = config.model.z_loss * log_z_sum
+    stats = Stats(cross_entropy_sum, z, jnp.zeros(()), jnp.zeros((), jnp.int32), None)
+    if routing is None:
+        return stats
+    count = routing.tokens_per_expert.reshape(
+        config.mesh.virtual, 1, -1, config.model.n_routed_experts
+    )
+    return stats.replace(
+        balance=balance_scale * lax.psum(routing.partial_balance.sum(), MESH_AXES),
+        dropped=lax.psum(routing.dropped.sum(), MESH_AXES),
+        tokens_per_expert=lax.psum(count, TOKEN_AXES),
+    )
+
+
+def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
+    """Return the factors on a token's cross-entropy and a sequence's balance loss in the means."""
+    total = lax.psum(data.loss_weights.sum(), BATCH_AXES)
+    sequences = data.tokens.shape[0] * data.tokens.shape[1] * lax.axis_size(BATCH_AXES)
+    return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
+
+
+def with_microbatch_index(data: Batch) -> Batch:
+    return data.replace(microbatch=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
+
+
+# --- over the mesh --------------------------------------------------------------------------------
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """Return the shape and layout of a step's batch."""
+    t = config.train
+    shape = (t.microbatches, t.global_batch_size // t.microbatches, t.seq_len)
+    layout = NamedSharding(mesh, BATCH_SPEC)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)
+    real = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout)
+    return Batch(tokens=ids, targets=ids, loss_weights=real, segments=ids)
+
+
+def platform(mesh: Mesh) -> str:
+    """Return the platform of present or target devices, as hardware.platform_of names it."""
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return device.platform
+    return f"gpu{device.compute_capability.partition('.')[0]}"
+
+
+def schedule_of(config: Config) -> Schedule:
+    return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+
+
+def forward_options(
+    config: Config, mesh: Mesh, capacity_factor: float | None, dropout: float = 0.0
+) -> ForwardOptions:
+    kernel = attention.choose_kernel(config, platform(mesh))
+    return ForwardOptions(config.model, config.train.seed, capacity_factor, dropout, kernel)
+
+
+def over_mesh(
+    declared: Transformer, mesh: Any, local: Callable, *in_specs: P, out: Any
+) -> Callable:
+    """Turn local(weights, batch, *rest), of one rank, into a function of global arrays."""
+    specs = (weights.specs(declared), BATCH_SPEC, *in_specs)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=True)
+
+
+def loss_and_gradients(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
+    """Return (weights, batch [M, B, T], step) -> (gradients, Stats).
+
+    Gradients are of the step's loss, float32, in the layout of the weights.
+    """
+    m = config.model
+    options = forward_options(config, mesh, m.capacity_factor, m.dropout)
+
+    def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
+        data = with_microbatch_index(data)
+        token_scale, balance_scale = scales(data, m.aux_loss_alpha)
+        run = pipeline_functions(config, declared, options, step, token_scale, balance_scale)
+        w = gather_params(config, declared, w)
+        grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
+        grads = reduce_gradients(config, declared, grads)
+        return grads, summarize(config, sums, routing, balance_scale)
+
+    out = (weights.specs(declared), stats_specs(m))
+    return over_mesh(declared, mesh, local, P(), out=out)
+
+
+def evaluate(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch], Stats]:
+    """Return (weights, batch [M, B, T]) -> Stats.
+
+    `balance` is the mean over layers and sequences: 1 if all experts have the same load.
+    """
+    m = config.model
+    options = forward_options(config, mesh, m.eval_capacity_factor)
+
+    def local(w: Transformer, data: Batch) -> Stats:
+        data = with_microbatch_index(data)
+        token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
+        run = pipeline_functions(
+            config, declared, options, jnp.int32(0), token_scale, balance_scale
+        )
+        w = gather_params(config, declared, w)
+        routing, sums = pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)
+        return summarize(config, sums.sum(0), routing, balance_scale)
+
+    return over_mesh(declared, mesh, local, out=stats_specs(m))
+
+
+def after_layers(
+    config: Config, declared: Transformer, mesh: Mesh, make: Callable, axes: tuple[str, ...]
+) -> Callable[[Transformer, Batch], jax.Array]:
+    """Return, for one rank, (weights, batch) -> [M, ...] make(outer, data, h_bTD); no token drops.
+
+    axes  mesh axes along which the result of `make` varies.
+    """
+    options = forward_options(config, mesh, None)
+
+    def local(w: Transformer, data: Batch) -> jax.Array:
+        def last(outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
+            return None, make(outer, data, final_hidden(config, outer, y_btD))
+
+        run = pipeline_functions(config, declared, options, jnp.int32(0), jnp.float32(1), 0.0)
+        run, w = run._replace(last=last), gather_params(config, declared, w)
+        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config), axes)[1]
+
+    return local
+
+
+def token_losses(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch], jax.Array]:
+    """Return (weights, batch [M, B, T]) -> [M, B, T, 2] float32, dropping no token.
+
+    For each target: its cross-entropy, and 1 if no token is more likely, else 0.
+    """
+
+    def of_chunk(outer: EmbeddingAndHead, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
+        args = outer.output, h_nD, targets_n, config.model.vocab_size
+        return jnp.stack([cross_entropy(*args)[0], is_likeliest(*args).astype(jnp.float32)], -1)
+
+    def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
+        n = data.targets.size
+        c = num_chunks(n, config.train.loss_chunk_tokens)
+        inputs = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
+        losses = lax.map(lambda chunk: of_chunk(outer, *chunk), inputs)
+        return losses.reshape(*data.targets.shape, 2)
+
+    local = after_layers(config, declared, mesh, make, BATCH_AXES)
+    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
+
+
+def is_likeliest(
+    table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array, vocabulary: int
+) -> jax.Array:
+    """Whether the target of each token [n] has the largest logit.  Collectives: 2 pmax of [n]."""
+    logits_nv = local_logits(table_vD, h_nD, vocabulary)
+    is_target_nv = local_ids(table_vD)[None, :] == targets_n[:, None]
+    picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
+    return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
+
+
+def logits(
+    config: Config, declared: Transformer, mesh: Mesh
+) -> Callable[[Transformer, Batch, jax.Array | None], jax.Array]:
+    """Return (weights, batch [M, B, T], positions [M, B, S]) -> [M, B, S, V], dropping no token.
+
+    The float32 logits of the token after each position; all positions if none are given. Padding
+    ids have -inf. Targets and loss weights of the batch are not used.
+    """
+
+    def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
+        h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
+        b, S, D = h_bSD.shape
+        logits_nv = local_logits(outer.output, h_bSD.reshape(b * S, D), config.model.vocab_size)
+        return logits_nv.reshape(b, S, -1)
+
+    layers = after_layers(config, declared, mesh, make, MESH_AXES)
+
+    def local(w: Transformer, data: Batch, positions_MbS: jax.Array) -> jax.Array:
+        return layers(w, data.replace(targets=positions_MbS))
+
+    out = P(None, BATCH_AXES, None, VOCABULARY_AXES)
+    run = over_mesh(declared, mesh, local, BATCH_SPEC, out=out)
+
+    def at_positions(
+        w: Transformer, data: Batch, positions_MBS: jax.Array | None = None
+    ) -> jax.Array:
+        if positions_MBS is None:
+            every = jnp.arange(data.tokens.shape[-1], dtype=jnp.int32)
+            positions_MBS = jnp.broadcast_to(every, data.tokens.shape)
+        return run(w, data, positions_MBS)
+
+    return at_positions

@@ -1,0 +1,229 @@
+"""Measure the sentences of documents and docstrings, and refuse phrases that have a standard term.
+
+    ./run.sh python tests/lint_prose.py           all tracked files
+    ./run.sh python tests/lint_prose.py FILE ..   only these
+
+Prints FILE:LINE, the reason and the sentence of each finding. Exit code 1 if there is one.
+
+Words are counted outside code blocks, tables, headings and indented lines. Inline code is one word.
+A sentence ends at . ! or ? before a space, at a blank line, and where a list item or a field of a
+docstring begins. Fewer than three words are no sentence. Phrases are also found in comments,
+strings, tables and shell scripts, but not in code blocks of Markdown.
+"""
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+QUOTED = re.compile(r"[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1$", re.DOTALL)  # a string of Python
+SUFFIXES = (".md", ".py", ".sh")
+LONG_WORDS, MAX_WORDS = 28, 40  # of a sentence
+
+
+class Bounds(NamedTuple):
+    """Most words per sentence of a file on average, and the largest share of long sentences."""
+
+    mean: float
+    long_share: float = 1.0
+
+
+README, DOCUMENT = Bounds(15.0, 0.06), Bounds(17.0)
+
+PHRASES = {
+    r"\b(?:is|are|was|were|be|been)\s+told\b": "is reported, is logged, receives",
+    r"\btells?\s+of\b": "describe, report",
+    r"\b(?:go|goes|going|gone|went)\s+on\s+(?:from|with|behind|where)\b": "resume, continue from",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bputs?\s+aside\b": "quarantine",
+    r"\bpretend\s+(?:devices?|hosts?)\b": "simulated devices, simulated hosts",
+    r"\bspread\s+experts\b": "expert parallelism",
+    r"\bgathered\s+experts\b": "experts sharded like other weights",
+    r"\b(?:made|makes?)\s+(?:again|anew)\b": "recomputed, created again",
+    r"\bby\s+itself\s+alone\b": "alone",
+    r"\bask(?:s|ed|ing)?\s+for\b": "requested, if enabled",
+    r"\blook(?:s|ed|ing)?\s+at\b": "inspect, read",
+    r"\bkept\s+for\s+the\s+backward\s+pass\b": "saved residuals",
+    r"\bparts?\s+of\s+(?:a|the)\s+sum\b": "partial sum",
+    r"\bchunks?\s+of\s+layers\b": "model chunk, virtual stage",
+    r"\broom\s+(?:at|for|of)\s+(?:an|each|the)\s+(?:experts?|slots?)\b": "capacity",
+    r"\bfar\s+rates?\b": "learning rate far outside the tuned range",
+    r"\btexts?\s+go(?:es)?\s+on\b": "completion",
+    r"\bbefore\s+(?:it|you)\s+(?:is\s+)?book(?:ed)?\b": "capacity planning",
+    r"\bwhole\s+(?:checkpoints?|files?)\b": "complete, committed",
+}
+REFUSED = [(re.compile(phrase, re.IGNORECASE), term) for phrase, term in PHRASES.items()]
+
+
+class Finding(NamedTuple):
+    path: Path
+    line: int
+    reason: str
+    sentence: str
+
+
+class Sentence(NamedTuple):
+    line: int  # of its first word, from 1
+    words: int
+    text: str
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def replaced(pattern: str, word: str, text: str) -> str:
+    """Replace what matches by a word and as many line breaks as it has."""
+    return re.sub(pattern, lambda m: word + "\n" * m[0].count("\n"), text, flags=re.DOTALL)
+
+
+def without_code_blocks(text: str) -> str:
+    return replaced(r"```.*?(?:```|\Z)", "", text)
+
+
+def prose_lines(text: str) -> Iterator[str]:
+    """Yield each line of Markdown as prose: without code, tables and headings.
+
+    An item of a list begins with an empty word, which ends the sentence before it.
+    """
+    text = replaced(r"\]\([^)]*\)", "]", without_code_blocks(text))
+    text = replaced(r"`[^`]*`", "CODE", text)
+    for line in text.split("\n"):
+        if line.lstrip().startswith(("|", "#", "![", "<")) or re.match(r" {4,}\S", line):
+            yield ""
+        elif item := re.match(r"\s*(?:[-*]|\d+\.)\s+(.*)", line):
+            yield f"\0 {item[1]}"
+        elif re.match(r"\w\S*(?: \S+){0,2}  +\S", line):  # a field of a docstring: name, two spaces
+            yield f"\0 {line}"
+        else:
+            yield line
+
+
+def sentences(text: str, first: int = 1) -> Iterator[Sentence]:
+    """Yield the sentences of Markdown whose first line has the number `first`."""
+    words: list[str] = []
+    start = first
+    for number, line in enumerate([*prose_lines(text), ""], first):
+        parts = line.split()
+        for word in parts or ["\0"]:
+            if word != "\0":
+                start = start if words else number
+                words.append(word)
+            if word == "\0" or re.search(r"[.!?][\"')]*$", word):
+                if len(words) >= 3:
+                    yield Sentence(start, len(words), " ".join(words))
+                words = []
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (number of its first line, docstring without indentation)."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, kinds) and (cleaned := ast.get_docstring(node)):
+            raw = node.body[0].value.value
+            skipped = raw[: len(raw) - len(raw.lstrip())].count("\n")
+            yield node.body[0].lineno + skipped, cleaned
+
+
+# --- phrases --------------------------------------------------------------------------------------
+
+
+def python_text(text: str) -> str:
+    """Return comments and contents of strings, each on its line; | stands for code between them."""
+    lines = [""] * (text.count("\n") + 2)
+
+    def add(line: int, content: str) -> None:
+        for offset, part in enumerate(content.split("\n")):
+            lines[line - 1 + offset] += part
+
+    silent = {"NL", "NEWLINE", "INDENT", "DEDENT", "FSTRING_START", "FSTRING_END", "ENDMARKER"}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "STRING":
+            body = QUOTED.match(token.string)[2]
+            add(token.start[0], re.sub(r"\{[^{}]*\}", "CODE", body))
+        elif name == "FSTRING_MIDDLE":  # from Python 3.12
+            add(token.start[0], token.string)
+        elif name == "COMMENT":
+            add(token.start[0], token.string.lstrip("#"))
+        elif name not in silent:
+            add(token.start[0], "|")
+    return "\n".join(lines)
+
+
+def phrases(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, reason, sentence) of each refused phrase."""
+    for pattern, term in REFUSED:
+        for match in pattern.finditer(text):
+            before = re.split(r"[.!?|]\s|\n\s*\n|\|", text[: match.start()])[-1]
+            after = re.split(r"(?<=[.!?])\s|\n\s*\n|\|", text[match.end() :], maxsplit=1)[0]
+            found = " ".join(match[0].split())
+            sentence = " ".join(f"{before}{match[0]}{after}".split())
+            yield text.count("\n", 0, match.start()) + 1, f"{found!r}: write {term}", sentence
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def bounds_of(path: Path) -> Bounds | None:
+    """Return the bounds of a Markdown file; None for other files."""
+    if path.suffix != ".md":
+        return None
+    return README if path.name == "README.md" else DOCUMENT
+
+
+def findings(path: Path) -> Iterator[Finding]:
+    """Yield what is wrong with one file."""
+    text, bounds = path.read_text(), bounds_of(path)
+    if bounds:
+        measured, searched = [*sentences(text)], without_code_blocks(text)
+    elif path.suffix == ".py":
+        measured = [s for line, doc in docstrings(text) for s in sentences(doc, line)]
+        searched = python_text(text)
+    else:  # lines of comments that follow each other are one text
+        measured, searched = [], re.sub(r"(?m)^\s*#+", " ", text)
+    for line, words, sentence in measured:
+        if words > MAX_WORDS:
+            reason = f"{words} words, more than {MAX_WORDS}"
+            yield Finding(path, line, reason, sentence)
+    for line, reason, sentence in phrases(searched):
+        yield Finding(path, line, reason, sentence)
+    if bounds and measured:
+        mean = statistics.fmean(s.words for s in measured)
+        long = sum(s.words > LONG_WORDS for s in measured) / len(measured)
+        longest = max(measured, key=lambda s: s.words)
+        if mean > bounds.mean:
+            reason = f"{mean:.1f} words a sentence on average, more than {bounds.mean:g}"
+            yield Finding(path, longest.line, reason, longest.text)
+        if long > bounds.long_share:
+            reason = f"{long:.0%} of sentences above {LONG_WORDS} words, more than "
+            reason += f"{bounds.long_share:.0%}"
+            yield Finding(path, longest.line, reason, longest.text)
+
+
+def tracked_files(root: Path) -> list[Path]:
+    """Return the files to check: what git has or would add, without what is generated."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    paths = [root / name for name in sorted({*listed.split("\0")} - {""})]
+    return [path for path in paths if path.suffix in SUFFIXES or path == root / ".ci/run"]
+
+
+def main(names: Iterable[str]) -> None:
+    paths = [Path(name).resolve() for name in names] or tracked_files(ROOT)
+    found = [finding for path in paths for finding in findings(path)]
+    for path, line, reason, sentence in sorted(found):
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        print(f"{shown}:{line}: {reason}: {sentence}")
+    print(f"{len(paths)} files, {len(found)} findings")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

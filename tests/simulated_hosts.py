@@ -1,0 +1,528 @@
+"""Simulated hosts on this machine, each with its own name, address and network link.
+
+A host is a set of Linux namespaces: network, host name, mounts, processes and IPC. It has its own
+boot id, by which XLA distinguishes hosts. The links meet at a switch in another namespace, so this
+machine's network does not change. The bandwidth and the delay of the links can change while
+programs run. With `with_ssh` each host also runs sshd and has its own disks.
+
+All hosts and their processes end when the thread that created them ends for any reason.
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from processes import ROOT
+from utils import ConfigError
+
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+SSH_PROGRAMS = ("sshd", "tmux", "git")
+PACKAGES = {"sshd": "openssh-server", "sbatch": "slurm-client", "ip": "iproute2", "tc": "iproute2"}
+PACKAGES |= dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux")
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+ENVIRONMENT = os.environ | {"PATH": PATH}
+
+# Kills a process when the thread that started it ends.
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+NAMESPACES = ("--net", "--uts", "--mount-proc", "--ipc", "--pid", "--fork", "--kill-child")
+CLONE_NEWNET = 0x40000000
+LINK_TIMEOUT_S = 20.0  # without any data while a link is measured
+WAIT_S = 120.0  # generous, since other programs can slow the machine down
+
+SHARED = "/mnt/shared"
+FOLDER = "tree"  # the repository on a host with ssh, in root's home
+DISK_MB = 1300
+
+# By default TCP starts slowly again on a connection that was idle during a computation. The delay
+# of a link would then count many times.
+SETUP = """
+set -e
+hostname {name}
+mount --bind {folder}/names /etc/hosts
+mount --bind {folder}/{name}/boot_id /proc/sys/kernel/random/boot_id
+ip link set lo up
+echo 0 >/proc/sys/net/ipv4/tcp_slow_start_after_idle
+"""
+SSH_SETUP = """
+mkdir -p /mnt
+mount -t tmpfs -o size=1m tmpfs /mnt
+mkdir /mnt/shared /mnt/venv /mnt/bin /mnt/cache
+mount --bind {cache} /mnt/cache
+mount --bind {folder}/shared /mnt/shared
+mount --bind -o ro {venv} /mnt/venv
+mount -t tmpfs -o size=64m tmpfs /run
+mkdir /run/sshd
+mount --bind {folder}/{name} /run/sshd
+mount -t tmpfs -o size={disk_mb}m tmpfs /tmp
+mount -t tmpfs -o size={disk_mb}m tmpfs /home
+mkdir -p /home/me/{tree}
+ln -s /mnt/venv /home/me/{tree}/.venv
+echo 'PATH=/mnt/bin:$PATH' >/home/me/.bashrc
+sed 's#^root:[^:]*:0:0:[^:]*:[^:]*:#root:x:0:0:root:/home/me:#' /etc/passwd >/run/passwd
+mount --bind /run/passwd /etc/passwd
+"""
+# sshd uses the first SetEnv alone.
+SSHD_CONFIG = """
+HostKey /run/sshd/host_key
+AuthorizedKeysFile /run/sshd/key.pub
+PermitRootLogin yes
+StrictModes no
+UsePAM no
+PidFile none
+MaxStartups 100
+SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin \
+XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
+JAX_COMPILATION_CACHE_DIR=/mnt/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+"""
+
+
+def missing(*programs: str) -> str:
+    """Return why hosts with these programs cannot be simulated here; empty if they can."""
+    if sys.platform != "linux" or os.geteuid():
+        return "root on Linux is required"
+    absent = [name for name in (*PROGRAMS, *programs) if not shutil.which(name, path=PATH)]
+    packages = dict.fromkeys(PACKAGES.get(name, name) for name in absent)
+    return f"{absent[0]} is not installed: apt-get install {' '.join(packages)}" if absent else ""
+
+
+def run(*command: str, **options: Any) -> str:
+    """Run a command and return its stdout. Raises ConfigError with its stderr if it fails."""
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, **options)
+    if done.returncode:
+        raise ConfigError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def network_namespace(process: int) -> Iterator[None]:
+    """Put this thread into the network namespace of a process; sockets created here stay there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(namespace: Any) -> None:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+    with open("/proc/thread-self/ns/net") as own, open(f"/proc/{process}/ns/net") as other:
+        enter(other)
+        try:
+            yield
+        finally:
+            enter(own)
+
+
+class Host:
+    """A set of namespaces, which last as long as their first process."""
+
+    def __init__(self, name: str, address: str = ""):
+        self.name, self.address = name, address
+        self._unshare: subprocess.Popen | None = None
+        self._throttled: set[str] = set()
+
+    def start(self, script: str, log: Path) -> None:
+        """Run a bash script as the first process. Raises ConfigError if namespaces are refused."""
+        with log.open("w") as stderr:
+            self._unshare = subprocess.Popen(
+                [*WITH_PARENT, "unshare", *NAMESPACES, "bash", "-c", script],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        if self._unshare.stdout.readline() != "ready\n":
+            raise ConfigError(
+                f"cannot create the simulated host {self.name}: {log.read_text().strip()}. A "
+                "container must be privileged."
+            )
+        children = f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children"
+        self.process = int(Path(children).read_text())  # the first process, as seen from here
+
+    def stop(self) -> None:
+        if self._unshare:
+            with self._unshare:
+                self._unshare.kill()
+
+    def command(self, *words: str, folder: Path | str = "/") -> list[str]:
+        """Return the command that runs `words` on this host in a folder.
+
+        The process ends with the thread that starts it, or when it is killed here.
+        """
+        enter = ("nsenter", "-t", str(self.process), "-a", f"--wd={folder}")
+        return [*WITH_PARENT, *enter, *WITH_PARENT, *words]
+
+    def in_network(self, command: str) -> None:
+        """Run an `ip` or `tc` command in the network of this host."""
+        run("nsenter", "-t", str(self.process), "--net", *command.split())
+
+    def throttle(self, device: str, mbit: float) -> None:
+        """Limit what leaves by a device to `mbit` Mbit/s; 0 removes the limit."""
+        if mbit:
+            # The bucket holds 10 full frames, or 2 ms of a fast link: a busy machine reads its
+            # clock no more often. The queue holds 16 MB before it drops packets.
+            burst = max(16_000, round(mbit * 250))
+            rate = f"rate {round(mbit * 1e6)}bit burst {burst} limit 16m"
+            self.in_network(f"tc qdisc replace dev {device} root tbf {rate}")
+            self._throttled.add(device)
+        elif device in self._throttled:
+            self.in_network(f"tc qdisc del dev {device} root")
+            self._throttled.remove(device)
+
+    # --- with ssh ---------------------------------------------------------------------------------
+
+    def __call__(self, command: str, check: bool = True) -> str:
+        """Return the stdout of a bash command in root's home; the network is not used."""
+        text = f"cd && PATH=/mnt/bin:$PATH && {command}"
+        done = subprocess.run(
+            self.command("bash", "-c", text),
+            env=ENVIRONMENT | {"HOME": "/home/me"},
+            capture_output=True,
+            text=True,
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def processes(self) -> list[str]:
+        """Return `PID COMMAND` of each process except sshd, its connections and this query."""
+        lines = self("ps -eww -o pid,args --no-headers").splitlines()
+        own = ("sshd", "/usr/sbin/sshd", "ps -eww", "bash -c cd && ")
+        return [line for line in lines if not line.split(maxsplit=1)[1].startswith(own)]
+
+
+class Network:
+    """Hosts h0, h1, .. with addresses 10.0.0.1, .2, .., and the switch that connects them.
+
+    folder    holds the files of the hosts, and `shared`, which is /mnt/shared on hosts with ssh
+    with_ssh  run sshd on each host, with an `ssh` that reaches them in the folder `bin`
+    """
+
+    def __init__(self, count: int, folder: Path, with_ssh: bool = False):
+        self.hosts = [Host(f"h{n}", f"10.0.0.{n + 1}") for n in range(count)]
+        self.folder, self.shared, self.bin = folder, folder / "shared", folder / "bin"
+        self._ports = {host: f"port{n}" for n, host in enumerate(self.hosts)}  # of the switch
+        self._switch, self._relay, self._with_ssh = Host("switch"), None, with_ssh
+
+    def __enter__(self) -> "Network":
+        """Raises ConfigError if hosts cannot be simulated here."""
+        if reason := missing(*(SSH_PROGRAMS if self._with_ssh else ())):
+            raise ConfigError(f"cannot simulate hosts: {reason}.")
+        names = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts)]
+        (self.folder / "names").write_text("\n".join(names) + "\n")
+        if self._with_ssh:
+            self._write_keys()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stop)
+            self._start(self._switch)
+            self._switch.in_network("ip link add bridge type bridge")
+            self._switch.in_network("ip addr add 10.0.0.254/24 dev bridge")
+            self._switch.in_network("ip link set bridge up")
+            for host, port in self._ports.items():
+                self._start(host)
+                peer = f"peer name eth0 netns {host.process}"
+                self._switch.in_network(f"ip link add {port} type veth {peer}")
+                self._switch.in_network(f"ip link set {port} master bridge up")
+                host.in_network(f"ip addr add {host.address}/24 dev eth0")
+                host.in_network("ip link set eth0 up")
+            if self._with_ssh:
+                self._write_ssh()
+                for host in self.hosts:
+                    wait_for(lambda host=host: self.answers(host))
+            stack.pop_all()
+        return self
+
+    def _start(self, host: Host) -> None:
+        folder = self.folder / host.name
+        folder.mkdir(exist_ok=True)
+        (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        setup, command = SETUP, "sleep infinity"
+        if self._with_ssh and host is not self._switch:
+            setup += SSH_SETUP
+            command = f"{shutil.which('sshd', path=PATH)} -D -e -f /run/sshd/sshd_config"
+        setup = setup.format(
+            name=host.name,
+            folder=self.folder,
+            cache=os.environ.get("JAX_COMPILATION_CACHE_DIR"),
+            venv=(ROOT / ".venv").resolve(),
+            disk_mb=DISK_MB,
+            tree=FOLDER,
+        )
+        host.start(f"{setup}\necho ready\nexec {command}", folder / "log")
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._set_relay(0)
+        for host in (*self.hosts, self._switch):
+            host.stop()
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def connect(self, host: Host, up: bool) -> None:
+        """Plug in the link of a host, or unplug it."""
+        self._switch.in_network(f"ip link set {self._ports[host]} {'up' if up else 'down'}")
+
+    def throttle(self, mbit: float) -> None:
+        """Limit what each host sends and receives to `mbit` Mbit/s; 0 removes the limit."""
+        for host, port in self._ports.items():
+            host.throttle("eth0", mbit)
+            self._switch.throttle(port, mbit)
+
+    def delay(self, seconds: float) -> None:
+        """Delay every packet; a relay in this process replaces the bridge. 0 removes the delay."""
+        self._set_relay(0)
+        for port in self._ports.values():
+            bridge = "nomaster" if seconds else "master bridge"
+            self._switch.in_network(f"ip link set {port} {bridge}")
+        self._set_relay(seconds)
+
+    def _set_relay(self, seconds: float) -> None:
+        if self._relay:
+            self._relay.close()
+        self._relay = None
+        if seconds:
+            self._relay = Relay(self._switch.process, list(self._ports.values()), seconds)
+
+    def connection(self, sender: Host, receiver: Host) -> tuple[socket.socket, socket.socket]:
+        """Return both ends of a new TCP connection."""
+        with network_namespace(receiver.process):
+            server = socket.create_server((receiver.address, 0))
+        with server:
+            with network_namespace(sender.process):
+                near = socket.socket()
+            near.connect(server.getsockname())
+            far, _ = server.accept()
+        for end in (near, far):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.settimeout(LINK_TIMEOUT_S)
+        return near, far
+
+    def bandwidth(self, seconds: float = 1.0) -> float:
+        """Return the Mbit/s from each host to the next, all at once as in a ring collective."""
+        ring = zip(self.hosts, self.hosts[1:] + self.hosts[:1], strict=True)
+        return statistics.mean(send_all([self.connection(*pair) for pair in ring], seconds))
+
+    def round_trip_s(self, repeats: int = 20) -> float:
+        """Return the median time in which one byte travels to another host and back."""
+        near, far = self.connection(*self.hosts[:2])
+        times = []
+        with near, far, ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: [far.sendall(far.recv(1)) for _ in range(repeats)])
+            for _ in range(repeats):
+                start = time.perf_counter()
+                near.sendall(b"?")
+                near.recv(1)
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    # --- ssh --------------------------------------------------------------------------------------
+
+    def _write_keys(self) -> None:
+        Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
+        self.shared.mkdir()
+        make_key = ("ssh-keygen", "-q", "-t", "ed25519", "-N")
+        run(*make_key, "", "-f", str(self.folder / "key"))
+        for host in self.hosts:
+            folder = self.folder / host.name
+            folder.mkdir()
+            run(*make_key, "", "-f", str(folder / "host_key"))
+            shutil.copy(self.folder / "key.pub", folder)
+            (folder / "sshd_config").write_text(SSHD_CONFIG)
+
+    def _write_ssh(self) -> None:
+        """Write an `ssh` that runs on the switch, with its own key and known hosts."""
+        self.bin.mkdir()
+        known = self.folder / "known"
+        keys = [(self.folder / host.name / "host_key.pub").read_text() for host in self.hosts]
+        known.write_text("".join(f"{h.address} {k}" for h, k in zip(self.hosts, keys, strict=True)))
+        (self.folder / "ssh_config").write_text(
+            f"Host *\n  User root\n  IdentityFile {self.folder / 'key'}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {known}\n  StrictHostKeyChecking yes\n"
+        )
+        ssh = f"{shutil.which('ssh')} -F {self.folder / 'ssh_config'}"
+        enter = f"{shutil.which('nsenter')} --net=/proc/{self._switch.process}/ns/net"
+        write_script(self.bin / "ssh", f'exec {enter} {ssh} "$@"\n')
+
+    def ssh(self, host: Host, command: str) -> subprocess.CompletedProcess:
+        ssh = [str(self.bin / "ssh"), host.address, command]
+        return subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    def answers(self, host: Host) -> bool:
+        return self.ssh(host, "true").returncode == 0
+
+    def hosts_file(self, hosts: Sequence[Host], name: str = "hosts.txt") -> str:
+        """Write a file for --hosts and return its path."""
+        path = self.folder / name
+        lines = [f"root@{host.address}  # {host.name}\n" for host in hosts]
+        path.write_text("# made by the tests\n\n" + "".join(lines))
+        return str(path)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def send_all(connections: Sequence[tuple[socket.socket, socket.socket]], seconds: float) -> list:
+    """Send over all connections at once and return the Mbit/s that each receives."""
+
+    def send(connection: socket.socket) -> None:
+        data, end = bytes(1 << 16), time.perf_counter() + seconds
+        with connection:
+            while time.perf_counter() < end:
+                connection.sendall(data)
+
+    def receive(connection: socket.socket) -> float:
+        size, buffer = 0, bytearray(1 << 18)
+        with connection:
+            connection.recv_into(buffer)  # the time before the first data does not count
+            start = end = time.perf_counter()
+            while received := connection.recv_into(buffer):
+                size, end = size + received, time.perf_counter()
+        return size * 8e-6 / (end - start)
+
+    with ThreadPoolExecutor(2 * len(connections)) as pool:
+        rates = [pool.submit(receive, far) for _, far in connections]
+        for near, _ in connections:
+            pool.submit(send, near)
+        return [rate.result() for rate in rates]
+
+
+# --- delay ----------------------------------------------------------------------------------------
+
+ETH_P_ALL = 3
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+HEADER_BYTES = 10  # struct virtio_net_hdr
+FRAME_BYTES = HEADER_BYTES + 18 + 65_536  # the longest frame before segmentation
+QUEUE_BYTES = 1 << 26
+
+
+class Relay:
+    """A switch in this process that forwards each frame after a delay.
+
+    Frames carry the header in which the kernel describes offloaded checksums and segmentation. So a
+    frame is up to 64 KiB long, and the frames are few enough for Python.
+    """
+
+    def __init__(self, switch: int, ports: Sequence[str], delay_s: float):
+        self._delay_s, self._open = delay_s, True
+        with network_namespace(switch):
+            self._ports = [self._port(name) for name in ports]
+        self._port_of: dict[bytes, socket.socket] = {}  # by MAC address
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _port(name: str) -> socket.socket:
+        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        for option in (PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING):
+            port.setsockopt(SOL_PACKET, option, 1)
+        for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
+            port.setsockopt(socket.SOL_SOCKET, option, QUEUE_BYTES)
+        port.bind((name, ETH_P_ALL))
+        return port
+
+    def _run(self) -> None:
+        queue: collections.deque = collections.deque()  # (time to forward, source port, frame)
+        while self._open:
+            timeout_s = max(0.0, queue[0][0] - time.monotonic()) if queue else 0.1
+            for port in select.select(self._ports, [], [], timeout_s)[0]:
+                queue.append((time.monotonic() + self._delay_s, port, port.recv(FRAME_BYTES)))
+            while queue and queue[0][0] <= time.monotonic():
+                self._forward(*queue.popleft()[1:])
+
+    def _forward(self, source: socket.socket, frame: bytes) -> None:
+        to, sender = frame[HEADER_BYTES : HEADER_BYTES + 6], frame[HEADER_BYTES + 6 :][:6]
+        self._port_of[sender] = source
+        known = self._port_of.get(to)
+        for port in [known] if known else [p for p in self._ports if p is not source]:
+            port.send(frame)
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+        for port in self._ports:
+            port.close()
+
+
+# --- for tests ------------------------------------------------------------------------------------
+
+
+def require(*programs: str) -> None:
+    """Skip the test if hosts with these programs cannot be simulated here.
+
+    With REQUIRE_HOSTS=1 in the environment the test fails instead, and with 0 it is always skipped.
+    """
+    import pytest  # late: benchmarks/links.py runs without it
+
+    required = os.environ.get("REQUIRE_HOSTS")
+    if required == "0":
+        pytest.skip("REQUIRE_HOSTS=0 disables tests with simulated hosts")
+    if reason := missing(*programs):
+        if required == "1":
+            pytest.fail(f"REQUIRE_HOSTS=1, and {reason}")
+        pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def network_with_ssh(count: int, folder: Path, *programs: str) -> Iterator[Network]:
+    """Start hosts with ssh and these programs, or skip the test."""
+    require(*SSH_PROGRAMS, *programs)
+    with Network(count, folder, with_ssh=True) as network:
+        yield network
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """Return the first true value of `condition()`. A file that is missing counts as false."""
+    end = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if value := condition():
+                return value
+        assert time.monotonic() < end, f"not within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{text}")
+    path.chmod(0o755)
+
+
+def path_with(folder: Path, programs: str) -> str:
+    """Return a PATH with these programs alone."""
+    folder.mkdir()
+    for name in programs.split():
+        (folder / name).symlink_to(shutil.which(name))
+    return str(folder)
+
+
+def checkout(folder: Path) -> Path:
+    """Create a repository with one commit of the files of this one, as they are now."""
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(None, names.split("\0")):
+        source, copy = ROOT / name, folder / name
+        if source.is_file() and not source.is_symlink():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
+    run("git", "init", "-q", ".", cwd=folder)
+    commit(folder, "all files")
+    return folder
+
+
+def commit(folder: Path, message: str) -> str:
+    author = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    run("git", "add", "-A", cwd=folder)
+    run("git", *author, "commit", "-q", "-m", message, cwd=folder)
+    return run("git", "rev-parse", "HEAD", cwd=folder)

@@ -1,0 +1,233 @@
+"""lm-evaluation-harness on tasks of local files."""
+
+import json
+import sys
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+import checkpoint
+import model
+import train
+import validate
+from data.tokenizer import tokenizer_of
+from inference import multiple_choice
+from runtime import resume, run_directory
+
+WORDS = ["import", "def", "class", "return", "self", "None", "True", "for", "if", "else"]
+WORDS += ["while", "with", "try", "print"]
+QUESTIONS = [
+    {"prompt": prompt, "choices": [f" {word}" for word in WORDS[i : i + 3]], "answer": i % 3}
+    for i, prompt in enumerate([*WORDS[:10], "x = 1\n" * 30 + "y"])
+]
+CHOICE = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: prompt
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+WRITING = """
+task: own_writing
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: target
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def harness():
+    with warnings.catch_warnings():  # of its packages
+        warnings.simplefilter("ignore")
+        from inference import lm_eval_adapter
+    # Listing its thousands of tasks takes seconds.
+    lm_eval_adapter.TaskManager = partial(lm_eval_adapter.TaskManager, include_defaults=False)
+    return lm_eval_adapter
+
+
+@pytest.fixture(scope="module")
+def known(whole):
+    """(config, declared, mesh, weights, tokenizer, end of text, begin) of the tiny run."""
+    config = resume.config_of(run_directory.at(whole), [], validate.Flags)
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, mesh).weights
+    _, w, stored = checkpoint.load_weights(run_directory.at(whole), None, shapes)
+    return config, declared, mesh, w, *tokenizer_of(stored["tokens"], config)
+
+
+@pytest.fixture(scope="module")
+def adapter(harness, known):
+    return harness.Model(*known)
+
+
+def of(*pairs):
+    """Requests as the harness makes them."""
+    return [SimpleNamespace(args=pair) for pair in pairs]
+
+
+GREEDY = {"until": [], "max_gen_toks": 6}
+
+
+@pytest.fixture(scope="module")
+def texts(adapter):
+    """The completion of each word."""
+    return adapter.generate_until(of(*((word, GREEDY) for word in WORDS)))
+
+
+@pytest.fixture
+def folder(tmp_path, texts):
+    rows = {
+        "choice": QUESTIONS,
+        "writing": [
+            {"prompt": word, "target": text if i % 4 else "other"}
+            for i, (word, text) in enumerate(zip(WORDS, texts, strict=True))
+        ],
+    }
+    for name, yaml in (("choice", CHOICE), ("writing", WRITING)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(json.dumps(row) for row in rows[name]))
+        (tmp_path / f"{name}.yaml").write_text(yaml.replace("FILE", str(file)))
+    return tmp_path
+
+
+@pytest.mark.huggingface
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_give_the_accuracy_of_the_same_questions(harness, whole, folder, known, capsys):
+    flags = ["--run", str(whole), "--json"]
+    file = folder / "choice.jsonl"
+    validate.main([*flags, "--questions", str(file)])
+    ours = json.loads(capsys.readouterr().out)
+    tasks = ["--lm_eval", "own_choice,own_writing", "--include_path", str(folder)]
+    validate.main([*flags, *tasks])
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 6
+    choice, writing = (found["results"][f"own_{name}"] for name in ("choice", "writing"))
+    assert choice["sample_len"] == len(QUESTIONS)
+    assert choice["acc,none"] == ours["accuracy"]
+    assert choice["acc_norm,none"] == ours["accuracy_norm"]
+    assert choice["acc_stderr,none"] == pytest.approx(ours["accuracy_stderr"])
+    assert writing["exact_match,none"] == pytest.approx(sum(i % 4 > 0 for i in range(14)) / 14)
+
+
+@pytest.mark.huggingface
+@pytest.mark.filterwarnings("ignore")
+def test_the_result_is_a_table_of_at_most_limit_examples(harness, whole, folder, capsys):
+    tasks = ["--lm_eval", "own_choice", "--include_path", str(folder), "--limit", "2"]
+    validate.main(["--run", str(whole), *tasks])
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first == "step 6"
+    assert table[0].startswith("|  Tasks   |") and any("|acc_norm|" in line for line in table)
+
+
+@pytest.mark.huggingface
+def test_choices_have_the_likelihood_that_questions_have(adapter, known):
+    found = adapter.loglikelihood(
+        of(*((q["prompt"], c) for q in QUESTIONS for c in q["choices"])), True
+    )
+    config, declared, mesh, w, tokenizer, *_ = known
+    given = [multiple_choice.Question(**q) for q in QUESTIONS]
+    ours = multiple_choice.evaluate(config, declared, mesh, w, given, tokenizer)["log_likelihoods"]
+    assert [score for score, _ in found] == pytest.approx(
+        [score for scores in ours for score in scores], rel=1e-5
+    )
+
+
+@pytest.mark.huggingface
+def test_texts_begin_as_documents_of_the_training_data_do(harness, known):
+    adapter, encode = harness.Model(*known[:-1], [7]), known[4].encode_ordinary
+    found = adapter.loglikelihood(of(("def", " f"), ("", "import os")), True)
+    pairs = [([7, *encode("def")], encode(" f")), ([7], encode("import os"))]
+    assert [score for score, _ in found] == adapter.scores(pairs)[0].tolist()
+    assert adapter.loglikelihood_rolling(of(("import os",)), True) == [found[1][0]]
+
+
+@pytest.mark.huggingface
+def test_only_the_greedy_completion_is_greedy(adapter, known, texts):
+    prompt = adapter.tok_encode("def")
+    generator = adapter.generator()
+    generator.reset([0], 0)
+    greedy = [int(new_B[0]) for new_B in generator.generate(adapter.decoding_weights, [prompt], 4)]
+    others = [[*greedy[:i], greedy[i] + 1, *greedy[i + 1 :]] for i in range(4)]
+    found = adapter._loglikelihood_tokens([(None, prompt, ids) for ids in (greedy, *others)])
+    assert [is_greedy for _, is_greedy in found] == [True, False, False, False, False]
+    assert texts[1].startswith(known[4].decode(greedy))
+
+
+@pytest.mark.huggingface
+def test_a_text_ends_before_the_first_of_its_stops(adapter, texts):
+    stops = [text[2:4] for text in texts]
+    requests = [
+        (word, GREEDY | {"until": [stop, "never"]}) for word, stop in zip(WORDS, stops, strict=True)
+    ]
+    found = adapter.generate_until(of(*requests[::-1]))[::-1]  # in the order of the requests
+    assert found == [text.split(stop)[0] for text, stop in zip(texts, stops, strict=True)]
+
+
+@pytest.mark.huggingface
+def test_a_prompt_that_is_too_long_loses_its_start(adapter, known):
+    words = " ".join(WORDS * 9)
+    kept = known[4].decode(adapter.tok_encode(words)[-(32 - 6) :])
+    one, other = adapter.generate_until(of((words, GREEDY), (kept, GREEDY)))
+    assert one == other
+
+
+@pytest.mark.huggingface
+def test_every_token_of_a_long_text_is_counted_once(adapter):
+    short, long = " ".join(WORDS[:9]), " ".join(WORDS * 9)
+    assert len(adapter.tok_encode(short)) <= 32 < len(adapter.tok_encode(long))
+    [[whole, _]] = adapter.loglikelihood(of(("", short)), True)
+    found = adapter.loglikelihood_rolling(of((short,), (long,), ("",)))
+    assert found[0] == pytest.approx(whole, rel=1e-5)
+    assert found[1] < found[0] and found[2] == 0
+    pairs = list(adapter.windows(adapter.tok_encode(long)))
+    assert [token for _, text in pairs for token in text] == adapter.tok_encode(long)
+    assert {len(context) + len(text) for context, text in pairs} == {33}
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (GREEDY | {"do_sample": True, "temperature": 1.0}, "a task requests sampling"),
+        ({"until": []}, r"requests 256 tokens .* trained on 32 .*max_gen_toks: 16"),
+    ],
+)
+def test_a_request_for_sampling_or_too_many_tokens_is_refused(adapter, settings, message):
+    with pytest.raises(ValueError, match=message):
+        adapter.generate_until(of(("def", settings)))
+
+
+@pytest.mark.huggingface
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_task_is_refused(harness, whole, folder):
+    tasks = ["--lm_eval", "own_choice,no_such", "--include_path", str(folder)]
+    with pytest.raises(ValueError, match="--lm_eval no_such is not a task"):
+        validate.main(["--run", str(whole), *tasks])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lm_eval", "a"], "needs the package lm_eval, .* -r requirements-hf.txt"),
+        (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
+        (["--limit", "3"], "need --lm_eval"),
+        (["--lm_eval", "a", "--limit", "0"], "--limit 0 is below 1"),
+    ],
+)
+def test_conflicting_flags_are_refused(flags, message, whole, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "harness", raising=False)
+    with pytest.raises(ValueError, match=message):
+        validate.main(["--run", str(whole), *flags])

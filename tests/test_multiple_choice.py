@@ -1,0 +1,164 @@
+"""Multiple-choice questions: the likelihood of choices against the one-device reference."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+import model
+import reference
+import train
+import validate
+from common import canonical
+from data.tokenizer import load_tokenizer
+from inference import multiple_choice
+from runtime import cli, resume, run_directory
+
+QUESTIONS = [
+    {"prompt": "import", "choices": [" os", " jax.numpy as jnp", " self"], "answer": 1},
+    {"prompt": "", "choices": ["def", "class A:\n    pass"], "answer": 0},
+    {"prompt": "x = 1\n" * 30, "choices": ["return", "for i in range(9):"], "answer": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(whole):
+    """log p of each choice in the reference, one text at a time."""
+    config = cli.load(whole / "config.toml")
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, mesh).weights
+    _, w, stored = checkpoint.load_weights(run_directory.at(whole), None, shapes)
+    tree = canonical(config, w)
+    tokenizer = load_tokenizer(stored["tokens"]["tokenizer"])
+    run = jax.jit(lambda batch: reference.loss(tree, batch, config.model)[1]["cross_entropy"])
+
+    def score(prompt, choice):
+        text = tokenizer.encode_ordinary(choice)
+        ids = [*(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]), *text][-33:]
+        batch = {name: np.zeros((1, 32), np.int32) for name in ("tokens", "targets", "segments")}
+        batch["loss_weights"] = np.zeros((1, 32), np.float32)
+        end = len(ids) - 1
+        batch["tokens"][0, :end], batch["targets"][0, :end] = ids[:-1], ids[1:]
+        batch["loss_weights"][0, max(0, end - len(text)) : end] = 1
+        return -float(run(batch)) * batch["loss_weights"].sum()
+
+    return [[score(q["prompt"], choice) for choice in q["choices"]] for q in QUESTIONS]
+
+
+@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expected, capsys):
+    flags = ["--run", str(whole), "--questions", str(file), "--json", *mesh.split()]
+    validate.main([*flags, "--train.microbatches", "2"])
+    found = json.loads(capsys.readouterr().out)
+    for ours, theirs in zip(found["log_likelihoods"], expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    right = [int(np.argmax(s)) == q["answer"] for s, q in zip(expected, QUESTIONS, strict=True)]
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    assert found["questions"] == 3 and found["step"] == 6
+    per_byte = [
+        int(np.argmax([x / len(c) for x, c in zip(s, q["choices"], strict=True)])) == q["answer"]
+        for s, q in zip(expected, QUESTIONS, strict=True)
+    ]
+    assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
+
+
+@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+def test_a_greedy_text_is_recognized(mesh, whole):
+    flags = [*mesh.split(), "--train.microbatches=2"]
+    config = resume.config_of(run_directory.at(whole), flags, validate.Flags)
+    declared, place = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, place).weights
+    w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
+    tree, context, text = jax.device_get(canonical(config, w)), [7, 300], []
+    run = jax.jit(lambda row: reference.logits(tree, row, config.model))
+    for _ in range(3):
+        row = np.array([[*context, *text, 0, 0, 0][:5]], np.int32)
+        text.append(int(run(row)[0, 1 + len(text)].argmax()))
+    others = [[*text[:i], text[i] ^ 1, *text[i + 1 :]] for i in range(3)]
+    scorer = multiple_choice.Scorer(config, declared, place, 5)
+    found = scorer(w, [(context, one) for one in (text, *others)])[1]
+    assert found.tolist() == [True, False, False, False]
+
+
+def test_a_prompt_begins_as_documents_of_the_training_data_do(whole):
+    config = resume.config_of(run_directory.at(whole), [], validate.Flags)
+    declared, place = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, place).weights
+    w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
+    tokenizer = load_tokenizer("sample")
+    questions = [multiple_choice.Question(prompt, [" f"], 0) for prompt in ("def", "")]
+    found = multiple_choice.evaluate(config, declared, place, w, questions, tokenizer, [7])
+    pairs = [
+        ([7, *tokenizer.encode_ordinary(q.prompt)], tokenizer.encode_ordinary(" f"))
+        for q in questions
+    ]
+    scores = multiple_choice.Scorer(config, declared, place, 4)(w, pairs)[0].tolist()
+    assert found["log_likelihoods"] == [[score] for score in scores]
+
+
+def test_many_questions_take_several_batches(whole, tmp_path, expected, capsys):
+    file = tmp_path / "asked.jsonl"
+    file.write_text("\n".join(json.dumps(q) for q in QUESTIONS * 3))  # 21 choices, 8 in a pass
+    validate.main(["--run", str(whole), "--questions", str(file), "--json"])
+    found = json.loads(capsys.readouterr().out)  # progress goes to standard error
+    for ours, theirs in zip(found["log_likelihoods"], expected * 3, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_the_result_is_printed_in_lines(whole, file, capsys):
+    validate.main(["--run", str(whole), "--questions", str(file)])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"step 6 on 3 questions of {file}"
+    assert [line.split()[0] for line in rest] == ["accuracy", "normalised"]
+    assert all("% +- " in line for line in rest)
+
+
+def test_the_standard_error_is_that_of_a_mean():
+    p, error = multiple_choice.accuracy([True, True, False, False, False])
+    assert p == 0.4
+    assert error == pytest.approx(np.std([1, 1, 0, 0, 0], ddof=1) / math.sqrt(5))
+    assert multiple_choice.accuracy([True]) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not a question .JSONDecodeError"),
+        ('{"prompt": "a", "choices": ["b", "c"]}', "line 2 is not a question .KeyError: 'answer'"),
+        ("3", "line 2 is not a question .TypeError"),
+        (
+            '{"prompt": "a", "choices": ["b"], "answer": 0}',
+            "line 2: the prompt must be a string, and",
+        ),
+        (
+            '{"prompt": "a", "choices": ["b", ""], "answer": 0}',
+            "line 2: the prompt must be a string, and",
+        ),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "the answer 2 is not one of the 2"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": "b"}', "the answer 'b' is not one of"),
+    ],
+)
+def test_an_invalid_line_is_named(line, message, tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(QUESTIONS[0]) + "\n" + line)
+    with pytest.raises(ValueError, match=message):
+        multiple_choice.read_questions(file)
+
+
+def test_a_file_without_questions_is_refused(tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"is empty\. Write a question in each line"):
+        multiple_choice.read_questions(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"absent.jsonl cannot be read"):
+        multiple_choice.read_questions(Path("absent.jsonl"))

@@ -1,0 +1,53 @@
+"""What a run records of its origin."""
+
+import datetime
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+
+from conftest import ROOT
+from runtime import provenance
+
+
+def test_a_start_has_command_code_host_devices_and_versions(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--run.name", "a b"])
+    start = provenance.describe_start(7)
+    assert start["step"] == 7 and start["command"] == ["main.py", "--run.name", "a b"]
+    assert datetime.datetime.fromisoformat(start["time"]).utcoffset() == datetime.timedelta(0)
+    assert start["devices"] == {"cpu": 8} and start["processes"] == 1 and start["host"]
+    expected = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
+    assert expected.items() <= start["versions"].items()
+    assert {"jaxlib", "flax", "optax", "orbax-checkpoint"} <= start["versions"].keys()
+    assert json.loads(json.dumps(start)) == start
+
+
+def test_the_commit_and_whether_the_code_differs_from_it_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "runtime/provenance.py"))
+    assert provenance._commit() == {"commit": None, "changed": None}
+    (tmp_path / "runtime").mkdir()
+    for name in ("runtime/provenance.py", "a.md", "b.jsonl", "c.png"):
+        (tmp_path / name).write_text("")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    first = provenance._commit()
+    assert len(first["commit"]) == 40 and first["changed"] is False
+    for name in ("a.md", "b.jsonl", "c.png"):
+        (tmp_path / name).write_text("changed")
+    assert provenance._commit() == first
+    (tmp_path / "runtime/provenance.py").write_text("changed")
+    assert provenance._commit() == first | {"changed": True}
+    monkeypatch.setenv("PATH", "")
+    assert provenance._commit() == {"commit": None, "changed": None}
+
+
+def test_each_start_is_a_line_and_one_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    first, second = (provenance.record(tmp_path, step) for step in (0, 3))
+    lines = (tmp_path / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [first, second]
+    provenance.record(tmp_path / "absent", 0)
+    assert "warning: this start is not recorded in" in capsys.readouterr().out
+    assert str(ROOT) not in lines[0].replace(json.dumps(sys.argv), "")

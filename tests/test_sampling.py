@@ -1,0 +1,172 @@
+"""Sampling from models whose output is known, and generation from a trained checkpoint.
+
+Letters: B sequences, T positions, P positions with logits, V vocabulary.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkpoint
+import generate
+import main
+import model
+import train
+import utils
+from data.manifest import read_manifest
+from data.tokenizer import load_tokenizer
+from inference import decode, sampling
+from runtime import resume, run_directory
+
+PROMPTS = ("def", "import jax", "")
+MESHES = {"1x1x1": utils.Mesh(fsdp=1, pipeline=1, tensor=1), "2x2x2_virtual": utils.Mesh(virtual=2)}
+
+
+@pytest.fixture(scope="module")
+def manifest(data):
+    return read_manifest(Path(data[1]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(manifest):
+    return load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
+
+
+def sampled(monkeypatch, manifest, logits, mesh="1x1x1", steps=(7,), length=16, **sample):
+    """Texts of PROMPTS after each of `steps`, where logits(tokens [B, P]) is the model."""
+
+    def extend(config, declared, mesh):
+        def of_tokens(w, cache, tokens_BT, start_B, at_BP):
+            return logits(jnp.take_along_axis(tokens_BT, at_BP, axis=-1)), cache
+
+        return of_tokens
+
+    monkeypatch.setattr(decode, "extend", extend)
+    config = utils.Config(
+        mesh=MESHES[mesh],
+        train=utils.Train(seq_len=length),
+        sample=utils.Sample(prompts=PROMPTS, **sample),
+    )
+    sampler = sampling.Sampler(config, train.make_mesh(config), manifest)
+    monkeypatch.setattr(sampler.generator, "convert_weights", lambda w: w)
+    texts = []
+    for step in steps:
+        samples = sampler(None, step)
+        assert [(s["step"], s["prompt"]) for s in samples] == [(step, p) for p in PROMPTS]
+        texts.append([s["text"] for s in samples])
+    return texts
+
+
+def counting(tokens_BP):
+    """Logits of the next id; the first id follows the last."""
+    return jax.nn.one_hot((tokens_BP + 1) % 4096, 4096)
+
+
+def following(tokenizer, manifest, prompt, count):
+    last = (tokenizer.encode_ordinary(prompt) or [manifest.end_of_text])[-1]
+    ids = [(last + 1 + i) % 4096 for i in range(count)]
+    return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_temperature_0_samples_the_most_likely_token(mesh, monkeypatch, manifest, tokenizer):
+    [texts] = sampled(monkeypatch, manifest, counting, mesh, tokens=4, temperature=0.0)
+    assert texts == [following(tokenizer, manifest, prompt, 4) for prompt in PROMPTS]
+
+
+def test_a_sample_ends_with_its_document(monkeypatch, manifest, tokenizer):
+    end = tokenizer.encode_ordinary("def")[-1] + 2
+
+    def ending(tokens_BP):
+        return counting(jnp.where(tokens_BP == end, manifest.end_of_text - 1, tokens_BP))
+
+    [texts] = sampled(monkeypatch, manifest, ending, tokens=4, temperature=0.0)
+    lengths = [2, 4, 4]
+    pairs = zip(PROMPTS, lengths, strict=True)
+    assert texts == [following(tokenizer, manifest, prompt, count) for prompt, count in pairs]
+
+
+def test_a_long_prompt_is_cut_at_its_start(monkeypatch, manifest, tokenizer):
+    assert len(tokenizer.encode_ordinary(PROMPTS[1])) > 1
+    [texts] = sampled(monkeypatch, manifest, counting, length=4, tokens=3, temperature=0.0)
+    assert texts == [following(tokenizer, manifest, prompt, 3) for prompt in PROMPTS]
+
+
+def test_samples_are_the_same_again_at_the_same_step(monkeypatch, manifest):
+    def even(tokens_BP):
+        return jnp.zeros((*tokens_BP.shape, 4096))
+
+    one, other, again = sampled(monkeypatch, manifest, even, steps=(1, 2, 1), temperature=1.0)
+    assert one == again
+    assert all(a != b for a, b in zip(one, other, strict=True)) and len(set(one)) == len(PROMPTS)
+
+
+def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(
+    manifest, monkeypatch, capsys
+):
+    config = utils.Config(mesh=utils.Mesh(fsdp=4, pipeline=2, tensor=1))
+    data, mesh = SimpleNamespace(manifest=manifest), train.make_mesh(config)
+    narrow = utils.Model(hidden_size=12)  # divides over 4 ranks of fsdp, not over 8
+    assert main.sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, data) is None
+    assert (
+        "no samples: --model.hidden_size 12 is not divisible by --mesh.fsdp 8"
+        in capsys.readouterr().out
+    )
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**20, "bytes_in_use": 0})
+    full = SimpleNamespace(devices=mesh.devices, axis_types=mesh.axis_types, local_devices=[device])
+    assert main.sampler(config, full, data) is None
+    assert "GiB per device, and 0.00 are free" in capsys.readouterr().out
+
+
+def frequencies(probabilities, **options):
+    """The frequency of each token in 2,000 samples."""
+    rows = jnp.broadcast_to(jnp.log(jnp.array(probabilities)), (2000, len(probabilities)))
+    numbers = jnp.arange(2000)
+    key, at = jax.random.key(0), jnp.zeros(2000, jnp.int32)
+    options = sampling.SamplingOptions(**options)
+    found = sampling.sample_tokens(rows, key, numbers, at, options)
+    return np.bincount(found, minlength=len(probabilities)) / 2000
+
+
+def test_tokens_are_sampled_by_temperature_top_k_and_top_p():
+    given = [0.5, 0.25, 0.15, 0.1]
+    assert frequencies(given, temperature=1.0) == pytest.approx(given, abs=0.03)
+    sharp = np.array(given) ** 2 / np.sum(np.array(given) ** 2)
+    assert frequencies(given, temperature=0.5) == pytest.approx(sharp, abs=0.03)
+    assert frequencies(given, temperature=1.0, top_k=2) == pytest.approx(
+        [2 / 3, 1 / 3, 0, 0], abs=0.03
+    )
+    # The first two have 0.75, so the third is needed for 0.8.
+    assert frequencies(given, temperature=1.0, top_p=0.8) == pytest.approx(
+        [5 / 9, 2.5 / 9, 1.5 / 9, 0], abs=0.03
+    )
+    assert frequencies(given, temperature=1.0, top_p=0.01).tolist() == [1, 0, 0, 0]
+    assert frequencies(given, temperature=0.0).tolist() == [1, 0, 0, 0]
+
+
+def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkeypatch):
+    monkeypatch.setattr(sampling, "MAX_PREFILL_TOKENS", 8)  # longer texts take several passes
+    one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.microbatches=1"]
+    config = resume.config_of(run_directory.at(whole), one, generate.Flags)
+    mesh = train.make_mesh(config)
+    shapes = train.abstract_state(config, model.declare(config), mesh).weights
+    _, w, _ = checkpoint.load_weights(run_directory.at(whole), None, shapes)
+    generator = sampling.Generator(config, mesh, 2, 32, 4095, sampling.SamplingOptions(0.0))
+    w = generator.convert_weights(w)
+    parts = [tokenizer.encode_ordinary(text) for text in ("import jax", "def test_a(x):", "x")]
+
+    def generated(*turns):
+        """The ids generated after each turn of two texts."""
+        generator.reset([0, 1], 0)
+        return [np.array([*generator.generate(w, turn, 4)]).T.tolist() for turn in turns]
+
+    (first, other), (second, _) = generated([parts[0], parts[1]], [parts[2], parts[2]])
+    assert generated([parts[0] + first + parts[2], parts[1]]) == [[second, other]]
+    # A text ends at the maximum length: after 31 of 32 positions there are two tokens.
+    full, beside = generated([(parts[1] * 9)[:31], parts[0]])[0]
+    assert full[2:] == [sampling.ENDED] * 2 and sampling.ENDED not in full[:2]
+    assert beside == first
