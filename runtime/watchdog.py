@@ -19,13 +19,15 @@ class Watchdog:
         self.name, self._spent_s = "start", 0.0  # of the current phase
         self.longest_s: dict[str, float] = {}  # by kind, the first word of a phase
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def __enter__(self) -> "Watchdog":
-        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
+        self._thread.join()
 
     def phase(self, name: str) -> None:
         """Begin a phase."""

@@ -172,7 +172,7 @@ def test_a_selected_kernel_that_cannot_run_is_an_error():
     with pytest.raises(ValueError, match=r"seq_len 1000.*Use --train.seq_len 1024"):
         attention.choose_kernel(config(attention_kernel="splash", seq_len=1000), "tpu")
     for words, platform in (("splash", "gpu9"), ("cudnn", "tpu"), ("triton", "tpu")):
-        with pytest.raises(ValueError, match=rf"attention {words}: these devices have"):
+        with pytest.raises(ValueError, match=rf"attention_kernel {words}: these devices have"):
             attention.choose_kernel(config(attention_kernel=words), platform)
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import checkpoint
+import inference
 import model
 import train
 import validate
@@ -228,6 +229,7 @@ def test_an_unknown_task_is_refused(harness, whole, folder):
 )
 def test_conflicting_flags_are_refused(flags, message, whole, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "harness", raising=False)
+    monkeypatch.delitem(sys.modules, "inference.lm_eval_adapter", raising=False)
+    monkeypatch.delattr(inference, "lm_eval_adapter", raising=False)
     with pytest.raises(ValueError, match=message):
         validate.main(["--run", str(whole), *flags])

@@ -340,7 +340,7 @@ def drawn(config, seed=0):
             "adamw",
             48,
             0.1,
-            "lr 0.1 is far .* adamw and .*width 48 .* 0.00057 and 0.057, as .* 0.0057",
+            "lr 0.1 is far .* adamw and .*hidden_size 48 .* 0.00057 and 0.057, as .* 0.0057",
         ),
         ("adamw", 1600, 0.01, "lr 0.01 is far .* .* 5.7e-05 and 0.0057, as .* 0.00057"),
         ("muon", 48, 1e-4, "lr 0.0001 is far .* muon .* 0.0016 and 0.16, as --optimizer.lr 0.016"),

@@ -116,14 +116,14 @@ def test_a_loss_that_is_not_finite_has_no_perplexity():
         ("--run absent", r"--run absent does not exist. Give the folder of a run"),
         ("--run {data}", r"has no config.toml. Give the folder of a run"),
         ("--step 4", r"no checkpoint of step 4 .* has steps \[3, 6\]. Use one"),
-        ("--model.vocab_size 512", "512 has no row .*Use --model.vocab_size 4096"),
+        ("--model.vocab_size 512", "512 covers only ids below 512.*Use --model.vocab_size 4096"),
         (
             "--model.hidden_size 64",
             r"is of another model: weights\..* Use the config .*config.toml",
         ),
         ("--eval.sequence 8", "unknown flag --eval.sequence.*did you mean --eval.sequences"),
         ("--steps 3", "unknown flag --steps.*did you mean"),
-        ("--eval.sequences 12", "12 is not a multiple of .*Use --eval.sequences 16"),
+        ("--eval.sequences 12", "12 is not divisible by .*Use --eval.sequences 16"),
         ("--config configs/tiny.toml", "--config cannot be combined with --run"),
         ("--data.val absent", "absent"),
         (
