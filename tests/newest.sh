@@ -2,12 +2,12 @@
 # Run the tests with the newest jax, even if requirements.txt does not allow it yet, and with the
 # newest other packages that requirements.txt and requirements-dev.txt allow. Ignores locks/.
 #
-#   tests/newest.sh                    all tests
+#   tests/newest.sh                    the tests that run by default
 #   tests/newest.sh tests/test_hlo.py  the same with arguments for pytest
 #   tests/newest.sh --help             print this
 #
 # The environment is .cache/newest, separate from that of run.sh, since jax 0.11 needs Python 3.12.
-# Each start updates it.
+# The uv of run.sh creates it, and each start updates it.
 #
 # Environment variable:
 #   PYTHON  the Python for it, 3.12 or newer; default: the first of python3.14 to python3.12 and
@@ -50,8 +50,8 @@ find_python() {
 }
 
 set_up() {
-  "$1" -m venv "$environment" &&
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
+  ./run.sh uv venv --quiet --allow-existing --python "$1" "$environment" &&
+    ./run.sh uv pip install --quiet --upgrade --python "$environment/bin/python" \
       -r <(sed 's/^jax[<>=].*/jax/' requirements.txt) -r requirements-dev.txt
 }
 

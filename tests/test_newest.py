@@ -8,14 +8,18 @@ import conftest
 
 TOOLS = "bash cat cp dirname env mkdir sed sh sort"
 
-# Stand-ins, so that nothing is installed: a Python of a version, which makes itself an environment.
+# Stand-ins, so that nothing is installed: a Python of a version, and run.sh with its uv.
 PYTHON = """#!/bin/sh
 case "$1$2" in
 -c*) exit {old} ;;
--mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
--mpip) cat "$8" "${{10}}" >required; exit "${{PIP:-0}}" ;;
 -mpytest) echo "tests run by {name}: $3"; exit 5 ;;
 -) echo "versions of {name}" ;;
+esac
+"""
+RUN = """#!/bin/sh
+case "$2" in
+venv) mkdir -p "$7/bin" && cp "$6" "$7/bin/python" ;;
+pip) cat "$9" "${11}" >required; exit "${PIP:-0}" ;;
 esac
 """
 
@@ -29,13 +33,17 @@ class Checkout:
         (folder / "tests").mkdir()
         for name in ("requirements.txt", "requirements-dev.txt", "tests/newest.sh"):
             shutil.copy(conftest.ROOT / name, folder / name)
+        self._add("run.sh", RUN)
         for name in filter(shutil.which, TOOLS.split()):
             (self.stubs / name).symlink_to(shutil.which(name))
 
     def add_python(self, path: str, old: int = 0):
+        self._add(path, PYTHON.format(old=old, name=path))
+
+    def _add(self, path: str, script: str):
         file = self.folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(PYTHON.format(old=old, name=path))
+        file.write_text(script)
         file.chmod(0o755)
 
     def run(self, *arguments, **environment):
