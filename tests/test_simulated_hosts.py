@@ -57,13 +57,6 @@ def test_without_hosts_tests_are_skipped_unless_they_are_required(monkeypatch, r
         simulated_hosts.require()
 
 
-def test_tests_with_hosts_can_be_disabled(monkeypatch):
-    monkeypatch.setattr(simulated_hosts, "missing", lambda: "")
-    monkeypatch.setenv("REQUIRE_HOSTS", "0")
-    with pytest.raises(pytest.skip.Exception, match="REQUIRE_HOSTS=0"):
-        simulated_hosts.require()
-
-
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     simulated_hosts.require()
