@@ -56,7 +56,6 @@ class Flags:
     json: Switch = False  # print JSON instead of tables
     png: Path | None = None  # draw memory by part and time by resource into this file
     hlo: Path | None = None  # write the text of the compiled program to this file
-    svg: Path | None = None  # draw the compiled program's graph by layer into this file
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -77,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         report.print_compiled(plan, console)
     if flags.png:
         report.draw(plan, flags.png)
-    for path in (flags.png, flags.hlo, flags.svg):
+    for path in (flags.png, flags.hlo):
         if path and not flags.json:
             print(f"written: {path}")
     check_memory(plan)
@@ -116,10 +115,10 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
 
 def check_flags(flags: Flags) -> None:
     """Raise ConfigError for flags that do not go together, and files that cannot be written."""
-    for name in ("hlo", "svg", "topology"):
+    for name in ("hlo", "topology"):
         if getattr(flags, name) and not flags.compile:
             raise ConfigError(f"--{name} goes with --compile. Use --compile --{name} ...")
-    for name in ("png", "svg", "hlo"):
+    for name in ("png", "hlo"):
         if path := getattr(flags, name):
             cli.check_writable(name, path)
     if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
@@ -173,16 +172,11 @@ def run_search(
 
 
 def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
-    """Compile the step, and write its text and its graph if requested."""
+    """Compile the step, and write its text if requested."""
     topology = flags.topology or (
         hardware.topology(chip, math.prod(config.mesh.shape[1:])) if chip and chip.is_tpu else ""
     )
-    compiled, text = compiler.compile_step(config, chip, topology, flags.hlo)
-    if flags.svg:
-        from planning import graph
-
-        graph.draw(text, flags.svg, config.run.name, compiler.branch_share(config))
-    return compiled
+    return compiler.compile_step(config, chip, topology, flags.hlo)[0]
 
 
 if __name__ == "__main__":

@@ -125,14 +125,9 @@ def failure(returncode: int, log: Path) -> str:
     return (lines or [f"exit code {returncode}"])[-1][:500]
 
 
-def branch_share(config: utils.Config) -> hlo.BranchShare:
-    """Return how often each branch of the schedule's conditionals runs."""
-    return pipeline.branch_share(sharded_model.schedule_of(config))
-
-
 def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any]:
     """Return the fields of Compiled that are counted in a program's text."""
-    share = branch_share(config)
+    share = pipeline.branch_share(sharded_model.schedule_of(config))
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     by_axes: dict[str, float] = {}
     rows = []

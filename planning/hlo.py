@@ -13,8 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,105 +123,52 @@ def parse(text: str) -> Program:
 
 # --- the walk -------------------------------------------------------------------------------------
 
-Value = frozenset | tuple  # what a visitor records of a result; for a tuple, of its members
-NOTHING: frozenset = frozenset()
-
-
-def joined(value: Value) -> frozenset:
-    """Return the union over all members."""
-    return frozenset().union(*map(joined, value)) if isinstance(value, tuple) else value
-
-
-def either(one: Value, other: Value) -> Value:
-    """Return the value of a result that is one or the other, as after a branch."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return tuple(map(either, one, other))
-    return joined(one) | joined(other)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One execution of a computation."""
-
-    computation: Computation
-    scope: Any = None  # what the visitor returned for the calling instruction
-    arguments: Sequence[Value] = ()
-    seen: set = field(default_factory=set)  # for the visitor; new in each trip and each branch
-
 
 @dataclass(frozen=True)
 class Walk:
-    """The sum of a visitor's counts over all executions of a program's instructions.
+    """The sum of the costs of instructions over all their executions.
 
-    visit   (instruction, values of its operands, frame) -> (counts, scope, value). The scope goes
-            to the frames of what it calls, the value to the instructions that read its result.
-    costs   selects the counts for which the number of executions must be known.
+    cost     (instruction, its computation) -> its cost in one execution.
+    fusions  whether to enter fusions.
     """
 
     program: Program
     branch_share: BranchShare | None
-    visit: Callable[[Instruction, list[Value], Frame], tuple[Cost, Any, Value]]
-    costs: Callable[[Counter], Counter] = Counter
+    cost: Callable[[Instruction, Computation], Cost]
+    fusions: bool = True
 
-    def run(self, name: str, *context) -> tuple[Counter, Value]:
-        """Return the counts of one execution of a computation, and the value of its result.
+    def run(self, name: str) -> Counter:
+        """Return the cost of one execution of a computation.
 
-        context   scope, arguments and seen of its frame.
-        Raises    ConfigError for a loop or branch with a cost that runs an unknown number of times.
+        Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
         """
-        frame = Frame(self.program.computations[name], *context)
         found: Counter = Counter()
-        values: dict[str, Value] = {}
-        value: Value = NOTHING  # in the end that of the root, which is written last
-        for instruction in frame.computation.values():
-            operands = [values.get(operand, NOTHING) for operand in instruction.operands]
-            counts, scope, value = self.visit(instruction, operands, frame)
-            add(found, counts)
-            if instruction.opcode in CALLS:
+        computation = self.program.computations[name]
+        for instruction in computation.values():
+            opcode = instruction.opcode
+            add(found, self.cost(instruction, computation))
+            if opcode in CALLS and (self.fusions or opcode != "fusion"):
                 for callee in instruction.computations("calls", "to_apply"):
-                    counts, value = self.run(callee, scope, operands, frame.seen)
-                    add(found, counts)
-            elif instruction.opcode == "while":
-                value = self.loop(found, instruction, scope, operands[0], frame.computation)
-            elif instruction.opcode == "conditional":
-                value = self.branch(found, instruction, scope, operands[1:])
-            values[instruction.name] = value
-        return found, value
+                    add(found, self.run(callee))
+            elif opcode == "while":
+                self.loop(found, instruction, computation)
+            elif opcode == "conditional":
+                self.branch(found, instruction)
+        return found
 
-    def loop(
-        self, found: Counter, loop: Instruction, scope: Any, state: Value, around: Computation
-    ) -> Value:
-        """Add a loop's counts: the first trip reads the initial state, the others the last trip's.
-
-        Raises  ConfigError for a loop of unknown length with a cost. Without a cost, it runs once.
-        """
-        body, condition = loop.computations("body", "condition")
-        first, after = self.run(body, scope, [state])
-        check, _ = self.run(condition, scope, [state])
-        try:
+    def loop(self, found: Counter, loop: Instruction, around: Computation) -> None:
+        """Add the cost of all trips. A loop of unknown length must have no cost."""
+        body, condition = map(self.run, loop.computations("body", "condition"))
+        if any((body + condition).values()):
             trips = trip_count(loop, around, self.program)
-        except ValueError:
-            if any(self.costs(first + check).values()):
-                raise
-            trips = 1
-        add(found, check, trips + 1)
-        add(found, first, min(trips, 1))
-        if trips > 1:
-            again, after = self.run(body, scope, [after])
-            add(found, again, trips - 1)
-        return after
+            add(found, body, trips)
+            add(found, condition, trips + 1)
 
-    def branch(
-        self, found: Counter, conditional: Instruction, scope: Any, arguments: list[Value]
-    ) -> Value:
-        """Add the counts of each branch by its share, in the order of `lax.switch`."""
+    def branch(self, found: Counter, conditional: Instruction) -> None:
+        """Add the cost of each branch by its share, in the order of `lax.switch`."""
         names = conditional.computations("branch_computations")
-        if not names:
-            names = conditional.computations("false_computation", "true_computation")
-            arguments = arguments[::-1]  # the true branch's is written first
-        called = zip(names, arguments, strict=True)
-        runs = [self.run(name, scope, [argument]) for name, argument in called]
-        costs = [self.costs(counts) for counts, _ in runs]
+        names = names or conditional.computations("false_computation", "true_computation")
+        costs = [self.run(name) for name in names]
         shares = self.branch_share(conditional.op_name) if self.branch_share else None
         if shares is None and any(cost != costs[0] for cost in costs):
             raise ConfigError(
@@ -230,10 +176,8 @@ class Walk:
                 f"that cost {[dict(cost) for cost in costs]}, and it is unknown how often each "
                 f"runs. Give a branch_share that returns {len(costs)} shares for its op_name."
             )
-        shares = shares or [1 / len(runs)] * len(runs)
-        for (counts, _), share in zip(runs, shares, strict=True):
-            add(found, counts, share)
-        return reduce(either, (value for _, value in runs))
+        for cost, share in zip(costs, shares or [1 / len(costs)] * len(costs), strict=True):
+            add(found, cost, share)
 
 
 def add(found: Counter, more: Cost, times: float = 1) -> None:
@@ -248,12 +192,8 @@ def executed(text: str, cost: Callable, branch_share: BranchShare | None = None)
                            (`lax.cond`: false first), or None if all branches cost the same.
     Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
     """
-
-    def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, None, Value]:
-        return cost(instruction, frame.computation), None, NOTHING
-
     program = parse(text)
-    return dict(Walk(program, branch_share, visit).run(program.entry)[0])
+    return dict(Walk(program, branch_share, cost).run(program.entry))
 
 
 def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
@@ -398,7 +338,6 @@ NO_TRAFFIC = frozenset([
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while",
     "conditional", "call", "partition-id", "replica-id", "iota", "opt-barrier",
 ])  # fmt: skip
-_INSIDE = "inside a fusion"
 
 
 def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
@@ -409,14 +348,11 @@ def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
     """
     program = parse(text)
 
-    def visit(instruction: Instruction, _: list, frame: Frame) -> tuple[Cost, Any, Value]:
-        if frame.scope == _INSIDE:
-            return {}, _INSIDE, NOTHING
-        size = kernel_bytes(instruction, frame.computation, program)
-        scope = _INSIDE if instruction.opcode == "fusion" else None
-        return {_scope(instruction): size} if size else {}, scope, NOTHING
+    def cost(instruction: Instruction, computation: Computation) -> Cost:
+        size = kernel_bytes(instruction, computation, program)
+        return {_scope(instruction): size} if size else {}
 
-    return dict(Walk(program, branch_share, visit).run(program.entry)[0])
+    return dict(Walk(program, branch_share, cost, fusions=False).run(program.entry))
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
