@@ -48,6 +48,7 @@ def test_the_model_is_that_of_the_reference_in_an_order_that_transformers_has():
     assert differ == {"first_k_dense_replace", "decoder_sparse_step"}
 
 
+@pytest.mark.slow
 @pytest.mark.huggingface
 def test_both_train_in_turns_from_the_same_first_loss(monkeypatch, capsys):
     """In one process, which saves the start of others."""
@@ -106,6 +107,7 @@ def test_different_first_losses_are_refused():
         peer.check_first_losses([Trained(8.31, "ours"), Trained(8.32), Trained(8.40)])
 
 
+@pytest.mark.slow
 def test_each_trainer_has_a_process_that_ends_with_it():
     one, other = peer.TrainerProcess(Trained, 1.0, "a"), peer.TrainerProcess(Trained, 2.0, "b")
     assert (one.name, one.first_loss, other.name) == ("a", 1.0, "b")

@@ -299,6 +299,7 @@ def test_the_table_in_docs_is_that_of_the_recorded_runs():
     assert recipe.table(runs) in (ROOT / "docs" / "experiments.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_trial_is_a_run_of_main(data, tmp_path, monkeypatch):
     """With its own flags, and a size that takes seconds."""
     monkeypatch.setattr(recipe, "SIZES", {"small": recipe.Size(16, 2, 8)})

@@ -306,6 +306,7 @@ def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_mean_over_answers(flags, folder, runs):
     extra = "--train.steps 1 --checkpoint.every_steps 0 --sample.prompts"
     run_folder = start(flags, runs, "answers", *extra.split())

@@ -809,6 +809,7 @@ def in_two_processes(folder, name, rank):
     return run_all(places, "-c", JOB, str(folder), name, str(rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_processes_restore_the_previous_step_if_one_reads_damaged_values(folder, rank):
     codes, outputs = in_two_processes(folder, "cannot read", rank)
@@ -819,6 +820,7 @@ def test_all_processes_restore_the_previous_step_if_one_reads_damaged_values(fol
         assert_newest(reader, 3, state_on(mesh_of(8, 1, 1), seed=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "rank"), [("disk full", 1), *((fault, 0) for fault in OF_TWO_PROCESSES)]
 )

@@ -122,6 +122,7 @@ def live_bytes():
     return sum(on_device.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 1)])
 def test_a_save_keeps_no_second_state_on_the_devices(bucket, folder, shape):
     """Also not after the next step, which donates the state while Orbax still writes the last."""
@@ -160,6 +161,7 @@ def removed(content):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [cut_short, flipped, removed])
 def test_no_damaged_object_results_in_a_wrong_state(
     bucket, steps_1_2, contents, states, harm, capsys
@@ -238,6 +240,7 @@ PERSISTENT = {403: buckets.AccessDenied, 404: buckets.AccessDenied}
 PERSISTENT |= dict.fromkeys([429, 503, "cut request"], buckets.Unavailable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
@@ -275,6 +278,7 @@ def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path):
     assert steps_in(bucket) == ["1", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
 def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatch):
     monkeypatch.setattr(buckets, "RETRY_S", 20.0)
@@ -289,6 +293,7 @@ def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatc
     assert all(fault.done == 2 for fault in faults), [fault.done for fault in faults]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["*/state/*/d/*", "*/state/d/*", "*/state/manifest.ocdbt", f"*/{checkpoint.RECORD}"]
 )

@@ -26,6 +26,7 @@ from test_map import flags, source, whole  # noqa: F401
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     # Clients close their connections when they are garbage collected.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     # Ray does not close the pipes of its processes.
@@ -147,7 +148,8 @@ def test_a_preparation_whose_driver_dies_can_continue_with_or_without_the_cluste
     tmp_path,
 ):
     outs = tmp_path / "processes", tmp_path / "cluster"
-    for out, process in [(out, start(nodes, 0.3, flags(source, out))) for out in outs]:
+    for out in outs:
+        process = start(nodes, 0.3, flags(source, out))
         wait_for(lambda out=out, p=process: records(out) >= 4 or p.poll() is not None)
         assert process.poll() is None
         process.kill()

@@ -147,6 +147,7 @@ def test_a_topology_that_libtpu_refuses_is_refused_with_valid_ones():
         compiler.compile_step(config_of((3, 3, 3)), V4, "3x3x3")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
 def test_a_step_that_exceeds_the_chips_memory_is_refused_with_the_compilers_message():
     config = config_of(

@@ -210,6 +210,7 @@ def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsy
     assert capsys.readouterr().out.startswith("def ")
 
 
+@pytest.mark.slow
 def test_export_takes_little_memory():
     config = ROOT / "configs" / "dense_124m.toml"
     found = convert_memory.measured(convert_memory.Flags(config=config))

@@ -50,6 +50,7 @@ def test_predictions_match_what_compilers_planned(key):
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
 @pytest.mark.parametrize("name", ["small-none-8x1x1", "dense-full-8x1x4"])
 def test_libtpu_still_plans_what_is_recorded(name, tmp_path):

@@ -196,6 +196,7 @@ errors.run_command(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -230,6 +231,7 @@ errors.run_command(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_error_of_one_process_ends_it_with_its_code_and_the_other_with_one_that_restarts(index):
     started = time.monotonic()
@@ -251,6 +253,7 @@ def test_processes_that_are_started_differently_report_the_difference():
         assert re.search(r"command differs: -c on process 0 .*, -c --steps=9 on process 1", text)
 
 
+@pytest.mark.slow
 def test_data_that_one_host_cannot_read_ends_all_with_2_and_the_reason(data, tmp_path):
     """Of the other host the folder is hidden; the time is from the end of the pre-flight checks."""
     from tiny_run import FLAGS as TINY

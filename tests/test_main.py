@@ -92,6 +92,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
         np.testing.assert_array_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data, runs, monkeypatch):
     """After step 3 an evaluation is due, after step 4 samples; neither is waited for."""
     for last in (3, 4):
@@ -113,6 +114,7 @@ def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data,
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypatch):
     """The next one is not begun before: it would have to end, too."""
     wait = main.Loop._wait
@@ -136,6 +138,7 @@ def recorded(folder):
     return kept, (folder / "samples.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_mesh_with_the_same_data(data, runs, whole):
     start(data, runs, "moved", "--train.steps", "3")
     mesh = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2 --train.microbatches 2"
@@ -221,6 +224,7 @@ def test_invalid_settings_are_refused_in_one_line_with_the_fix(whole, data, runs
     assert not (runs / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_run_logs_its_plan_first_and_measurements_last(data, runs, capsys):
     folder = start(data, runs, "recorded", "--train.steps", "3", "--eval.every_steps", "0")
     lines = capsys.readouterr().out.splitlines()
@@ -238,6 +242,7 @@ def test_a_run_logs_its_plan_first_and_measurements_last(data, runs, capsys):
     assert float(found[1]) == pytest.approx(predicted, rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs, capsys):
     flags = "--optimizer.lr 1e38 --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
     with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
@@ -248,6 +253,7 @@ def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs
     assert last["skipped"] >= 2 and None in (last["loss/train"], last["grad_norm"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_save_fails_ends_with_the_reason_and_resumes(data, runs, capsys):
     flags = "--train.steps 5 --checkpoint.every_steps 2 --eval.every_steps 0 --sample.prompts"
     rename = os.rename
@@ -511,6 +517,7 @@ errors.run_command(lambda: main.run(main.parse(sys.argv[1:])))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_finds_no_others_ends_with_a_code_to_retry(data, tmp_path):
     """Of one job only the first process is started, of another only the second."""
     jobs = environments(2, 4), environments(2, 4)
@@ -545,6 +552,7 @@ errors.run_command(lambda: main.run(main.parse(sys.argv[2:])))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_after_the_last_step_is_named(data, tmp_path):
     flags = "--run.dir", str(tmp_path), "--train.steps", "1", "--run.peer_seconds", "6"
     program = "-c", KILLED_AT_THE_END, str(tmp_path / "leaves")
@@ -582,6 +590,7 @@ def skipped(folder):
     return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_counted_and_listed_with_their_windows(
     with_nan, whole
 ):
@@ -600,6 +609,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_listed_with_their_win
     assert not (whole / "skipped.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_resumed_across_a_skipped_step_ends_with_the_same_bits(
     with_nan,
 ):
@@ -616,6 +626,7 @@ def faulty_in_two_processes(data, runs, whole):
     return in_two_processes("tests/faulty_run.py", *FLAGS, *data, *flags)
 
 
+@pytest.mark.slow
 def test_two_processes_skip_the_same_steps_as_one(faulty_in_two_processes, with_nan, runs):
     (folder, _), (_, logged) = with_nan, faulty_in_two_processes
     assert skipped(runs / "faulty") == skipped(folder), logged
@@ -627,6 +638,7 @@ def test_two_processes_skip_the_same_steps_as_one(faulty_in_two_processes, with_
     assert "step 2 is not applied (not finite)" in logged[0] and "is not applied" not in logged[1]
 
 
+@pytest.mark.slow
 def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_saved(
     faulty_in_two_processes, runs
 ):
@@ -698,6 +710,7 @@ def test_a_spike_is_logged_with_the_median_before_it(tmp_path, capsys, data):
     assert recorded in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
     flags = "--train.steps 3 --profile.first_step 1 --profile.steps 1 --checkpoint.every_steps 0"
     folder = start(data, runs, "profiled", *flags.split(), "--sample.prompts")

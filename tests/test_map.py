@@ -94,6 +94,7 @@ def test_processes_write_the_same_bits_as_one(source, whole, tmp_path, workers):
     assert files_of(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_after_any_kill_the_bits_are_the_same(source, whole, tmp_path):
     chance, kills, preparations = random.Random(0), 0, 0
     while kills < KILLS:
@@ -111,6 +112,7 @@ def test_after_any_kill_the_bits_are_the_same(source, whole, tmp_path):
         assert files_of(out) == whole
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_preparation_that_is_killed(source, tmp_path):
     command = [sys.executable, ROOT / "data" / "prepare.py", *flags(source, tmp_path)]
     process = subprocess.Popen([*command, "--workers", "2"])
@@ -321,6 +323,7 @@ def but_index(files):
     return {n: c for n, c in files.items() if n.endswith(".npy")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, 503, "cut request", "cut response"])
 def test_a_bucket_gets_the_same_shards_even_after_failures(source, whole, bucket, kind):
     url, out = uploaded(bucket, source, "source"), f"{bucket.url}/data/out"
@@ -345,6 +348,7 @@ def test_a_preparation_into_a_bucket_resumes_after_a_kill(source, whole, bucket,
     assert objects(out) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "raised"),
     [

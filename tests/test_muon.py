@@ -168,6 +168,7 @@ def test_updates_match_the_singular_value_decomposition_on_every_mesh(name, layo
     assert seen == set(SIDES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual"])
 def test_updates_in_bfloat16_are_close(name):
     """Two digits remain where singular values differ by 100, because the steps are steep."""
@@ -303,6 +304,7 @@ def run(name):
     return config, canonical(config, state.weights), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MESHES)[1:])
 def test_five_steps_end_at_the_same_weights_on_every_mesh(name):
     (_, one, _), (_, other, state) = run("1x1x1"), run(name)
@@ -327,6 +329,7 @@ def test_a_step_that_is_not_finite_does_not_change_weights_or_momenta():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.optimizer), momenta)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_restores_onto_any_mesh(tmp_path):
     """Weights, momentum and the next step match those of the saved run."""
     config, before, state = run("2x2x2_virtual")

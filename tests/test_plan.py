@@ -43,6 +43,7 @@ def planned(capsys, *flags):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_plan_starts_no_device():
     """A platform that does not exist is an error when jax looks for devices."""
     flags = [*JAXFORMER, "--chip", "v4", "--chips", "32", "--search", "--json"]
@@ -87,6 +88,7 @@ def test_a_number_of_chips_without_a_slice_is_reported(capsys):
     assert "No usual slice of v4 has 3 chips" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_number_of_chips_searches_for_the_best_mesh(capsys):
     found = planned(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
     flags = found["flags"]
@@ -111,6 +113,7 @@ def test_a_step_that_does_not_fit_names_the_largest_savings(capsys):
     assert "Largest savings: --train.remat full (" in text
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
     flags = [*SMALL, "--chip", "cpu", "--compile"]
     files = {name: tmp_path / f"step.{name}" for name in ("hlo", "png")}
@@ -167,6 +170,7 @@ def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(
     assert "autotunes kernels" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     _, config = make_compiled.config_of("jaxformer")
     chip = hardware.CHIPS["v4"]
@@ -236,6 +240,7 @@ def test_attention_that_cannot_run_is_refused_before_the_search(flags, message):
         plan.main([*JAXFORMER, *flags, "--search", "--model.attention_kernel", "splash"])
 
 
+@pytest.mark.slow
 def test_a_config_that_fits_nowhere_reports_the_missing_memory_and_the_best_flag():
     with pytest.raises(ValueError, match=r"GiB per chip are missing.*Of single flags --[a-z._]+ "):
         plan.main([*JAXFORMER, *LARGE])

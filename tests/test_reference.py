@@ -216,6 +216,7 @@ def test_the_loss_and_its_parts_match_numpy():
     assert parts["tokens_per_expert"].dtype == np.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_the_loss_match_finite_differences_for_every_weight(tied):
     model = small(tie_word_embeddings=tied)

@@ -263,6 +263,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, monkeypatch):
     """The second start cuts the records of the first, as a resume does, and writes others."""
     retried = buckets._retried
@@ -308,6 +309,7 @@ def test_an_ambiguous_object_name_is_refused(name):
         run_directory.at(name)
 
 
+@pytest.mark.slow
 def test_a_local_copy_is_removed_at_exit_unless_its_upload_failed(bucket, url):
     program = """
 import os, sys
@@ -350,6 +352,7 @@ def same_but_measured(a, b):
         assert recorded(a, name) == recorded(b, name)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     bucket, url, data, whole, monkeypatch
 ):
@@ -380,6 +383,7 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     assert [start["step"] for start in jsonl.read(done.files / "starts.jsonl")] == [0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
     bucket, data, tmp_path, mixed
@@ -397,6 +401,7 @@ def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
     assert len(jsonl.read(tmp_path / "bucket" / "metrics.jsonl")) > 6
 
 
+@pytest.mark.slow
 def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
     bucket, url, data, monkeypatch
 ):
@@ -417,6 +422,7 @@ def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
     assert len(losses(fresh(url).files)) == 3 and fresh(url).saved_steps() == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(bucket, url, data, monkeypatch):
     flags = ["--run.dir", f"{bucket.url}/runs", "--run.name", "x", "--checkpoint.every_steps", "2"]
     here = main.Loop._record

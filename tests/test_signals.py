@@ -151,6 +151,7 @@ def test_a_request_to_one_process_stops_all_at_the_same_step(tmp_path, number):
     assert saved == last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_dies_or_freezes_ends_the_other_with_a_code_that_restarts(

@@ -116,6 +116,7 @@ def run(name, bias_speed=0.0):
     )
 
 
+@pytest.mark.slow
 def test_the_run_that_compares_meshes_learns_and_drops_nothing():
     one = run("1x1x1")
     assert one.losses[0] - one.losses[-1] > 0.5
@@ -141,6 +142,7 @@ def routing_differences(one, other):
     return int(np.abs(one.counts - other.counts).sum()) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2x2x2_virtual"])
 def test_losses_with_the_router_bias_agree_until_routing_differs(name, capsys):
     one, other = run("1x1x1", 1e-3), run(name, 1e-3)
@@ -260,6 +262,7 @@ def test_without_skip_spikes_state_and_report_have_no_norms():
     assert train.detect_spike(0.0, None, np.float32(1), np.True_) == (np.True_, None, {})
 
 
+@pytest.mark.slow
 def test_a_spike_changes_only_the_counters_and_skip_spikes_no_other_step():
     config, mesh, _ = step_of("2x2x2")
     on = dataclasses.replace(config.train, skip_spikes=3.0)

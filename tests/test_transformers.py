@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.huggingface,
+    pytest.mark.slow,
     # Deprecations within torch and transformers.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
