@@ -1,5 +1,6 @@
 """Command line and config files: parse, load, write and check the settings of utils.py."""
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -81,12 +82,10 @@ def sets_mesh(arguments: list[str]) -> bool:
 
 def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the file that `--config` names, None without it, and the other arguments."""
-    for i, argument in enumerate(arguments):
-        name, equals, path = argument.partition("=")
-        if name == "--config":
-            rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
-            return path if equals else "".join(arguments[i + 1 : i + 2]), rest
-    return None, arguments
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, rest = parser.parse_known_args(arguments)
+    return found.config, rest
 
 
 def _switches(arguments: list[str]) -> list[str]:
@@ -109,25 +108,26 @@ def _switches(arguments: list[str]) -> list[str]:
 
 def load(path: str | Path) -> Config:
     """Return the config of a TOML file. Missing settings have their defaults."""
-    known, values = fields_of(), {}
+    known, values = fields_of(), flat(_read(path))
+    sections = sorted({name.rpartition(".")[0] for name in known})
+    for name in values:
+        section, _, key = name.rpartition(".")
+        if section and section not in sections:
+            hint = _suggestion(section, sections)
+            raise ConfigError(f"{path}: unknown section [{section}]{hint}")
+        if name not in known:
+            inside = f" in [{section}]" * bool(section)
+            raise ConfigError(f"{path}: unknown key {key}{inside}{_suggestion(name, [*known])}")
+    return changed(Config(), {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()})
 
-    def read(table: dict[str, Any], prefix: str) -> None:
-        for key, value in table.items():
-            name = prefix + key
-            if isinstance(value, dict) and any(f.startswith(f"{name}.") for f in known):
-                read(value, f"{name}.")
-            elif name in known:
-                values[name] = _typed(f"{path}: {name} =", known[name], value)
-            elif isinstance(value, dict):
-                sections = sorted({f.rpartition(".")[0] for f in known})
-                raise ConfigError(f"{path}: unknown section [{name}]{_suggestion(name, sections)}")
-            else:
-                inside = f" in [{prefix[:-1]}]" * bool(prefix)
-                hint = _suggestion(name, [*known])
-                raise ConfigError(f"{path}: unknown key {key}{inside}{hint}")
 
-    read(_read(path), "")
-    return changed(Config(), values)
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"model.rope_scaling.factor": 1.0, ...} of nested tables."""
+    found = {}
+    for key, value in table.items():
+        is_table = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{key}.") if is_table else {prefix + key: value}
+    return found
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -234,14 +234,12 @@ def check(config: Config) -> None:
 
 
 def _check_run(config: Config) -> None:
-    remat, known = config.train.remat, ("none", "full", *REMAT_NAMES)
+    remat = config.train.remat
     unknown = sorted(set(remat.split(",")) - set(REMAT_NAMES))
     if remat not in ("none", "full") and unknown:
-        close = difflib.get_close_matches(unknown[0], known, 1, 0.5)
         raise ConfigError(
-            f"--train.remat {remat}: {', '.join(map(repr, unknown))} cannot be saved"
-            f"{f', did you mean {close[0]}?' if close else '.'} Use none, full, or some of "
-            f"{', '.join(REMAT_NAMES)}, separated by commas."
+            f"--train.remat {remat}: {', '.join(map(repr, unknown))} cannot be saved. Use none, "
+            f"full, or some of {', '.join(REMAT_NAMES)}, separated by commas."
         )
     if config.run.time_limit:
         seconds(config.run.time_limit)
@@ -295,22 +293,17 @@ def _check_model(m: Model) -> None:
 
 def _check_experts(m: Model) -> None:
     experts, k, groups = m.n_routed_experts, m.num_experts_per_tok, m.n_group
-    if k > experts:
-        raise ConfigError(
-            f"--model.num_experts_per_tok {k} is more than --model.n_routed_experts {experts}. Use "
-            f"{experts} or less."
-        )
+    for name, limit in (("num_experts_per_tok", "n_routed_experts"), ("topk_group", "n_group")):
+        if (value := getattr(m, name)) > (most := getattr(m, limit)):
+            raise ConfigError(
+                f"--model.{name} {value} is more than --model.{limit} {most}. Use {most} or less."
+            )
     if groups > 1 and (experts % groups or experts < 2 * groups):
         usable = [n for n in range(1, groups) if experts % n == 0 and experts >= 2 * n]
         raise ConfigError(
             f"--model.n_group {groups} with --model.n_routed_experts {experts}: groups have equal "
             "size, and 2 experts or more, as a group's score is the sum of its two best. Use "
             f"--model.n_group {max(usable, default=1)}."
-        )
-    if m.topk_group > groups:
-        raise ConfigError(
-            f"--model.topk_group {m.topk_group} is more than --model.n_group {groups}. Use "
-            f"{groups} or less."
         )
     each = experts // groups
     if m.topk_group * each < k:

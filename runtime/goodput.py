@@ -19,7 +19,6 @@ paused, and after the run's end.
 
 import itertools
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ WRITE_S, MAX_DOWN_S = 10.0, 7 * 24 * 3600.0
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process was started; 0 if the system does not provide them."""
+    """Return the seconds since this process was started; 0 without /proc."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -81,8 +80,7 @@ class GoodputLog:
     def _lost_s(self, records: Path, step: int) -> float:
         """Return the time of steps after `step`, without data wait, that the last line counts."""
         last = self._before[-1]["step"] if self._before else 0
-        found = jsonl.read(records) if records.exists() and last > step else []
-        lost = [r for r in found if "step_s" in r and step < r["step"] <= last]
+        lost = [r for r in jsonl.read(records) if "step_s" in r and step < r["step"] <= last]
         return sum(max(0.0, r["step_s"] - r["data_wait_s"]) for r in lost)
 
     def after_step(self, step: int) -> None:
@@ -106,18 +104,8 @@ class GoodputLog:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return the valid lines, oldest start first."""
-    file = folder / "goodput.jsonl"
-    return [line for line in jsonl.read(file) if _is_valid(line)] if file.exists() else []
-
-
-def _is_valid(line: object) -> bool:
-    try:
-        numbers = [line[name] for name in ("begin", "end", "step", "repeated_s", "ended")]
-        numbers += line["seconds"].values()
-        return "steps" in line["seconds"] and all(math.isfinite(n) and n >= 0 for n in numbers)
-    except (TypeError, KeyError, AttributeError):
-        return False
+    """Return the lines, oldest start first."""
+    return jsonl.read(folder / "goodput.jsonl")
 
 
 def seconds(lines: list[dict]) -> dict[str, float]:

@@ -42,7 +42,7 @@ def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: 
     """
     if any(argument.partition("=")[0] == "--config" for argument in arguments):
         raise ConfigError(
-            f"--config cannot be combined with --run, whose config is {run.path('config.toml')}. "
+            f"--config cannot be combined with --run, whose config is {run}/config.toml. "
             "Override it with single flags, such as --eval.sequences 64."
         )
     own = tuple(field.name for field in dataclasses.fields(flags))
@@ -67,7 +67,7 @@ def resolve(config: Config) -> Config:
             run with other settings
     """
     directory, mode, source = run_directory.of(config), config.run.resume, config.run.init_from
-    if source and run_directory.at(source).is_same(directory):
+    if source and run_directory.at(source).files.resolve() == directory.files.resolve():
         raise ConfigError(
             f"--run.init_from {source} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as --run.name {config.run.name}-2."
@@ -125,13 +125,9 @@ def with_schedule(config: Config, steps: int) -> Config:
 # --- what must not change when a run resumes ------------------------------------------------------
 
 
-def _fields(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return {"model.rope_scaling.factor": 1.0, ...} with JSON values."""
-    found = {}
-    for name, value in json.loads(json.dumps(config)).items():
-        is_section = isinstance(value, dict)
-        found |= _fields(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
-    return found
+    return cli.flat(json.loads(json.dumps(config)))
 
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -171,7 +167,7 @@ def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
     Raises       ConfigError if the records are of a run without checkpoints, or with missing ones
     """
     records, before = folder.files / "metrics.jsonl", folder.files / "config.toml"
-    steps = [r["step"] for r in jsonl.read(records)] if records.is_file() else []
+    steps = [r["step"] for r in jsonl.read(records)]
     if before.is_file():
         c = cli.load(before)
         every_steps = every_steps and min(c.checkpoint.every_steps, c.train.steps)

@@ -35,7 +35,7 @@ WRITE_TRIES = 3
 
 
 def at(url: str | os.PathLike[str]) -> "RunDirectory":
-    """Return the directory of a run. For a bucket it is cached, and its files are downloaded.
+    """Return the directory of a run. For a bucket, download its files at the first call.
 
     Raises  buckets.AccessDenied, a ConfigError; buckets.Unavailable, a TransientError
     """
@@ -50,9 +50,7 @@ def at(url: str | os.PathLike[str]) -> "RunDirectory":
 
 def of(config: Config) -> "RunDirectory":
     """Return the directory of the run with this config."""
-    folder, name = config.run.dir, config.run.name
-    in_bucket = folder.startswith("gs:")
-    return at(f"{folder.rstrip('/')}/{name}" if in_bucket else Path(folder) / name)
+    return at(os.path.join(config.run.dir, config.run.name))
 
 
 class RunDirectory:
@@ -68,13 +66,6 @@ class RunDirectory:
 
     def __str__(self) -> str:
         return self._url
-
-    def path(self, name: str) -> str:
-        """Return the path or URL of a file, for messages."""
-        return f"{self}/{name}"
-
-    def is_same(self, other: "RunDirectory") -> bool:
-        return self.files.resolve() == other.files.resolve()
 
     def exists(self) -> bool:
         return self.files.is_dir()
@@ -96,8 +87,8 @@ class RunDirectory:
         """
         yield
 
-    def upload(self) -> None:
-        """Upload changed records. Raises writer_lock.Replaced and OSError."""
+    def upload(self, files: Iterable[Path] | None = None) -> None:
+        """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
 
 
 class _Uploaded(NamedTuple):
@@ -123,8 +114,9 @@ class BucketRunDirectory(RunDirectory):
 
     def _download(self) -> None:
         found = self._objects.list_objects(records_only=True)
+        # Some programs create "" for a folder.
         names = [n for n in found if n not in (LOCK, "") and not n.endswith(buckets.PART)]
-        with ThreadPoolExecutor(buckets.AT_ONCE) as pool:  # some programs create "" for a folder
+        with ThreadPoolExecutor(buckets.AT_ONCE) as pool:
             contents = list(pool.map(self._objects.read_with_generation, names))
         shutil.rmtree(self.files, ignore_errors=True)
         self.files.mkdir()
@@ -132,9 +124,6 @@ class BucketRunDirectory(RunDirectory):
         for name, (content, generation) in zip(names, contents, strict=True):
             (self.files / name).write_bytes(content)
             self._uploaded[name] = _Uploaded(len(content), crc32(content), generation)
-
-    def upload(self) -> None:
-        self._upload(self.files.iterdir())
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -151,23 +140,22 @@ class BucketRunDirectory(RunDirectory):
 
     def _upload_all(self) -> None:
         try:
-            self._upload(self.files.rglob("*"))
+            self.upload(self.files.rglob("*"))
         except OSError as error:
             atexit.unregister(self._delete_copy)
             raise TransientError(
                 f"the newest records could not be uploaded: {error}. They are kept in {self.files}."
             ) from error
 
-    def _upload(self, files: Iterable[Path]) -> None:
+    def upload(self, files: Iterable[Path] | None = None) -> None:
         if self.lock:
             self.lock.check()
-        for file in sorted(filter(Path.is_file, files)):
+        for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
             name, content = str(file.relative_to(self.files)), file.read_bytes()
             old = self._uploaded.pop(name, None)  # unknown until the write succeeds
             new = len(content), crc32(content)
-            if not old or old[:2] != new:
-                old = _Uploaded(*new, self._write(name, content, old))
-            self._uploaded[name] = old
+            same = old and old[:2] == new
+            self._uploaded[name] = old if same else _Uploaded(*new, self._write(name, content, old))
 
     def _write(self, name: str, content: bytes, old: _Uploaded | None) -> int:
         """Upload what is new, and return the object's generation.

@@ -33,7 +33,6 @@ def test_a_folder_on_a_disk_has_no_copy(tmp_path):
     folder = run_directory.at(tmp_path / "x")
     assert (folder.files, folder.name, str(folder)) == (tmp_path / "x", "x", str(tmp_path / "x"))
     assert folder.checkpoints == tmp_path / "x" / "checkpoints"
-    assert folder.path("a") == str(tmp_path / "x" / "a")
     assert not folder.exists() and folder.saved_steps() == []
     (tmp_path / "x" / "checkpoints" / "12").mkdir(parents=True)
     (tmp_path / "x" / "checkpoints" / "12" / "commit_success.txt").touch()
@@ -59,7 +58,7 @@ def test_files_are_downloaded_and_changed_ones_uploaded(bucket, url):
     folder = fresh(url)
     assert folder is run_directory.at(f"{url}/") and folder.exists()
     assert sorted(file.name for file in folder.files.iterdir()) == ["config.toml", "metrics.jsonl"]
-    assert folder.saved_steps() == [12] and folder.path("a") == f"{url}/a"
+    assert folder.saved_steps() == [12]
     (folder.files / "wandb_id").write_text("1")
     (folder.files / "plots").mkdir()
     (folder.files / "plots" / "loss.png").write_bytes(b"png")
