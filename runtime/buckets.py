@@ -58,9 +58,6 @@ def is_bucket(url: Any) -> bool:
     return str(url).startswith(SCHEME)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 def refusal(path: str, error: Exception) -> str | None:
     """Explain why a request for `path` will fail again, with the fix; None if a retry may help.
 
@@ -124,9 +121,6 @@ def translated_errors(path: str) -> Iterator[None]:
         if why := refusal(path, error):
             raise AccessDenied(why) from error
         raise Unavailable(f"a request for {path} failed: {one_line(error)}") from error
-
-
-# --- objects --------------------------------------------------------------------------------------
 
 
 def filesystem() -> Any:

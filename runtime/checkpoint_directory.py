@@ -21,23 +21,22 @@ def open_directory(path: str | os.PathLike[str]) -> "CheckpointDirectory":
     return CheckpointDirectory(path)
 
 
-def _exists(path: str) -> bool:
-    """Return whether a path exists. Unlike `os.path.exists`, raise if the disk cannot be read."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 class CheckpointDirectory:
     """On a disk that all processes share."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = str(Path(path).absolute())
 
-    def exists(self) -> bool:
-        return _exists(self.path)
+    def exists(self, name: str = "") -> bool:
+        """Return whether the folder, or `name` in it, exists.
+
+        Unlike `os.path.exists`, raise if the disk cannot be read.
+        """
+        try:
+            os.stat(f"{self.path}/{name}")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def _names(self) -> list[str]:
         return os.listdir(self.path) if self.exists() else []
@@ -47,7 +46,7 @@ class CheckpointDirectory:
         return sorted(int(n) for n in self._names() if n.isdigit() and self.is_complete(int(n)))
 
     def is_complete(self, step: int) -> bool:
-        return _exists(f"{self.path}/{step}/{COMMIT}")
+        return self.exists(f"{step}/{COMMIT}")
 
     def unfinished(self) -> list[str]:
         """Return the folders whose write or removal is not complete, or was interrupted."""
@@ -82,8 +81,8 @@ class BucketCheckpointDirectory(CheckpointDirectory):
     def __init__(self, url: str):
         self.path, self._objects = url, buckets.Prefix(url)
 
-    def exists(self) -> bool:
-        return bool(self._objects.list_objects())
+    def exists(self, name: str = "") -> bool:
+        return bool(self._objects.list_objects(name))
 
     def _names(self) -> list[str]:
         return sorted({name.partition("/")[0] for name in self._objects.list_objects()})
@@ -91,9 +90,6 @@ class BucketCheckpointDirectory(CheckpointDirectory):
     def steps(self) -> list[int]:
         names = [name.split("/") for name in self._objects.list_objects()]
         return sorted(int(n[0]) for n in names if n[1:] == [COMMIT] and n[0].isdigit())
-
-    def is_complete(self, step: int) -> bool:
-        return self._objects.generation(f"{step}/{COMMIT}") > 0
 
     def try_to_write(self, process: int) -> None:
         self._objects.write(f"probe-{process}", bytes(PROBE_BYTES))  # remains, like a folder

@@ -51,5 +51,9 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
 
 def truncate(path: Path, step: int) -> None:
     """Remove the records after `step` steps: these steps run again."""
-    kept = [record for record in read(path) if 0 < step >= record["step"]]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write(path, [record for record in read(path) if 0 < step >= record["step"]])
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replace all records, atomically."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))

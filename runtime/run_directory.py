@@ -19,18 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 from etils import epath
 
-from runtime import buckets, checkpoint_directory
+from runtime import buckets, checkpoint_directory, writer_lock
 from runtime.console import log
 from runtime.errors import TransientError
 from utils import Config, ConfigError
 
 CHECKPOINTS = "checkpoints"
-LOCK = "lock"
 WRITE_TRIES = 3
 
 
@@ -56,7 +55,7 @@ def of(config: Config) -> "RunDirectory":
 class RunDirectory:
     """The directory of one run; str() is its path or URL."""
 
-    lock: Any = None  # writer_lock.Lock, in the run that writes here
+    lock: writer_lock.Lock | None = None  # in the run that writes here
 
     def __init__(self, url: str):
         self._url = url
@@ -114,8 +113,8 @@ class BucketRunDirectory(RunDirectory):
 
     def _download(self) -> None:
         found = self._objects.list_objects(records_only=True)
-        # Some programs create "" for a folder.
-        names = [n for n in found if n not in (LOCK, "") and not n.endswith(buckets.PART)]
+        other = {writer_lock.NAME, ""}  # some programs create "" for a folder
+        names = [n for n in found if n not in other and not n.endswith(buckets.PART)]
         with ThreadPoolExecutor(buckets.AT_ONCE) as pool:
             contents = list(pool.map(self._objects.read_with_generation, names))
         shutil.rmtree(self.files, ignore_errors=True)

@@ -84,9 +84,10 @@ def _record() -> dict[str, Any]:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError):
+    try:
         return dict(json.loads(content))
-    return {}
+    except (ValueError, TypeError):
+        return {}
 
 
 def _described(record: dict[str, Any]) -> str:
