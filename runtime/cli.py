@@ -209,13 +209,11 @@ def check(config: Config) -> None:
     """Raise ConfigError for settings that are wrong on every mesh; see weights.check_divisible."""
     for name, known in fields_of().items():
         value = _typed(f"--{name}", known, get(config, name))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name} {value} is not a finite number. Use one.")
         if name in ABOVE_ZERO and value == 0:
             raise ConfigError(f"--{name} 0.0 must be above 0. Use {known.default}.")
-        low = 0 if name in MAY_BE_ZERO or isinstance(value, float) else 1
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            raise ConfigError(f"--{name} {value} is below {low}. Use {low} or more.")
+        low = 0 if name in MAY_BE_ZERO or type(value) is float else 1
+        if type(value) in (int, float) and not low <= value < math.inf:
+            raise ConfigError(f"--{name} {value} is below {low} or not finite. Use {low} or more.")
     _check_run(config)
     _check_model(config.model)
     check_attention(config)
@@ -255,15 +253,13 @@ def _check_run(config: Config) -> None:
 
 
 def _check_model(m: Model) -> None:
-    rest = m.num_hidden_layers - m.first_k_dense_replace
-    if rest < 1 or rest % m.decoder_sparse_step:
-        layers = m.first_k_dense_replace + m.decoder_sparse_step * max(
-            1, -(-rest // m.decoder_sparse_step)
-        )
+    first, step = m.first_k_dense_replace, m.decoder_sparse_step
+    rest = m.num_hidden_layers - first
+    if rest < 1 or rest % step:
         raise ConfigError(
             f"--model.num_hidden_layers {m.num_hidden_layers} is not --model.first_k_dense_replace "
-            f"{m.first_k_dense_replace} and a multiple of --model.decoder_sparse_step "
-            f"{m.decoder_sparse_step}. Use --model.num_hidden_layers {layers}."
+            f"{first} and a multiple of --model.decoder_sparse_step {step}. Use "
+            f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
     if m.qk_rope_head_dim % 2:
         raise ConfigError(

@@ -105,7 +105,7 @@ class StoredArray:
             rows = np.arange(math.prod(self._stages)).reshape(stages or self.shape[:1])
             rows = rows[slices[:lead]]
             values = self.read(rows.reshape(-1), slices[lead:])
-            return values.reshape(*rows.shape, *values.shape[1:])
+            return values.reshape(rows.shape + values.shape[1:])
 
         return jax.make_array_from_callback(
             like.shape, like.sharding, lambda index: read(tuple((s.start, s.stop) for s in index))
