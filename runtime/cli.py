@@ -39,7 +39,6 @@ def parse(
     others   other flags of the command, for messages about unknown flags
     checked  whether to call `check`
     model    default of [model] without `--config`
-    Raises   ConfigError for unknown flags, keys and files, and as `check`
     """
     import tyro  # late: not needed by programs that only read files
 
@@ -57,8 +56,7 @@ def parse(
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("--"):
             raise ConfigError(
-                f"{unknown[0]!r} follows no flag that takes a value. Write --section.key value, as "
-                "--model.hidden_size 256; see --help."
+                f"{unknown[0]!r} follows no flag that takes a value. Write --section.key value."
             )
         known = [f"--{name}" for name in (*fields_of(), *others)]
         raise ConfigError(f"unknown flag {flag}{_suggestion(flag, known)}")
@@ -243,8 +241,8 @@ def _check_run(config: Config) -> None:
         seconds(config.run.time_limit)
     if 0 < (factor := config.train.skip_spikes) < 1:
         raise ConfigError(
-            f"--train.skip_spikes {factor} would skip steps whose gradient norm is below the "
-            "median of the steps before: it must be 1 or more. Use 5.0, or 0.0 to disable it."
+            f"--train.skip_spikes {factor} would skip steps below the median gradient norm: it "
+            "must be 1 or more. Use 5.0, or 0.0 to disable it."
         )
     for name in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_beta"):
         if (beta := get(config, name)) >= 1:
@@ -275,8 +273,7 @@ def _check_model(m: Model) -> None:
     if rope.factor > 1 and not 0 < rope.beta_slow <= rope.beta_fast:
         raise ConfigError(
             f"--model.rope_scaling.beta_slow {rope.beta_slow} must be above 0 and at most "
-            f"--model.rope_scaling.beta_fast {rope.beta_fast}: both count rotations. Use "
-            "--model.rope_scaling.beta_slow 1.0 --model.rope_scaling.beta_fast 32.0."
+            f"beta_fast {rope.beta_fast}. Use --model.rope_scaling.beta_slow 1.0, beta_fast 32.0."
         )
     if rope.factor > 1 and m.rope_theta <= 1:
         raise ConfigError(
@@ -310,7 +307,7 @@ def _check_experts(m: Model) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Before minutes are spent on what goes there."""
+    """Raise ConfigError if the file of the flag --NAME cannot be written."""
     if name != "hlo" and path.suffix != f".{name}":
         raise ConfigError(
             f"--{name} {path} does not end in .{name}. Use --{name} {path.with_suffix('.' + name)}."

@@ -2,9 +2,9 @@
 
 goodput = time in steps that are in the final weights / time from the first start to the last end
 (Google, https://github.com/AI-Hypercomputer/ml-goodput-measurement). The remaining time is divided
-by the watchdog's phase: `start` (imports, connections, opening of the data, initial weights),
-`restore`, `compile`, `data wait`, `evaluation`, `samples`, `saves` (while they block the loop),
-`repeated` (steps that a kill lost and that ran again), `down` (between two starts).
+by the watchdog's phase. `start` holds imports, connections, opening of the data and initial
+weights; `saves` the time for which they block the loop; `repeated` the steps that a kill lost and
+that ran again; `down` the time between two starts.
 
 `goodput.jsonl` has one line per start, written every WRITE_S seconds, before saves and at the end.
 The time from the last write to a kill counts as `down`. A gap between starts counts as 0 after the

@@ -66,7 +66,7 @@ def resolve(config: Config) -> Config:
     if source and run_directory.at(source).files.resolve() == directory.files.resolve():
         raise ConfigError(
             f"--run.init_from {source} is this run's own folder, and a new run needs another. Use "
-            f"another --run.name, as --run.name {config.run.name}-2."
+            f"another --run.name, as {config.run.name}-2."
         )
     if not directory.saved_steps():
         if mode == "must":
