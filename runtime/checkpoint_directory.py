@@ -39,7 +39,7 @@ class CheckpointDirectory:
         return True
 
     def _names(self) -> list[str]:
-        return os.listdir(self.path) if self.exists() else []
+        return sorted(os.listdir(self.path)) if self.exists() else []
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints."""
