@@ -96,7 +96,6 @@ class Checkpoints:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove checkpoints")
         if self._writes:
             with self._shared():
-                self._files.make()
                 for name in self._files.unfinished() if is_primary() else []:
                     log(f"warning: removed {self.folder}/{name}, which was not complete")
                     self._files.remove(name)

@@ -131,7 +131,7 @@ def result(config: Config) -> str:
     if losses:
         text += f", validation loss {losses[-1]['loss/val']:.4f} after {losses[-1]['step']}"
     names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
-    paths = [directory.path(name) for name in names if (directory.files / name).exists()]
+    paths = [f"{directory}/{name}" for name in names if (directory.files / name).exists()]
     if directory.has_checkpoints():
         paths.append(str(directory.checkpoints))
     return f"{text}\nfiles: {', '.join(paths)}"
@@ -437,7 +437,7 @@ class Loop:
         after = f" after a median of {median:.4g}" * (why == "spike")
         log(
             f"step {step} is not applied ({why}): loss {loss:.4f}, gradient norm {norm:.4g}{after}"
-            f"; the windows of its batch are in {self.directory.path('skipped.jsonl')}"
+            f"; the windows of its batch are in {self.directory}/skipped.jsonl"
         )
         record = {"step": step, "why": why, "loss": loss, "grad_norm": norm, "median": median}
         rows = np.arange(self.config.train.global_batch_size)
@@ -563,7 +563,7 @@ class Loop:
                 log(f"warning: layers are not named in the trace: {error!r}")
             log(
                 f"trace of steps {p.first_step} to {number - 1}: "
-                f"{self.directory.path(folder.name)} (open perfetto_trace.json.gz in Perfetto)"
+                f"{self.directory}/{folder.name} (open perfetto_trace.json.gz in Perfetto)"
             )
 
     def measured(self) -> str:

@@ -77,16 +77,14 @@ def jitted(layout: NamedSharding | None, merged: tuple[int, ...]) -> Any:
     return jax.jit(every, out_shardings=layout)
 
 
-def of_arrays(
-    arrays: Mapping[str, jax.Array], merged: Mapping[str, int] | None = None
-) -> dict[str, Digest]:
-    """Return the digest of each array, computed on its devices."""
+def of_arrays(arrays: Mapping[str, jax.Array], merged: Mapping[str, int]) -> dict[str, Digest]:
+    """Return the digest of each array, computed on its devices; `merged` as in `digest`."""
     values = list(arrays.values())
     layout = values[0].sharding
     layout = NamedSharding(layout.mesh, P()) if isinstance(layout, NamedSharding) else None
-    dims = tuple((merged or {}).get(name, 1) for name in arrays)
+    dims = tuple(merged.get(name, 1) for name in arrays)
     sums = np.asarray(jitted(layout, dims)(values)).tolist()
-    return {name: (one, other) for name, (one, other) in zip(arrays, sums, strict=True)}
+    return dict(zip(arrays, map(tuple, sums), strict=True))
 
 
 def of_numpy(x: np.ndarray, shape: tuple[int, ...] | None = None, start: int = 0) -> Digest:
@@ -115,7 +113,5 @@ def of_numpy(x: np.ndarray, shape: tuple[int, ...] | None = None, start: int = 0
 
 def total(parts: Iterable[Digest]) -> Digest:
     """Add the digests of the parts of an array."""
-    one = other = 0
-    for a, b in parts:
-        one, other = (one + a) % (1 << 32), (other + b) % (1 << 32)
-    return one, other
+    one, other = zip((0, 0), *parts, strict=True)
+    return sum(one) % (1 << 32), sum(other) % (1 << 32)

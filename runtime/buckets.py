@@ -20,7 +20,6 @@ SCHEME = "gs://"
 RETRY_S = 60.0  # time for which a failed request is retried
 REQUEST_S = 20.0  # timeout to connect, and between two reads of a response
 AT_ONCE = 8  # concurrent requests
-PART = ".part"  # suffix of the temporary object of `append`
 fsspec.config.conf["gcs"] = {
     "use_listings_cache": False,
     "consistency": "md5",
@@ -58,43 +57,22 @@ def is_bucket(url: Any) -> bool:
     return str(url).startswith(SCHEME)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def transient() -> tuple[type[Exception], ...]:
-    """Return the exceptions of all clients. Each may be transient unless `refusal` explains it."""
-    import aiohttp
-    import gcsfs.retry
-    import requests
-    from google.api_core.exceptions import GoogleAPIError
-    from google.auth.exceptions import GoogleAuthError
-    from google.cloud.storage.exceptions import DataCorruption
-
-    of_google = (GoogleAPIError, GoogleAuthError, DataCorruption)
-    of_gcsfs = (gcsfs.retry.HttpError, gcsfs.retry.ChecksumError, aiohttp.ClientError)
-    return (*of_google, *of_gcsfs, requests.RequestException, OSError)
-
-
-def _is_of_credentials(error: Exception) -> bool:
-    """Return whether the credentials are bad, rather than the token server unreachable."""
-    from google.auth.exceptions import GoogleAuthError, TransportError
-
-    causes = (error, error.__cause__, *error.args[:1])
-    away = getattr(error, "retryable", False) or any(isinstance(c, TransportError) for c in causes)
-    return isinstance(error, GoogleAuthError) and not away
-
-
 def refusal(path: str, error: Exception) -> str | None:
     """Explain why a request for `path` will fail again, with the fix; None if a retry may help.
 
     Google's client has exception classes for this, gcsfs has codes, and tensorstore has messages.
     """
     from google.api_core import exceptions
+    from google.auth.exceptions import GoogleAuthError, TransportError
 
     def is_any(kind: type[Exception], code: int, *prefixes: str) -> bool:
         same_code = getattr(error, "code", None) == code
         return isinstance(error, kind) or same_code or str(error).startswith(prefixes)
 
+    # An unreachable token server also raises GoogleAuthError.
+    causes = (error, error.__cause__, *error.args[:1])
+    away = getattr(error, "retryable", False) or any(isinstance(c, TransportError) for c in causes)
+    no_login = isinstance(error, GoogleAuthError) and not away
     if isinstance(error, exceptions.NotFound):
         bucket = path.removeprefix(SCHEME).partition("/")[0]
         fix = f"There is no bucket {bucket}. Create it, or use another"
@@ -103,7 +81,7 @@ def refusal(path: str, error: Exception) -> str | None:
             "Grant this account roles/storage.objectUser and roles/storage.legacyBucketReader on "
             "the bucket, or use another account: gcloud auth application-default login"
         )
-    elif is_any(exceptions.Unauthorized, 401, "UNAUTHENTICATED: ") or _is_of_credentials(error):
+    elif no_login or is_any(exceptions.Unauthorized, 401, "UNAUTHENTICATED: "):
         fix = (
             "There are no valid credentials. Run gcloud auth application-default login, or attach "
             "a service account to the machine"
@@ -122,21 +100,26 @@ def one_line(error: Exception) -> str:
 @contextlib.contextmanager
 def translated_errors(path: str) -> Iterator[None]:
     """Convert any client's exception to FileNotFoundError, AccessDenied, Unavailable or Changed."""
-    from google.api_core.exceptions import PreconditionFailed
+    import aiohttp
+    from gcsfs.retry import ChecksumError, HttpError
+    from google.api_core.exceptions import GoogleAPIError, PreconditionFailed
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption
 
+    of_google, of_gcsfs = (
+        (GoogleAPIError, GoogleAuthError, DataCorruption),
+        (HttpError, ChecksumError),
+    )
     try:
         yield
     except (FileNotFoundError, AccessDenied, Unavailable):
         raise
     except PreconditionFailed as error:
         raise Changed(f"{path} was changed by another program") from error
-    except transient() as error:
+    except (*of_google, *of_gcsfs, aiohttp.ClientError, OSError) as error:
         if why := refusal(path, error):
             raise AccessDenied(why) from error
         raise Unavailable(f"a request for {path} failed: {one_line(error)}") from error
-
-
-# --- objects --------------------------------------------------------------------------------------
 
 
 def filesystem() -> Any:
@@ -170,7 +153,7 @@ class Prefix:
         self._below = f"{below}/" if below else ""
 
     def list_objects(self, below: str = "", records_only: bool = False) -> dict[str, ObjectInfo]:
-        """List objects by the prefix `below`; with `records_only`, without subfolders."""
+        """List objects by the prefix `below`; with `records_only`, none of subfolders."""
         with translated_errors(f"{self.url}/{below}"):
             listed = client().list_blobs(
                 self._bucket,
@@ -212,35 +195,11 @@ class Prefix:
         Raises               Changed for any other generation. After a lost response this may be
                              the generation that this call wrote.
         """
-        condition = {"if_generation_match": if_generation_match}
+        how = {"checksum": "crc32c", "if_generation_match": if_generation_match, **_retried()}
         with translated_errors(f"{self.url}/{name}"):
             blob = self._blob(name)
-            blob.upload_from_string(content, checksum="crc32c", **condition, **_retried())
+            blob.upload_from_string(content, **how)
             return int(blob.generation)
-
-    def append(self, name: str, content: bytes, generation: int) -> int:
-        """Append to an object, and return its new generation.
-
-        The content is uploaded as NAME.part, and Cloud Storage concatenates both (`compose`).
-
-        generation  the generation to append to
-        Raises      Changed for any other generation, as in `write`, or if the object was removed
-        """
-        from google.api_core.exceptions import NotFound
-
-        added = self.write(f"{name}{PART}", content)
-        with translated_errors(f"{self.url}/{name}"):
-            blob, part = self._blob(name), self._blob(f"{name}{PART}")
-            conditions = {
-                "if_generation_match": generation,
-                "if_source_generation_match": [None, added],
-            }
-            try:
-                blob.compose([blob, part], **conditions, **_retried())
-            except NotFound as error:
-                raise Changed(f"{self.url}/{name} was removed") from error
-        self.remove([f"{name}{PART}"])
-        return int(blob.generation)
 
     def move(self, name: str, to: str) -> None:
         with translated_errors(f"{self.url}/{name}"):

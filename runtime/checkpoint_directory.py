@@ -21,45 +21,41 @@ def open_directory(path: str | os.PathLike[str]) -> "CheckpointDirectory":
     return CheckpointDirectory(path)
 
 
-def _exists(path: str) -> bool:
-    """Return whether a path exists. Unlike `os.path.exists`, raise if the disk cannot be read."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 class CheckpointDirectory:
     """On a disk that all processes share."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = str(Path(path).absolute())
 
-    def exists(self) -> bool:
-        return _exists(self.path)
+    def exists(self, name: str = "") -> bool:
+        """Return whether the folder, or `name` in it, exists.
+
+        Unlike `os.path.exists`, raise if the disk cannot be read.
+        """
+        try:
+            os.stat(f"{self.path}/{name}")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _names(self) -> list[str]:
+        return sorted(os.listdir(self.path)) if self.exists() else []
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints."""
-        names = os.listdir(self.path) if self.exists() else []
-        return sorted(int(n) for n in names if n.isdigit() and self.is_complete(int(n)))
+        return sorted(int(n) for n in self._names() if n.isdigit() and self.is_complete(int(n)))
 
     def is_complete(self, step: int) -> bool:
-        return _exists(f"{self.path}/{step}/{COMMIT}")
+        return self.exists(f"{step}/{COMMIT}")
 
     def unfinished(self) -> list[str]:
         """Return the folders whose write or removal is not complete, or was interrupted."""
-        return sorted(
-            name
-            for name in os.listdir(self.path)
-            if UNFINISHED in name or (name.isdigit() and not self.is_complete(int(name)))
-        )
-
-    def make(self) -> None:
-        os.makedirs(self.path, exist_ok=True)
+        steps = {str(step) for step in self.steps()}
+        return [n for n in self._names() if UNFINISHED in n or (n.isdigit() and n not in steps)]
 
     def try_to_write(self, process: int) -> None:
         """Raise what a save by this process would raise."""
+        os.makedirs(self.path, exist_ok=True)
         probe = Path(self.path, f"probe-{process}")
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
@@ -85,25 +81,15 @@ class BucketCheckpointDirectory(CheckpointDirectory):
     def __init__(self, url: str):
         self.path, self._objects = url, buckets.Prefix(url)
 
-    def exists(self) -> bool:
-        return bool(self._objects.list_objects())
+    def exists(self, name: str = "") -> bool:
+        return bool(self._objects.list_objects(name))
 
-    def _names(self) -> list[list[str]]:
-        return [name.split("/") for name in self._objects.list_objects()]
+    def _names(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self._objects.list_objects()})
 
     def steps(self) -> list[int]:
-        return sorted(int(n[0]) for n in self._names() if n[1:] == [COMMIT] and n[0].isdigit())
-
-    def is_complete(self, step: int) -> bool:
-        return self._objects.generation(f"{step}/{COMMIT}") > 0
-
-    def unfinished(self) -> list[str]:
-        names = self._names()
-        complete = {first for first, *rest in names if rest == [COMMIT]}
-        return sorted({first for first, *_ in names if first.isdigit()} - complete)
-
-    def make(self) -> None:
-        """Do nothing: a bucket has no folders."""
+        names = [name.split("/") for name in self._objects.list_objects()]
+        return sorted(int(n[0]) for n in names if n[1:] == [COMMIT] and n[0].isdigit())
 
     def try_to_write(self, process: int) -> None:
         self._objects.write(f"probe-{process}", bytes(PROBE_BYTES))  # remains, like a folder

@@ -1,5 +1,6 @@
 """Command line and config files: parse, load, write and check the settings of utils.py."""
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -38,7 +39,6 @@ def parse(
     others   other flags of the command, for messages about unknown flags
     checked  whether to call `check`
     model    default of [model] without `--config`
-    Raises   ConfigError for unknown flags, keys and files, and as `check`
     """
     import tyro  # late: not needed by programs that only read files
 
@@ -56,8 +56,7 @@ def parse(
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("--"):
             raise ConfigError(
-                f"{unknown[0]!r} follows no flag that takes a value. Write --section.key value, as "
-                "--model.hidden_size 256; see --help."
+                f"{unknown[0]!r} follows no flag that takes a value. Write --section.key value."
             )
         known = [f"--{name}" for name in (*fields_of(), *others)]
         raise ConfigError(f"unknown flag {flag}{_suggestion(flag, known)}")
@@ -81,12 +80,10 @@ def sets_mesh(arguments: list[str]) -> bool:
 
 def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the file that `--config` names, None without it, and the other arguments."""
-    for i, argument in enumerate(arguments):
-        name, equals, path = argument.partition("=")
-        if name == "--config":
-            rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
-            return path if equals else "".join(arguments[i + 1 : i + 2]), rest
-    return None, arguments
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, rest = parser.parse_known_args(arguments)
+    return found.config, rest
 
 
 def _switches(arguments: list[str]) -> list[str]:
@@ -109,25 +106,26 @@ def _switches(arguments: list[str]) -> list[str]:
 
 def load(path: str | Path) -> Config:
     """Return the config of a TOML file. Missing settings have their defaults."""
-    known, values = fields_of(), {}
+    known, values = fields_of(), flat(_read(path))
+    sections = sorted({name.rpartition(".")[0] for name in known})
+    for name in values:
+        section, _, key = name.rpartition(".")
+        if section and section not in sections:
+            hint = _suggestion(section, sections)
+            raise ConfigError(f"{path}: unknown section [{section}]{hint}")
+        if name not in known:
+            inside = f" in [{section}]" * bool(section)
+            raise ConfigError(f"{path}: unknown key {key}{inside}{_suggestion(name, [*known])}")
+    return changed(Config(), {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()})
 
-    def read(table: dict[str, Any], prefix: str) -> None:
-        for key, value in table.items():
-            name = prefix + key
-            if isinstance(value, dict) and any(f.startswith(f"{name}.") for f in known):
-                read(value, f"{name}.")
-            elif name in known:
-                values[name] = _typed(f"{path}: {name} =", known[name], value)
-            elif isinstance(value, dict):
-                sections = sorted({f.rpartition(".")[0] for f in known})
-                raise ConfigError(f"{path}: unknown section [{name}]{_suggestion(name, sections)}")
-            else:
-                inside = f" in [{prefix[:-1]}]" * bool(prefix)
-                hint = _suggestion(name, [*known])
-                raise ConfigError(f"{path}: unknown key {key}{inside}{hint}")
 
-    read(_read(path), "")
-    return changed(Config(), values)
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"model.rope_scaling.factor": 1.0, ...} of nested tables."""
+    found = {}
+    for key, value in table.items():
+        is_table = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{key}.") if is_table else {prefix + key: value}
+    return found
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -209,13 +207,11 @@ def check(config: Config) -> None:
     """Raise ConfigError for settings that are wrong on every mesh; see weights.check_divisible."""
     for name, known in fields_of().items():
         value = _typed(f"--{name}", known, get(config, name))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name} {value} is not a finite number. Use one.")
         if name in ABOVE_ZERO and value == 0:
             raise ConfigError(f"--{name} 0.0 must be above 0. Use {known.default}.")
-        low = 0 if name in MAY_BE_ZERO or isinstance(value, float) else 1
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            raise ConfigError(f"--{name} {value} is below {low}. Use {low} or more.")
+        low = 0 if name in MAY_BE_ZERO or type(value) is float else 1
+        if type(value) in (int, float) and not low <= value < math.inf:
+            raise ConfigError(f"--{name} {value} is below {low} or not finite. Use {low} or more.")
     _check_run(config)
     _check_model(config.model)
     check_attention(config)
@@ -234,21 +230,19 @@ def check(config: Config) -> None:
 
 
 def _check_run(config: Config) -> None:
-    remat, known = config.train.remat, ("none", "full", *REMAT_NAMES)
+    remat = config.train.remat
     unknown = sorted(set(remat.split(",")) - set(REMAT_NAMES))
     if remat not in ("none", "full") and unknown:
-        close = difflib.get_close_matches(unknown[0], known, 1, 0.5)
         raise ConfigError(
-            f"--train.remat {remat}: {', '.join(map(repr, unknown))} cannot be saved"
-            f"{f', did you mean {close[0]}?' if close else '.'} Use none, full, or some of "
-            f"{', '.join(REMAT_NAMES)}, separated by commas."
+            f"--train.remat {remat}: {', '.join(map(repr, unknown))} cannot be saved. Use none, "
+            f"full, or some of {', '.join(REMAT_NAMES)}, separated by commas."
         )
     if config.run.time_limit:
         seconds(config.run.time_limit)
     if 0 < (factor := config.train.skip_spikes) < 1:
         raise ConfigError(
-            f"--train.skip_spikes {factor} would skip steps whose gradient norm is below the "
-            "median of the steps before: it must be 1 or more. Use 5.0, or 0.0 to disable it."
+            f"--train.skip_spikes {factor} would skip steps below the median gradient norm: it "
+            "must be 1 or more. Use 5.0, or 0.0 to disable it."
         )
     for name in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_beta"):
         if (beta := get(config, name)) >= 1:
@@ -257,15 +251,13 @@ def _check_run(config: Config) -> None:
 
 
 def _check_model(m: Model) -> None:
-    rest = m.num_hidden_layers - m.first_k_dense_replace
-    if rest < 1 or rest % m.decoder_sparse_step:
-        layers = m.first_k_dense_replace + m.decoder_sparse_step * max(
-            1, -(-rest // m.decoder_sparse_step)
-        )
+    first, step = m.first_k_dense_replace, m.decoder_sparse_step
+    rest = m.num_hidden_layers - first
+    if rest < 1 or rest % step:
         raise ConfigError(
             f"--model.num_hidden_layers {m.num_hidden_layers} is not --model.first_k_dense_replace "
-            f"{m.first_k_dense_replace} and a multiple of --model.decoder_sparse_step "
-            f"{m.decoder_sparse_step}. Use --model.num_hidden_layers {layers}."
+            f"{first} and a multiple of --model.decoder_sparse_step {step}. Use "
+            f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
     if m.qk_rope_head_dim % 2:
         raise ConfigError(
@@ -281,8 +273,7 @@ def _check_model(m: Model) -> None:
     if rope.factor > 1 and not 0 < rope.beta_slow <= rope.beta_fast:
         raise ConfigError(
             f"--model.rope_scaling.beta_slow {rope.beta_slow} must be above 0 and at most "
-            f"--model.rope_scaling.beta_fast {rope.beta_fast}: both count rotations. Use "
-            "--model.rope_scaling.beta_slow 1.0 --model.rope_scaling.beta_fast 32.0."
+            f"beta_fast {rope.beta_fast}. Use --model.rope_scaling.beta_slow 1.0, beta_fast 32.0."
         )
     if rope.factor > 1 and m.rope_theta <= 1:
         raise ConfigError(
@@ -295,22 +286,17 @@ def _check_model(m: Model) -> None:
 
 def _check_experts(m: Model) -> None:
     experts, k, groups = m.n_routed_experts, m.num_experts_per_tok, m.n_group
-    if k > experts:
-        raise ConfigError(
-            f"--model.num_experts_per_tok {k} is more than --model.n_routed_experts {experts}. Use "
-            f"{experts} or less."
-        )
+    for name, limit in (("num_experts_per_tok", "n_routed_experts"), ("topk_group", "n_group")):
+        if (value := getattr(m, name)) > (most := getattr(m, limit)):
+            raise ConfigError(
+                f"--model.{name} {value} is more than --model.{limit} {most}. Use {most} or less."
+            )
     if groups > 1 and (experts % groups or experts < 2 * groups):
         usable = [n for n in range(1, groups) if experts % n == 0 and experts >= 2 * n]
         raise ConfigError(
             f"--model.n_group {groups} with --model.n_routed_experts {experts}: groups have equal "
             "size, and 2 experts or more, as a group's score is the sum of its two best. Use "
             f"--model.n_group {max(usable, default=1)}."
-        )
-    if m.topk_group > groups:
-        raise ConfigError(
-            f"--model.topk_group {m.topk_group} is more than --model.n_group {groups}. Use "
-            f"{groups} or less."
         )
     each = experts // groups
     if m.topk_group * each < k:
@@ -321,7 +307,7 @@ def _check_experts(m: Model) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Before minutes are spent on what goes there."""
+    """Raise ConfigError if the file of the flag --NAME cannot be written."""
     if name != "hlo" and path.suffix != f".{name}":
         raise ConfigError(
             f"--{name} {path} does not end in .{name}. Use --{name} {path.with_suffix('.' + name)}."

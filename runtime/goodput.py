@@ -2,29 +2,21 @@
 
 goodput = time in steps that are in the final weights / time from the first start to the last end
 (Google, https://github.com/AI-Hypercomputer/ml-goodput-measurement). The remaining time is divided
-by the watchdog's phase:
-
-    start       imports, connections, opening of the data, initial weights
-    restore     of a checkpoint, or of another run's weights
-    compile, data wait, evaluation, samples
-    saves       while they block the loop
-    repeated    steps that a kill lost and that ran again
-    down        between two starts
+by the watchdog's phase. `start` holds imports, connections, opening of the data and initial
+weights; `saves` the time for which they block the loop; `repeated` the steps that a kill lost and
+that ran again; `down` the time between two starts.
 
 `goodput.jsonl` has one line per start, written every WRITE_S seconds, before saves and at the end.
-The time from the last write to a kill counts as `down`. Durations are of the monotonic clock. A gap
-between starts counts as 0 if it is negative or above MAX_DOWN_S, because a clock was set or the run
-paused, and after the run's end.
+The time from the last write to a kill counts as `down`. A gap between starts counts as 0 after the
+run's end, and if it is negative or above MAX_DOWN_S: a clock was set, or the run paused.
 """
 
 import itertools
-import json
-import math
 import os
 import time
 from pathlib import Path
 
-from runtime import console, files, jsonl
+from runtime import console, jsonl
 from runtime.watchdog import Watchdog
 
 KINDS = {  # by the first word of a phase; other words are kinds themselves
@@ -38,7 +30,7 @@ WRITE_S, MAX_DOWN_S = 10.0, 7 * 24 * 3600.0
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process was started; 0 if the system does not provide them."""
+    """Return the seconds since this process was started; 0 without /proc."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -74,16 +66,13 @@ class GoodputLog:
         """step  steps done; later steps in metrics.jsonl will be repeated"""
         self._file, self._times, self._failed = folder / "goodput.jsonl", times, False
         self._before = read(folder) if console.is_primary() else []
-        self._line = {"begin": time.time() - sum(times.seconds().values()), "step": step}
-        self._line["repeated_s"] = self._lost_s(folder / "metrics.jsonl", step)
+        # Steps after `step` that the last line counts; their data wait is of another kind.
+        last, records = self._before[-1]["step"] if self._before else 0, folder / "metrics.jsonl"
+        lost = [r for r in jsonl.read(records) if "step_s" in r and step < r["step"] <= last]
+        lost_s = sum(max(0.0, r["step_s"] - r["data_wait_s"]) for r in lost)
+        begin = time.time() - sum(times.seconds().values())
+        self._line = {"begin": begin, "step": step, "repeated_s": lost_s}
         self.write()
-
-    def _lost_s(self, records: Path, step: int) -> float:
-        """Return the time of steps after `step`, without data wait, that the last line counts."""
-        last = self._before[-1]["step"] if self._before else 0
-        found = jsonl.read(records) if records.exists() and last > step else []
-        lost = [r for r in found if "step_s" in r and step < r["step"] <= last]
-        return sum(max(0.0, r["step_s"] - r["data_wait_s"]) for r in lost)
 
     def after_step(self, step: int) -> None:
         """Update the line, and write it if the last write was WRITE_S seconds ago."""
@@ -95,10 +84,9 @@ class GoodputLog:
         """ended  the run has finished its last step"""
         self._written_at = time.monotonic()
         self._line |= {"end": time.time(), "seconds": self._times.seconds(), "ended": ended}
-        text = "".join(json.dumps(line) + "\n" for line in [*self._before, self._line])
         try:
             if console.is_primary():
-                files.write_atomically(self._file, text)
+                jsonl.write(self._file, [*self._before, self._line])
         except OSError as error:
             if not self._failed:
                 console.log(f"warning: {self._file} cannot be written: {error}")
@@ -106,18 +94,8 @@ class GoodputLog:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return the valid lines, oldest start first."""
-    file = folder / "goodput.jsonl"
-    return [line for line in jsonl.read(file) if _is_valid(line)] if file.exists() else []
-
-
-def _is_valid(line: object) -> bool:
-    try:
-        numbers = [line[name] for name in ("begin", "end", "step", "repeated_s", "ended")]
-        numbers += line["seconds"].values()
-        return "steps" in line["seconds"] and all(math.isfinite(n) and n >= 0 for n in numbers)
-    except (TypeError, KeyError, AttributeError):
-        return False
+    """Return the lines, oldest start first."""
+    return jsonl.read(folder / "goodput.jsonl")
 
 
 def seconds(lines: list[dict]) -> dict[str, float]:

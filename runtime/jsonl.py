@@ -1,5 +1,6 @@
 """Read and write JSON lines: one record per line, each with the `step` that it belongs to."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -18,19 +19,19 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file. A line that a kill or a full disk cut off is skipped."""
+    """Return the records of a file, none if it does not exist. Skip a line that was cut off by a
+    kill or a full disk.
+    """
     records = []
-    for line in path.read_text().splitlines():
-        try:
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return records
 
 
 def has(path: Path, step: int, key: str) -> bool:
     """Return whether the file has a record of this step with this key."""
-    return path.exists() and any(r["step"] == step and key in r for r in read(path))
+    return any(record["step"] == step and key in record for record in read(path))
 
 
 def append(path: Path, records: list[dict[str, Any]]) -> None:
@@ -50,5 +51,9 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
 
 def truncate(path: Path, step: int) -> None:
     """Remove the records after `step` steps: these steps run again."""
-    kept = [record for record in read(path) if 0 < step >= record["step"]]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write(path, [record for record in read(path) if 0 < step >= record["step"]])
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replace all records, atomically."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))

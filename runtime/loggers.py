@@ -28,7 +28,6 @@ from utils import ConfigError
 BACKLOG_RECORDS = 10_000  # capacity of a sink's queue; a full queue is a failure
 CLOSE_S = 60.0  # timeout of the last records at the end of the run
 ABANDON_S = 2.0  # timeout of `abandon`
-FLUSH_S = 2.0  # interval of flushes of TensorBoard's file
 
 
 def check_packages(config: utils.Config) -> None:
@@ -181,7 +180,6 @@ class TensorBoard:
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), name)
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(step + 1 if step else 0, session_log=start)
-        self._flushed_at = 0.0
 
     def write(self, record: dict[str, Any]) -> None:
         """Write numbers as scalars, and tokens per expert as one histogram per layer."""
@@ -194,9 +192,7 @@ class TensorBoard:
             name = f"moe/tokens_per_expert/{layer}"
             histogram = self._summary.histogram_raw(name, 0.0, upper[-1], *sums, upper, tokens)
             self._add(record["step"], summary=histogram)
-        if time.monotonic() - self._flushed_at > FLUSH_S:
-            self._writer.flush()
-            self._flushed_at = time.monotonic()
+        self._writer.flush()
 
     def _add(self, step: int, **what: Any) -> None:
         self._writer.write_event(self._event.Event(wall_time=time.time(), step=step, **what))

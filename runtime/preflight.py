@@ -69,8 +69,7 @@ def check_coordinator(coordinator: str, index: int, limit_s: float) -> None:
         except OSError as error:
             text = f"process 0 at {coordinator}: {error}."
             if index == 0:
-                fix = "Use another port, or end the program that uses it."
-                raise ConfigError(f"{text} {fix}") from error
+                raise ConfigError(f"{text} Use another port, or end the program there.") from error
             if time.monotonic() > ends:
                 fix = "Does it run, and is the port open between hosts?"
                 raise TransientError(f"{text} {fix}") from error

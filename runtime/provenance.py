@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import platform
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax
 
-from runtime.console import is_primary, log
+from runtime import jsonl
 
 PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"}
 GIT_TIMEOUT_S = 10.0
@@ -36,12 +35,7 @@ def describe_start(step: int) -> dict[str, Any]:
 def record(folder: Path, step: int) -> dict[str, Any]:
     """Describe this start, and append it to the run's starts.jsonl."""
     start = describe_start(step)
-    if is_primary():
-        try:
-            with (folder / "starts.jsonl").open("a") as file:
-                file.write(json.dumps(start) + "\n")
-        except OSError as error:
-            log(f"warning: this start is not recorded in {folder / 'starts.jsonl'}: {error}")
+    jsonl.append(folder / "starts.jsonl", [start])
     return start
 
 
@@ -49,17 +43,12 @@ def _commit() -> dict[str, Any]:
     """Return the commit and whether code (not text or measurements) differs; null without git."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent.parent,
-            timeout=GIT_TIMEOUT_S,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        how = {"cwd": Path(__file__).parent.parent, "timeout": GIT_TIMEOUT_S, "text": True}
+        command = ["git", *arguments]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, **how).strip()
 
     try:
-        other = [f":!*.{kind}" for kind in ("md", "jsonl", "png")]
+        other = [":!*.md", ":!*.jsonl", ":!*.png"]
         changed = git("status", "--porcelain", "-uno", "--", ".", *other)
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(changed)}
     except (OSError, subprocess.SubprocessError):

@@ -35,69 +35,66 @@ class ReplicaChecker:
 
     def __init__(self, shapes: Any, mesh: Mesh):
         """shapes  the state as jax.ShapeDtypeStruct with shardings on this mesh"""
-        self.mesh, self.devices = mesh, mesh.devices.flatten()
+        self.devices = mesh.devices.flatten()
         self.hosts = [name.decode() for name in distributed.gather(socket.gethostname().encode())]
-        leaves = jax.tree_util.tree_leaves_with_path(shapes)
-        firsts = [firsts_of(leaf.sharding, leaf.shape, self.devices) for _, leaf in leaves]
-        several = [len(set(first)) < len(first) for first in firsts]
-        self.which = np.flatnonzero(several).tolist()
-        self.names = [
-            jax.tree_util.keystr(leaves[i][0], simple=True, separator=".") for i in self.which
-        ]
-        if self.which:
-            # [devices, n]: the first device with the same slice of this array
-            self.first = np.array([firsts[i] for i in self.which]).T
-            self.sums = self.compiled([leaves[i][1] for i in self.which])
-
-    def compiled(self, shapes: list[jax.ShapeDtypeStruct]) -> Any:
-        """arrays -> [replica, fsdp, pipeline, tensor, n] checksums, the same on every device."""
-
-        def local(arrays: list[jax.Array]) -> jax.Array:
-            # Replicated arrays are cast to varying: each device computes the sums of its own copy.
-            sums = jnp.stack([digest(_varying(a))[0] for a in arrays])
-            return sums.reshape(*[1] * len(MESH_AXES), -1)
-
-        specs = [s.sharding.spec for s in shapes]
-        of_each = jax.shard_map(
-            local, mesh=self.mesh, in_specs=(specs,), out_specs=P(*MESH_AXES), check_vma=True
-        )
-        replicated = NamedSharding(self.mesh, P())
-        return compile_program(jax.jit(of_each, out_shardings=replicated), shapes)
+        arrays = _named(shapes)
+        firsts = {name: _firsts(a, self.devices) for name, a in arrays.items()}
+        self.names = [name for name, first in firsts.items() if len(set(first)) < len(first)]
+        if self.names:
+            # [n, devices]: the first device with the same slice of this array
+            self.first = np.array([firsts[name] for name in self.names])
+            self.sums = _compiled([arrays[name] for name in self.names], mesh)
 
     def __call__(self, state: Any) -> str | None:
-        if not self.which:
+        if not self.names:
             return None
-        leaves = jax.tree.leaves(state)
-        sums = jax.device_get(self.sums([leaves[i] for i in self.which]))
-        sums = sums.reshape(len(self.devices), -1)
-        wrong = np.flatnonzero((sums != np.take_along_axis(sums, self.first, 0)).any(0))
-        if not len(wrong):
-            return None
-        texts = [self.difference(array, sums[:, array]) for array in wrong[:MAX_NAMED]]
+        arrays = _named(state)
+        sums = jax.device_get(self.sums([arrays[name] for name in self.names]))
+        sums = sums.reshape(len(self.devices), -1).T
+        wrong = np.flatnonzero((sums != np.take_along_axis(sums, self.first, 1)).any(1))
+        texts = [self._difference(i, sums[i]) for i in wrong[:MAX_NAMED]]
         more = f"; so do {len(wrong) - MAX_NAMED} more arrays" * (len(wrong) > MAX_NAMED)
-        return "; ".join(texts) + more
+        return "; ".join(texts) + more or None
 
-    def difference(self, array: int, sums: np.ndarray) -> str:
+    def _difference(self, array: int, sums: np.ndarray) -> str:
         """Describe one array whose copies differ, by the first such slice."""
-        first = self.first[:, array]
+        name, first = self.names[array], self.first[array]
         groups = [np.flatnonzero(first == one).tolist() for one in np.unique(first)]
         group = next(group for group in groups if len(set(sums[group])) > 1)
         odd = odd_ones(group, sums)
-        named = ", ".join(self.named(self.devices[i]) for i in odd)
+        devices = ", ".join(
+            f"device {d.id} (process {d.process_index}, host {self.hosts[d.process_index]})"
+            for d in self.devices[odd]
+        )
         if len(odd) == len(group):
-            return f"{self.names[array]} differs between {named}"
-        return f"{self.names[array]} on {named} differs from {len(group) - len(odd)} other devices"
-
-    def named(self, device: Any) -> str:
-        process = device.process_index
-        return f"device {device.id} (process {process}, host {self.hosts[process]})"
+            return f"{name} differs between {devices}"
+        return f"{name} on {devices} differs from {len(group) - len(odd)} other devices"
 
 
-def firsts_of(sharding: NamedSharding, shape: tuple[int, ...], devices: np.ndarray) -> list[int]:
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _firsts(array: jax.ShapeDtypeStruct, devices: np.ndarray) -> list[int]:
     """Return, for each device, the position of the first that holds the same slice."""
-    slices = sharding.devices_indices_map(shape)
-    seen: dict[str, int] = {}
+    slices, seen = array.sharding.devices_indices_map(array.shape), {}
     return [seen.setdefault(str(slices[device]), i) for i, device in enumerate(devices)]
+
+
+def _compiled(shapes: list[jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
+    """arrays -> [replica, fsdp, pipeline, tensor, n] checksums, the same on every device."""
+
+    def local(arrays: list[jax.Array]) -> jax.Array:
+        # Replicated arrays are cast to varying: each device computes the sums of its own copy.
+        sums = jnp.stack([digest(_varying(a))[0] for a in arrays])
+        return sums.reshape(*[1] * len(MESH_AXES), -1)
+
+    specs = [s.sharding.spec for s in shapes]
+    of_each = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=P(*MESH_AXES), check_vma=True
+    )
+    return compile_program(jax.jit(of_each, out_shardings=NamedSharding(mesh, P())), shapes)
 
 
 def odd_ones(group: list[int], sums: np.ndarray) -> list[int]:

@@ -31,9 +31,6 @@ FREE_OF_WEIGHTS = WARNED_FIELDS | {
 MAX_NAMED = 10  # fields in one message
 
 
-# --- what other commands read of a run ------------------------------------------------------------
-
-
 def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: type) -> Config:
     """Return the config of a run, with flags of main.py applied.
 
@@ -42,7 +39,7 @@ def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: 
     """
     if any(argument.partition("=")[0] == "--config" for argument in arguments):
         raise ConfigError(
-            f"--config cannot be combined with --run, whose config is {run.path('config.toml')}. "
+            f"--config cannot be combined with --run, whose config is {run}/config.toml. "
             "Override it with single flags, such as --eval.sequences 64."
         )
     own = tuple(field.name for field in dataclasses.fields(flags))
@@ -59,18 +56,17 @@ def config_file(run: run_directory.RunDirectory, flag: str) -> Path:
 
 
 def resolve(config: Config) -> Config:
-    """Check the run's directory, and return the config with the settings of its first start.
-
-    These are the length of the schedule and, when a run resumes, --run.init_from with its step.
+    """Return the config with the settings of the run's first start: the length of the schedule and,
+    when it resumes, --run.init_from with its step.
 
     Raises  ConfigError if the directory does not fit --run.resume or --run.init_from, or holds a
             run with other settings
     """
     directory, mode, source = run_directory.of(config), config.run.resume, config.run.init_from
-    if source and run_directory.at(source).is_same(directory):
+    if source and run_directory.at(source).files.resolve() == directory.files.resolve():
         raise ConfigError(
             f"--run.init_from {source} is this run's own folder, and a new run needs another. Use "
-            f"another --run.name, as --run.name {config.run.name}-2."
+            f"another --run.name, as {config.run.name}-2."
         )
     if not directory.saved_steps():
         if mode == "must":
@@ -122,38 +118,27 @@ def with_schedule(config: Config, steps: int) -> Config:
     return utils.changed(config, {"optimizer.schedule_steps": length})
 
 
-# --- what must not change when a run resumes ------------------------------------------------------
-
-
-def _fields(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return {"model.rope_scaling.factor": 1.0, ...} with JSON values."""
-    found = {}
-    for name, value in json.loads(json.dumps(config)).items():
-        is_section = isinstance(value, dict)
-        found |= _fields(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
-    return found
+    return cli.flat(json.loads(json.dumps(config)))
 
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a run may resume with these settings.
+    """Raise ConfigError, with both values of each field, for settings that must not change.
 
     saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved
-    Raises      ConfigError with both values of each field that must not change
     """
     old, new = _fields(saved), _fields(now)
-    changed = {
-        name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if name.split(".")[0] not in FREE_SECTIONS
-        and name not in FREE_FIELDS
-        and old.get(name) != new.get(name)
-        # Of an imported run, which Checkpoints.restore refuses with the way to start from it.
-        and not (name == "tokens.train" and name not in old)
-    }
-    warned = changed.keys() & WARNED_FIELDS
-    for name in sorted(warned):
-        log(f"warning: the run resumes with another {changed[name]}")
-    refused = [text for name, text in changed.items() if name not in warned]
+    refused = []
+    for name in sorted(old.keys() | new.keys()):
+        if name.split(".")[0] in FREE_SECTIONS or name in FREE_FIELDS:
+            continue
+        if name == "tokens.train" and name not in old:
+            continue  # an imported run; Checkpoints.restore refuses it, with the fix
+        if (before := old.get(name)) != (value := new.get(name)):
+            refused.append(f"{name} {before!r} -> {value!r}")
+            if name in WARNED_FIELDS:
+                log(f"warning: the run resumes with another {refused.pop()}")
     if refused:
         raise ConfigError(
             f"this run was started with other settings and cannot be continued with these: "
@@ -162,17 +147,15 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
-    """Check that a new run would not remove the records of a run without checkpoints.
+    """Raise ConfigError if a new run would remove the records of a run without checkpoints.
 
     A run that was killed before its first checkpoint was complete may start again. In this case
     the folder of checkpoints exists, and there are no records from after the second save.
 
     every_steps  --checkpoint.every_steps of the new run
-    Raises       ConfigError if the records are of a run without checkpoints, or with missing ones
     """
-    records, before = folder.files / "metrics.jsonl", folder.files / "config.toml"
-    steps = [r["step"] for r in jsonl.read(records)] if records.is_file() else []
-    if before.is_file():
+    steps = [r["step"] for r in jsonl.read(folder.files / "metrics.jsonl")]
+    if (before := folder.files / "config.toml").is_file():
         c = cli.load(before)
         every_steps = every_steps and min(c.checkpoint.every_steps, c.train.steps)
     allowed = (2 if folder.has_checkpoints() else 1) * every_steps
@@ -184,20 +167,13 @@ def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
         )
 
 
-# --- what must match when a run starts from another run's weights ---------------------------------
-
-
 def check_same_model(
     run: run_directory.RunDirectory,
     theirs: utils.Model,
     ours: utils.Model,
     flag: str = "--run.init_from",
 ) -> None:
-    """Check that a run's weights fit this model.
-
-    flag    the flag that names the run, for the message
-    Raises  ConfigError with both values of the first fields that differ
-    """
+    """Raise ConfigError if a run's weights do not fit this model; `flag` names the run."""
     old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
     differ = [
         f"{name} {old[name]!r} there and {new[name]!r} here"

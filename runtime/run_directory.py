@@ -5,12 +5,13 @@
     directory.checkpoints               in the bucket only
     directory.upload()                  uploads changed files, before each save
 
-`upload` appends to the object of a file that has grown, and replaces it after any other change. An
-upload is atomic, so a run that is killed leaves a prefix of its records. Each upload requires the
-generation that it replaces: a request that is repeated or delayed has no effect.
+`upload` replaces the object of a changed file, which is small beside the checkpoint that follows.
+An upload is atomic, so a run that is killed leaves a prefix of its records. Each upload requires
+the generation that it replaces: a request that is repeated or delayed has no effect.
 """
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -19,23 +20,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-from zlib import crc32
 
 from etils import epath
 
-from runtime import buckets, checkpoint_directory
+from runtime import buckets, checkpoint_directory, writer_lock
 from runtime.console import log
 from runtime.errors import TransientError
 from utils import Config, ConfigError
 
 CHECKPOINTS = "checkpoints"
-LOCK = "lock"
 WRITE_TRIES = 3
 
 
 def at(url: str | os.PathLike[str]) -> "RunDirectory":
-    """Return the directory of a run. For a bucket it is cached, and its files are downloaded.
+    """Return the directory of a run. For a bucket, download its files at the first call.
 
     Raises  buckets.AccessDenied, a ConfigError; buckets.Unavailable, a TransientError
     """
@@ -50,15 +48,13 @@ def at(url: str | os.PathLike[str]) -> "RunDirectory":
 
 def of(config: Config) -> "RunDirectory":
     """Return the directory of the run with this config."""
-    folder, name = config.run.dir, config.run.name
-    in_bucket = folder.startswith("gs:")
-    return at(f"{folder.rstrip('/')}/{name}" if in_bucket else Path(folder) / name)
+    return at(os.path.join(config.run.dir, config.run.name))
 
 
 class RunDirectory:
     """The directory of one run; str() is its path or URL."""
 
-    lock: Any = None  # writer_lock.Lock, in the run that writes here
+    lock: writer_lock.Lock | None = None  # in the run that writes here
 
     def __init__(self, url: str):
         self._url = url
@@ -68,13 +64,6 @@ class RunDirectory:
 
     def __str__(self) -> str:
         return self._url
-
-    def path(self, name: str) -> str:
-        """Return the path or URL of a file, for messages."""
-        return f"{self}/{name}"
-
-    def is_same(self, other: "RunDirectory") -> bool:
-        return self.files.resolve() == other.files.resolve()
 
     def exists(self) -> bool:
         return self.files.is_dir()
@@ -96,16 +85,8 @@ class RunDirectory:
         """
         yield
 
-    def upload(self) -> None:
-        """Upload changed records. Raises writer_lock.Replaced and OSError."""
-
-
-class _Uploaded(NamedTuple):
-    """The last known content of an object."""
-
-    size: int
-    crc32: int
-    generation: int
+    def upload(self, files: Iterable[Path] | None = None) -> None:
+        """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
 
 
 class BucketRunDirectory(RunDirectory):
@@ -123,18 +104,14 @@ class BucketRunDirectory(RunDirectory):
 
     def _download(self) -> None:
         found = self._objects.list_objects(records_only=True)
-        names = [n for n in found if n not in (LOCK, "") and not n.endswith(buckets.PART)]
-        with ThreadPoolExecutor(buckets.AT_ONCE) as pool:  # some programs create "" for a folder
-            contents = list(pool.map(self._objects.read_with_generation, names))
+        names = [*(found.keys() - {writer_lock.NAME, ""})]  # some programs create "" for a folder
+        with ThreadPoolExecutor(buckets.AT_ONCE) as pool:
+            contents = list(pool.map(self._objects.read, names))
         shutil.rmtree(self.files, ignore_errors=True)
         self.files.mkdir()
-        self._uploaded: dict[str, _Uploaded] = {}
-        for name, (content, generation) in zip(names, contents, strict=True):
+        self._uploaded = dict(zip(names, map(_digest, contents), strict=True))
+        for name, content in zip(names, contents, strict=True):
             (self.files / name).write_bytes(content)
-            self._uploaded[name] = _Uploaded(len(content), crc32(content), generation)
-
-    def upload(self) -> None:
-        self._upload(self.files.iterdir())
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -151,40 +128,37 @@ class BucketRunDirectory(RunDirectory):
 
     def _upload_all(self) -> None:
         try:
-            self._upload(self.files.rglob("*"))
+            self.upload(self.files.rglob("*"))
         except OSError as error:
             atexit.unregister(self._delete_copy)
             raise TransientError(
                 f"the newest records could not be uploaded: {error}. They are kept in {self.files}."
             ) from error
 
-    def _upload(self, files: Iterable[Path]) -> None:
+    def upload(self, files: Iterable[Path] | None = None) -> None:
         if self.lock:
             self.lock.check()
-        for file in sorted(filter(Path.is_file, files)):
+        for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
             name, content = str(file.relative_to(self.files)), file.read_bytes()
-            old = self._uploaded.pop(name, None)  # unknown until the write succeeds
-            new = len(content), crc32(content)
-            if not old or old[:2] != new:
-                old = _Uploaded(*new, self._write(name, content, old))
-            self._uploaded[name] = old
+            if self._uploaded.pop(name, None) != _digest(content):  # unknown until the write ends
+                self._write(name, content)
+            self._uploaded[name] = _digest(content)
 
-    def _write(self, name: str, content: bytes, old: _Uploaded | None) -> int:
-        """Upload what is new, and return the object's generation.
-
-        Changed can also mean that this write succeeded and its response was lost.
-        """
-        if old and old.size and crc32(content[: old.size]) == old.crc32:
-            with suppress(buckets.Changed):
-                return self._objects.append(name, content[old.size :], old.generation)
+    def _write(self, name: str, content: bytes) -> None:
         for _ in range(WRITE_TRIES):
+            # Changed can also mean that this write succeeded and its response was lost.
             with suppress(buckets.Changed):
-                return self._objects.write(name, content, self._objects.generation(name))
+                self._objects.write(name, content, self._objects.generation(name))
+                return
         raise buckets.Unavailable(f"{self}/{name} is being changed by another program.")
 
     def _delete_copy(self, process: int) -> None:
         if os.getpid() == process:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 _in_bucket = cache(BucketRunDirectory)

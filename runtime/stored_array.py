@@ -1,6 +1,7 @@
 """Arrays of a checkpoint, read with tensorstore: rows, slices or chunks."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -58,29 +59,19 @@ class StoredArray:
         stored = (*stages, *self.shape[1:]) if stages else self.shape
         if (store.shape, store.dtype.numpy_dtype) != (stored, self.dtype):
             raise ValueError(f"DATA_LOSS: it has {store.dtype.name}{list(store.shape)}")
-        self._stages = stages or (1, 1, *self.shape[:1])
-        self._chunk = (() if stages else (1, 1)) + (store.chunk_layout.read_chunk.shape or ())
-        self._store = store if stages or not self.shape else store[ts.newaxis, ts.newaxis]
+        self._stages = stages or (1, 1, *(self.shape[:1] or (1,)))
+        missing = 0 if stages else 2 if self.shape else 3  # dimensions of _stages
+        self._chunk = (1,) * missing + (store.chunk_layout.read_chunk.shape or ())
+        self._store = store[(ts.newaxis,) * missing]
 
     def read(self, rows: np.ndarray, rest: tuple[slice, ...]) -> np.ndarray:
         """Return [len(rows), ...]: rows of the first dimension, slices of the others."""
-        v, p, k = np.unravel_index(rows, self._stages)
-        sizes = [len(range(*s.indices(n))) for s, n in zip(rest, self.shape[1:], strict=True)]
-        out = np.empty((len(rows), *sizes), self.dtype)
-        for rank in np.unique(p):  # a chunk holds layers of one rank
-            own = p == rank
-            v_own, k_own = v[own] - v[own].min(), k[own] - k[own].min()
-            v_range = slice(v[own].min(), v[own].max() + 1)
-            k_range = slice(k[own].min(), k[own].max() + 1)
-            values = self._store[(v_range, rank, k_range, *rest)].read().result()
-            out[own] = values[v_own, k_own]
-        return out
+        return self._store[(*np.unravel_index(rows, self._stages), *rest)].read().result()
 
     def whole(self) -> np.ndarray:
         """Return the array."""
-        if not self.shape:
-            return np.asarray(self._store.read().result())
-        return self.read(np.arange(self.shape[0]), (slice(None),) * (len(self.shape) - 1))
+        rows = np.arange(math.prod(self._stages))
+        return self.read(rows, (slice(None),) * (len(self.shape) - 1)).reshape(self.shape)
 
     def parts(self, dims: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """Yield (index, values) of each element of the first `dims` dimensions, chunk by chunk.
@@ -110,13 +101,11 @@ class StoredArray:
 
         @cache  # for devices that hold the same slice
         def read(index: tuple[tuple[int | None, int | None], ...]) -> np.ndarray:
-            slices = tuple(slice(*bounds) for bounds in index)
-            if not self.shape:
-                return self.whole()
-            lead = len(stages) or 1
-            rows = np.arange(self.shape[0]).reshape(stages or -1)[slices[:lead]]
+            slices, lead = tuple(slice(*bounds) for bounds in index), len(stages) or 1
+            rows = np.arange(math.prod(self._stages)).reshape(stages or self.shape[:1])
+            rows = rows[slices[:lead]]
             values = self.read(rows.reshape(-1), slices[lead:])
-            return values.reshape(*rows.shape, *values.shape[1:])
+            return values.reshape(rows.shape + values.shape[1:])
 
         return jax.make_array_from_callback(
             like.shape, like.sharding, lambda index: read(tuple((s.start, s.stop) for s in index))

@@ -84,9 +84,10 @@ def _record() -> dict[str, Any]:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError):
+    try:
         return dict(json.loads(content))
-    return {}
+    except (ValueError, TypeError):
+        return {}
 
 
 def _described(record: dict[str, Any]) -> str:
@@ -98,8 +99,7 @@ def _refusal(folder: str, record: dict[str, Any]) -> ConfigError:
     more = ", or --run.take_over if that run is gone" if buckets.is_bucket(folder) else ""
     return ConfigError(
         f"{folder} is in use by another run ({_described(record)}). Two runs would overwrite each "
-        "other's files. Wait for it, end it, or use another --run.name, as --run.name "
-        f"{os.path.basename(folder)}-2{more}."
+        f"other's files. Wait for it, end it, or use --run.name {os.path.basename(folder)}-2{more}."
     )
 
 

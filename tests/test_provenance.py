@@ -49,5 +49,5 @@ def test_each_start_is_a_line_and_one_that_cannot_be_written_is_a_warning(tmp_pa
     lines = (tmp_path / "starts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [first, second]
     provenance.record(tmp_path / "absent", 0)
-    assert "warning: this start is not recorded in" in capsys.readouterr().out
+    assert "starts.jsonl takes no more records" in capsys.readouterr().out
     assert str(ROOT) not in lines[0].replace(json.dumps(sys.argv), "")
