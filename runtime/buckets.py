@@ -20,6 +20,7 @@ SCHEME = "gs://"
 RETRY_S = 60.0  # time for which a failed request is retried
 REQUEST_S = 20.0  # timeout to connect, and between two reads of a response
 AT_ONCE = 8  # concurrent requests
+PART = ".part"  # suffix of the temporary object of `append`
 fsspec.config.conf["gcs"] = {
     "use_listings_cache": False,
     "consistency": "md5",
@@ -200,6 +201,27 @@ class Prefix:
             blob = self._blob(name)
             blob.upload_from_string(content, **how)
             return int(blob.generation)
+
+    def append(self, name: str, content: bytes, generation: int) -> int:
+        """Append to an object, and return its new generation.
+
+        The content is uploaded as NAME.part, and Cloud Storage concatenates both (`compose`).
+
+        generation  the generation to append to
+        Raises      Changed for any other generation, as in `write`, or if the object was removed
+        """
+        from google.api_core.exceptions import NotFound
+
+        added = self.write(f"{name}{PART}", content)
+        with translated_errors(f"{self.url}/{name}"):
+            blob, part = self._blob(name), self._blob(f"{name}{PART}")
+            how = {"if_source_generation_match": [None, added], **_retried()}
+            try:
+                blob.compose([blob, part], if_generation_match=generation, **how)
+            except NotFound as error:
+                raise Changed(f"{self.url}/{name} was removed") from error
+        self.remove([f"{name}{PART}"])
+        return int(blob.generation)
 
     def move(self, name: str, to: str) -> None:
         with translated_errors(f"{self.url}/{name}"):

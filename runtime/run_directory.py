@@ -5,13 +5,12 @@
     directory.checkpoints               in the bucket only
     directory.upload()                  uploads changed files, before each save
 
-`upload` replaces the object of a changed file, which is small beside the checkpoint that follows.
-An upload is atomic, so a run that is killed leaves a prefix of its records. Each upload requires
-the generation that it replaces: a request that is repeated or delayed has no effect.
+`upload` appends to the object of a file that has grown, and replaces it after any other change. An
+upload is atomic, so a run that is killed leaves a prefix of its records. Each upload requires the
+generation that it replaces: a request that is repeated or delayed has no effect.
 """
 
 import atexit
-import hashlib
 import os
 import shutil
 import tempfile
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
 
 from etils import epath
 
@@ -89,6 +90,14 @@ class RunDirectory:
         """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
 
 
+class _Uploaded(NamedTuple):
+    """The last known content of an object."""
+
+    size: int
+    crc32: int
+    generation: int
+
+
 class BucketRunDirectory(RunDirectory):
     def __init__(self, url: str):
         super().__init__(url)
@@ -104,14 +113,16 @@ class BucketRunDirectory(RunDirectory):
 
     def _download(self) -> None:
         found = self._objects.list_objects(records_only=True)
-        names = [*(found.keys() - {writer_lock.NAME, ""})]  # some programs create "" for a folder
+        other = {writer_lock.NAME, ""}  # some programs create "" for a folder
+        names = [n for n in found if n not in other and not n.endswith(buckets.PART)]
         with ThreadPoolExecutor(buckets.AT_ONCE) as pool:
-            contents = list(pool.map(self._objects.read, names))
+            contents = list(pool.map(self._objects.read_with_generation, names))
         shutil.rmtree(self.files, ignore_errors=True)
         self.files.mkdir()
-        self._uploaded = dict(zip(names, map(_digest, contents), strict=True))
-        for name, content in zip(names, contents, strict=True):
+        self._uploaded: dict[str, _Uploaded] = {}
+        for name, (content, generation) in zip(names, contents, strict=True):
             (self.files / name).write_bytes(content)
+            self._uploaded[name] = _Uploaded(len(content), crc32(content), generation)
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -140,25 +151,27 @@ class BucketRunDirectory(RunDirectory):
             self.lock.check()
         for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
             name, content = str(file.relative_to(self.files)), file.read_bytes()
-            if self._uploaded.pop(name, None) != _digest(content):  # unknown until the write ends
-                self._write(name, content)
-            self._uploaded[name] = _digest(content)
+            old = self._uploaded.pop(name, None)  # unknown until the write succeeds
+            new = len(content), crc32(content)
+            same = old and old[:2] == new
+            self._uploaded[name] = old if same else _Uploaded(*new, self._write(name, content, old))
 
-    def _write(self, name: str, content: bytes) -> None:
-        for _ in range(WRITE_TRIES):
-            # Changed can also mean that this write succeeded and its response was lost.
+    def _write(self, name: str, content: bytes, old: _Uploaded | None) -> int:
+        """Upload what is new, and return the object's generation.
+
+        Changed can also mean that this write succeeded and its response was lost.
+        """
+        if old and old.size and crc32(content[: old.size]) == old.crc32:
             with suppress(buckets.Changed):
-                self._objects.write(name, content, self._objects.generation(name))
-                return
+                return self._objects.append(name, content[old.size :], old.generation)
+        for _ in range(WRITE_TRIES):
+            with suppress(buckets.Changed):
+                return self._objects.write(name, content, self._objects.generation(name))
         raise buckets.Unavailable(f"{self}/{name} is being changed by another program.")
 
     def _delete_copy(self, process: int) -> None:
         if os.getpid() == process:
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 _in_bucket = cache(BucketRunDirectory)

@@ -9,7 +9,7 @@ google-cloud-storage, gcsfs and tensorstore, also for child processes:
         assert fault.done == 2
 
 `on` is the operation of a request: `upload`, `start` of a chunked upload, `read`, `look`, `list`,
-`delete`, `copy`, `move` or `other`. It may also be one of the groups `write` and `any`,
+`delete`, `copy`, `move`, `compose` or `other`. It may also be one of the groups `write` and `any`,
 or an HTTP method. `path` matches the object's name in the bucket; for a copy or move, the new one.
 
 The proxy adds what the emulator lacks: atomic preconditions on generations, generations of reads,
@@ -47,7 +47,7 @@ MESSAGES = {
     500: "Backend Error",
     503: "Service Unavailable",
 }
-WRITES = {"upload", "start", "delete", "copy", "move", "other"}
+WRITES = {"upload", "start", "delete", "copy", "move", "compose", "other"}
 NOTHING = b"--x\r\n\r\n{}\r\n--x\r\n\r\n\r\n--x--"  # an upload that the emulator takes for empty
 UNSENT = {"connection", "content-length", "keep-alive", "server", "date"}  # set by the proxy
 
@@ -128,6 +128,8 @@ class Request:
         bucket, objects, name = found.groups("") if found else ("", "", "")
         self.does = self._does(bool(objects), name)
         self.source = name
+        if self.does == "compose":
+            name = name.removesuffix("/compose")
         if self.does in ("copy", "move"):
             self.source, there, name = re.split("/(?:rewrite|copy|move)To/(?:b/(.+)/)?o/", name)
             bucket = there or bucket
@@ -140,6 +142,8 @@ class Request:
             return "upload" if whole else "start"
         if moved := re.search("/(rewrite|copy|move)To/", name):
             return "move" if moved[1] == "move" else "copy"
+        if self.method == "POST" and name.endswith("/compose"):
+            return "compose"
         if self.method == "GET":
             media = self.query.get("alt") == "media" or self.path.startswith("/download/")
             return ("read" if media else "look") if name or not objects else "list"
@@ -321,6 +325,8 @@ class Server:
     def _refusal(self, request: Request) -> Answer | None:
         """Where a precondition does not hold, or a range is empty."""
         query, reads = request.query, request.does in ("read", "look")
+        if request.does == "compose" and (refused := self._refused_source(request)):
+            return refused
         conditions = {"ifGenerationMatch", "ifGenerationNotMatch", "generation"} & query.keys()
         ranged = request.does == "read" and "range" in request.headers
         if request.does in ("list", "other") or not (conditions or ranged):
@@ -334,6 +340,15 @@ class Server:
         if query.get("ifGenerationNotMatch") == now:
             return error(304 if reads else 412)
         return self._ranged(request, int(known["size"])) if ranged else None
+
+    def _refused_source(self, request: Request) -> Answer | None:
+        """The error for the first object of a compose request that is absent or was changed."""
+        for source in json.loads(request.body)["sourceObjects"]:
+            now = self._object(request, source["name"])["generation"]
+            required = source.get("objectPreconditions", {}).get("ifGenerationMatch", now)
+            if now == "0" or str(required) != now:
+                return error(404 if now == "0" else 412)
+        return None
 
     def _ranged(self, request: Request, size: int) -> Answer | None:
         """Says a range from the end as one from the start; refuses one that begins at the end."""

@@ -124,16 +124,44 @@ def test_a_bucket_that_denies_access_is_refused(bucket, url):
         fresh(url)
 
 
-# --- records in the bucket ------------------------------------------------------------------------
+# --- records are appended -------------------------------------------------------------------------
 
 
-def add(folder, line):
+@pytest.fixture
+def uploaded(monkeypatch):
+    """The sizes of the uploads to each object."""
+    write, sizes = Prefix.write, {}
+
+    def counted(self, name, content, *how):
+        sizes.setdefault(name, []).append(len(content))
+        return write(self, name, content, *how)
+
+    monkeypatch.setattr(Prefix, "write", counted)
+    return sizes
+
+
+LINE = "x" * 99 + "\n"
+
+
+def add(folder, line=LINE):
     with (folder.files / "metrics.jsonl").open("a") as file:
         file.write(line)
 
 
 def content(folder):
     return (folder.files / "metrics.jsonl").read_text()
+
+
+def test_each_record_is_uploaded_once_over_all_starts(url, uploaded):
+    for number in range(3):
+        folder = fresh(url)
+        assert number == 0 or content(folder) == 10 * number * LINE
+        for _ in range(10):
+            add(folder)
+            folder.upload()
+    assert uploaded == {"metrics.jsonl": [100], "metrics.jsonl.part": 29 * [100]}
+    assert Prefix(url).list_objects().keys() == {"metrics.jsonl"}
+    assert Prefix(url).read("metrics.jsonl").decode() == 30 * LINE == content(fresh(url))
 
 
 def test_truncated_records_are_not_downloaded_again(url):
@@ -145,29 +173,33 @@ def test_truncated_records_are_not_downloaded_again(url):
         assert content(fresh(url)) == records
 
 
+@pytest.mark.parametrize("on", ["upload", "compose"])
 @pytest.mark.parametrize("kind", ["cut request", "cut response"])
-def test_a_repeated_request_writes_the_records_once(bucket, url, kind, monkeypatch):
+def test_a_repeated_request_appends_once(bucket, url, on, kind, uploaded, monkeypatch):
     monkeypatch.setattr(buckets, "RETRY_S", 20.0)
     folder = fresh(url)
     add(folder, "1\n")
     folder.upload()
-    fault = bucket.fault(kind, on="upload", times=1)
-    for line in ("2\n", "3\n"):
-        add(folder, line)
-        folder.upload()
+    fault = bucket.fault(kind, on=on, times=1)
+    add(folder, "2\n")
+    folder.upload()
+    add(folder, "3\n")
+    folder.upload()
     assert fault.done == 1 and content(fresh(url)) == "1\n2\n3\n"
+    whole = [2, 4] if (on, kind) == ("compose", "cut response") else [2]
+    assert uploaded["metrics.jsonl"] == whole
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_request_that_arrives_late_has_no_effect(bucket, url, monkeypatch, restarted):
+@pytest.mark.parametrize("on", ["upload", "compose"])
+def test_a_request_that_arrives_late_has_no_effect(bucket, url, monkeypatch, on, restarted):
     monkeypatch.setattr(buckets, "RETRY_S", 0.01)
-    write, late = Prefix.write, []
-    monkeypatch.setattr(Prefix, "write", lambda *how: late.append(how) or write(*how))
+    append, late = Prefix.append, []
+    monkeypatch.setattr(Prefix, "append", lambda *how: late.append(how) or append(*how))
     folder = fresh(url)
     add(folder, "1\n")
     folder.upload()
-    late.clear()
-    fault = bucket.fault(503, on="upload")
+    fault = bucket.fault(503, on=on)
     add(folder, "2\n")
     with pytest.raises(Unavailable):
         folder.upload()
@@ -177,9 +209,28 @@ def test_a_request_that_arrives_late_has_no_effect(bucket, url, monkeypatch, res
         assert content(folder) == "1\n"
         add(folder, "3\n")
     folder.upload()
+    expected = "1\n3\n" if restarted else "1\n2\n"
     with pytest.raises(buckets.Changed):
-        write(*late[0])
-    assert content(fresh(url)) == ("1\n3\n" if restarted else "1\n2\n")
+        append(*late[0])
+    assert content(fresh(url)) == expected
+
+
+def test_a_late_upload_between_the_requests_that_append_is_not_appended(url, monkeypatch):
+    write = Prefix.write
+
+    def overtaken(self, name, *how):
+        generation = write(self, name, *how)
+        if name.endswith(".part"):
+            write(self, name, b"late\n")
+        return generation
+
+    monkeypatch.setattr(Prefix, "write", overtaken)
+    folder = fresh(url)
+    for line in ("1\n", "2\n"):
+        add(folder, line)
+        folder.upload()
+    assert content(fresh(url)) == "1\n2\n"
+    assert not any(file.name.endswith(".part") for file in fresh(url).files.iterdir())
 
 
 def test_an_object_that_another_program_keeps_changing_is_reported(url, monkeypatch):
