@@ -896,11 +896,7 @@ def chunked_loss(
 
 
 def _chunked_loss_forward(
-    options: tuple[int, float],
-    table_vD: jax.Array,
-    h_cnD: jax.Array,
-    targets_cn: jax.Array,
-    weights_cn: jax.Array,
+    options: tuple[int, float], table_vD: jax.Array, *chunks_cn: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     vocabulary, z_factor = options
 
@@ -913,16 +909,12 @@ def _chunked_loss_forward(
         return d_table_vD + d_table.astype(jnp.float32), (sums, d_h)
 
     zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
-    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, (h_cnD, targets_cn, weights_cn))
+    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, chunks_cn)
     sums = sums.sum(0)
     return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
 
 
-def _chunked_loss_backward(
-    options: tuple[int, float],
-    grads: tuple[jax.Array, jax.Array],
-    d_out: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None, None]:
+def _chunked_loss_backward(options: tuple, grads: tuple, d_out: tuple) -> tuple:
     scale = d_out[0]  # d_out[1] is of the sums, which are only reported
     return *((g * scale.astype(g.dtype)) for g in grads), None, None
 

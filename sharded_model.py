@@ -1,10 +1,10 @@
-"""The model through the pipeline: loss and gradients, evaluation, logits, on global arrays.
+"""The model through the pipeline: loss and gradients, evaluation, token losses, on global arrays.
 
 `pipeline_functions` builds the three functions that the pipeline runs from the layers of model.py.
 `gather_params` turns this rank's weights into the ones that layers use, and `reduce_gradients`
 turns its gradients into those of the model. All of it runs inside one `shard_map` (`over_mesh`).
 
-Letters as in model.py; S positions whose logits are requested.
+Letters as in model.py.
 """
 
 from collections.abc import Callable
@@ -340,18 +340,18 @@ def evaluate(
             config, declared, options, jnp.int32(0), token_scale, balance_scale
         )
         w = gather_params(config, declared, w)
-        routing, sums = pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)
+        routing, sums = pipeline.forward(run, w, data, schedule_of(config))
         return summarize(config, sums.sum(0), routing, balance_scale)
 
     return over_mesh(declared, mesh, local, out=stats_specs(m))
 
 
 def after_layers(
-    config: Config, declared: Transformer, mesh: Mesh, make: Callable, axes: tuple[str, ...]
+    config: Config, declared: Transformer, mesh: Mesh, make: Callable
 ) -> Callable[[Transformer, Batch], jax.Array]:
-    """Return, for one rank, (weights, batch) -> [M, ...] make(outer, data, h_bTD); no token drops.
+    """Return (weights, batch [M, B, T]) -> [M, B, ...] make(outer, data, h_bTD), dropping no token.
 
-    axes  mesh axes along which the result of `make` varies.
+    The result of `make` varies along BATCH_AXES alone.
     """
     options = forward_options(config, mesh, None)
 
@@ -361,9 +361,9 @@ def after_layers(
 
         run = pipeline_functions(config, declared, options, jnp.int32(0), jnp.float32(1), 0.0)
         run, w = run._replace(last=last), gather_params(config, declared, w)
-        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config), axes)[1]
+        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))[1]
 
-    return local
+    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
 
 
 def token_losses(
@@ -385,8 +385,7 @@ def token_losses(
         losses = lax.map(lambda chunk: of_chunk(outer, *chunk), inputs)
         return losses.reshape(*data.targets.shape, 2)
 
-    local = after_layers(config, declared, mesh, make, BATCH_AXES)
-    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
+    return after_layers(config, declared, mesh, make)
 
 
 def is_likeliest(
@@ -397,37 +396,3 @@ def is_likeliest(
     is_target_nv = local_ids(table_vD)[None, :] == targets_n[:, None]
     picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
     return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
-
-
-def logits(
-    config: Config, declared: Transformer, mesh: Mesh
-) -> Callable[[Transformer, Batch, jax.Array | None], jax.Array]:
-    """Return (weights, batch [M, B, T], positions [M, B, S]) -> [M, B, S, V], dropping no token.
-
-    The float32 logits of the token after each position; all positions if none are given. Padding
-    ids have -inf. Targets and loss weights of the batch are not used.
-    """
-
-    def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
-        h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
-        b, S, D = h_bSD.shape
-        logits_nv = local_logits(outer.output, h_bSD.reshape(b * S, D), config.model.vocab_size)
-        return logits_nv.reshape(b, S, -1)
-
-    layers = after_layers(config, declared, mesh, make, MESH_AXES)
-
-    def local(w: Transformer, data: Batch, positions_MbS: jax.Array) -> jax.Array:
-        return layers(w, data.replace(targets=positions_MbS))
-
-    out = P(None, BATCH_AXES, None, VOCABULARY_AXES)
-    run = over_mesh(declared, mesh, local, BATCH_SPEC, out=out)
-
-    def at_positions(
-        w: Transformer, data: Batch, positions_MBS: jax.Array | None = None
-    ) -> jax.Array:
-        if positions_MBS is None:
-            every = jnp.arange(data.tokens.shape[-1], dtype=jnp.int32)
-            positions_MBS = jnp.broadcast_to(every, data.tokens.shape)
-        return run(w, data, positions_MBS)
-
-    return at_positions

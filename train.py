@@ -79,16 +79,14 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
 
 def candidate_meshes(devices: int, slices: int, balanced: bool) -> Iterator[utils.Mesh]:
     """Yield meshes over this many devices of each slice, best first (see for_devices)."""
-    shapes = [
-        (fsdp, pipeline, devices // fsdp // pipeline)
-        for fsdp in range(1, devices + 1)
-        if devices % fsdp == 0
-        for pipeline in range(1, devices // fsdp + 1)
-        if devices // fsdp % pipeline == 0
-    ]
-    most = [-max(shape) if balanced else 0 for shape in shapes]
-    order = sorted(zip(most, shapes, strict=True), key=lambda o: (o[0], o[1][0], o[1][2]))
-    for _, (fsdp, pipeline, tensor) in reversed(order):
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    shapes = [(f, p, devices // (f * p)) for f in sizes for p in sizes if devices % (f * p) == 0]
+
+    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        fsdp, _, tensor = shape
+        return -max(shape) if balanced else 0, fsdp, tensor
+
+    for fsdp, pipeline, tensor in sorted(shapes, key=preference, reverse=True):
         for virtual in (2, 1) if pipeline > 1 else (1,):
             yield utils.Mesh(
                 replica=slices, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual

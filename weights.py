@@ -109,7 +109,9 @@ def weight(
     float32  whether it stays float32 in compute.
     active   ("K", "E"): a token uses K of its E slices.
     """
-    options = {
+    declaration = {
+        "layout": layout,
+        "init": init,
         "decay": decay,
         "group": group or ("matrix" if matrix else "rest"),
         "matrix": matrix,
@@ -117,7 +119,7 @@ def weight(
         "float32": float32,
         "active": active,
     }
-    return dataclasses.field(metadata={"weight": {"layout": layout, "init": init, **options}})
+    return dataclasses.field(metadata={"weight": declaration})
 
 
 def ones(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> jax.Array:
