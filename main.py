@@ -105,9 +105,8 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     if found is None:
         return None
     _, state = found
-    if (state.norms is None) == (shapes.norms is None):
-        return state
-    return state.replace(norms=train.initial_norms(replicated) if shapes.norms else None)
+    norms = train.initial_norms(replicated) if state.norms is None else state.norms
+    return state.replace(norms=norms if shapes.norms else None)
 
 
 def load_init_weights(

@@ -322,17 +322,12 @@ def _gather(a: jax.Array, dim: int) -> jax.Array:
     return lax.all_gather(a, "fsdp", axis=dim, tiled=True)
 
 
-def _gather_forward(a: jax.Array, dim: int) -> tuple[jax.Array, None]:
+_gather.defvjp(
     # Not _gather itself, in which a remat policy could not see the all_gather.
-    return lax.all_gather(a, "fsdp", axis=dim, tiled=True), None
-
-
-def _gather_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    lambda a, dim: (lax.all_gather(a, "fsdp", axis=dim, tiled=True), None),
     # Custom, because the transpose of a bfloat16 gather sums the ranks' gradients in bfloat16.
-    return (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
+    lambda dim, _, grad: (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),),
+)
 
 
 def _scatter(partial_grad: jax.Array, dim: int) -> jax.Array:
