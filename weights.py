@@ -186,11 +186,8 @@ def _matrix(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int
     """ "D x N A" -> the dimensions of rows and of columns, from the end."""
     sides = [side.split() for side in matrix.split(" x ")]
     named = [letter for side in sides for letter in side]
-    if len(sides) != 2 or not all(sides) or sorted({*named} & {*letters}) != sorted(named):
-        raise ConfigError(
-            f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}. Name those of "
-            'its rows and those of its columns, as matrix="D x N A", or give it another group.'
-        )
+    valid = len(sides) == 2 and all(sides) and sorted({*named} & {*letters}) == sorted(named)
+    assert valid, f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}"
     return tuple(tuple(letters.index(x) - len(letters) for x in side) for side in sides)
 
 

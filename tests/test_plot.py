@@ -143,9 +143,10 @@ def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
     plot.validation_loss([run])
 
 
-def test_a_folder_without_metrics_is_refused(tmp_path):
+def test_a_folder_without_metrics_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--run", str(tmp_path)])
     with pytest.raises(ValueError, match=r"has no metrics.jsonl. Give the folder of a run"):
-        plot.plot_run(tmp_path)
+        plot.main()
 
 
 def test_a_run_before_its_first_evaluation_is_refused(tmp_path):
