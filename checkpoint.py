@@ -181,10 +181,12 @@ class Checkpoints:
         except Exception as error:
             self._error = self._reason(error)  # `wait` raises it, on all processes
 
-    def failed(self) -> bool:
-        """Return whether the current save has failed on this process. Does not wait."""
+    def failed(self, wait: bool = False) -> bool:
+        """Return whether the current save has failed here so far, or with `wait` when it ended."""
         if self._saving is not None and self._error is None:
             try:
+                if wait:
+                    self._writer.wait_until_finished()
                 self._writer.check_for_errors()
                 if self._committing and is_primary() and self._files.is_complete(self._saving):
                     self._committing = False
@@ -211,9 +213,7 @@ class Checkpoints:
         while self._saving is not None:
             try:
                 with distributed.shared_errors():
-                    if is_complete:
-                        self._join()
-                    if self.failed():
+                    if self.failed(wait=is_complete):
                         raise self._error
             except Exception as error:
                 self._error = error  # so that no process waits in `close`
@@ -226,12 +226,6 @@ class Checkpoints:
             )
             if not is_complete:
                 time.sleep(POLL_S)
-
-    def _join(self) -> None:
-        try:
-            self._writer.wait_until_finished()
-        except Exception as error:
-            self._error = self._reason(error)
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""

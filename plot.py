@@ -59,7 +59,8 @@ class RunRecords:
         self.train = _column(train, "loss/cross_entropy")  # the counterpart of validation loss
         self.val = _column(val, "loss/val")
         # Relative to the loss of a perfectly even load; None if that is 0.
-        factor = _balance_factor(folder / "config.toml")
+        m = cli.load(folder / "config.toml").model
+        factor = m.blocks * m.moe_layers * m.aux_loss_alpha
         self.balance = _column(train, "loss/balance") / factor if factor > 0 else None
         self.val_balance = _column(val, "loss/val_balance")
         # [evaluations, MoE layers, experts], of a layer's routed tokens
@@ -71,14 +72,6 @@ class RunRecords:
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     """Return one key of all records; NaN, a gap in the plot, for null."""
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
-
-
-def _balance_factor(path: Path) -> float:
-    """Return the factor of the balance loss times the MoE layers; 0 without a config."""
-    if not path.is_file():
-        return 0.0
-    m = cli.load(path).model
-    return m.blocks * m.moe_layers * m.aux_loss_alpha
 
 
 def _axes_of_time(axes: list[Axes], runs: list[RunRecords]) -> None:

@@ -357,26 +357,19 @@ def token_losses(
     For each target: its cross-entropy, and 1 if no token is more likely, else 0.
     """
 
-    def of_chunk(outer: EmbeddingAndHead, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
-        args = outer.output, h_nD, targets_n, config.model.vocab_size
-        losses_n, _ = model.cross_entropy(*args)
-        return jnp.stack([losses_n, is_likeliest(*args).astype(jnp.float32)], -1)
+    def of_chunk(table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
+        losses_n, _ = model.cross_entropy(table_vD, h_nD, targets_n, config.model.vocab_size)
+        logits_nv = model.local_logits(table_vD, h_nD, config.model.vocab_size)
+        is_target_nv = model.local_ids(table_vD)[None, :] == targets_n[:, None]
+        picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
+        is_likeliest_n = picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
+        return jnp.stack([losses_n, is_likeliest_n.astype(jnp.float32)], -1)
 
     def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size
         c = model.num_chunks(n, config.train.loss_chunk_tokens)
         inputs = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
-        losses = lax.map(lambda chunk: of_chunk(outer, *chunk), inputs)
+        losses = lax.map(lambda chunk: of_chunk(outer.output, *chunk), inputs)
         return losses.reshape(*data.targets.shape, 2)
 
     return after_layers(config, declared, mesh, make)
-
-
-def is_likeliest(
-    table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array, vocabulary: int
-) -> jax.Array:
-    """Whether the target of each token [n] has the largest logit.  Collectives: 2 pmax of [n]."""
-    logits_nv = model.local_logits(table_vD, h_nD, vocabulary)
-    is_target_nv = model.local_ids(table_vD)[None, :] == targets_n[:, None]
-    picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
-    return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)

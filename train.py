@@ -289,19 +289,14 @@ def detect_spike(
     """
     if norms is None:
         return finite, None, {}
-    median = median_norm(norms)
+    count = jnp.isfinite(norms).sum()
+    ordered = jnp.sort(norms)  # padding comes last
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    median = jnp.where(count >= MIN_NORMS, median, jnp.inf)
     spike = finite & (norm > factor * median)
     applied = finite & ~spike
     later = jnp.concatenate([norms[1:], norm[None]])
     return applied, jnp.where(applied, later, norms), {"spike": spike, "median": median}
-
-
-def median_norm(norms: jax.Array) -> jax.Array:
-    """Return the median of the finite norms, or infinity if there are too few to detect a spike."""
-    count = jnp.isfinite(norms).sum()
-    ordered = jnp.sort(norms)  # padding comes last
-    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    return jnp.where(count >= MIN_NORMS, median, jnp.inf)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
