@@ -97,9 +97,10 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     and stored ones that are not needed are discarded.
     """
     replicated = shapes.step.sharding
+    norms = jax.ShapeDtypeStruct((train.NORMS,), np.float32, sharding=replicated)
 
     def stored_shapes(names: frozenset[str]) -> State:
-        return shapes.replace(norms=train.abstract_norms(replicated) if "norms" in names else None)
+        return shapes.replace(norms=norms if "norms" in names else None)
 
     found = saved.newest(stored_shapes, lambda config: resume.check_compatible(config, settings))
     if found is None:

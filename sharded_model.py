@@ -137,8 +137,8 @@ def last_loss(
     # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
     h_cnD = vary(h_bTD).reshape(c, n // c, -1)
     targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
-    options = config.model.vocab_size, config.model.z_loss
-    return model.chunked_loss(options, outer.output, h_cnD, targets_cn, weights_cn * token_scale)
+    m, weights_cn = config.model, weights_cn * token_scale
+    return model.chunked_loss(m.vocab_size, m.z_loss, outer.output, h_cnD, targets_cn, weights_cn)
 
 
 @jax.named_scope("loss")

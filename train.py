@@ -178,8 +178,8 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     """
     optimizer, specs = make_optimizer(config, declared), weights.specs(declared)
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
-    norms = abstract_norms(NamedSharding(mesh, P())) if config.train.skip_spikes else None
-    shapes = jax.eval_shape(lambda w: State(w, optimizer.init(w), *[jnp.int32(0)] * 3), w)
+    norms = jnp.zeros(NORMS, jnp.float32) if config.train.skip_spikes else None
+    shapes = jax.eval_shape(lambda w: State(w, optimizer.init(w), *[jnp.int32(0)] * 3, norms), w)
 
     def masked(a: Any) -> bool:  # an array of the other optimizer
         return isinstance(a, optax.MaskedNode)
@@ -194,15 +194,10 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     )
     return jax.tree.map(
         lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
-        State(specs, optimizer_specs, P(), P(), P(), P() if norms else None),
-        shapes.replace(norms=norms),
+        State(specs, optimizer_specs, P(), P(), P(), P() if shapes.norms else None),
+        shapes,
         is_leaf=lambda s: isinstance(s, P),
     )
-
-
-def abstract_norms(sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Return the shape and layout of `State.norms` with --train.skip_spikes."""
-    return jax.ShapeDtypeStruct((NORMS,), jnp.float32, sharding=sharding)
 
 
 def shardings_of(shapes: Any) -> Any:

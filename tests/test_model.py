@@ -805,7 +805,7 @@ def chunked(shape, chunk):
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
         split = [a.reshape(-1, chunk, *a.shape[1:]) for a in (h, targets, token_weights)]
-        return model.chunked_loss((500, 0.01), table, *split)
+        return model.chunked_loss(500, 0.01, table, *split)
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
