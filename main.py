@@ -59,7 +59,6 @@ from runtime.errors import Exit, JobFailed, TransientError
 from runtime.goodput import GoodputLog, PhaseTimes
 from runtime.replica_check import ReplicaChecker
 from runtime.signals import StopRequest
-from runtime.watchdog import Watchdog
 from train import State
 from utils import Config, ConfigError
 from validate import Validation
@@ -312,7 +311,7 @@ class Loop:
         mesh: Mesh,
         data: tuple[Mixture, Mixture],
         saved: Checkpoints | None,
-        watchdog: Watchdog,
+        watchdog: PhaseTimes,
         stop: StopRequest,
         goodput_log: GoodputLog,
     ):
