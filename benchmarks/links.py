@@ -8,10 +8,9 @@ The flags of main.py are accepted too, except for the mesh. One model trains on 
 interleaved 1F1B. FSDP sends all weights and gradients; a pipeline sends the activations between
 stages. The layouts take turns, so that a disturbance of the machine slows all of them.
 
-Two predictions without overlap accompany each time. Both compute as planning/cost.py does, at the
-FLOP/s of a host while all hosts compute. `planned` adds all the bytes that the plan counts, at the
-TCP bandwidth of the links. `paced` adds the same bytes and the number of collectives in the
-compiled program, with each kind at the speed measured over these links.
+The plan's time without overlap accompanies each measured time. It is that of planning/cost.py, at
+the FLOP/s of a host while all hosts compute and the TCP bandwidth of the links. A second table has
+the seconds of each kind of collective over each link.
 
 The hosts share the cores of this machine, and the ticks of a pipeline without a task take as long
 as others. Neither order nor ratios are those of accelerators, which compute concurrently and idle
@@ -30,8 +29,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,24 +42,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-import pipeline
-import sharded_model
 import utils
 from benchmarks.common import (
     ONE_DEVICE,
     ROOT,
-    Program,
     compile_step,
     median_seconds,
     parse_flags,
     with_values,
 )
 from hardware import Chip
-from planning import cost, hlo
+from planning import cost
 from runtime import cli, distributed
 from runtime.console import log
 from runtime.errors import Exit, TransientError
-from utils import GIB, MESH_AXES, Config, ConfigError
+from utils import GIB, Config, ConfigError
 
 sys.path.append(str(ROOT / "tests"))
 from simulated_hosts import Host, Network
@@ -110,8 +105,7 @@ def layout_of(config: Config, name: str) -> Config:
 def work(config: Config) -> None:
     """Serve a job on one host: compile the step, then answer the lines of stdin.
 
-    The first answer is the number of collectives. The answer to `step` is the seconds of a step,
-    that to `paces` the seconds of collectives.
+    The answer to `step` is the seconds of a step, that to `collectives` their seconds.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # gloo writes to stdout, which is for answers
@@ -121,26 +115,13 @@ def work(config: Config) -> None:
             multihost_utils.sync_global_devices("start")  # gloo connects for at most 30 s
         # Only the first of several processes would use the cache, and then wait for the others.
         program = compile_step(config, cached=not several)
-        print(json.dumps(count_collectives(program)), file=answers)
         steps = program.steps()
         for line in sys.stdin:
-            answer = paces() if line == "paces\n" else next(steps)[0]
+            answer = collective_seconds() if line == "collectives\n" else next(steps)[0]
             print(json.dumps(answer), file=answers)
     except Exception:
         traceback.print_exc()
         os._exit(Exit.BUG)  # a normal exit of jax would wait for processes that wait for this one
-
-
-def count_collectives(program: Program) -> dict[str, float]:
-    """Return how many collectives of each kind a step executes."""
-    mesh = dict(zip(MESH_AXES, program.config.mesh.shape, strict=True))
-
-    def one(instruction: hlo.Instruction, computation: Any) -> dict[str, int]:
-        kinds = hlo.collective_cost(instruction, computation)
-        return dict.fromkeys(kinds, 1) if kinds and hlo.group_axes(instruction, mesh) else {}
-
-    share = pipeline.branch_share(sharded_model.schedule_of(program.config))
-    return hlo.executed(program.step.as_text(), one, share)
 
 
 # Each kind of collective, and the bytes that a host sends over the bytes of its operand.
@@ -175,7 +156,7 @@ def collective(kind: str, size: int) -> Callable[[], Any]:
     return functools.partial(mapped, ones((HOSTS * number,)))
 
 
-def paces() -> dict[str, list[float]]:
+def collective_seconds() -> dict[str, list[float]]:
     """Return the median seconds of each kind of collective for each of SIZES."""
     return {
         kind: [median_seconds(collective(kind, size), REPEATS) for size in SIZES] for kind in KINDS
@@ -211,11 +192,6 @@ class Job:
                 )
             self._processes.append(started)
 
-    def start(self) -> None:
-        """Wait until all processes have compiled, then make the slower first step."""
-        self.collectives: dict[str, float] = self._answers()[0]
-        self.step()
-
     def _answers(self) -> list:
         """Return the answer of each process. Raises TransientError if one has ended."""
         lines = [process.stdout.readline() for process in self._processes]
@@ -235,8 +211,8 @@ class Job:
         """Return the seconds of a step on the slowest host."""
         return max(self._request("step"))
 
-    def paces(self) -> dict[str, list[float]]:
-        return self._request("paces")[0]
+    def collective_seconds(self) -> dict[str, list[float]]:
+        return self._request("collectives")[0]
 
     def close(self) -> None:
         for process in self._processes:
@@ -252,31 +228,18 @@ class Prediction(NamedTuple):
     """The work of a host in a step of a layout."""
 
     flops: float
-    sent: dict[str, float]  # bytes by kind of collective
+    sent_bytes: float
     megabits: float  # seconds of all sends over links of 1 Mbit/s
-    collectives: dict[str, float]  # number by kind
 
     @classmethod
-    def of(cls, config: Config, collectives: Mapping[str, float]) -> "Prediction":
-        """collectives  of the compiled program: the plan has no latency and does not count them"""
+    def of(cls, config: Config) -> "Prediction":
         plan = cost.predict(config, host_chip(1.0, 125_000.0), "cpu")
-        sent: Counter = Counter()
-        for traffic in plan.traffic:
-            sent[traffic.kind] += traffic.sent_bytes
         links_s = plan.serial_step_s - plan.seconds["compute"]
-        return cls(plan.flops_per_chip, dict(sent), links_s, dict(collectives))
+        return cls(plan.flops_per_chip, sum(t.sent_bytes for t in plan.traffic), links_s)
 
-    def planned_s(self, flops_per_s: float, mbit: float) -> float:
-        """Return the seconds of a step by the plan."""
+    def seconds(self, flops_per_s: float, mbit: float) -> float:
+        """Return the seconds of a step."""
         return self.flops / flops_per_s + self.megabits / mbit
-
-    def paced_s(self, flops_per_s: float, paces: Mapping[str, Sequence[float]]) -> float:
-        """Return the seconds of a step with collectives at their measured speed."""
-        seconds = self.flops / flops_per_s
-        for kind, (small, large) in paces.items():
-            byte_s = (large - small) / (SIZES[1] - SIZES[0])
-            seconds += self.collectives.get(kind, 0) * small + self.sent.get(kind, 0) * byte_s
-        return seconds
 
 
 def host_chip(flops_per_s: float, bandwidth: float) -> Chip:
@@ -313,7 +276,7 @@ class Measurement:
     delay_ms: float
     mbit: float  # measured, of data over TCP
     round_trip_s: float
-    paces: dict[str, list[float]]
+    collectives: dict[str, list[float]]  # seconds by kind, for each of SIZES
     steps: dict[str, list[float]]  # seconds by layout, and ALONE
 
     @property
@@ -340,11 +303,7 @@ class Result:
 
     def planned(self, mbit: float) -> dict[str, float]:
         rate = self.flops_per_s
-        return {name: self.predictions[name].planned_s(rate, mbit) for name in LAYOUTS}
-
-    def paced(self, one: Measurement) -> dict[str, float]:
-        rate = self.flops_per_s
-        return {name: self.predictions[name].paced_s(rate, one.paces) for name in LAYOUTS}
+        return {name: self.predictions[name].seconds(rate, mbit) for name in LAYOUTS}
 
     @property
     def throttled(self) -> list[Measurement]:
@@ -352,13 +311,9 @@ class Result:
         return sorted((m for m in self.measurements if not m.delay_ms), key=lambda m: m.mbit)
 
     def crossings(self, one: str, other: str) -> list[float | None]:
-        """Return the Mbit/s at which two layouts are equally fast: measured, planned, paced."""
+        """Return the Mbit/s at which two layouts are equally fast: measured, planned."""
         found = self.throttled
-        ways = (
-            [m.seconds for m in found],
-            [self.planned(m.mbit) for m in found],
-            [self.paced(m) for m in found],
-        )
+        ways = [m.seconds for m in found], [self.planned(m.mbit) for m in found]
         mbit = [m.mbit for m in found]
         return [crossing(mbit, [w[one] for w in way], [w[other] for w in way]) for way in ways]
 
@@ -374,76 +329,61 @@ def measure(config: Config, flags: Flags, folder: Path) -> Result:
             port = PORT + number if name != ALONE else 0
             jobs[name] = Job(name, configs[name], network.hosts, port, folder)
             stack.callback(jobs[name].close)
-            jobs[name].start()
+            jobs[name].step()  # waits until all processes have compiled
         found = []
         links = [(mbit, 0.0) for mbit in flags.mbit] + [(0.0, delay) for delay in flags.delay_ms]
         for mbit, delay_ms in links:
             network.throttle(mbit)
             network.delay(delay_ms * 1e-3)
             link = network.bandwidth(), network.round_trip_s()
-            paces = jobs["FSDP"].paces()
+            collectives = jobs["FSDP"].collective_seconds()
             turns = [{name: job.step() for name, job in jobs.items()} for _ in range(flags.steps)]
             steps = {name: [turn[name] for turn in turns] for name in jobs}
-            found.append(Measurement(mbit, delay_ms, *link, paces, steps))
+            found.append(Measurement(mbit, delay_ms, *link, collectives, steps))
             times = ", ".join(f"{name} {s:.2f}" for name, s in found[-1].seconds.items())
             log(f"{found[-1].link}: {link[0]:.0f} Mbit/s, {1e3 * link[1]:.2f} ms; {times} s")
-        return Result(
-            found, {name: Prediction.of(configs[name], jobs[name].collectives) for name in names}
-        )
+        return Result(found, {name: Prediction.of(configs[name]) for name in names})
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
-def table(result: Result) -> Table:
+def step_table(result: Result) -> Table:
     titles = ("links", "Mbit/s", "ms", *LAYOUTS, "1F1B / FSDP", "fastest")
-    made = Table(*titles, title="seconds per step: measured / planned / paced")
+    made = Table(*titles, title="seconds per step: measured / planned")
     for one in result.measurements:
-        # The plan has no delay.
-        ways = [one.seconds, {} if one.delay_ms else result.planned(one.mbit), result.paced(one)]
+        ways = [one.seconds] if one.delay_ms else [one.seconds, result.planned(one.mbit)]
+        cells = [[f"{way[name]:.2f}" for way in ways] for name in LAYOUTS]
+        cells.append([f"{way['1F1B'] / way['FSDP']:.2f}" for way in ways])
+        cells.append([min(way, key=way.__getitem__) for way in ways])
+        link = one.link, f"{one.mbit:,.0f}", f"{1e3 * one.round_trip_s:.2f}"
+        made.add_row(*link, *map(" / ".join, cells))
+    return made
 
-        def cell(text: Callable[[dict[str, float]], str], ways: list = ways) -> str:
-            return " / ".join(text(way) if way else "-" for way in ways)
 
-        made.add_row(
-            one.link,
-            f"{one.mbit:,.0f}",
-            f"{1e3 * one.round_trip_s:.2f}",
-            *(cell(lambda way, name=name: f"{way[name]:.2f}") for name in LAYOUTS),
-            cell(lambda way: f"{way['1F1B'] / way['FSDP']:.2f}"),
-            cell(lambda way: min(way, key=way.__getitem__)),
-        )
+def collective_table(result: Result) -> Table:
+    small, large = (f"{size // 1024} KiB" for size in SIZES)
+    made = Table("links", *KINDS, title=f"ms of a collective: {small} / {large} sent by each host")
+    for one in result.measurements:
+        cells = [" / ".join(f"{1e3 * s:,.1f}" for s in one.collectives[kind]) for kind in KINDS]
+        made.add_row(one.link, *cells)
     return made
 
 
 def lines(result: Result) -> Iterator[str]:
-    """Describe the work of each layout, and what the table shows."""
+    """Describe the work of each layout, and what the tables show."""
     yield (
         f"A host computes {result.flops_per_s / 1e9:.1f} GFLOP/s while all {HOSTS} do, on "
-        f"{os.cpu_count()} cores. ms: round trip."
+        f"{os.cpu_count()} cores. ms: round trip. The plan has no delay."
     )
     for name in LAYOUTS:
         p = result.predictions[name]
-        number = ", ".join(f"{n:.0f} {kind}" for kind, n in sorted(p.collectives.items()))
-        yield (
-            f"{name}: {p.flops / 1e9:.1f} GFLOP and {sum(p.sent.values()) / 1e6:.1f} MB sent per "
-            f"host and step, in {number}"
-        )
-    slow, shares = result.throttled[0], []
-    for kind, (small, large) in slow.paces.items():
-        rate = (SIZES[1] - SIZES[0]) * 8e-6 / (large - small)
-        shares.append(f"{kind} {rate / slow.mbit:.2f}")
-    yield f"Share of TCP's bandwidth that collectives reach, slowest link: {', '.join(shares)}"
+        sent = f"{p.sent_bytes / 1e6:.1f} MB sent per host and step"
+        yield f"{name}: {p.flops / 1e9:.1f} GFLOP and {sent}"
     for one, other in (("FSDP", "1F1B"), ("FSDP", "interleaved"), ("interleaved", "1F1B")):
         by = [f"{mbit:,.0f}" if mbit else "none" for mbit in result.crossings(one, other)]
-        yield (
-            f"Mbit/s below which {other} is faster than {one}: measured {by[0]}, planned {by[1]}, "
-            f"paced {by[2]}"
-        )
-    for m in result.measurements:
-        ratio, paced = m.seconds["interleaved"] / m.seconds["1F1B"], result.paced(m)
-        if ratio > 1 and paced["interleaved"] > paced["1F1B"]:  # noise alone is not reported
-            yield f"{m.link}: interleaving loses by its sends: {ratio:.2f} times 1F1B's step"
+        faster = f"Mbit/s below which {other} is faster than {one}"
+        yield f"{faster}: measured {by[0]}, planned {by[1]}"
 
 
 def draw(result: Result, path: Path) -> None:
@@ -463,11 +403,9 @@ def draw(result: Result, path: Path) -> None:
         for i, name in enumerate(LAYOUTS):
             axes.plot(mbit, [m.seconds[name] for m in found], f"C{i}o", label=name)
             axes.plot(grid, [way[name] for way in planned], f"C{i}--", lw=1.0)
-            axes.plot(mbit, [result.paced(m)[name] for m in found], f"C{i}-", lw=1.2)
         axes.plot([], [], "k--", lw=1.0, label="planned")
-        axes.plot([], [], "k-", lw=1.2, label="paced")
         axes.set(xscale="log", yscale="log", xlabel="Mbit/s of each host", ylabel="s per step")
-        axes.set_title(f"One model on {HOSTS} hosts, measured (dots) and predicted")
+        axes.set_title(f"One model on {HOSTS} hosts, measured (dots) and planned (lines)")
         axes.legend()
         figure.savefig(path, dpi=150)
 
@@ -505,7 +443,7 @@ def main(arguments: list[str]) -> None:
     flags, config = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="links-") as folder:
         result = measure(config, flags, Path(folder))
-    Console(width=160).print(table(result))
+    Console(width=160).print(step_table(result), collective_table(result))
     print("\n".join(lines(result)))
     if flags.png:
         draw(result, flags.png)

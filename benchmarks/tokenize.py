@@ -1,13 +1,12 @@
 """Compare the speed of data/prepare.py with that of tiktoken alone.
 
     ./run.sh python benchmark.py tokenize                       the tokenizer of the sample data
-    ./run.sh python benchmark.py tokenize --tokenizer cl100k_base --mb 40
+    ./run.sh python benchmark.py tokenize --tokenizer cl100k_base --source books
 
 Both tokenize the same text in turns, with one process and with two. tiktoken gets texts in memory,
-in batches or one by one, and its ids are discarded. The preparation is the complete command, which
-reads JSON lines and writes shards. Its start (imports, tokenizer, workers) does not grow with the
-text and is reported separately. For that, the command runs on a part of the text and on all of it,
-and the difference is its speed.
+in batches, and its ids are discarded. The preparation is the complete command, which reads JSON
+lines and writes shards. Its start (imports, tokenizer, workers) is reported separately: the time of
+a preparation of one short text.
 """
 
 import functools
@@ -20,18 +19,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import tiktoken
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import ROOT, parse_flags, spread
-from data.encode import CHUNK_CHARACTERS
 from data.manifest import INDEX, read_manifest
 from data.settings import Prepare
 from data.sources import STDLIB, documents
@@ -39,20 +36,10 @@ from data.tokenizer import load_tokenizer
 from runtime.console import log
 from utils import ConfigError
 
-PREPARE = "data/prepare.py"
-BATCH_CHARACTERS = 1_000_000  # of a tiktoken batch
-SPLIT_MB = "1"  # small, so that a part of the text keeps two workers busy
-PART = 8  # one part in so many measures the start of a preparation
+BATCH_TEXTS = 64  # of a tiktoken batch, which keeps the ids of all its texts until it is done
+SPLIT_MB = "1"  # small, so that two workers stay busy until the end
 TARGET = 0.85  # of tiktoken's speed
 PROCESSES = (1, 2)
-# A batch keeps the ids of all its texts until it is done.
-METHODS: dict[str, Callable[[tiktoken.Encoding, list[str]], Iterable[list[int]]]] = {
-    "encode_ordinary_batch": lambda encoding, batch: encoding.encode_ordinary_batch(
-        batch, num_threads=1
-    ),
-    "encode_ordinary": lambda encoding, batch: map(encoding.encode_ordinary, batch),
-}
-Key = tuple[str, int]  # method or PREPARE, number of processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +52,13 @@ class Flags:
     tokenizer: str = "sample"  # sample, or the name of a tiktoken encoding
 
 
-# --- text -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Round:
+    """Speeds of one number of processes, measured one after the other."""
+
+    tiktoken: float  # tokens/s
+    preparation: float  # tokens/s after the start
+    start_s: float
 
 
 def texts(source: str) -> Iterator[str]:
@@ -76,112 +69,73 @@ def texts(source: str) -> Iterator[str]:
             yield path.read_text(errors="replace")
 
 
-def write_text(flags: Flags, whole: Path, part: Path) -> tuple[int, int]:
-    """Write JSON lines to `whole`, and the first ones to `part`; return (documents, bytes)."""
-    limit, size, number = flags.mb * 1e6, 0, 0
-    with whole.open("w") as all_lines, part.open("w") as first_lines:
+def write_text(flags: Flags, file: Path) -> int:
+    """Write JSON lines, and return the bytes of their texts."""
+    size = 0
+    with file.open("w") as lines:
         for text in filter(None, texts(flags.source)):
-            if size >= limit:
+            if size >= flags.mb * 1e6:
                 break
-            line = json.dumps({"text": text}) + "\n"
-            all_lines.write(line)
-            if size < limit / PART:
-                first_lines.write(line)
-            size, number = size + len(text.encode(errors="replace")), number + 1
-    return number, size
+            lines.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode(errors="replace"))
+    return size
 
 
 @functools.cache
-def batches(file: Path) -> list[list[str]]:
-    """Return batches of chunks of texts, cut as the preparation cuts them."""
-    found: list[list[str]] = [[]]
-    size = 0
-    for _, text in documents(Prepare(source=str(file), out="")):
-        for start in range(0, len(text), CHUNK_CHARACTERS):
-            if size >= BATCH_CHARACTERS:
-                found.append([])
-                size = 0
-            found[-1].append(text[start : start + CHUNK_CHARACTERS])
-            size += len(found[-1][-1])
-    return found
+def read_text(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text().splitlines()]
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
-def tiktoken_rate(tokenizer: str, file: Path, method: str) -> float:
-    """Return tokens per second of tiktoken with one thread, in this process."""
-    encoding, chunks = load_tokenizer(tokenizer), batches(file)
-    start = time.perf_counter()
-    tokens = sum(sum(map(len, METHODS[method](encoding, batch))) for batch in chunks)
+def tiktoken_rate(tokenizer: str, file: Path) -> float:
+    """Return tokens/s of tiktoken with one thread, in this process."""
+    encoding, found = load_tokenizer(tokenizer), read_text(file)
+    start, tokens = time.perf_counter(), 0
+    for i in range(0, len(found), BATCH_TEXTS):
+        ids = encoding.encode_ordinary_batch(found[i : i + BATCH_TEXTS], num_threads=1)
+        tokens += sum(map(len, ids))
     return tokens / (time.perf_counter() - start)
 
 
 def prepare(tokenizer: str, file: Path, workers: int) -> tuple[int, float]:
     """Return (tokens, seconds) of data/prepare.py."""
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
-        command = [sys.executable, ROOT / PREPARE, "--source", file, "--out", out]
+        command = [sys.executable, ROOT / "data/prepare.py", "--source", file, "--out", out]
         command += ["--tokenizer", tokenizer, "--workers", str(workers), "--split-mb", SPLIT_MB]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
-        splits = [read_manifest(index.parent) for index in Path(out).glob(f"*/{INDEX}")]
+        subsets = [read_manifest(index.parent) for index in Path(out).glob(f"*/{INDEX}")]
     # tiktoken alone makes no end-of-text tokens.
-    return sum(split.tokens - split.documents for split in splits), seconds
+    return sum(subset.tokens - subset.documents for subset in subsets), seconds
 
 
-class Speed(NamedTuple):
-    tokens_per_s: float
-    start_s: float = 0.0  # before the first token
-
-
-def without_start(part: tuple[int, float], whole: tuple[int, float]) -> Speed:
-    """Return the speed on the text beyond the part, from (tokens, seconds) of both.
-
-    Raises ConfigError if the whole took no longer.
-    """
-    tokens, seconds = (b - a for a, b in zip(part, whole, strict=True))
-    if min(tokens, seconds) <= 0:
+def measure(flags: Flags, file: Path, pool: ProcessPoolExecutor, processes: int) -> Round:
+    """Raises ConfigError if the start takes most of the time."""
+    calls = [(flags.tokenizer, file)] * processes
+    alone = sum(pool.map(tiktoken_rate, *zip(*calls, strict=True)))
+    short = file.with_name("short.jsonl")
+    short.write_text(json.dumps({"text": "short"}) + "\n")
+    start_s = prepare(flags.tokenizer, short, processes)[1]
+    tokens, seconds = prepare(flags.tokenizer, file, processes)
+    if seconds < 2 * start_s:
         raise ConfigError(
-            f"preparing {whole[0]:,} tokens took no longer than {part[0]:,}, because the start "
-            f"takes most of the time. Measure more text: --mb {Flags.mb:.0f}, or more of --source."
+            f"the start takes {start_s:.1f} of the {seconds:.1f} s of a preparation. Measure more "
+            f"text: --mb {Flags.mb:.0f}, or more of --source."
         )
-    return Speed(tokens / seconds, part[1] - part[0] * seconds / tokens)
+    return Round(alone, tokens / (seconds - start_s), start_s)
 
 
-def measure(
-    flags: Flags, whole: Path, part: Path, pool: ProcessPoolExecutor
-) -> Iterator[dict[Key, Speed]]:
-    """Yield the speeds of each round. Every second round runs in the opposite order."""
-
-    def alone(method: str, processes: int) -> Speed:
-        calls = [(flags.tokenizer, whole, method)] * processes
-        return Speed(sum(pool.map(tiktoken_rate, *zip(*calls, strict=True))))
-
-    # A warm-up: both processes of the pool read the text, and the files are in memory.
-    alone("encode_ordinary", 2)
-    prepare(flags.tokenizer, part, 2)
-    keys = [*itertools.product((*METHODS, PREPARE), PROCESSES)]
-    for number in range(flags.rounds):
-        speeds = {}
-        for method, n in keys[::-1] if number % 2 else keys:
-            if method == PREPARE:
-                taken = [prepare(flags.tokenizer, file, n) for file in (part, whole)]
-                speeds[method, n] = without_start(*taken)
-            else:
-                speeds[method, n] = alone(method, n)
-        yield {key: speeds[key] for key in keys}
-
-
-def table(rounds: list[dict[Key, Speed]]) -> Table:
-    found = Table("processes", "of", "M tokens/s", "preparation over it")
-    for n, method in itertools.product(PROCESSES, (*METHODS, PREPARE)):
-        rates = [speeds[method, n].tokens_per_s for speeds in rounds]
-        cells = [str(n), method, spread(rate / 1e6 for rate in rates)]
-        if method != PREPARE:
-            ours = [speeds[PREPARE, n].tokens_per_s for speeds in rounds]
-            cells.append(spread(a / b for a, b in zip(ours, rates, strict=True)))
-        found.add_row(*cells)
+def table(rounds: dict[int, list[Round]]) -> Table:
+    titles = ("processes", "tiktoken, M tokens/s", "preparation", "ratio", "start, s")
+    found = Table(*titles, title="medians (minimum to maximum); ratios are within a round")
+    for processes, rows in rounds.items():
+        found.add_row(
+            str(processes),
+            spread(row.tiktoken / 1e6 for row in rows),
+            spread(row.preparation / 1e6 for row in rows),
+            spread(row.preparation / row.tiktoken for row in rows),
+            spread(row.start_s for row in rows),
+        )
     return found
 
 
@@ -203,23 +157,16 @@ def parse(arguments: list[str]) -> Flags:
 
 
 def main(arguments: list[str]) -> None:
-    flags, rounds = parse(arguments), []
+    flags = parse(arguments)
+    rounds: dict[int, list[Round]] = {processes: [] for processes in PROCESSES}
     with tempfile.TemporaryDirectory(prefix="tokenize-") as folder:
-        whole, part = Path(folder) / "whole.jsonl", Path(folder) / "part.jsonl"
-        number, size = write_text(flags, whole, part)
-        log(
-            f"{size / 1e6:.1f} MB in {number:,} documents, tokenizer {flags.tokenizer}, "
-            f"{os.cpu_count()} cores"
-        )
-        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            for speeds in measure(flags, whole, part, pool):
-                rounds.append(speeds)
-                rates = (f"{m} {n}: {s.tokens_per_s / 1e6:.2f}" for (m, n), s in speeds.items())
-                log(f"round {len(rounds)} of {flags.rounds}, M tokens/s: {', '.join(rates)}")
+        file = Path(folder) / "text.jsonl"
+        size = write_text(flags, file)
+        log(f"{size / 1e6:.1f} MB, tokenizer {flags.tokenizer}, {os.cpu_count()} cores")
+        with ProcessPoolExecutor(max(PROCESSES), multiprocessing.get_context("spawn")) as pool:
+            pool.map(read_text, [file] * max(PROCESSES))
+            for number, processes in itertools.product(range(flags.rounds), PROCESSES):
+                rounds[processes].append(found := measure(flags, file, pool, processes))
+                log(f"round {number + 1} of {flags.rounds}, {processes} processes: {found}")
     Console(width=120).print(table(rounds))
-    starts = [spread(speeds[PREPARE, n].start_s for speeds in rounds) for n in PROCESSES]
-    print(
-        f"Medians of {len(rounds)} rounds (minimum to maximum). Ratios are within a round; the "
-        f"target is at least {TARGET}. The preparation starts in {starts[0]} s with one worker and "
-        f"in {starts[1]} s with two."
-    )
+    print(f"The target is a ratio of at least {TARGET}.")

@@ -23,12 +23,11 @@ def config():
 
 @pytest.fixture(scope="module")
 def predictions(config):
-    """Without collectives of a compiled program."""
     names = (links.ALONE, *links.LAYOUTS)
-    return {name: links.Prediction.of(links.layout_of(config, name), {}) for name in names}
+    return {name: links.Prediction.of(links.layout_of(config, name)) for name in names}
 
 
-def paces_at(mbit):
+def collectives_at(mbit):
     """Return the seconds of collectives without latency."""
     return {kind: [size * 8e-6 / mbit for size in links.SIZES] for kind in links.KINDS}
 
@@ -39,11 +38,11 @@ def result(predictions):
     alone = predictions[links.ALONE].flops / RATE
 
     def row(mbit, delay_ms=0.0):
-        steps = {name: [predictions[name].planned_s(RATE, mbit)] * 3 for name in links.LAYOUTS}
+        steps = {name: [predictions[name].seconds(RATE, mbit)] * 3 for name in links.LAYOUTS}
         if delay_ms:
             steps = {name: [s + 1 for s in taken] for name, taken in steps.items()}
         steps[links.ALONE] = [alone] * 3
-        return links.Measurement(mbit, delay_ms, mbit, 1e-4, paces_at(mbit), steps)
+        return links.Measurement(mbit, delay_ms, mbit, 1e-4, collectives_at(mbit), steps)
 
     rows = [row(4000.0), row(1000.0), row(300.0), row(30.0), row(4000.0, 5.0)]
     return links.Result(rows, predictions)
@@ -54,30 +53,12 @@ def test_the_planned_time_is_that_of_the_plan_without_overlap(config, prediction
     for mbit in (30, 1000):
         chip = links.host_chip(RATE, mbit * 125_000)
         predicted = cost.predict(links.layout_of(config, name), chip, "cpu")
-        assert predictions[name].planned_s(RATE, mbit) == pytest.approx(predicted.serial_step_s)
-
-
-@pytest.mark.parametrize("name", links.LAYOUTS)
-def test_collectives_without_latency_take_as_long_as_planned(predictions, name):
-    paced, planned = (
-        predictions[name].paced_s(RATE, paces_at(100)),
-        predictions[name].planned_s(RATE, 100),
-    )
-    assert paced == pytest.approx(planned)
-
-
-def test_the_latency_of_each_collective_counts_as_often_as_it_runs(predictions):
-    one = predictions["FSDP"]._replace(collectives={"all-gather": 8, "all-reduce": 3})
-    paces = paces_at(100)
-    more = paces | {kind: [s + 0.01 for s in paces[kind]] for kind in ("all-gather", "all-reduce")}
-    without = one._replace(collectives={}).paced_s(RATE, more)
-    latency = 8 * more["all-gather"][0] + 3 * more["all-reduce"][0]
-    assert one.paced_s(RATE, more) - without == pytest.approx(latency)
+        assert predictions[name].seconds(RATE, mbit) == pytest.approx(predicted.serial_step_s)
 
 
 def test_slow_links_favor_pipelines_and_fast_ones_fsdp(predictions):
     def order(mbit):
-        return sorted(links.LAYOUTS, key=lambda name: predictions[name].planned_s(RATE, mbit))
+        return sorted(links.LAYOUTS, key=lambda name: predictions[name].seconds(RATE, mbit))
 
     assert order(1e6) == ["FSDP", "interleaved", "1F1B"]
     assert order(20) == ["1F1B", "interleaved", "FSDP"]
@@ -109,25 +90,22 @@ def test_lines_cross_where_both_take_equally_long():
 
 
 def test_crossings_of_planned_times_are_those_of_the_plan(result):
-    measured, planned, paced = result.crossings("FSDP", "1F1B")
-    assert measured == pytest.approx(planned) == pytest.approx(paced)
+    measured, planned = result.crossings("FSDP", "1F1B")
+    assert measured == pytest.approx(planned)
     fsdp, one = result.predictions["FSDP"], result.predictions["1F1B"]
     exact = (fsdp.megabits - one.megabits) / (one.flops - fsdp.flops) * RATE
     assert math.log(measured / exact) == pytest.approx(0, abs=0.3)  # a line between two points
 
 
-def test_table_and_lines_show_measured_planned_and_paced_times(result):
+def test_tables_and_lines_show_measured_and_planned_times(result):
     console = Console(width=200, file=io.StringIO())
-    console.print(links.table(result))
+    console.print(links.step_table(result), links.collective_table(result))
     text = console.file.getvalue()
     assert "not throttled" not in text and "30 Mbit/s" in text and "4000 Mbit/s, 5 ms" in text
-    assert "FSDP / FSDP / FSDP" in text and "1F1B / 1F1B / 1F1B" in text
-    assert "/ - /" in text  # the plan has no delay
+    assert "FSDP / FSDP" in text and "1F1B / 1F1B" in text
+    assert f"{1e3 * links.SIZES[1] * 8e-6 / 30:,.1f}" in text  # of 1 MiB
     lines = "\n".join(links.lines(result))
-    assert "15.0 GFLOP/s" in lines and "all-gather 1.00, reduce-scatter 1.00" in lines
-    assert "1F1B is faster than FSDP: measured" in lines
-    assert "30 Mbit/s: interleaving loses by its sends: 1." in lines
-    assert "\n4000 Mbit/s: interleaving" not in lines
+    assert "15.0 GFLOP/s" in lines and "1F1B is faster than FSDP: measured" in lines
 
 
 def test_the_picture_is_written_for_one_link_and_for_several(result, tmp_path):
@@ -154,7 +132,7 @@ def test_flags_that_cannot_be_measured_are_refused(words, message):
         links.parse(words)
 
 
-def test_a_process_answers_with_its_collectives_and_the_seconds_of_steps(config, tmp_path):
+def test_a_process_answers_with_the_seconds_of_steps(config, tmp_path):
     small = links.with_values(
         links.layout_of(config, links.ALONE),
         model={"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
@@ -164,8 +142,8 @@ def test_a_process_answers_with_its_collectives_and_the_seconds_of_steps(config,
     (tmp_path / "alone.toml").write_text(cli.to_toml(small))
     command = [sys.executable, "benchmark.py", "links", "work", str(tmp_path / "alone.toml")]
     done = subprocess.run(command, cwd=ROOT, input="step\nstep\n", capture_output=True, text=True)
-    collectives, *seconds = map(json.loads, done.stdout.splitlines())
-    assert collectives == {} and len(seconds) == 2 and min(seconds) > 0
+    seconds = [*map(json.loads, done.stdout.splitlines())]
+    assert len(seconds) == 2 and min(seconds) > 0
 
 
 def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(config, tmp_path):
@@ -175,13 +153,13 @@ def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(config, tmp_pa
 
     job = links.Job("FSDP", config, [Here("a", "10.0.0.1")], 1, tmp_path)
     with pytest.raises(links.TransientError, match="a process of FSDP ended: no such device"):
-        job.start()
+        job.step()
     job.close()
 
 
 def test_each_kind_of_collective_sends_the_requested_bytes():
     """On one device per host, which here are four of the eight devices."""
-    found = links.paces()
+    found = links.collective_seconds()
     assert found.keys() == links.KINDS.keys()
     for kind, seconds in found.items():
         assert len(seconds) == len(links.SIZES) and min(seconds) > 0
