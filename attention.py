@@ -77,12 +77,11 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
             return f"sequences of {T} are not a multiple of {GPU_BLOCK}"
         if narrow > wide:
             return f"values of {narrow} are wider than queries of {wide}"
-        return f"heads of {wide} are wider than 256" if wide > 256 else ""
-    if config.data.segments:
+    elif config.data.segments:
         return "it does not support --data.segments"
-    if wide % 8 or narrow % 8:
+    elif wide % 8 or narrow % 8:
         return f"head widths {wide} and {narrow} are not multiples of 8"
-    if platform == "gpu8" and (wide != narrow or wide > 128):
+    elif platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
