@@ -77,12 +77,11 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
             return f"sequences of {T} are not a multiple of {GPU_BLOCK}"
         if narrow > wide:
             return f"values of {narrow} are wider than queries of {wide}"
-        return f"heads of {wide} are wider than 256" if wide > 256 else ""
-    if config.data.segments:
+    elif config.data.segments:
         return "it does not support --data.segments"
-    if wide % 8 or narrow % 8:
+    elif wide % 8 or narrow % 8:
         return f"head widths {wide} and {narrow} are not multiples of 8"
-    if platform == "gpu8" and (wide != narrow or wide > 128):
+    elif platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
@@ -119,15 +118,6 @@ def attend(
     return IMPLEMENTATIONS[kernel](*arrays, scale)
 
 
-def _mask(T: int, segments_bT: jax.Array | None) -> jax.Array:
-    """Return [1 or b, 1, T, T]: True where a query attends to a key."""
-    query = lax.broadcasted_iota(jnp.int32, (1, 1, T, T), 2)
-    causal = lax.broadcasted_iota(jnp.int32, (1, 1, T, T), 3) <= query
-    if segments_bT is None:
-        return causal
-    return causal & (segments_bT[:, None, :, None] == segments_bT[:, None, None, :])
-
-
 def _xla(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
 ) -> jax.Array:
@@ -135,8 +125,13 @@ def _xla(
     scores_bnTS = jnp.einsum(
         "bTnA,bSnA->bnTS", q, k, precision=precision, preferred_element_type=jnp.float32
     )
+    T = q.shape[1]
+    query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, T, T), dim) for dim in (2, 3))
+    mask = key <= query
+    if segments is not None:
+        mask &= segments[:, None, :, None] == segments[:, None, None, :]
     # Added rather than selected, because the backward pass of an addition needs no mask.
-    bias = jnp.where(_mask(q.shape[1], segments), 0.0, MASKED)
+    bias = jnp.where(mask, 0.0, MASKED)
     # In float32, for the sum of up to S exponentials.
     probs_bnTS = jax.nn.softmax(scores_bnTS * scale + bias).astype(v.dtype)
     # Transposed after the product: XLA for CPUs would fuse it in, and run at half the speed.

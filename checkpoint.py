@@ -180,10 +180,12 @@ class Checkpoints:
         except Exception as error:
             self._error = self._reason(error)  # `wait` raises it, on all processes
 
-    def failed(self) -> bool:
-        """Return whether the current save has failed on this process. Does not wait."""
+    def failed(self, wait: bool = False) -> bool:
+        """Return whether the current save has failed here so far, or with `wait` when it ended."""
         if self._saving is not None and self._error is None:
             try:
+                if wait:
+                    self._writer.wait_until_finished()
                 self._writer.check_for_errors()
                 if self._committing and is_primary() and self._files.is_complete(self._saving):
                     self._committing = False
@@ -210,9 +212,7 @@ class Checkpoints:
         while self._saving is not None:
             try:
                 with distributed.shared_errors():
-                    if is_complete:
-                        self._join()
-                    if self.failed():
+                    if self.failed(wait=is_complete):
                         raise self._error
             except Exception as error:
                 self._error = error  # so that no process waits in `close`
@@ -225,12 +225,6 @@ class Checkpoints:
             )
             if not is_complete:
                 time.sleep(POLL_S)
-
-    def _join(self) -> None:
-        try:
-            self._writer.wait_until_finished()
-        except Exception as error:
-            self._error = self._reason(error)
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
@@ -259,7 +253,7 @@ class Checkpoints:
         steps, damaged = self.steps(), []
         for step in reversed(steps):
             try:
-                record = self._record_of(step)
+                record = self.record(step)
                 check_config(record["config"])
                 like = abstract(frozenset(record["arrays"])) if callable(abstract) else abstract
                 state = self.restore(step, like)
@@ -299,15 +293,7 @@ class Checkpoints:
             )
         return steps[-1]
 
-    def config(self, step: int) -> dict[str, Any]:
-        """Return the config of a step."""
-        return self._record_of(step)["config"]
-
-    def start_of(self, step: int) -> dict[str, Any] | None:
-        """Return the start that saved a step."""
-        return self._record_of(step)["made_by"]
-
-    def _record_of(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, Any]:
         """Return RECORD of a step, read by process 0.
 
         Raises  ConfigError if the step is missing or has another format; Damaged
@@ -345,7 +331,7 @@ class Checkpoints:
 
     def arrays(self, step: int) -> dict[str, StoredArray]:
         """Return the arrays of a step by name, to read parts of them without devices."""
-        entries = self._record_of(step)["arrays"]
+        entries = self.record(step)["arrays"]
         with self._reading(step):
             return open_arrays(f"{self.folder}/{step}/state", entries)
 
@@ -371,7 +357,7 @@ class Checkpoints:
                   virtual stages. It may be a part of the saved tree if opened to read only.
         Raises    ConfigError with the arrays that are missing or of another shape or type; Damaged
         """
-        entries, wanted = self._record_of(step)["arrays"], _named(abstract)
+        entries, wanted = self.record(step)["arrays"], _named(abstract)
         self._check_arrays(step, entries, wanted)
         try:
             found = self._restored(step, entries, wanted)
@@ -458,8 +444,7 @@ def _record(
     digests, arrays = _digests(named), {}
     for name, (x, stages) in named.items():
         shape, dtype = _canonical(x, stages)
-        entry = {"shape": shape, "dtype": dtype, "stages": stages, "digest": digests[name]}
-        arrays[name] = entry
+        arrays[name] = {"shape": shape, "dtype": dtype, "stages": stages, "digest": digests[name]}
     record = {"format": FORMAT, "made_by": made_by, "config": config, "arrays": arrays}
     record = json.loads(json.dumps(record))
     return record | {"crc32": _crc32(record)}
@@ -507,4 +492,4 @@ def load_weights(
     """
     with contextlib.closing(Checkpoints(run.checkpoints)) as saved:
         step, found = saved.good(step, {"weights": shapes})
-        return step, found["weights"], saved.config(step)
+        return step, found["weights"], saved.record(step)["config"]

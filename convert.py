@@ -66,7 +66,7 @@ def export_run(flags: Export) -> None:
     config = resume.config_of(run, [], Export)
     with closing(Checkpoints(run.checkpoints)) as saved, _new_folder(flags.out):
         step = saved.step_or_newest(flags.step)
-        tokens, arrays = saved.config(step)["tokens"], saved.arrays(step)
+        tokens, arrays = saved.record(step)["config"]["tokens"], saved.arrays(step)
         name = export_checkpoint.write_folder(flags, run, config, step, tokens, arrays)
     log(f"step {step} of {flags.run} as {name}: {flags.out}")
     log(flags.load)

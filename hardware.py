@@ -80,20 +80,12 @@ CHIPS = {
 # Slices that libtpu compiles for, by number of chips: cuboids of a 3-D torus, rectangles of a 2-D
 # one.
 TOPOLOGIES = {
-    3: {
-        math.prod(sides): "x".join(map(str, sides))
-        for sides in (
-            (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8),
-            (4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16), (16, 16, 16),
-        )
-    },
-    2: {
-        math.prod(sides): "x".join(map(str, sides))
-        for sides in (
-            (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16),
-        )
-    },
-}  # fmt: skip
+    dims: {math.prod(map(int, shape.split("x"))): shape for shape in shapes.split()}
+    for dims, shapes in {
+        2: "1x1 2x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
+        3: "1x1x1 2x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
+    }.items()
+}
 
 
 def chip_named(name: str) -> Chip | None:

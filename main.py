@@ -59,7 +59,6 @@ from runtime.errors import Exit, JobFailed, TransientError
 from runtime.goodput import GoodputLog, PhaseTimes
 from runtime.replica_check import ReplicaChecker
 from runtime.signals import StopRequest
-from runtime.watchdog import Watchdog
 from train import State
 from utils import Config, ConfigError
 from validate import Validation
@@ -97,17 +96,17 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     and stored ones that are not needed are discarded.
     """
     replicated = shapes.step.sharding
+    norms = jax.ShapeDtypeStruct((train.NORMS,), np.float32, sharding=replicated)
 
     def stored_shapes(names: frozenset[str]) -> State:
-        return shapes.replace(norms=train.abstract_norms(replicated) if "norms" in names else None)
+        return shapes.replace(norms=norms if "norms" in names else None)
 
     found = saved.newest(stored_shapes, lambda config: resume.check_compatible(config, settings))
     if found is None:
         return None
     _, state = found
-    if (state.norms is None) == (shapes.norms is None):
-        return state
-    return state.replace(norms=train.initial_norms(replicated) if shapes.norms else None)
+    norms = train.initial_norms(replicated) if state.norms is None else state.norms
+    return state.replace(norms=norms if shapes.norms else None)
 
 
 def load_init_weights(
@@ -312,7 +311,7 @@ class Loop:
         mesh: Mesh,
         data: tuple[Mixture, Mixture],
         saved: Checkpoints | None,
-        watchdog: Watchdog,
+        watchdog: PhaseTimes,
         stop: StopRequest,
         goodput_log: GoodputLog,
     ):

@@ -871,9 +871,10 @@ def weighted_losses(
     return jnp.stack([(weights_n * loss_n).sum(), (weights_n * log_Z_n**2).sum()])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def chunked_loss(
-    options: tuple[int, float],
+    vocabulary: int,
+    z_factor: float,
     table_vD: jax.Array,
     h_cnD: jax.Array,
     targets_cn: jax.Array,
@@ -884,9 +885,8 @@ def chunked_loss(
     Only the logits of one chunk of tokens exist at a time. The gradient is computed with the value,
     chunk by chunk, so that logits are neither residuals nor recomputed.
 
-    options  (vocabulary size without padding, z_factor).
+    vocabulary  size without padding.
     """
-    vocabulary, z_factor = options
 
     def body(_: None, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         return None, weighted_losses(table_vD, *chunk, vocabulary)
@@ -896,14 +896,8 @@ def chunked_loss(
 
 
 def _chunked_loss_forward(
-    options: tuple[int, float],
-    table_vD: jax.Array,
-    h_cnD: jax.Array,
-    targets_cn: jax.Array,
-    weights_cn: jax.Array,
+    vocabulary: int, z_factor: float, table_vD: jax.Array, *chunks_cn: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    vocabulary, z_factor = options
-
     def loss(table_vD: jax.Array, h_nD: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         sums = weighted_losses(table_vD, h_nD, *rest, vocabulary)
         return sums[0] + z_factor * sums[1], sums
@@ -913,16 +907,12 @@ def _chunked_loss_forward(
         return d_table_vD + d_table.astype(jnp.float32), (sums, d_h)
 
     zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
-    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, (h_cnD, targets_cn, weights_cn))
+    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, chunks_cn)
     sums = sums.sum(0)
     return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
 
 
-def _chunked_loss_backward(
-    options: tuple[int, float],
-    grads: tuple[jax.Array, jax.Array],
-    d_out: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None, None]:
+def _chunked_loss_backward(vocabulary: int, z_factor: float, grads: tuple, d_out: tuple) -> tuple:
     scale = d_out[0]  # d_out[1] is of the sums, which are only reported
     return *((g * scale.astype(g.dtype)) for g in grads), None, None
 

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from utils import MESH_AXES, Config, ConfigError
+from utils import MESH_AXES, Config
 from weights import Tree, Weight
 
 # The best learning rates that `benchmark.py recipe` found, at TUNED_WIDTH. For wider models they
@@ -103,8 +103,7 @@ def make_optimizer(
     It clips by the global norm, scales by AdamW (arXiv:1711.05101) or for matrices by Muon if
     selected, and applies weight decay as declared.
 
-    mesh    the mesh of the weights; only updates need it.
-    Raises  ConfigError for a weight whose group has no optimizer.
+    mesh  the mesh of the weights; only updates need it.
     """
     o = config.optimizer
     decayed = jax.tree.map(
@@ -126,11 +125,7 @@ def make_optimizer(
 def optimizer_of(matrices: str, w: Weight) -> str:
     """Return the optimizer of a weight's group; `matrices` is that of matrices."""
     groups = {"matrix": matrices, "embedding": "adamw", "rest": "adamw"}
-    if w.group not in groups:
-        raise ConfigError(
-            f"{w.name} is of the group {w.group!r}, which has no optimizer. Declare it with one of "
-            f"{', '.join(groups)}, or add this one to optimizer.optimizer_of."
-        )
+    assert w.group in groups, f"{w.name} is of the group {w.group!r}, which has no optimizer"
     return groups[w.group]
 
 
@@ -204,7 +199,7 @@ def muon_updates(
         for i, stack in zip(members, jnp.split(slices_nrc, splits), strict=True):
             w = declared[i]
             update = from_slices(w, stack, momenta[i].shape).astype(jnp.float32)
-            longest = max(map(math.prod, side_sizes(w, w.shape)))
+            longest = max(side_sizes(w, w.shape))
             updates[i] = update * (UPDATE_RMS * longest**0.5)
     return [
         jnp.where(has_gradient(w, grad), update, 0) if w.active < 1 else update
@@ -280,29 +275,26 @@ def has_gradient(w: Weight, grad: jax.Array) -> jax.Array:
 # --- arrays as stacks of slices -------------------------------------------------------------------
 
 
-def matrix_sides(w: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def matrix_sides(w: Weight) -> list[tuple[int, ...]]:
     """Return the dimensions of (rows, columns), swapped if there are globally fewer columns."""
-    rows, columns = w.matrix
-    wide = math.prod(w.shape[d] for d in rows) <= math.prod(w.shape[d] for d in columns)
-    return (rows, columns) if wide else (columns, rows)
+    return sorted(w.matrix, key=lambda side: math.prod(w.shape[dim] for dim in side))
 
 
-def side_sizes(w: Weight, shape: tuple[int, ...]) -> list[list[int]]:
-    """Return the sizes of the dimensions of (rows, columns), in a global shape or a slice's."""
-    return [[shape[dim] for dim in side] for side in matrix_sides(w)]
+def side_sizes(w: Weight, shape: tuple[int, ...]) -> list[int]:
+    """Return the number of (rows, columns), in a global shape or a slice's."""
+    return [math.prod(shape[dim] for dim in side) for side in matrix_sides(w)]
 
 
 def slice_layout(w: Weight, shape: tuple[int, ...]) -> SliceLayout:
     """Return the layout of a weight's matrices; `shape` is that of this rank's slice."""
-    rows, columns = map(math.prod, side_sizes(w, shape))
     axes = [tuple(axis for dim in side for axis in w.dim_axes[dim]) for side in matrix_sides(w)]
     free = tuple(axis for axis in MESH_AXES[1:] if axis not in w.axes)
-    return SliceLayout(rows, columns, *axes, free)
+    return SliceLayout(*side_sizes(w, shape), *axes, free)
 
 
 def to_slices(w: Weight, x: jax.Array) -> jax.Array:
     """Reshape this rank's slice of a weight to [n, r, c]."""
-    return x.transpose(_order(w)).reshape(-1, *map(math.prod, side_sizes(w, x.shape)))
+    return x.transpose(_order(w)).reshape(-1, *side_sizes(w, x.shape))
 
 
 def from_slices(w: Weight, slices_nrc: jax.Array, shape: tuple[int, ...]) -> jax.Array:

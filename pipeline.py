@@ -34,7 +34,7 @@ from jax import lax
 
 from runtime import errors
 from schedule import PHASES, Schedule
-from utils import BATCH_AXES
+from utils import BATCH_AXES, MESH_AXES
 from weights import vary
 
 Tree = Any
@@ -103,13 +103,9 @@ def add_where(valid: jax.Array, tree: Tree, values: Tree, *position: jax.Array |
     return store(tree, new, *position)
 
 
-def zeros_like_results(
-    function: Callable, *args: Tree, axes: tuple[str, ...] | None = None
-) -> Tree:
-    """Return zeros like the results of function(*args), varying along `axes`, or along all."""
-    shapes = jax.eval_shape(function, *args)
-    make = vary if axes is None else partial(vary, axes=axes)
-    return make(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+def zeros(shapes: Tree, *sizes: int, axes: tuple[str, ...] = MESH_AXES) -> Tree:
+    """Return zeros [*sizes, ...] for every leaf, varying along `axes`."""
+    return vary(jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), shapes), axes)
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,14 @@ class Executor:
         return index(self.data, m)
 
     def empty_x(self) -> jax.Array:
-        return zeros_like_results(lambda: self.functions.first(self.w.outer, self.microbatch(0)))
+        first = partial(self.functions.first, self.w.outer)
+        return zeros(jax.eval_shape(lambda: first(self.microbatch(0))))
+
+    def empty_last_stats(self, x: jax.Array, *sizes: int) -> Tree:
+        """Return zeros [*sizes, ...] like the statistics of `last`."""
+        last = partial(self.functions.last, self.w.outer)
+        shapes = jax.eval_shape(lambda x: last(self.microbatch(0), x)[1], x)
+        return zeros(shapes, *sizes, axes=BATCH_AXES)
 
     # --- one block
 
@@ -178,8 +181,8 @@ class Executor:
 
         residuals, stats = jax.eval_shape(one_block, x)
         blocks = self.schedule.virtual * self.blocks_per_chunk
-        ring = stack_of_zeros(residuals, self.schedule.ring_slots, self.blocks_per_chunk)
-        return ring, stack_of_zeros(stats, blocks), found["template"]
+        ring = zeros(residuals, self.schedule.ring_slots, self.blocks_per_chunk)
+        return ring, zeros(stats, blocks), found["template"]
 
     # --- one task
 
@@ -293,11 +296,6 @@ class Executor:
             return lax.cond(self.schedule.ends_backward(tick), backward, lambda grads: grads, grads)
 
 
-def stack_of_zeros(tree: Tree, *sizes: int) -> Tree:
-    """Return zeros [*sizes, ...] for every leaf, varying along all axes."""
-    return vary(jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), tree))
-
-
 def send(x: jax.Array, ranks: int, step: int) -> jax.Array:
     """Return x of rank - step.  Collectives: ppermute(pipeline) of x, if there are other ranks."""
     if ranks == 1:
@@ -346,9 +344,7 @@ def forward_backward(
     x = run.empty_x()
     ring, block_stats, template = run.probe(x)
     zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), w)
-    last = lambda x: functions.last(w.outer, run.microbatch(0), x)[1]  # noqa: E731
-    last_stats = zeros_like_results(last, x, axes=BATCH_AXES)
-    carry = Carry(x, x, ring, zero, block_stats, last_stats)
+    carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x))
 
     def tick(forward: bool, backward: bool, carry: Carry, t: jax.Array) -> tuple[Carry, None]:
         first_vjp = None
@@ -373,11 +369,10 @@ def forward_backward(
 
 
 def forward(
-    functions: Functions, w: Parameters, data: Tree, schedule: Schedule, axes: tuple[str, ...]
+    functions: Functions, w: Parameters, data: Tree, schedule: Schedule
 ) -> tuple[Tree, Tree]:
     """Run forward only, and return statistics.
 
-    axes     mesh axes along which the results of `last` vary.
     Returns  statistics of blocks [blocks of this rank, ...], summed over microbatches; those of
              `last` for each microbatch [M, ...].
 
@@ -387,12 +382,11 @@ def forward(
     run = Executor(functions, w, data, schedule)
     x = run.empty_x()
     block = lambda x: functions.block(*run.block_inputs(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
-    stats = stack_of_zeros(jax.eval_shape(block, x), schedule.virtual * run.blocks_per_chunk)
-    last = lambda x: functions.last(w.outer, run.microbatch(0), x)[1]  # noqa: E731
-    one = jax.eval_shape(last, x)
-    out = jax.tree.map(lambda a: jnp.zeros((schedule.microbatches, *a.shape), a.dtype), one)
+    stats = zeros(jax.eval_shape(block, x), schedule.virtual * run.blocks_per_chunk)
+    out = run.empty_last_stats(x, schedule.microbatches)
 
-    def chunk_forward(x: jax.Array, stats: Tree, t: jax.Array) -> tuple[jax.Array, Tree]:
+    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+        x, stats, out = carry
         number = schedule.forward_number(t, run.rank)
         chunk, m = schedule.forward_task(number)
 
@@ -403,21 +397,17 @@ def forward(
             return (x, add_where(valid, stats, new, chunk * run.blocks_per_chunk + i)), None
 
         numbers = jnp.arange(run.blocks_per_chunk, dtype=jnp.int32)
-        return lax.scan(body, (run.forward_input(t, chunk, x), stats), numbers)[0]
-
-    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
-        x, stats, out = carry
-        x, stats = chunk_forward(x, stats, t)
-        _, m = schedule.forward_task(schedule.forward_number(t, schedule.pipeline - 1))
+        (x, stats), _ = lax.scan(body, (run.forward_input(t, chunk, x), stats), numbers)
+        _, done = schedule.forward_task(schedule.forward_number(t, schedule.pipeline - 1))
 
         def with_last(out: Tree) -> Tree:
             y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
-            return store(out, functions.last(w.outer, run.microbatch(m), y)[1], m)
+            return store(out, functions.last(w.outer, run.microbatch(done), y)[1], done)
 
         out = lax.cond(schedule.ends_forward(t), with_last, lambda out: out, out)
         return (send(x, schedule.pipeline, 1), stats, out), None
 
-    carry = (x, stats, vary(out, axes))
+    carry = (x, stats, out)
     ticks = jnp.arange(schedule.tasks_per_rank + schedule.pipeline - 1, dtype=jnp.int32)
     (_, stats, out), _ = lax.scan(tick, carry, ticks)
     return stats, out

@@ -33,7 +33,6 @@ STYLE = {
     "axes.titlesize": 10.0,
     "legend.frameon": False,
 }
-MOST_BARS = 30  # newest starts of a run that have a bar each
 
 
 class RunRecords:
@@ -44,7 +43,6 @@ class RunRecords:
 
     def __init__(self, folder: Path):
         path = folder / "metrics.jsonl"
-        _check_is_run(folder, folder)
         records = jsonl.read(path)
         train = [record for record in records if "loss/train" in record]
         val = [record for record in records if "loss/val" in record]
@@ -61,7 +59,8 @@ class RunRecords:
         self.train = _column(train, "loss/cross_entropy")  # the counterpart of validation loss
         self.val = _column(val, "loss/val")
         # Relative to the loss of a perfectly even load; None if that is 0.
-        factor = _balance_factor(folder / "config.toml")
+        m = cli.load(folder / "config.toml").model
+        factor = m.blocks * m.moe_layers * m.aux_loss_alpha
         self.balance = _column(train, "loss/balance") / factor if factor > 0 else None
         self.val_balance = _column(val, "loss/val_balance")
         # [evaluations, MoE layers, experts], of a layer's routed tokens
@@ -70,22 +69,9 @@ class RunRecords:
         self.share = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
 
 
-def _check_is_run(folder: Path, name: object) -> None:
-    if not (folder / "metrics.jsonl").is_file():
-        raise ConfigError(f"{name} has no metrics.jsonl. Give the folder of a run, as runs/tiny.")
-
-
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     """Return one key of all records; NaN, a gap in the plot, for null."""
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
-
-
-def _balance_factor(path: Path) -> float:
-    """Return the factor of the balance loss times the MoE layers; 0 without a config."""
-    if not path.is_file():
-        return 0.0
-    m = cli.load(path).model
-    return m.blocks * m.moe_layers * m.aux_loss_alpha
 
 
 def _axes_of_time(axes: list[Axes], runs: list[RunRecords]) -> None:
@@ -191,32 +177,24 @@ def _draw_layer(ax: Axes, run: RunRecords, layer: int, color: str | None) -> Non
 
 
 def wall_time(starts: list[tuple[str, list[dict[str, Any]]]]) -> Figure:
-    """Plot the time of each kind (runtime/goodput.py): a bar per run; for one run also per start.
+    """Plot the time of each kind (runtime/goodput.py), a bar per run.
 
     starts  (name, lines of goodput.jsonl) of each run
     """
-    bars = starts
-    if len(bars) == 1 and len(bars[0][1]) > 1:
-        [(name, lines)] = bars
-        newest = list(enumerate(lines, 1))[-MOST_BARS:]
-        # The steps that a start lost are in the line of the next start.
-        lost = [line["repeated_s"] for line in lines[1:]] + [0.0]
-        each = ((f"start {n}", [line | {"repeated_s": lost[n - 1]}]) for n, line in newest)
-        bars = [(name, lines), *each]
-    figure = Figure(figsize=(7.0, 1.6 + 0.3 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(7.0, 1.6 + 0.3 * len(starts)), layout="constrained")
     ax = figure.subplots()
-    spent = [goodput.seconds(lines) for _, lines in bars]
+    spent = [goodput.seconds(lines) for _, lines in starts]
     kinds = list(dict.fromkeys(kind for each in spent for kind in each))
     longest_s = max(sum(each.values()) for each in spent)
     unit, size = ("hours", 3600) if longest_s >= 3600 else ("seconds", 1)
     colors = matplotlib.colormaps["tab20"](np.linspace(0.0, 1.0, 20))
-    left = np.zeros(len(bars))
+    left = np.zeros(len(starts))
     for i, kind in enumerate(kinds):
         width = np.array([each.get(kind, 0.0) for each in spent]) / size
         if width.max() * size > 1e-3 * longest_s:
-            ax.barh(range(len(bars)), width, left=left, color=colors[i % 20], label=kind)
+            ax.barh(range(len(starts)), width, left=left, color=colors[i % 20], label=kind)
         left += width
-    ax.set_yticks(range(len(bars)), [name for name, _ in bars])
+    ax.set_yticks(range(len(starts)), [name for name, _ in starts])
     ax.invert_yaxis()
     ax.set(xlabel=unit, title="Wall time")
     figure.legend(loc="outside right upper", fontsize=8.0)
@@ -272,10 +250,13 @@ def main() -> None:
         raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
     if not arguments.out and any(buckets.is_bucket(run) for run in arguments.run):
         raise ConfigError("--run is in a bucket. Give a folder for the plots, as --out plots.")
-    runs = [run_directory.at(run) for run in arguments.run]
-    for run in runs:
-        _check_is_run(run.files, run)
-    folders = [run.files for run in runs]
+    folders = []
+    for run in map(run_directory.at, arguments.run):
+        if not (run.files / "metrics.jsonl").is_file():
+            raise ConfigError(
+                f"{run} has no metrics.jsonl. Give the folder of a run, as runs/tiny."
+            )
+        folders.append(run.files)
     together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     for file in plot_runs(folders, arguments.out or together / "plots"):
         print(file)

@@ -1,10 +1,10 @@
-"""The model through the pipeline: loss and gradients, evaluation, logits, on global arrays.
+"""The model through the pipeline: loss and gradients, evaluation, token losses, on global arrays.
 
 `pipeline_functions` builds the three functions that the pipeline runs from the layers of model.py.
 `gather_params` turns this rank's weights into the ones that layers use, and `reduce_gradients`
 turns its gradients into those of the model. All of it runs inside one `shard_map` (`over_mesh`).
 
-Letters as in model.py; S positions whose logits are requested.
+Letters as in model.py.
 """
 
 from collections.abc import Callable
@@ -19,29 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import attention
+import model
 import pipeline
 import utils
 import weights
-from model import (
-    Batch,
-    Block,
-    EmbeddingAndHead,
-    ForwardOptions,
-    InputLayers,
-    LayerPosition,
-    Transformer,
-    chunked_loss,
-    cross_entropy,
-    dense_layer,
-    dense_layers,
-    embed,
-    gather_sequence,
-    local_ids,
-    local_logits,
-    moe_layer,
-    num_chunks,
-    rms_norm,
-)
+from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
 from weights import vary
@@ -123,20 +105,20 @@ def pipeline_functions(
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
-        x_btD = embed(w.embedding, data.tokens)
+        x_btD = model.embed(w.embedding, data.tokens)
         if w.prefix is not None:
-            run = wrapped(partial(dense_layer, options=options), declared.first.prefix)
+            run = wrapped(partial(model.dense_layer, options=options), declared.first.prefix)
             start = position(data, jnp.int32(0))
-            x_btD = dense_layers(w.prefix, vary(x_btD), segments(data), start, run)
+            x_btD = model.dense_layers(w.prefix, vary(x_btD), segments(data), start, run)
         return x_btD
 
     def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
         layer, routing = m.first_k_dense_replace + number * (m.dense_layers + m.moe_layers), None
         if w.dense is not None:
-            run = wrapped(partial(dense_layer, options=options), declared.blocks.dense)
-            x_btD = dense_layers(w.dense, x_btD, segments(data), position(data, layer), run)
+            run = wrapped(partial(model.dense_layer, options=options), declared.blocks.dense)
+            x_btD = model.dense_layers(w.dense, x_btD, segments(data), position(data, layer), run)
         if w.moe is not None:
-            run = wrapped(partial(moe_layer, options=options), declared.blocks.moe)
+            run = wrapped(partial(model.moe_layer, options=options), declared.blocks.moe)
             here = position(data, layer + m.dense_layers)
             x_btD, routing = run(w.moe, x_btD, segments(data), position=here)
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
@@ -151,18 +133,19 @@ def last_loss(
     """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
     h_bTD = final_hidden(config, outer, y_btD)
     n = data.targets.size
-    c = num_chunks(n, config.train.loss_chunk_tokens)
+    c = model.num_chunks(n, config.train.loss_chunk_tokens)
     # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
     h_cnD = vary(h_bTD).reshape(c, n // c, -1)
     targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
-    options = config.model.vocab_size, config.model.z_loss
-    return chunked_loss(options, outer.output, h_cnD, targets_cn, weights_cn * token_scale)
+    m, weights_cn = config.model, weights_cn * token_scale
+    return model.chunked_loss(m.vocab_size, m.z_loss, outer.output, h_cnD, targets_cn, weights_cn)
 
 
 @jax.named_scope("loss")
 def final_hidden(config: Config, outer: EmbeddingAndHead, y_btD: jax.Array) -> jax.Array:
     """Return the input [b, T, D] of the output matrix.  Collectives: all_gather(tensor) of it."""
-    return gather_sequence(rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps), "input")
+    h_btD = model.rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps)
+    return model.gather_sequence(h_btD, "input")
 
 
 # --- weights and gradients ------------------------------------------------------------------------
@@ -200,7 +183,7 @@ def reduce_gradients(
     per_step = config.fsdp.gather == "step"
     reduce = weights.reduce_gradients
     return Transformer(
-        first=InputLayers(
+        first=model.InputLayers(
             prefix=reduce(declared.first.prefix, first.prefix, gathered=per_step),
             embedding=reduce(declared.first.embedding, first.embedding, gathered=True),
         ),
@@ -340,18 +323,18 @@ def evaluate(
             config, declared, options, jnp.int32(0), token_scale, balance_scale
         )
         w = gather_params(config, declared, w)
-        routing, sums = pipeline.forward(run, w, data, schedule_of(config), BATCH_AXES)
+        routing, sums = pipeline.forward(run, w, data, schedule_of(config))
         return summarize(config, sums.sum(0), routing, balance_scale)
 
     return over_mesh(declared, mesh, local, out=stats_specs(m))
 
 
 def after_layers(
-    config: Config, declared: Transformer, mesh: Mesh, make: Callable, axes: tuple[str, ...]
+    config: Config, declared: Transformer, mesh: Mesh, make: Callable
 ) -> Callable[[Transformer, Batch], jax.Array]:
-    """Return, for one rank, (weights, batch) -> [M, ...] make(outer, data, h_bTD); no token drops.
+    """Return (weights, batch [M, B, T]) -> [M, B, ...] make(outer, data, h_bTD), dropping no token.
 
-    axes  mesh axes along which the result of `make` varies.
+    The result of `make` varies along BATCH_AXES alone.
     """
     options = forward_options(config, mesh, None)
 
@@ -361,9 +344,9 @@ def after_layers(
 
         run = pipeline_functions(config, declared, options, jnp.int32(0), jnp.float32(1), 0.0)
         run, w = run._replace(last=last), gather_params(config, declared, w)
-        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config), axes)[1]
+        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))[1]
 
-    return local
+    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
 
 
 def token_losses(
@@ -374,60 +357,19 @@ def token_losses(
     For each target: its cross-entropy, and 1 if no token is more likely, else 0.
     """
 
-    def of_chunk(outer: EmbeddingAndHead, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
-        args = outer.output, h_nD, targets_n, config.model.vocab_size
-        return jnp.stack([cross_entropy(*args)[0], is_likeliest(*args).astype(jnp.float32)], -1)
+    def of_chunk(table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
+        losses_n, _ = model.cross_entropy(table_vD, h_nD, targets_n, config.model.vocab_size)
+        logits_nv = model.local_logits(table_vD, h_nD, config.model.vocab_size)
+        is_target_nv = model.local_ids(table_vD)[None, :] == targets_n[:, None]
+        picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
+        is_likeliest_n = picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
+        return jnp.stack([losses_n, is_likeliest_n.astype(jnp.float32)], -1)
 
     def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size
-        c = num_chunks(n, config.train.loss_chunk_tokens)
+        c = model.num_chunks(n, config.train.loss_chunk_tokens)
         inputs = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
-        losses = lax.map(lambda chunk: of_chunk(outer, *chunk), inputs)
+        losses = lax.map(lambda chunk: of_chunk(outer.output, *chunk), inputs)
         return losses.reshape(*data.targets.shape, 2)
 
-    local = after_layers(config, declared, mesh, make, BATCH_AXES)
-    return over_mesh(declared, mesh, local, out=BATCH_SPEC)
-
-
-def is_likeliest(
-    table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array, vocabulary: int
-) -> jax.Array:
-    """Whether the target of each token [n] has the largest logit.  Collectives: 2 pmax of [n]."""
-    logits_nv = local_logits(table_vD, h_nD, vocabulary)
-    is_target_nv = local_ids(table_vD)[None, :] == targets_n[:, None]
-    picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
-    return picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
-
-
-def logits(
-    config: Config, declared: Transformer, mesh: Mesh
-) -> Callable[[Transformer, Batch, jax.Array | None], jax.Array]:
-    """Return (weights, batch [M, B, T], positions [M, B, S]) -> [M, B, S, V], dropping no token.
-
-    The float32 logits of the token after each position; all positions if none are given. Padding
-    ids have -inf. Targets and loss weights of the batch are not used.
-    """
-
-    def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
-        h_bSD = jnp.take_along_axis(h_bTD, data.targets[..., None], axis=1)
-        b, S, D = h_bSD.shape
-        logits_nv = local_logits(outer.output, h_bSD.reshape(b * S, D), config.model.vocab_size)
-        return logits_nv.reshape(b, S, -1)
-
-    layers = after_layers(config, declared, mesh, make, MESH_AXES)
-
-    def local(w: Transformer, data: Batch, positions_MbS: jax.Array) -> jax.Array:
-        return layers(w, data.replace(targets=positions_MbS))
-
-    out = P(None, BATCH_AXES, None, VOCABULARY_AXES)
-    run = over_mesh(declared, mesh, local, BATCH_SPEC, out=out)
-
-    def at_positions(
-        w: Transformer, data: Batch, positions_MBS: jax.Array | None = None
-    ) -> jax.Array:
-        if positions_MBS is None:
-            every = jnp.arange(data.tokens.shape[-1], dtype=jnp.int32)
-            positions_MBS = jnp.broadcast_to(every, data.tokens.shape)
-        return run(w, data, positions_MBS)
-
-    return at_positions
+    return after_layers(config, declared, mesh, make)

@@ -79,16 +79,14 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
 
 def candidate_meshes(devices: int, slices: int, balanced: bool) -> Iterator[utils.Mesh]:
     """Yield meshes over this many devices of each slice, best first (see for_devices)."""
-    shapes = [
-        (fsdp, pipeline, devices // fsdp // pipeline)
-        for fsdp in range(1, devices + 1)
-        if devices % fsdp == 0
-        for pipeline in range(1, devices // fsdp + 1)
-        if devices // fsdp % pipeline == 0
-    ]
-    most = [-max(shape) if balanced else 0 for shape in shapes]
-    order = sorted(zip(most, shapes, strict=True), key=lambda o: (o[0], o[1][0], o[1][2]))
-    for _, (fsdp, pipeline, tensor) in reversed(order):
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    shapes = [(f, p, devices // (f * p)) for f in sizes for p in sizes if devices % (f * p) == 0]
+
+    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        fsdp, _, tensor = shape
+        return -max(shape) if balanced else 0, fsdp, tensor
+
+    for fsdp, pipeline, tensor in sorted(shapes, key=preference, reverse=True):
         for virtual in (2, 1) if pipeline > 1 else (1,):
             yield utils.Mesh(
                 replica=slices, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual
@@ -180,8 +178,8 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     """
     optimizer, specs = make_optimizer(config, declared), weights.specs(declared)
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
-    norms = abstract_norms(NamedSharding(mesh, P())) if config.train.skip_spikes else None
-    shapes = jax.eval_shape(lambda w: State(w, optimizer.init(w), *[jnp.int32(0)] * 3), w)
+    norms = jnp.zeros(NORMS, jnp.float32) if config.train.skip_spikes else None
+    shapes = jax.eval_shape(lambda w: State(w, optimizer.init(w), *[jnp.int32(0)] * 3, norms), w)
 
     def masked(a: Any) -> bool:  # an array of the other optimizer
         return isinstance(a, optax.MaskedNode)
@@ -196,15 +194,10 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     )
     return jax.tree.map(
         lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
-        State(specs, optimizer_specs, P(), P(), P(), P() if norms else None),
-        shapes.replace(norms=norms),
+        State(specs, optimizer_specs, P(), P(), P(), P() if shapes.norms else None),
+        shapes,
         is_leaf=lambda s: isinstance(s, P),
     )
-
-
-def abstract_norms(sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Return the shape and layout of `State.norms` with --train.skip_spikes."""
-    return jax.ShapeDtypeStruct((NORMS,), jnp.float32, sharding=sharding)
 
 
 def shardings_of(shapes: Any) -> Any:
@@ -291,19 +284,14 @@ def detect_spike(
     """
     if norms is None:
         return finite, None, {}
-    median = median_norm(norms)
+    count = jnp.isfinite(norms).sum()
+    ordered = jnp.sort(norms)  # padding comes last
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    median = jnp.where(count >= MIN_NORMS, median, jnp.inf)
     spike = finite & (norm > factor * median)
     applied = finite & ~spike
     later = jnp.concatenate([norms[1:], norm[None]])
     return applied, jnp.where(applied, later, norms), {"spike": spike, "median": median}
-
-
-def median_norm(norms: jax.Array) -> jax.Array:
-    """Return the median of the finite norms, or infinity if there are too few to detect a spike."""
-    count = jnp.isfinite(norms).sum()
-    ordered = jnp.sort(norms)  # padding comes last
-    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    return jnp.where(count >= MIN_NORMS, median, jnp.inf)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:

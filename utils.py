@@ -26,13 +26,9 @@ EXPERT_AXES = ("fsdp", "tensor")
 
 # Residuals that `train.remat` can save, in the order of computation (model.py names them).
 REMAT_NAMES = (
-    "latents",
-    "attention",
-    "attention_out",
-    "mlp_in",
-    "hidden",
-    "expert_in",
-    "expert_hidden",
+    *("latents", "attention", "attention_out"),
+    *("mlp_in", "hidden"),
+    *("expert_in", "expert_hidden"),
 )
 
 

@@ -109,7 +109,9 @@ def weight(
     float32  whether it stays float32 in compute.
     active   ("K", "E"): a token uses K of its E slices.
     """
-    options = {
+    declaration = {
+        "layout": layout,
+        "init": init,
         "decay": decay,
         "group": group or ("matrix" if matrix else "rest"),
         "matrix": matrix,
@@ -117,7 +119,7 @@ def weight(
         "float32": float32,
         "active": active,
     }
-    return dataclasses.field(metadata={"weight": {"layout": layout, "init": init, **options}})
+    return dataclasses.field(metadata={"weight": declaration})
 
 
 def ones(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> jax.Array:
@@ -184,11 +186,8 @@ def _matrix(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int
     """ "D x N A" -> the dimensions of rows and of columns, from the end."""
     sides = [side.split() for side in matrix.split(" x ")]
     named = [letter for side in sides for letter in side]
-    if len(sides) != 2 or not all(sides) or sorted({*named} & {*letters}) != sorted(named):
-        raise ConfigError(
-            f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}. Name those of "
-            'its rows and those of its columns, as matrix="D x N A", or give it another group.'
-        )
+    valid = len(sides) == 2 and all(sides) and sorted({*named} & {*letters}) == sorted(named)
+    assert valid, f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}"
     return tuple(tuple(letters.index(x) - len(letters) for x in side) for side in sides)
 
 
@@ -320,17 +319,12 @@ def _gather(a: jax.Array, dim: int) -> jax.Array:
     return lax.all_gather(a, "fsdp", axis=dim, tiled=True)
 
 
-def _gather_forward(a: jax.Array, dim: int) -> tuple[jax.Array, None]:
+_gather.defvjp(
     # Not _gather itself, in which a remat policy could not see the all_gather.
-    return lax.all_gather(a, "fsdp", axis=dim, tiled=True), None
-
-
-def _gather_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    lambda a, dim: (lax.all_gather(a, "fsdp", axis=dim, tiled=True), None),
     # Custom, because the transpose of a bfloat16 gather sums the ranks' gradients in bfloat16.
-    return (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
+    lambda dim, _, grad: (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),),
+)
 
 
 def _scatter(partial_grad: jax.Array, dim: int) -> jax.Array:

@@ -9,6 +9,7 @@ import math
 
 import jax
 import numpy as np
+from jax import lax
 
 import model
 import sharded_model
@@ -93,6 +94,23 @@ def on_mesh(config, mesh, batch):
     M = config.train.microbatches
     parts = {name: a.reshape(M, -1, *a.shape[1:]) for name, a in batch.items()}
     return jax.device_put(model.Batch(**parts), jax.NamedSharding(mesh, sharded_model.BATCH_SPEC))
+
+
+def full_logits(config, declared, mesh):
+    """Return the jitted (weights, batch [M, B, T]) -> [M, B, T, V] of the production forward pass.
+
+    Padding ids have -inf.
+    """
+
+    def make(outer, data, h_bTD):
+        h_nD = h_bTD.reshape(-1, h_bTD.shape[-1])
+        logits_nv = model.local_logits(outer.output, h_nD, config.model.vocab_size)
+        logits_nV = lax.all_gather(
+            logits_nv, utils.VOCABULARY_AXES, axis=1, tiled=True, to="invarying"
+        )
+        return logits_nV.reshape(*h_bTD.shape[:2], -1)
+
+    return jax.jit(sharded_model.after_layers(config, declared, mesh, make))
 
 
 def to_dict(node):

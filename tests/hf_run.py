@@ -6,14 +6,13 @@ import math
 from contextlib import closing
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import checkpoint
 import model
-import sharded_model
 import train
 import utils
+from common import full_logits
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
 from hf import model_config, tensors
 from hf_case import model_with
@@ -107,6 +106,5 @@ def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     _, w, _ = checkpoint.load_weights(run_directory.at(folder), None, shapes)
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
-    places = np.broadcast_to(np.arange(T, dtype=np.int32), (1, B, T))
-    run = jax.jit(sharded_model.logits(config, declared, mesh))
-    return np.asarray(run(w, batch, places))[0, :, :, : config.model.vocab_size]
+    run = full_logits(config, declared, mesh)
+    return np.asarray(run(w, batch))[0, :, :, : config.model.vocab_size]

@@ -223,10 +223,10 @@ def test_config_and_start_are_those_of_the_step(tmp_path):
         checkpoints.made_by = {"host": "here"}
         checkpoints.save(2, {"x": jnp.ones(3)}, CONFIG | {"tokens": {"train": "aa"}})
         checkpoints.wait()
-        assert (checkpoints.start_of(1), checkpoints.start_of(2)) == (None, {"host": "here"})
-        assert checkpoints.config(1) == json.loads(json.dumps(CONFIG))
-        assert checkpoints.config(2)["tokens"] == {"train": "aa"}
-        resume.check_compatible(checkpoints.config(1), CONFIG)
+        assert [checkpoints.record(step)["made_by"] for step in (1, 2)] == [None, {"host": "here"}]
+        assert checkpoints.record(1)["config"] == json.loads(json.dumps(CONFIG))
+        assert checkpoints.record(2)["config"]["tokens"] == {"train": "aa"}
+        resume.check_compatible(checkpoints.record(1)["config"], CONFIG)
 
 
 # --- what a save keeps on the devices -------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_record_that_is_not_what_was_written_is_damage(folder, states, capsys,
     (folder / "2" / "config" / checkpoint.RECORD).write_text(text)
     with opened(folder) as reader:
         assert reader.newest(abstract(states[1]))[0] == 1
-        for read in (reader.config, reader.start_of, reader.arrays):
+        for read in (reader.record, reader.arrays):
             with pytest.raises(Damaged, match=rf"step 2 .* {checkpoint.RECORD} is not what was"):
                 read(2)
     assert f"step 2 in {folder} is damaged: {checkpoint.RECORD}" in capsys.readouterr().out

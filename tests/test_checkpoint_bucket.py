@@ -98,7 +98,7 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh(bucket, folder):
             checkpoints.save(step, state_on(mesh_of(2, 2, 2), step), CONFIG)
         for shape, virtual in (((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1)):
             assert_newest(checkpoints, 2, state_on(mesh_of(*shape), 2, virtual))
-        assert checkpoints.config(2)["model"] == CONFIG["model"]
+        assert checkpoints.record(2)["config"]["model"] == CONFIG["model"]
     assert steps_in(bucket) == ["2"]
     expected = state_on(mesh_of(8, 1, 1), 2)
     with opened(folder) as reader:

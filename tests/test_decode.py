@@ -7,9 +7,8 @@ import pytest
 
 import hf_case
 import model
-import sharded_model
 import weights
-from common import batch_of, config_of, mesh_of, on_mesh
+from common import batch_of, config_of, full_logits, mesh_of, on_mesh
 from inference import decode
 
 MODELS = {
@@ -75,7 +74,7 @@ def pair(name, fields, shape):
     mesh, declared = mesh_of(config), model.declare(config)
     w = weights.initialize(declared, mesh, 3)
     batch = batch_of(config, 1)
-    whole = jax.jit(sharded_model.logits(config, declared, mesh))(w, on_mesh(config, mesh, batch))
+    whole = full_logits(config, declared, mesh)(w, on_mesh(config, mesh, batch))
     here = decode.decoding_config(config, shape[0], shape[2])
     converted = decode.weight_converter(here, model.declare(here), mesh)(w)
     return np.asarray(whole)[0], here, mesh, converted, batch["tokens"]

@@ -30,6 +30,7 @@ from common import (
     canonical,
     config_of,
     errors,
+    full_logits,
     like,
     mesh_of,
     on_mesh,
@@ -804,7 +805,7 @@ def chunked(shape, chunk):
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
         split = [a.reshape(-1, chunk, *a.shape[1:]) for a in (h, targets, token_weights)]
-        return model.chunked_loss((500, 0.01), table, *split)
+        return model.chunked_loss(500, 0.01, table, *split)
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
@@ -850,8 +851,8 @@ def test_chunks_are_equal_and_at_most_the_requested_size(tokens, most):
 
 
 @functools.cache
-def hf_logits(name, shape, asked=None):
-    """Return production logits [B, T, V] of a case, or [B, S, V] at positions."""
+def hf_logits(name, shape):
+    """Return production logits [B, T, V] of a case."""
     case, tokens = hf_case.CASES[name], hf_case.tokens(hf_case.SIZES["vocab_size"])
     (B, T), ranks = tokens.shape, shape[0]
     M = B // ranks
@@ -861,9 +862,8 @@ def hf_logits(name, shape, asked=None):
     w = transformer_of(config, mesh, hf_case.weights(config.model, case.seed))
     nothing = np.zeros(tokens.shape, np.float32)
     batch = {"tokens": tokens, "targets": tokens, "loss_weights": nothing, "segments": tokens}
-    run = jax.jit(sharded_model.logits(config, model.declare(config), mesh))
-    positions = () if asked is None else (np.int32(asked).reshape(M, ranks, -1),)
-    found = np.asarray(run(w, on_mesh(config, mesh, batch), *positions))
+    run = full_logits(config, model.declare(config), mesh)
+    found = np.asarray(run(w, on_mesh(config, mesh, batch)))
     return found.reshape(B, -1, found.shape[-1])
 
 
@@ -881,17 +881,6 @@ def test_logits_match_hugging_face_transformers(name, shape):
     np.testing.assert_allclose(found[..., :vocabulary], theirs, rtol=0, atol=1e-4)
     assert np.isneginf(found[..., vocabulary:]).all()
     assert found.shape[-1] == 256
-
-
-@pytest.mark.parametrize("shape", BOTH, ids=str)
-def test_logits_at_positions_match_those_of_all_positions(shape):
-    name = "prefix_query_latent_two_shared"
-    asked = ((9, 0, 9), (15, 3, 7))  # other ones of each sequence: out of order, and one twice
-    every = hf_logits(name, (1, 1, 1))[..., :96]
-    found = hf_logits(name, shape, asked)[..., :96]
-    expected = np.take_along_axis(every, np.array(asked)[..., None], axis=1)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(hf_logits(name, shape)[..., :96], every, rtol=0, atol=1e-5)
 
 
 # --- guards ------------------------------------------------------------------------------------

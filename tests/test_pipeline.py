@@ -219,7 +219,7 @@ def test_evaluation_returns_the_results_of_microbatches_in_order(sizes):
     w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
 
     def local(w, data):
-        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule, BATCH_AXES)
+        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule)
         stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
         return stats, lax.psum(results, BATCH_AXES)
 

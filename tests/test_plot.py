@@ -143,9 +143,10 @@ def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
     plot.validation_loss([run])
 
 
-def test_a_folder_without_metrics_is_refused(tmp_path):
+def test_a_folder_without_metrics_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--run", str(tmp_path)])
     with pytest.raises(ValueError, match=r"has no metrics.jsonl. Give the folder of a run"):
-        plot.plot_run(tmp_path)
+        plot.main()
 
 
 def test_a_run_before_its_first_evaluation_is_refused(tmp_path):
@@ -165,11 +166,11 @@ def widths(ax):
     return {bars.get_label(): [bar.get_width() for bar in bars] for bars in ax.containers}
 
 
-def test_wall_time_is_a_bar_for_the_run_and_one_for_each_of_its_starts():
+def test_wall_time_of_a_run_is_one_bar_of_all_its_starts():
     lines = [start_of(0.0, 36000.0), start_of(46800.0, 18000.0, repeated_s=3600.0)]
     [ax] = plot.wall_time([("tiny", lines)]).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny", "start 1", "start 2"]
-    expected = {"steps": [14, 9, 5], "compile": [4, 2, 2], "repeated": [1, 1, 0], "down": [1, 0, 0]}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny"]
+    expected = {"steps": [14], "compile": [4], "repeated": [1], "down": [1]}
     assert widths(ax) == expected and ax.get_xlabel() == "hours"
 
 
@@ -178,18 +179,6 @@ def test_wall_time_of_several_runs_is_a_bar_each_and_of_short_ones_in_seconds():
     [ax] = plot.wall_time(runs).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     assert widths(ax) == {"steps": [60, 60], "compile": [6, 6]} and ax.get_xlabel() == "seconds"
-
-
-def test_wall_time_of_a_run_that_was_started_once_is_one_bar():
-    [ax] = plot.wall_time([("tiny", [start_of(0.0, 60.0)])]).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny"]
-
-
-def test_only_the_newest_starts_of_many_are_drawn():
-    lines = [start_of(1e5 * n, 60.0) for n in range(100)]
-    [ax] = plot.wall_time([("tiny", lines)]).axes
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert len(labels) == 1 + plot.MOST_BARS and labels[-1] == "start 100"
 
 
 def test_a_run_with_goodput_has_a_picture_of_its_time(tmp_path):
