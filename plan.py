@@ -14,13 +14,11 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.progress import track
 
 import attention
 import hardware
@@ -108,7 +106,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     cli.check(config)
     predicted = cost.predict(config, chip)
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
-    savings = [] if predicted.fits else search.savings(config, chip, same_chips=False)
+    savings = [] if predicted.fits else search.savings(config, chip)
     name = str(flags.config or "defaults")
     return Plan(config, predicted, name, chip, tokens, savings, search=found)
 
@@ -141,8 +139,8 @@ def check_memory(plan: Plan) -> None:
 
 
 def advice(config: utils.Config, chip: Chip) -> str:
-    """Name the flag that saves most memory on the same chips; empty if no flag saves any."""
-    saves = search.savings(config, chip, same_chips=True)
+    """Name the flag that saves most memory; empty if no flag saves any."""
+    saves = search.savings(config, chip)
     return f" Of single flags {saves[0][0]} ({gib(saves[0][1])}) saves most." if saves else ""
 
 
@@ -153,13 +151,7 @@ def run_search(
 
     Raises  ConfigError if there is no such mesh, or the config fits on none.
     """
-
-    def progress(items: list) -> Iterable:
-        console = Console(stderr=True)
-        quiet = flags.json or not console.is_terminal
-        return track(items, "meshes", console=console, transient=True, disable=quiet)
-
-    found = search.search(config, chip, count, fixed, progress)
+    found = search.search(config, chip, count, fixed, quiet=flags.json)
     if found.best:
         return found
     least, usable = found.smallest, usable_bytes(chip)
@@ -176,7 +168,10 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     topology = flags.topology or (
         hardware.topology(chip, math.prod(config.mesh.shape[1:])) if chip and chip.is_tpu else ""
     )
-    return compiler.compile_step(config, chip, topology, flags.hlo)[0]
+    compiled, text = compiler.compile_step(config, chip, topology)
+    if flags.hlo:
+        flags.hlo.write_text(text)
+    return compiled
 
 
 if __name__ == "__main__":

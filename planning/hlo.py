@@ -340,8 +340,8 @@ NO_TRAFFIC = frozenset([
 ])  # fmt: skip
 
 
-def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """Return the bytes of operands and results of all kernels, by named scopes.
+def memory_bytes(text: str, branch_share: BranchShare | None = None) -> float:
+    """Return the bytes of operands and results of all kernels.
 
     They go through memory if no cache keeps anything between kernels. A slice counts with its own
     size, and so does an update in place.
@@ -349,10 +349,9 @@ def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
     program = parse(text)
 
     def cost(instruction: Instruction, computation: Computation) -> Cost:
-        size = kernel_bytes(instruction, computation, program)
-        return {_scope(instruction): size} if size else {}
+        return {"bytes": kernel_bytes(instruction, computation, program)}
 
-    return dict(Walk(program, branch_share, cost, fusions=False).run(program.entry))
+    return Walk(program, branch_share, cost, fusions=False).run(program.entry)["bytes"]
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
@@ -427,12 +426,12 @@ _NO_SCOPE = re.compile(
 
 def scopes(text: str) -> dict[str, str]:
     """Return {instruction: its named scopes}, such as {"dot.7": "steady/jvp(attention)"}."""
-    return {i.name: _scope(i) for c in parse(text).computations.values() for i in c.values()}
-
-
-def _scope(instruction: Instruction) -> str:
-    parts = instruction.op_name.split("/")[:-1]
-    return "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    found = {}
+    for computation in parse(text).computations.values():
+        for name, instruction in computation.items():
+            parts = instruction.op_name.split("/")[:-1]
+            found[name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    return found
 
 
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:

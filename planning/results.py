@@ -24,6 +24,9 @@ SEARCHED_FLAGS = (
     "model.experts_layout",
 )
 
+# Recomputed is what train.remat does not save. Bubble is what runs in ticks without a task.
+FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
+
 MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
 
 
@@ -86,7 +89,7 @@ class Prediction:
     collective_bytes_per_chip: dict[str, float]  # bytes of results, by mesh axes
     bubble: float  # idle share of the slots of a pipeline rank
     memory: dict[str, int]
-    flops: dict[str, dict[str, int]]
+    flops: dict[str, dict[str, int]]  # by part, and by FLOPS_KINDS
     traffic: list[Traffic]
     memory_traffic: dict[str, int]
     seconds: dict[str, float] | None  # compute, memory, and the links of each group of axes

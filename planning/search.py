@@ -9,12 +9,13 @@ then by memory.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import model
-import sharded_model
+from rich.console import Console
+from rich.progress import track
+
 import utils
 from hardware import Chip, platform_of
 from planning import cost
@@ -49,16 +50,18 @@ def search(
     chip: Chip | None,
     chips: int,
     fixed: frozenset[str] = frozenset(),
-    progress: Callable[[list], Any] = iter,
+    quiet: bool = True,
 ) -> SearchResult:
     """Find the best candidate of each mesh of `chips` chips.
 
-    fixed     flags of SEARCHED_FLAGS that keep the config's value.
-    progress  wraps the list of meshes, as a progress bar does.
-    Raises    ConfigError if the model cannot be sharded over any mesh.
+    fixed   flags of SEARCHED_FLAGS that keep the config's value.
+    quiet   show no progress.
+    Raises  ConfigError if the model cannot be sharded over any mesh.
     """
     best, small, rejected, tried = [], [], {}, 0
-    for mesh in progress(allowed(config, chips, fixed)):
+    every, console = allowed(config, chips, fixed), Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    for mesh in track(every, "meshes", console=console, transient=True, disable=quiet):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
         if fit := [c for c in candidates if c.predicted.fits]:
@@ -179,44 +182,16 @@ def no_mesh(
 ) -> str:
     """Return the error message for a model that cannot be sharded over any mesh."""
     mesh, reason = next(iter(rejected.items()))
-    example = f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
     given = " ".join(f"--{flag} {get(config, flag)}" for flag in sorted(fixed))
-    if given and divides(config, chips, frozenset()):
-        return (
-            f"with {given} the model divides over no mesh of {chips} chips. Omit these flags. "
-            f"{example}"
-        )
-    near = (n for d in range(1, chips + 64) for n in (chips - d, chips + d) if n > 0)
-    works = sorted(itertools.islice((n for n in near if divides(config, n, fixed)), 2))
     return (
-        f"--chips {chips}: the model divides over no mesh of {chips} chips. Use --chips "
-        f"{' or '.join(map(str, works))}. {example}"
+        f"--chips {chips}: {f'with {given} ' if given else ''}the model divides over no mesh of "
+        f"{chips} chips. Use another number of chips{', or omit these flags' if given else ''}. "
+        f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
     )
 
 
-def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
-    """Return whether the model can be sharded over any mesh of `chips` chips."""
-    m, t = config.model, config.train
-    for mesh in meshes(chips, config.mesh.replica):
-        fsdp, pipeline, tensor = mesh
-        batch = t.global_batch_size % (fsdp * config.mesh.replica)
-        if batch or m.blocks % pipeline or m.num_attention_heads % tensor:  # the cheap checks first
-            continue
-        for values in choices_on(config, mesh, fixed):
-            try:
-                model.declare(changed(config, values))
-                sharded_model.schedule_of(config)
-            except ConfigError:
-                continue
-            return True
-    return False
-
-
-def savings(config: Config, chip: Chip | None, same_chips: bool) -> list[tuple[str, int]]:
-    """Return flags that reduce memory, with the bytes per chip that each saves, most first.
-
-    same_chips  omit flags that double the number of chips.
-    """
+def savings(config: Config, chip: Chip | None) -> list[tuple[str, int]]:
+    """Return flags that reduce memory, with the bytes per chip that each saves, most first."""
     m, t = config.model, config.train
     now = cost.predict(config, chip).memory_bytes_per_chip
     tries: dict[str, Any] = {
@@ -228,8 +203,6 @@ def savings(config: Config, chip: Chip | None, same_chips: bool) -> list[tuple[s
         "train.loss_chunk_tokens": max(1, t.loss_chunk_tokens // 2),
         "model.num_hidden_layers": m.first_k_dense_replace + m.blocks // 2 * m.decoder_sparse_step,
     }
-    if not same_chips:
-        tries |= {flag: 2 * get(config, flag) for flag in MESH_FLAGS}
     found = []
     for flag, value in tries.items():
         try:
@@ -237,6 +210,5 @@ def savings(config: Config, chip: Chip | None, same_chips: bool) -> list[tuple[s
         except ConfigError:
             continue
         if then < now:
-            twice = " on twice the chips" if flag in MESH_FLAGS else ""
-            found.append((f"--{flag} {value}{twice}", now - then))
+            found.append((f"--{flag} {value}", now - then))
     return sorted(found, key=lambda pair: -pair[1])

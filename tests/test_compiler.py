@@ -13,13 +13,13 @@ JAX = importlib.metadata.version("jax")
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
-def test_a_step_is_compiled_for_simulated_devices_in_another_process(tmp_path):
+def test_a_step_is_compiled_for_simulated_devices_in_another_process():
     """Of more devices than this process has."""
     config = config_of(
         (4, 2, 2), dense_layers=1, moe_layers=0, hidden_size=64, intermediate_size=64
     )
-    compiled, text = compiler.compile_step(config, None, "", tmp_path / "deep" / "step.hlo")
-    assert (tmp_path / "deep" / "step.hlo").read_text() == text
+    compiled, text = compiler.compile_step(config, None, "")
+    assert text.startswith("HloModule")
     predicted = cost.predict(config, None)
     assert compiled.flops_per_chip == pytest.approx(predicted.flops_per_chip, rel=0.01)
     assert compiled.model_flops_per_chip == predicted.model_flops_per_chip
