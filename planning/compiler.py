@@ -2,7 +2,7 @@
 
 The devices are a TPU slice or GPUs (planning/targets.py), or simulated devices of the CPU. A child
 process compiles, because a compiler that aborts ends its process: `compile_step` starts
-`python -m planning.compiler REQUEST`.
+`python -m planning.compiler FOLDER CHIP TOPOLOGY`.
 """
 
 import json
@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 import hardware
 import pipeline
@@ -47,31 +49,28 @@ def compile_step(config: utils.Config, chip: Chip | None, topology: str) -> tupl
     """
     targets.check(chip)
     with tempfile.TemporaryDirectory() as name:
-        folder, request = Path(name), Path(name) / "request.json"
+        folder, arguments = Path(name), [name, chip.name if chip else "cpu", topology]
         (folder / "config.toml").write_text(cli.to_toml(config))
-        request.write_text(json.dumps({"chip": chip.name if chip else "cpu", "topology": topology}))
-        label = f"{chip.name}:{topology}".strip(":") if chip else "cpu"
-        run_child(request, label, targets.environment(chip))
+        run_child(arguments, targets.environment(chip))
         if not (folder / "program.hlo").exists():
             # JAX cannot read back some programs of a newer libtpu: libtpu writes its own text.
             dump = DUMP_FLAGS.format(folder=folder / "dump")
             flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
-            run_child(request, f"{label}, again for its text", {"LIBTPU_INIT_ARGS": flags.strip()})
+            run_child(arguments, {"LIBTPU_INIT_ARGS": flags.strip()})
         text = (folder / "program.hlo").read_text()
         found = json.loads((folder / "compiled.json").read_text())
     return Compiled(**found, **count_costs(config, chip, text)), text
 
 
-def run_child(request: Path, label: str, environment: dict[str, str]) -> None:
-    """Compile in a child process.
+def run_child(arguments: list[str], environment: dict[str, str]) -> None:
+    """Call build(*arguments) in a child process.
 
     Raises  ConfigError with the child's error, if it fails.
     """
-    from rich.console import Console
-
+    label = ":".join(arguments[1:]).strip(":")
     with Console(stderr=True).status(f"compiling for {label}"):
         child = subprocess.run(
-            [sys.executable, "-m", "planning.compiler", str(request)],
+            [sys.executable, "-m", "planning.compiler", *arguments],
             cwd=targets.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -133,19 +132,16 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
 # --- the child ------------------------------------------------------------------------------------
 
 
-def build(request: Path) -> None:
-    """Compile what the request describes, and write the figures and the text beside it."""
+def build(folder: Path, chip_name: str, topology: str) -> None:
+    """Compile the step of config.toml in a folder, and write figures and text beside it."""
     import jax
 
     import model
     import train
 
-    folder = request.parent
     config = cli.load(folder / "config.toml")
-    requested = json.loads(request.read_text())
-    chip = hardware.chip_named(requested["chip"])
-    count = math.prod(config.mesh.shape)
-    devices = targets.devices(chip, requested["topology"], count, config.mesh.replica)
+    chip, count = hardware.chip_named(chip_name), math.prod(config.mesh.shape)
+    devices = targets.devices(chip, topology, count, config.mesh.replica)
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     state = train.abstract_state(config, declared, mesh)
     batch = sharded_model.abstract_batch(config, mesh)
@@ -183,4 +179,4 @@ def program_text(compiled: Any, dump: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    errors.run_command(lambda: build(Path(sys.argv[1])))
+    errors.run_command(lambda: build(Path(sys.argv[1]), *sys.argv[2:]))

@@ -322,7 +322,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     for op, kind, times, count in executions(step):
         if op.send:
             # Making the embedding vary over all axes is outside of every named scope.
-            cause = op.send.cause or "embedding"
+            cause = op.part or "embedding"
             cause += ", backward" if kind.endswith("backward") else ""
             add(cause, op.send.axes, op.send.kind, count(op.send.bytes), times)
     ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1

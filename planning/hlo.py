@@ -25,15 +25,10 @@ Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16)
 Cost = dict[Any, float]  # {what is counted: how much}
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+COLLECTIVES = frozenset([
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+])  # fmt: skip
 
 PRODUCTS = ("dot", "convolution", "custom-call")
 CALLS = ("fusion", "call", "async-start")

@@ -142,17 +142,15 @@ def flops_table(plan: Plan) -> Group:
 
 
 def traffic_table(plan: Plan) -> Group:
-    def row(axes: str, cause: str, kind: str, sends: list[Traffic]) -> tuple[str, ...]:
-        sizes = (sum(t.result_bytes for t in sends), sum(t.sent_bytes for t in sends))
-        return axes, cause, kind, *(f"{size / 1e6:,.1f}" for size in sizes)
+    def row(name: tuple[str, str, str], sends: list[Traffic]) -> tuple[str, ...]:
+        sizes = sum(t.result_bytes for t in sends), sum(t.sent_bytes for t in sends)
+        return *name, *(f"{size / 1e6:,.1f}" for size in sizes)
 
     sends = sorted(plan.predicted.traffic, key=lambda t: ("+".join(t.axes), -t.result_bytes))
     least = 0.001 * sum(t.result_bytes for t in sends)
-    rows = [row("+".join(t.axes), t.cause, t.kind, [t]) for t in sends if t.result_bytes >= least]
-    if small := [t for t in sends if t.result_bytes < least]:
-        rows.append(row("", f"{len(small)} smaller ones", "", small))
+    rows = [row(("+".join(t.axes), t.cause, t.kind), [t]) for t in sends if t.result_bytes >= least]
     columns = ("mesh axes", "cause", "kind", "MB of results", "MB sent")
-    sums = [row("sum", "", "", sends)]
+    sums = [row(("sum, with smaller ones", "", ""), sends)]
     return table("Collectives per chip and step", columns, rows, sums, text=columns[:3])
 
 
@@ -218,14 +216,10 @@ def compiled_table(plan: Plan) -> Group:
 def collectives_table(compiled: Compiled) -> Group:
     """Bytes of the compiled collectives, by whether they overlap with computation."""
     columns = ("mesh axes", "kind", "asynchronous", "overlapped", "GB")
-    rows = [
-        (
-            *(row["axes"], row["kind"]),
-            *("yes" if row[column] else "no" for column in columns[2:4]),
-            f"{row['bytes'] / 1e9:,.3f}",
-        )
-        for row in compiled.collectives
-    ]
+    rows = []
+    for row in compiled.collectives:
+        how = ("yes" if row[column] else "no" for column in columns[2:4])
+        rows.append((row["axes"], row["kind"], *how, f"{row['bytes'] / 1e9:,.3f}"))
     return table("Compiled collectives", columns, rows, text=columns[1:4])
 
 
@@ -303,15 +297,12 @@ def predicted_json(p: Prediction) -> dict[str, Any]:
 
 # --- picture --------------------------------------------------------------------------------------
 
-MOST_BARS = 12
-
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw memory by part and time by resource, one bar per mesh."""
+    """Draw memory by part and time by resource, one bar for each of the 12 best meshes."""
     from matplotlib.figure import Figure  # imported late, so that printing starts fast
 
-    candidates = plan.search.best if plan.search else [plan]
-    shown = candidates[:MOST_BARS]
+    shown = plan.search.best[:12] if plan.search else [plan]
     names = [mesh_name(c.config.mesh.shape[1:]) for c in shown]
     figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
     memory, times = figure.subplots(2, 1)
@@ -322,18 +313,10 @@ def draw(plan: Plan, path: Path) -> None:
         if limit < 3 * memory.get_ylim()[1]:
             memory.axhline(limit, color="black", linestyle="--", linewidth=1)
             memory.text(0, limit, f" usable of a {plan.chip.name}", va="bottom", size=8)
-    if plan.compiled:
-        size = plan.compiled.memory_bytes_per_chip / GIB
-        memory.plot(0, size, "k_", markersize=40)
-        memory.text(0, size, " compiled", va="bottom", size=8)
     draw_bars(times, names, [milliseconds(c.predicted) for c in shown])
     times.set_ylabel("ms per step, without overlap")
     times.set_xlabel("mesh: fsdp x pipeline x tensor")
-    if not plan.chip:
-        times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
     title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {plan.chip_name}"
-    if len(candidates) > len(shown):
-        title += f", best {len(shown)} of {len(candidates)} meshes"
     figure.suptitle(title, size=11)
     figure.savefig(path, dpi=150)
 

@@ -64,14 +64,14 @@ def search(
     for mesh in track(every, "meshes", console=console, transient=True, disable=quiet):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
-        if fit := [c for c in candidates if c.predicted.fits]:
-            best.append(min(fit, key=lambda c: c.order))
-        elif candidates:
-            small.append(min(candidates, key=lambda c: c.memory))
-            need, most = small[-1].memory / GIB, usable_bytes(chip) / GIB
-            rejected[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
-        else:
+        if not candidates:
             rejected[mesh] = reason
+        elif (chosen := best_of(candidates)).predicted.fits:
+            best.append(chosen)
+        else:
+            small.append(chosen)
+            need, most = chosen.memory / GIB, usable_bytes(chip) / GIB
+            rejected[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
     if not best and not small:
         raise ConfigError(no_mesh(config, chips, fixed, rejected))
     best.sort(key=lambda c: c.order)
@@ -143,15 +143,20 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
 def fastest(
     config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
 ) -> Candidate:
-    """Return the candidate with the best remat policy that fits; the smallest if none fits."""
+    """Return the candidate with the best remat policy."""
     config, found = changed(config, values), []
     keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         with_policy = changed(config, {"train.remat": policy})
         found.append(Candidate(with_policy, cost.predict(with_policy, chip, shared=True)))
-    if fit := [candidate for candidate in found if candidate.predicted.fits]:
+    return best_of(found)
+
+
+def best_of(candidates: list[Candidate]) -> Candidate:
+    """Return the fastest candidate that fits, or the smallest if none fits."""
+    if fit := [candidate for candidate in candidates if candidate.predicted.fits]:
         return min(fit, key=lambda candidate: candidate.order)
-    return min(found, key=lambda candidate: candidate.memory)
+    return min(candidates, key=lambda candidate: candidate.memory)
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:

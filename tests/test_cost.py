@@ -399,7 +399,7 @@ def test_remat_none_recomputes_only_elementwise_operations(layout):
 def test_saving_all_names_repeats_no_dispatch_to_experts(layout):
     step = with_layout(layout, ",".join(utils.REMAT_NAMES))
     for layer, _ in step.block:
-        causes = {op.send.cause for op, _ in step.remat(layer).costs if op.send}
+        causes = {op.part for op, _ in step.remat(layer).costs if op.send}
         assert not causes & {"moe dispatch", "moe return"}
 
 
