@@ -106,9 +106,8 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     cli.check(config)
     predicted = cost.predict(config, chip)
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
-    savings = [] if predicted.fits else search.savings(config, chip)
     name = str(flags.config or "defaults")
-    return Plan(config, predicted, name, chip, tokens, savings, search=found)
+    return Plan(config, predicted, name, chip, tokens, search=found)
 
 
 def check_flags(flags: Flags) -> None:
@@ -134,14 +133,9 @@ def check_memory(plan: Plan) -> None:
     if need > have:
         raise ConfigError(
             f"the compiled step needs {gib(need)} and a {plan.chip.name} has {gib(have)}: "
-            f"{gib(need - have)} are missing.{advice(plan.config, plan.chip)}"
+            f"{gib(need - have)} are missing. Use --train.remat full, --fsdp.gather layer, more "
+            "--train.microbatches, or more chips."
         )
-
-
-def advice(config: utils.Config, chip: Chip) -> str:
-    """Name the flag that saves most memory; empty if no flag saves any."""
-    saves = search.savings(config, chip)
-    return f" Of single flags {saves[0][0]} ({gib(saves[0][1])}) saves most." if saves else ""
 
 
 def run_search(
@@ -159,7 +153,7 @@ def run_search(
         f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
         f"per chip are missing. The smallest candidate needs {gib(least.memory)} of "
         f"{gib(usable)} usable ({USABLE:.0%} of {gib(chip.memory_bytes)}), with "
-        f"{least.command_line}.{advice(least.config, chip)}"
+        f"{least.command_line}. Use more chips, or a smaller --train.global_batch_size."
     )
 
 

@@ -122,8 +122,7 @@ def memory_verdict(plan: Plan) -> str:
     limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
     if plan.predicted.fits:
         return f"fits: {need / usable:.0%} of {limit}"
-    saves = ", ".join(f"{flag} ({gib(size)})" for flag, size in plan.savings[:3])
-    return f"does not fit: {gib(need - usable)} more than {limit}. Largest savings: {saves or '-'}"
+    return f"does not fit: {gib(need - usable)} more than {limit}. --search finds what fits"
 
 
 def flops_table(plan: Plan) -> Group:
@@ -150,7 +149,7 @@ def traffic_table(plan: Plan) -> Group:
     least = 0.001 * sum(t.result_bytes for t in sends)
     rows = [row(("+".join(t.axes), t.cause, t.kind), [t]) for t in sends if t.result_bytes >= least]
     columns = ("mesh axes", "cause", "kind", "MB of results", "MB sent")
-    sums = [row(("sum, with smaller ones", "", ""), sends)]
+    sums = [row(("sum of all", "", ""), sends)]
     return table("Collectives per chip and step", columns, rows, sums, text=columns[:3])
 
 

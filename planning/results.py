@@ -204,7 +204,6 @@ class Plan(Candidate):
     name: str  # of the config
     chip: Chip | None
     tokens: float  # of the whole run
-    savings: list[tuple[str, int]]  # flags that reduce memory, with bytes saved, if it does not fit
     compiled: Compiled | None = None
     search: SearchResult | None = None
 

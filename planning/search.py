@@ -193,27 +193,3 @@ def no_mesh(
         f"{chips} chips. Use another number of chips{', or omit these flags' if given else ''}. "
         f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
     )
-
-
-def savings(config: Config, chip: Chip | None) -> list[tuple[str, int]]:
-    """Return flags that reduce memory, with the bytes per chip that each saves, most first."""
-    m, t = config.model, config.train
-    now = cost.predict(config, chip).memory_bytes_per_chip
-    tries: dict[str, Any] = {
-        "train.remat": "full",
-        "fsdp.gather": "layer",
-        "train.microbatches": 2 * t.microbatches,
-        "train.global_batch_size": t.global_batch_size // 2,
-        "train.seq_len": t.seq_len // 2,
-        "train.loss_chunk_tokens": max(1, t.loss_chunk_tokens // 2),
-        "model.num_hidden_layers": m.first_k_dense_replace + m.blocks // 2 * m.decoder_sparse_step,
-    }
-    found = []
-    for flag, value in tries.items():
-        try:
-            then = cost.predict(changed(config, {flag: value}), chip).memory_bytes_per_chip
-        except ConfigError:
-            continue
-        if then < now:
-            found.append((f"--{flag} {value}", now - then))
-    return sorted(found, key=lambda pair: -pair[1])

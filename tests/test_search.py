@@ -148,12 +148,6 @@ def test_a_search_without_a_fit_returns_the_smallest_candidate():
     needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
     smallest = min(float(reason.split()[1]) for reason in needs)
     assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
-    saves = search.savings(least.config, V5E)
-    assert [size for _, size in saves] == sorted((size for _, size in saves), reverse=True)
-    flag, value = saves[0][0].removeprefix("--").split()
-    smaller = utils.changed(least.config, {flag: int(value)})
-    then = cost.predict(smaller, V5E).memory_bytes_per_chip
-    assert least.predicted.memory_bytes_per_chip - then == saves[0][1] > 0
 
 
 def test_a_search_without_a_chip_ranks_by_flops():
