@@ -64,7 +64,8 @@ def print_compiled(plan: Plan, console: Console) -> None:
     console.print(compiled_table(plan))
     console.print(collectives_table(plan.compiled))
     if size := plan.compiled.memory_traffic_bytes:
-        as_compiled = plan.predicted.with_memory_traffic(size)
+        seconds = plan.predicted.seconds | {"memory": size / plan.chip.memory_bandwidth}
+        as_compiled = dataclasses.replace(plan.predicted, seconds=seconds)
         title = "Time of a step, with the memory traffic of the compiled kernels"
         console.print(time_table(plan, as_compiled, title, "the compiled kernels read and write"))
 

@@ -1,6 +1,5 @@
 """Results of capacity planning as data: predictions, compiled steps, searches, plans."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -118,11 +117,6 @@ class Prediction:
             return None
         links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
         return max(self.seconds["compute"], self.seconds["memory"]) + links
-
-    def with_memory_traffic(self, size: float) -> "Prediction":
-        """Return the prediction with the memory time of `size` bytes."""
-        memory_s = size / self.chip.memory_bandwidth
-        return dataclasses.replace(self, seconds=self.seconds | {"memory": memory_s})
 
     def over(self, compiled: Compiled) -> dict[str, float]:
         """Return predicted over compiled: memory, FLOPs, memory traffic if the compiled step has

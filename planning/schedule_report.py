@@ -5,6 +5,7 @@ python pipeline.py --pipeline 4 --microbatches 8 --rank 2 --json
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -27,22 +28,7 @@ class Flags:
     png: Path | None = None  # also draw a timeline into this file
 
 
-def chosen_ranks(flags: Flags) -> list[int]:
-    """Return the requested ranks.
-
-    Raises  ConfigError for a rank that does not exist.
-    """
-    if flags.rank is None:
-        return list(range(flags.pipeline))
-    if not 0 <= flags.rank < flags.pipeline:
-        raise ConfigError(
-            f"--rank {flags.rank} does not exist: --pipeline {flags.pipeline} has ranks 0 to "
-            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
-        )
-    return [flags.rank]
-
-
-def grid(schedule: Schedule, ranks: list[int]) -> list[str]:
+def grid(schedule: Schedule, ranks: Sequence[int]) -> list[str]:
     """Return a line per rank and direction, with a column per tick: microbatch and chunk letter."""
     letters = [chr(ord("a") + n) if n < 26 else f"c{n}" for n in range(schedule.virtual)]
     rows = {"tick": [str(tick) for tick in range(schedule.ticks)]}
@@ -57,7 +43,7 @@ def grid(schedule: Schedule, ranks: list[int]) -> list[str]:
     ]
 
 
-def text(schedule: Schedule, ranks: list[int]) -> str:
+def text(schedule: Schedule, ranks: Sequence[int]) -> str:
     """Return the grid over ticks, the task list of each rank, the ticks, and the bubble."""
     title = (
         f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
@@ -80,12 +66,20 @@ def text(schedule: Schedule, ranks: list[int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the schedule as text or JSON, and draw it if requested."""
+    """Print the schedule as text or JSON, and draw it if requested.
+
+    Raises  ConfigError for a rank that does not exist.
+    """
     import tyro  # late: training needs no flags of this file
 
     flags = tyro.cli(Flags, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
-    ranks = chosen_ranks(flags)
+    ranks = range(flags.pipeline) if flags.rank is None else [flags.rank]
+    if ranks[0] not in range(flags.pipeline):
+        raise ConfigError(
+            f"--rank {flags.rank} does not exist: --pipeline {flags.pipeline} has ranks 0 to "
+            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
+        )
     if flags.png:
         cli.check_writable("png", flags.png)
         draw_schedule(schedule, ranks, flags.png)
@@ -105,7 +99,7 @@ def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[float, ...]:
     return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[direction]](shade)
 
 
-def _draw_tasks(axes: Any, schedule: Schedule, ranks: list[int]) -> None:
+def _draw_tasks(axes: Any, schedule: Schedule, ranks: Sequence[int]) -> None:
     """Draw a box per task with its microbatch: forward in the upper half of a rank's row."""
     from matplotlib.patches import Rectangle
 
@@ -121,7 +115,7 @@ def _draw_tasks(axes: Any, schedule: Schedule, ranks: list[int]) -> None:
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
 
 
-def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
+def draw_schedule(schedule: Schedule, ranks: Sequence[int], path: Path) -> None:
     """Draw a timeline, with a legend of the colors."""
     from matplotlib.figure import Figure  # late, so that printing starts fast
     from matplotlib.patches import Patch
