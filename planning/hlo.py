@@ -336,7 +336,7 @@ NO_TRAFFIC = frozenset([
 
 
 def memory_bytes(text: str, branch_share: BranchShare | None = None) -> float:
-    """Return the bytes of operands and results of all kernels.
+    """Return the bytes of operands and results of all kernels of a GPU's program.
 
     They go through memory if no cache keeps anything between kernels. A slice counts with its own
     size, and so does an update in place.
@@ -355,9 +355,10 @@ def kernel_bytes(kernel: Instruction, computation: Computation, program: Program
         return 0
     operands = [computation[name] for name in kernel.operands]
     if kernel.opcode == "fusion":
-        inside = _inside(kernel, program)
-        read = sum(_read_bytes(i, inside, program) for i in _parameters(inside).values())
-        return read + _written_bytes([*inside.values()][-1], inside, program)
+        [name] = kernel.computations("calls")
+        inside = program.computations[name]
+        read = sum(_read_bytes(i, inside) for i in inside.values() if i.opcode == "parameter")
+        return read + _written_bytes([*inside.values()][-1], inside)
     if kernel.opcode in SLICES:
         return 2 * result_bytes(kernel)
     if kernel.opcode in UPDATES:
@@ -372,26 +373,12 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # operand that updates the first
 
 
-def _inside(fusion: Instruction, program: Program) -> Computation:
-    [name] = fusion.computations("calls")
-    return program.computations[name]
-
-
-def _parameters(computation: Computation) -> dict[int, Instruction]:
-    return {int(i.argument): i for i in computation.values() if i.opcode == "parameter"}
-
-
-def _read_bytes(value: Instruction, inside: Computation, program: Program) -> int:
+def _read_bytes(value: Instruction, inside: Computation) -> int:
     """Return the bytes that a fusion reads of a parameter, or of an alias of it."""
     found = 0
     for user in (i for i in inside.values() if value.name in i.operands):
         if user.opcode in ("bitcast", "transpose"):
-            found += _read_bytes(user, inside, program)
-        elif user.opcode == "fusion":  # within a fusion, as TPUs have them
-            within = _inside(user, program)
-            arguments = _parameters(within)
-            places = [n for n, name in enumerate(user.operands) if name == value.name]
-            found += sum(_read_bytes(arguments[n], within, program) for n in places)
+            found += _read_bytes(user, inside)
         elif user.opcode in SLICES and user.operands[0] == value.name:
             found += result_bytes(user)
         elif user.opcode not in UPDATES or user.operands[0] != value.name:
@@ -399,14 +386,11 @@ def _read_bytes(value: Instruction, inside: Computation, program: Program) -> in
     return min(found, result_bytes(value))
 
 
-def _written_bytes(root: Instruction, inside: Computation, program: Program) -> int:
+def _written_bytes(root: Instruction, inside: Computation) -> int:
     if root.opcode == "tuple":
-        return sum(_written_bytes(inside[name], inside, program) for name in root.operands)
+        return sum(_written_bytes(inside[name], inside) for name in root.operands)
     if root.opcode == "bitcast":
-        return _written_bytes(inside[root.operands[0]], inside, program)
-    if root.opcode == "fusion":
-        within = _inside(root, program)
-        return _written_bytes([*within.values()][-1], within, program)
+        return _written_bytes(inside[root.operands[0]], inside)
     if root.opcode in UPDATES:
         return result_bytes(inside[root.operands[UPDATES[root.opcode]]])
     return result_bytes(root)
