@@ -14,13 +14,11 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.progress import track
 
 import attention
 import hardware
@@ -108,9 +106,8 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     cli.check(config)
     predicted = cost.predict(config, chip)
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
-    savings = [] if predicted.fits else search.savings(config, chip, same_chips=False)
     name = str(flags.config or "defaults")
-    return Plan(config, predicted, name, chip, tokens, savings, search=found)
+    return Plan(config, predicted, name, chip, tokens, search=found)
 
 
 def check_flags(flags: Flags) -> None:
@@ -136,14 +133,9 @@ def check_memory(plan: Plan) -> None:
     if need > have:
         raise ConfigError(
             f"the compiled step needs {gib(need)} and a {plan.chip.name} has {gib(have)}: "
-            f"{gib(need - have)} are missing.{advice(plan.config, plan.chip)}"
+            f"{gib(need - have)} are missing. Use --train.remat full, --fsdp.gather layer, more "
+            "--train.microbatches, or more chips."
         )
-
-
-def advice(config: utils.Config, chip: Chip) -> str:
-    """Name the flag that saves most memory on the same chips; empty if no flag saves any."""
-    saves = search.savings(config, chip, same_chips=True)
-    return f" Of single flags {saves[0][0]} ({gib(saves[0][1])}) saves most." if saves else ""
 
 
 def run_search(
@@ -153,13 +145,7 @@ def run_search(
 
     Raises  ConfigError if there is no such mesh, or the config fits on none.
     """
-
-    def progress(items: list) -> Iterable:
-        console = Console(stderr=True)
-        quiet = flags.json or not console.is_terminal
-        return track(items, "meshes", console=console, transient=True, disable=quiet)
-
-    found = search.search(config, chip, count, fixed, progress)
+    found = search.search(config, chip, count, fixed, quiet=flags.json)
     if found.best:
         return found
     least, usable = found.smallest, usable_bytes(chip)
@@ -167,7 +153,7 @@ def run_search(
         f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
         f"per chip are missing. The smallest candidate needs {gib(least.memory)} of "
         f"{gib(usable)} usable ({USABLE:.0%} of {gib(chip.memory_bytes)}), with "
-        f"{least.command_line}.{advice(least.config, chip)}"
+        f"{least.command_line}. Use more chips, or a smaller --train.global_batch_size."
     )
 
 
@@ -176,7 +162,10 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     topology = flags.topology or (
         hardware.topology(chip, math.prod(config.mesh.shape[1:])) if chip and chip.is_tpu else ""
     )
-    return compiler.compile_step(config, chip, topology, flags.hlo)[0]
+    compiled, text = compiler.compile_step(config, chip, topology)
+    if flags.hlo:
+        flags.hlo.write_text(text)
+    return compiled
 
 
 if __name__ == "__main__":

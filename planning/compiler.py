@@ -2,7 +2,7 @@
 
 The devices are a TPU slice or GPUs (planning/targets.py), or simulated devices of the CPU. A child
 process compiles, because a compiler that aborts ends its process: `compile_step` starts
-`python -m planning.compiler REQUEST`.
+`python -m planning.compiler FOLDER CHIP TOPOLOGY`.
 """
 
 import json
@@ -13,8 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 import hardware
 import pipeline
@@ -36,66 +39,48 @@ DUMP_FLAGS = (
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def compile_step(
-    config: utils.Config, chip: Chip | None, topology: str, hlo_file: Path | None = None
-) -> tuple[Compiled, str]:
+def compile_step(config: utils.Config, chip: Chip | None, topology: str) -> tuple[Compiled, str]:
     """Return the compiled step of a config, and the text of the program.
 
     chip       None for as many simulated CPU devices as the mesh has.
     topology   sides of a TPU slice, as 2x4x4.
-    hlo_file   also write the text there.
 
     Raises  ConfigError for what the user can fix, and for a compiler that failed or stopped.
     """
     targets.check(chip)
     with tempfile.TemporaryDirectory() as name:
-        folder, request = Path(name), Path(name) / "request.json"
+        folder, arguments = Path(name), [name, chip.name if chip else "cpu", topology]
         (folder / "config.toml").write_text(cli.to_toml(config))
-        request.write_text(json.dumps({"chip": chip.name if chip else "cpu", "topology": topology}))
-        label = f"{chip.name}:{topology}".strip(":") if chip else "cpu"
-        run_child(request, label, targets.environment(chip))
+        run_child(arguments, targets.environment(chip))
         if not (folder / "program.hlo").exists():
             # JAX cannot read back some programs of a newer libtpu: libtpu writes its own text.
             dump = DUMP_FLAGS.format(folder=folder / "dump")
             flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
-            run_child(request, f"{label}, again for its text", {"LIBTPU_INIT_ARGS": flags.strip()})
+            run_child(arguments, {"LIBTPU_INIT_ARGS": flags.strip()})
         text = (folder / "program.hlo").read_text()
         found = json.loads((folder / "compiled.json").read_text())
-    if hlo_file:
-        hlo_file.parent.mkdir(parents=True, exist_ok=True)
-        hlo_file.write_text(text)
     return Compiled(**found, **count_costs(config, chip, text)), text
 
 
-def run_child(request: Path, label: str, environment: dict[str, str]) -> None:
-    """Compile in a child process, and show the elapsed seconds meanwhile.
+def run_child(arguments: list[str], environment: dict[str, str]) -> None:
+    """Call build(*arguments) in a child process.
 
     Raises  ConfigError with the child's error, if it fails.
     """
-    from rich.console import Console
-
-    command = [sys.executable, "-m", "planning.compiler", str(request)]
-    log = request.with_name("log")
-    with log.open("w") as out:
-        child = subprocess.Popen(
-            command,
-            cwd=Path(__file__).resolve().parent.parent,
-            stdout=out,
+    label = ":".join(arguments[1:]).strip(":")
+    with Console(stderr=True).status(f"compiling for {label}"):
+        child = subprocess.run(
+            [sys.executable, "-m", "planning.compiler", *arguments],
+            cwd=targets.ROOT,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             env=child_environment() | environment,
         )
-        try:
-            with Console(stderr=True).status(f"compiling for {label}") as status:
-                started = time.perf_counter()
-                while child.poll() is None:
-                    time.sleep(0.2)
-                    status.update(f"compiling for {label}: {time.perf_counter() - started:.0f} s")
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
     if child.returncode:
-        raise ConfigError(f"compiling for {label} failed: {failure(child.returncode, log)}")
+        error = failure(child.returncode, child.stdout)
+        raise ConfigError(f"compiling for {label} failed: {error}")
 
 
 def child_environment() -> dict[str, str]:
@@ -111,13 +96,11 @@ def child_environment() -> dict[str, str]:
     }
 
 
-def failure(returncode: int, log: Path) -> str:
+def failure(returncode: int, log: str) -> str:
     """Return why a child failed, in one line: its error, or the last line before it stopped."""
-    text = log.read_text(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for line in reversed(lines):
-        if line.startswith("error: "):
-            return line.removeprefix("error: ")
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if reported := [line for line in lines if line.startswith("error: ")]:
+        return reported[-1].removeprefix("error: ")
     if returncode < 0:
         failed = [line for line in lines if "Check failed" in line or line.startswith("F")]
         last = (failed or lines or [""])[-1]
@@ -129,19 +112,19 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
     """Return the fields of Compiled that are counted in a program's text."""
     share = pipeline.branch_share(sharded_model.schedule_of(config))
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
-    by_axes: dict[str, float] = {}
+    by_axes: Counter = Counter()
     rows = []
     for found, size in sorted(hlo.collectives(text, mesh, share).items()):
         axes = "+".join(found.axes)
-        by_axes[axes] = by_axes.get(axes, 0.0) + float(size)
+        by_axes[axes] += float(size)
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
-    through = sum(hlo.memory_bytes(text, share).values()) if chip and not chip.is_tpu else None
+    on_gpu = chip and not chip.is_tpu
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, hardware.platform_of(chip))),
-        "collective_bytes_per_chip": by_axes,
+        "collective_bytes_per_chip": dict(by_axes),
         "collectives": rows,
-        "memory_traffic_bytes": through and float(through),
+        "memory_traffic_bytes": float(hlo.memory_bytes(text, share)) if on_gpu else None,
         "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},
     }
 
@@ -149,19 +132,16 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
 # --- the child ------------------------------------------------------------------------------------
 
 
-def build(request: Path) -> None:
-    """Compile what the request describes, and write the figures and the text beside it."""
+def build(folder: Path, chip_name: str, topology: str) -> None:
+    """Compile the step of config.toml in a folder, and write figures and text beside it."""
     import jax
 
     import model
     import train
 
-    folder = request.parent
     config = cli.load(folder / "config.toml")
-    asked = json.loads(request.read_text())
-    chip = hardware.chip_named(asked["chip"])
-    count = math.prod(config.mesh.shape)
-    devices = targets.devices(chip, asked["topology"], count, config.mesh.replica)
+    chip, count = hardware.chip_named(chip_name), math.prod(config.mesh.shape)
+    devices = targets.devices(chip, topology, count, config.mesh.replica)
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     state = train.abstract_state(config, declared, mesh)
     batch = sharded_model.abstract_batch(config, mesh)
@@ -199,4 +179,4 @@ def program_text(compiled: Any, dump: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    errors.run_command(lambda: build(Path(sys.argv[1])))
+    errors.run_command(lambda: build(Path(sys.argv[1]), *sys.argv[2:]))

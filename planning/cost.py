@@ -8,7 +8,7 @@ number of executions. A new layer of einsums, scans and collectives needs no cha
 What a trace does not show is a rule, each in one place:
 
 - `is_all_reduce`: libtpu's reduce-scatter over a whole slice.
-- `_pipeline_sends`, `memory`, `memory_traffic`: the pipeline's executor.
+- `traffic`, `memory`, `memory_traffic`: the pipeline's executor.
 - fusion.py: how compilers fuse operations.
 - `link_seconds`: the speed of links.
 """
@@ -35,7 +35,7 @@ import weights
 from hardware import Chip, platform_of
 from planning import collectives, jaxpr, trace
 from planning.fusion import Fused
-from planning.results import Prediction, Traffic
+from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
 from utils import MESH_AXES, Config
 from weights import Weight
@@ -248,18 +248,12 @@ def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int, Counts]]:
 
 
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
-    """Return {part: {forward, backward, recomputed, bubble}} FLOPs of matrix products.
-
-    Recomputed is what train.remat does not save. Bubble is what a chip runs in ticks without a
-    task. The optimizer's products count as backward.
-    """
+    """Return {part: {kind: FLOPs}} of matrix products. The optimizer's count as backward."""
     parts: dict[str, dict[str, int]] = {}
     columns = {"bubble backward": "bubble", "optimizer": "backward"}
     for op, kind, times, count in executions(step):
         if op.flops is not None and (flops := count(op.flops) * times):
-            part = parts.setdefault(
-                op.part, dict.fromkeys(("forward", "backward", "recomputed", "bubble"), 0)
-            )
+            part = parts.setdefault(op.part, dict.fromkeys(FLOPS_KINDS, 0))
             part[columns.get(kind, kind)] += flops
     return parts
 
@@ -272,8 +266,9 @@ def model_flops(step: Step) -> float:
     """
 
     def forward(ops: Iterable[tuple[jaxpr.Op, int]], count: Counts) -> int:
-        products = ((op, n) for op, n in ops if op.flops is not None and not op.transposed)
-        return sum(count(op.flops) * n for op, n in products)
+        return sum(
+            count(op.flops) * n for op, n in ops if op.flops is not None and not op.transposed
+        )
 
     def layers(calls: list[tuple[TracedFunction, int]]) -> int:
         return sum(n * forward(layer.forward, step.of_batch) for layer, n in calls)
@@ -327,10 +322,14 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     for op, kind, times, count in executions(step):
         if op.send:
             # Making the embedding vary over all axes is outside of every named scope.
-            cause = op.send.cause or "embedding"
+            cause = op.part or "embedding"
             cause += ", backward" if kind.endswith("backward") else ""
             add(cause, op.send.axes, op.send.kind, count(op.send.bytes), times)
-    _pipeline_sends(step, add)
+    ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1
+    # A cooldown of one tick is no loop, and compilers remove its send, which nothing reads.
+    sends = 2 * ticks - (step.schedule.stages == 2)
+    add("pipeline sends", ("pipeline",), "collective-permute", step.x_bytes, sends)
+    add("last stage to all", ("pipeline",), "all-reduce", step.x_bytes, step.M)
     _weight_sends(step, add, is_all_reduce(step, chip, ("fsdp",)))
     return [
         Traffic(cause, axes, kind, size, step.size_of(axes))
@@ -342,15 +341,6 @@ def is_all_reduce(step: Step, chip: Chip | None, axes: tuple[str, ...]) -> bool:
     """Return whether libtpu makes an all-reduce of a reduce-scatter, as over a whole slice."""
     whole = step.size_of(axes) == step.chips // step.ranks["replica"]
     return chip is not None and chip.is_tpu and whole
-
-
-def _pipeline_sends(step: Step, add: Callable[..., None]) -> None:
-    """Add the collectives of the pipeline's ticks."""
-    ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1
-    # A cooldown of one tick is no loop, and compilers remove its send, which nothing reads.
-    sends = 2 * ticks - (step.schedule.stages == 2)
-    add("pipeline sends", ("pipeline",), "collective-permute", step.x_bytes, sends)
-    add("last stage to all", ("pipeline",), "all-reduce", step.x_bytes, step.M)
 
 
 def _weight_sends(step: Step, add: Callable[..., None], narrow: bool) -> None:
@@ -499,10 +489,9 @@ def predict(
     t = config.train
     flops, held, sends = flops_by_part(step), memory(step), traffic(step, chip)
     through = memory_traffic(step)
-    by_axes: dict[str, float] = {}
+    by_axes: Counter = Counter()
     for sent in sends:
-        axes = "+".join(sent.axes)
-        by_axes[axes] = by_axes.get(axes, 0.0) + sent.result_bytes
+        by_axes["+".join(sent.axes)] += float(sent.result_bytes)
     total = sum(sum(kinds.values()) for kinds in flops.values())
     parameters, active = weights.count(step.declared)
     return Prediction(
@@ -513,7 +502,7 @@ def predict(
         memory_bytes_per_chip=sum(held.values()),
         flops_per_chip=total,
         model_flops_per_chip=model_flops(step),
-        collective_bytes_per_chip=by_axes,
+        collective_bytes_per_chip=dict(by_axes),
         bubble=float(step.schedule.bubble),
         memory=held,
         flops=flops,
@@ -530,14 +519,13 @@ def busy_seconds(
     step: Step, chip: Chip, flops: int, memory_bytes: int, sends: list[Traffic]
 ) -> dict[str, float]:
     """Return the time that each resource is busy in a step, at its peak rate."""
-    found = {
-        "compute": flops / (chip.float32_flops if step.byte == FLOAT else chip.flops),
-        "memory": memory_bytes / chip.memory_bandwidth,
-    }
+    found = Counter(
+        compute=flops / (chip.float32_flops if step.byte == FLOAT else chip.flops),
+        memory=memory_bytes / chip.memory_bandwidth,
+    )
     for sent in sends:
-        axes = "+".join(sent.axes)
-        found[axes] = found.get(axes, 0.0) + link_seconds(step, chip, sent)
-    return found
+        found["+".join(sent.axes)] += link_seconds(step, chip, sent)
+    return dict(found)
 
 
 def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name: str) -> float:

@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,10 +39,6 @@ class Kernel:
     def bytes(self) -> Count:
         read = (np.minimum(v.bytes, sum(parts.values())) for v, parts in self.reads.items())
         return sum(read, 0) + sum(self.writes.values(), 0)
-
-    def read(self, reads: Mapping[Value, Mapping[Value, Count]]) -> None:
-        for value, parts in reads.items():
-            self.reads.setdefault(value, {}).update(parts)
 
     def waits_for(self, other: "Kernel") -> bool:
         todo, seen = [self], {self}
@@ -155,7 +151,8 @@ class Fused:
             reads = self._leaves(new)
             needs = self._before(reads)
             kernel = self._joined(reads, needs)
-            kernel.read(reads)
+            for value, parts in reads.items():
+                kernel.reads.setdefault(value, {}).update(parts)
             kernel.needs |= needs
             kernel.writes |= {value: value.bytes for value in new}
             self.made_by |= dict.fromkeys(new, kernel)

@@ -25,15 +25,10 @@ Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16)
 Cost = dict[Any, float]  # {what is counted: how much}
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+COLLECTIVES = frozenset([
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+])  # fmt: skip
 
 PRODUCTS = ("dot", "convolution", "custom-call")
 CALLS = ("fusion", "call", "async-start")
@@ -340,8 +335,8 @@ NO_TRAFFIC = frozenset([
 ])  # fmt: skip
 
 
-def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """Return the bytes of operands and results of all kernels, by named scopes.
+def memory_bytes(text: str, branch_share: BranchShare | None = None) -> float:
+    """Return the bytes of operands and results of all kernels of a GPU's program.
 
     They go through memory if no cache keeps anything between kernels. A slice counts with its own
     size, and so does an update in place.
@@ -349,10 +344,9 @@ def memory_bytes(text: str, branch_share: BranchShare | None = None) -> Cost:
     program = parse(text)
 
     def cost(instruction: Instruction, computation: Computation) -> Cost:
-        size = kernel_bytes(instruction, computation, program)
-        return {_scope(instruction): size} if size else {}
+        return {"bytes": kernel_bytes(instruction, computation, program)}
 
-    return dict(Walk(program, branch_share, cost, fusions=False).run(program.entry))
+    return Walk(program, branch_share, cost, fusions=False).run(program.entry)["bytes"]
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
@@ -361,9 +355,10 @@ def kernel_bytes(kernel: Instruction, computation: Computation, program: Program
         return 0
     operands = [computation[name] for name in kernel.operands]
     if kernel.opcode == "fusion":
-        inside = _inside(kernel, program)
-        read = sum(_read_bytes(i, inside, program) for i in _parameters(inside).values())
-        return read + _written_bytes([*inside.values()][-1], inside, program)
+        [name] = kernel.computations("calls")
+        inside = program.computations[name]
+        read = sum(_read_bytes(i, inside) for i in inside.values() if i.opcode == "parameter")
+        return read + _written_bytes([*inside.values()][-1], inside)
     if kernel.opcode in SLICES:
         return 2 * result_bytes(kernel)
     if kernel.opcode in UPDATES:
@@ -378,26 +373,12 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # operand that updates the first
 
 
-def _inside(fusion: Instruction, program: Program) -> Computation:
-    [name] = fusion.computations("calls")
-    return program.computations[name]
-
-
-def _parameters(computation: Computation) -> dict[int, Instruction]:
-    return {int(i.argument): i for i in computation.values() if i.opcode == "parameter"}
-
-
-def _read_bytes(value: Instruction, inside: Computation, program: Program) -> int:
+def _read_bytes(value: Instruction, inside: Computation) -> int:
     """Return the bytes that a fusion reads of a parameter, or of an alias of it."""
     found = 0
     for user in (i for i in inside.values() if value.name in i.operands):
         if user.opcode in ("bitcast", "transpose"):
-            found += _read_bytes(user, inside, program)
-        elif user.opcode == "fusion":  # within a fusion, as TPUs have them
-            within = _inside(user, program)
-            arguments = _parameters(within)
-            places = [n for n, name in enumerate(user.operands) if name == value.name]
-            found += sum(_read_bytes(arguments[n], within, program) for n in places)
+            found += _read_bytes(user, inside)
         elif user.opcode in SLICES and user.operands[0] == value.name:
             found += result_bytes(user)
         elif user.opcode not in UPDATES or user.operands[0] != value.name:
@@ -405,14 +386,11 @@ def _read_bytes(value: Instruction, inside: Computation, program: Program) -> in
     return min(found, result_bytes(value))
 
 
-def _written_bytes(root: Instruction, inside: Computation, program: Program) -> int:
+def _written_bytes(root: Instruction, inside: Computation) -> int:
     if root.opcode == "tuple":
-        return sum(_written_bytes(inside[name], inside, program) for name in root.operands)
+        return sum(_written_bytes(inside[name], inside) for name in root.operands)
     if root.opcode == "bitcast":
-        return _written_bytes(inside[root.operands[0]], inside, program)
-    if root.opcode == "fusion":
-        within = _inside(root, program)
-        return _written_bytes([*within.values()][-1], within, program)
+        return _written_bytes(inside[root.operands[0]], inside)
     if root.opcode in UPDATES:
         return result_bytes(inside[root.operands[UPDATES[root.opcode]]])
     return result_bytes(root)
@@ -427,12 +405,12 @@ _NO_SCOPE = re.compile(
 
 def scopes(text: str) -> dict[str, str]:
     """Return {instruction: its named scopes}, such as {"dot.7": "steady/jvp(attention)"}."""
-    return {i.name: _scope(i) for c in parse(text).computations.values() for i in c.values()}
-
-
-def _scope(instruction: Instruction) -> str:
-    parts = instruction.op_name.split("/")[:-1]
-    return "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    found = {}
+    for computation in parse(text).computations.values():
+        for name, instruction in computation.items():
+            parts = instruction.op_name.split("/")[:-1]
+            found[name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
+    return found
 
 
 def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:

@@ -88,7 +88,6 @@ class Sizes:
 class Send(NamedTuple):
     """A collective."""
 
-    cause: str  # its named scopes
     axes: tuple[str, ...]
     kind: str  # its name in HLO
     bytes: Count  # size of its result
@@ -226,8 +225,7 @@ class Reader:
         if name in COLLECTIVES:
             axes = eqn.params.get("axes") or eqn.params.get("axis_name")
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            result = sum(value.bytes for value in outputs)
-            op.send = Send(part, axes, COLLECTIVES[name], result)
+            op.send = Send(axes, COLLECTIVES[name], sum(value.bytes for value in outputs))
         elif name == "scan":
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from rich.table import Table
 import attention
 import hardware
 from planning.results import (
+    FLOPS_KINDS,
     Compiled,
     MeshShape,
     Plan,
@@ -23,7 +24,7 @@ from planning.results import (
     gib,
     usable_bytes,
 )
-from utils import GIB, Mesh
+from utils import GIB
 
 if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts fast
     from matplotlib.axes import Axes
@@ -36,15 +37,8 @@ FLOPS_RULE = (
 )
 TIME_RULE = (
     "Times are FLOPs at the chip's peak, and bytes at the full bandwidth of memory and links. At "
-    "best, all of them overlap. Without overlap, communication and computation alternate."
-)
-TRAFFIC_RULE = (
-    "Memory traffic is what kernels would read and write after fusion, as if no cache kept "
-    "anything between kernels."
-)
-COMPILED_TRAFFIC_RULE = (
-    "Memory traffic is what the compiled kernels read and write, as if no cache kept anything "
-    "between kernels."
+    "best, all of them overlap. Without overlap, communication and computation alternate. Memory "
+    "traffic is what {kernels}, as if no cache kept anything between kernels."
 )
 
 
@@ -55,7 +49,8 @@ def print_predicted(plan: Plan, console: Console) -> None:
     for part in (header, memory_table, flops_table, traffic_table):
         console.print(part(plan))
     if plan.chip:
-        console.print(time_table(plan, plan.predicted, "Time of a step", TRAFFIC_RULE))
+        kernels = "kernels would read and write after fusion"
+        console.print(time_table(plan, plan.predicted, "Time of a step", kernels))
     else:
         console.print("No times: no figures of this chip are known.\n")
     if plan.search:
@@ -69,9 +64,10 @@ def print_compiled(plan: Plan, console: Console) -> None:
     console.print(compiled_table(plan))
     console.print(collectives_table(plan.compiled))
     if size := plan.compiled.memory_traffic_bytes:
-        as_compiled = plan.predicted.with_memory_traffic(size)
+        seconds = plan.predicted.seconds | {"memory": size / plan.chip.memory_bandwidth}
+        as_compiled = dataclasses.replace(plan.predicted, seconds=seconds)
         title = "Time of a step, with the memory traffic of the compiled kernels"
-        console.print(time_table(plan, as_compiled, title, COMPILED_TRAFFIC_RULE))
+        console.print(time_table(plan, as_compiled, title, "the compiled kernels read and write"))
 
 
 Rows = Iterable[Sequence[str]]
@@ -127,14 +123,12 @@ def memory_verdict(plan: Plan) -> str:
     limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
     if plan.predicted.fits:
         return f"fits: {need / usable:.0%} of {limit}"
-    saves = ", ".join(f"{flag} ({gib(size)})" for flag, size in plan.savings[:3])
-    return f"does not fit: {gib(need - usable)} more than {limit}. Largest savings: {saves or '-'}"
+    return f"does not fit: {gib(need - usable)} more than {limit}. --search finds what fits"
 
 
 def flops_table(plan: Plan) -> Group:
     p = plan.predicted
-    kinds = ("forward", "backward", "recomputed", "bubble")
-    counts = {part: [found[kind] for kind in kinds] for part, found in p.flops.items()}
+    counts = {part: [*found.values()] for part, found in p.flops.items()}
     parts = sorted((part for part in counts if any(counts[part])), key=lambda k: -sum(counts[k]))
     counts["sum"] = [sum(column) for column in zip(*counts.values(), strict=True)]
     per_token = p.chips / p.tokens_per_step / 1e6
@@ -144,25 +138,23 @@ def flops_table(plan: Plan) -> Group:
     ]
     ratio = p.flops_per_chip / p.model_flops_per_chip
     note = f"{ratio:.3f} times the model's FLOPs, which exclude the optimizer. {FLOPS_RULE}"
-    return table("MFLOPs per token", ("part", *kinds, "sum"), rows[:-1], rows[-1:], note=note)
+    return table("MFLOPs per token", ("part", *FLOPS_KINDS, "sum"), rows[:-1], rows[-1:], note=note)
 
 
 def traffic_table(plan: Plan) -> Group:
-    def row(axes: str, cause: str, kind: str, sends: list[Traffic]) -> tuple[str, ...]:
-        sizes = (sum(t.result_bytes for t in sends), sum(t.sent_bytes for t in sends))
-        return axes, cause, kind, *(f"{size / 1e6:,.1f}" for size in sizes)
+    def row(name: tuple[str, str, str], sends: list[Traffic]) -> tuple[str, ...]:
+        sizes = sum(t.result_bytes for t in sends), sum(t.sent_bytes for t in sends)
+        return *name, *(f"{size / 1e6:,.1f}" for size in sizes)
 
     sends = sorted(plan.predicted.traffic, key=lambda t: ("+".join(t.axes), -t.result_bytes))
     least = 0.001 * sum(t.result_bytes for t in sends)
-    rows = [row("+".join(t.axes), t.cause, t.kind, [t]) for t in sends if t.result_bytes >= least]
-    if small := [t for t in sends if t.result_bytes < least]:
-        rows.append(row("", f"{len(small)} smaller ones", "", small))
+    rows = [row(("+".join(t.axes), t.cause, t.kind), [t]) for t in sends if t.result_bytes >= least]
     columns = ("mesh axes", "cause", "kind", "MB of results", "MB sent")
-    sums = [row("sum", "", "", sends)]
+    sums = [row(("sum of all", "", ""), sends)]
     return table("Collectives per chip and step", columns, rows, sums, text=columns[:3])
 
 
-def time_table(plan: Plan, p: Prediction, title: str, traffic_rule: str) -> Group:
+def time_table(plan: Plan, p: Prediction, title: str, kernels: str) -> Group:
     busy = sorted(p.seconds.items(), key=lambda item: -item[1])
     rows = [(resource(name), f"{1e3 * seconds:,.3g}") for name, seconds in busy]
     steps = []
@@ -171,7 +163,8 @@ def time_table(plan: Plan, p: Prediction, title: str, traffic_rule: str) -> Grou
         line = f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
         line += f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens"
         steps.append((line, f"{1e3 * seconds:,.3g}"))
-    note = f"Bound by {resource(p.bound_by)}. {TIME_RULE} {traffic_rule} {hardware.MFU_RULE}"
+    rule = TIME_RULE.format(kernels=kernels)
+    note = f"Bound by {resource(p.bound_by)}. {rule} {hardware.MFU_RULE}"
     return table(title, ("resource", "ms"), rows, steps, note=note)
 
 
@@ -186,24 +179,22 @@ def duration(seconds: float) -> str:
 
 def compiled_table(plan: Plan) -> Group:
     p, c = plan.predicted, plan.compiled
-    ratios = p.over(c)
     by_axes, ours = c.collective_bytes_per_chip, p.collective_bytes_per_chip
-    sums = sum(ours.values()), sum(by_axes.values())
     found = [
-        ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip, ratios["memory"]),
-        ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip, ratios["FLOPs"]),
+        ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip),
+        ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip),
         *(
-            (f"collectives along {axes}, GB", 1e9, ours.get(axes, 0.0), size, ratios.get(axes))
+            (f"collectives along {axes}, GB", 1e9, ours.get(axes, 0.0), size)
             for axes, size in sorted(by_axes.items(), key=lambda item: -item[1])
         ),
-        ("collectives, GB", 1e9, *sums, sums[0] / sums[1] if sums[1] else None),
+        ("collectives, GB", 1e9, sum(ours.values()), sum(by_axes.values())),
     ]
     if c.memory_traffic_bytes:
         through = sum(p.memory_traffic.values()), c.memory_traffic_bytes
-        found.append(("memory traffic, GB", 1e9, *through, ratios["memory traffic"]))
+        found.append(("memory traffic, GB", 1e9, *through))
     rows = [
-        (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", "" if ratio is None else f"{ratio:.3f}")
-        for name, unit, a, b, ratio in found
+        (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", f"{a / b:.3f}" if b else "")
+        for name, unit, a, b in found
     ]
     calls = ", ".join(f"{name} {n:,.0f}" for name, n in c.custom_calls.items()) or "none"
     note = (
@@ -223,19 +214,13 @@ def compiled_table(plan: Plan) -> Group:
 
 
 def collectives_table(compiled: Compiled) -> Group:
-    """Bytes of the compiled collectives, and how many of them overlap with computation."""
-    columns = ("all", "asynchronous", "overlapped")
-    sums: Counter = Counter()
+    """Bytes of the compiled collectives, by whether they overlap with computation."""
+    columns = ("mesh axes", "kind", "asynchronous", "overlapped", "GB")
+    rows = []
     for row in compiled.collectives:
-        for column in columns:
-            sums[row["axes"], row["kind"], column] += row["bytes"] * row.get(column, True)
-    least = 5e-4 * sum(compiled.collective_bytes_per_chip.values())
-    rows = [
-        (axes, kind, *(f"{sums[axes, kind, column] / 1e9:,.3f}" for column in columns))
-        for axes, kind in dict.fromkeys(key[:2] for key in sums)
-        if sums[axes, kind, "all"] >= least
-    ]
-    return table("Compiled collectives, GB", ("mesh axes", "kind", *columns), rows, text=["kind"])
+        how = ("yes" if row[column] else "no" for column in columns[2:4])
+        rows.append((row["axes"], row["kind"], *how, f"{row['bytes'] / 1e9:,.3f}"))
+    return table("Compiled collectives", columns, rows, text=columns[1:4])
 
 
 def search_table(found: SearchResult) -> Group:
@@ -249,20 +234,19 @@ def search_table(found: SearchResult) -> Group:
         sizes = f"{candidate.memory / GIB:.2f}"
         times = (f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s))
         remat = c.train.remat.replace(",", ", ")
-        rows.append((mesh_name(c.mesh), *map(str, settings), sizes, *times, remat))
+        rows.append((mesh_name(c.mesh.shape[1:]), *map(str, settings), sizes, *times, remat))
     return table(title, (*columns, "ms at best", "no overlap", "remat"), rows, text=["remat"])
 
 
-def mesh_name(mesh: Mesh | MeshShape) -> str:
-    shape = mesh.shape[mesh.replica == 1 :] if isinstance(mesh, Mesh) else mesh
-    return " x ".join(map(str, shape))
+def mesh_name(mesh: MeshShape) -> str:
+    return " x ".join(map(str, mesh))
 
 
 def rejected_lines(found: SearchResult) -> str:
     """One rejected mesh of each kind of reason, with how many others there are."""
-    kinds: dict[str, list[MeshShape]] = {}
+    kinds = defaultdict(list)
     for mesh, reason in found.rejected.items():
-        kinds.setdefault(re.sub(r"\d+(\.\d+)?", "", reason.split(":")[0]), []).append(mesh)
+        kinds[re.sub(r"[\d.]+", "", reason.partition(":")[0])].append(mesh)
     lines = []
     for mesh, *others in kinds.values():
         more = f" (and {len(others)} like it)" if others else ""
@@ -313,16 +297,13 @@ def predicted_json(p: Prediction) -> dict[str, Any]:
 
 # --- picture --------------------------------------------------------------------------------------
 
-MOST_BARS = 12
-
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw memory by part and time by resource, one bar per mesh."""
+    """Draw memory by part and time by resource, one bar for each of the 12 best meshes."""
     from matplotlib.figure import Figure  # imported late, so that printing starts fast
 
-    candidates = plan.search.best if plan.search else [plan]
-    shown = candidates[:MOST_BARS]
-    names = [mesh_name(c.config.mesh) for c in shown]
+    shown = plan.search.best[:12] if plan.search else [plan]
+    names = [mesh_name(c.config.mesh.shape[1:]) for c in shown]
     figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
     memory, times = figure.subplots(2, 1)
     draw_bars(memory, names, [{k: v / GIB for k, v in c.predicted.memory.items()} for c in shown])
@@ -332,18 +313,10 @@ def draw(plan: Plan, path: Path) -> None:
         if limit < 3 * memory.get_ylim()[1]:
             memory.axhline(limit, color="black", linestyle="--", linewidth=1)
             memory.text(0, limit, f" usable of a {plan.chip.name}", va="bottom", size=8)
-    if plan.compiled:
-        size = plan.compiled.memory_bytes_per_chip / GIB
-        memory.plot(0, size, "k_", markersize=40)
-        memory.text(0, size, " compiled", va="bottom", size=8)
     draw_bars(times, names, [milliseconds(c.predicted) for c in shown])
     times.set_ylabel("ms per step, without overlap")
     times.set_xlabel("mesh: fsdp x pipeline x tensor")
-    if not plan.chip:
-        times.text(0.5, 0.5, "no figures of this chip", transform=times.transAxes, ha="center")
     title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {plan.chip_name}"
-    if len(candidates) > len(shown):
-        title += f", best {len(shown)} of {len(candidates)} meshes"
     figure.suptitle(title, size=11)
     figure.savefig(path, dpi=150)
 

@@ -1,6 +1,5 @@
 """Results of capacity planning as data: predictions, compiled steps, searches, plans."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,9 @@ SEARCHED_FLAGS = (
     "fsdp.gather",
     "model.experts_layout",
 )
+
+# Recomputed is what train.remat does not save. Bubble is what runs in ticks without a task.
+FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
 MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
 
@@ -86,7 +88,7 @@ class Prediction:
     collective_bytes_per_chip: dict[str, float]  # bytes of results, by mesh axes
     bubble: float  # idle share of the slots of a pipeline rank
     memory: dict[str, int]
-    flops: dict[str, dict[str, int]]
+    flops: dict[str, dict[str, int]]  # by part, and by FLOPS_KINDS
     traffic: list[Traffic]
     memory_traffic: dict[str, int]
     seconds: dict[str, float] | None  # compute, memory, and the links of each group of axes
@@ -115,11 +117,6 @@ class Prediction:
             return None
         links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
         return max(self.seconds["compute"], self.seconds["memory"]) + links
-
-    def with_memory_traffic(self, size: float) -> "Prediction":
-        """Return the prediction with the memory time of `size` bytes."""
-        memory_s = size / self.chip.memory_bandwidth
-        return dataclasses.replace(self, seconds=self.seconds | {"memory": memory_s})
 
     def over(self, compiled: Compiled) -> dict[str, float]:
         """Return predicted over compiled: memory, FLOPs, memory traffic if the compiled step has
@@ -201,7 +198,6 @@ class Plan(Candidate):
     name: str  # of the config
     chip: Chip | None
     tokens: float  # of the whole run
-    savings: list[tuple[str, int]]  # flags that reduce memory, with bytes saved, if it does not fit
     compiled: Compiled | None = None
     search: SearchResult | None = None
 

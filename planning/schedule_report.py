@@ -5,11 +5,13 @@ python pipeline.py --pipeline 4 --microbatches 8 --rank 2 --json
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from runtime import cli
 from schedule import PHASES, Schedule
 from utils import ConfigError
 
@@ -26,49 +28,32 @@ class Flags:
     png: Path | None = None  # also draw a timeline into this file
 
 
-def chosen_ranks(flags: Flags) -> list[int]:
-    """Return the requested ranks.
-
-    Raises  ConfigError for a rank that does not exist.
-    """
-    if flags.rank is None:
-        return list(range(flags.pipeline))
-    if not 0 <= flags.rank < flags.pipeline:
-        raise ConfigError(
-            f"--rank {flags.rank} does not exist: --pipeline {flags.pipeline} has ranks 0 to "
-            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
-        )
-    return [flags.rank]
-
-
-def chunk_name(chunk: int) -> str:
-    """Return a, b, ..., z, then c26, c27, ..."""
-    return chr(ord("a") + chunk) if chunk < 26 else f"c{chunk}"
-
-
-def grid(schedule: Schedule, ranks: list[int]) -> list[str]:
+def grid(schedule: Schedule, ranks: Sequence[int]) -> list[str]:
     """Return a line per rank and direction, with a column per tick: microbatch and chunk letter."""
-    widest = f"{schedule.microbatches}{chunk_name(schedule.virtual - 1)}"
-    width = 1 + max(len(widest), len(str(schedule.ticks)))
-
-    def line(name: str, cells: list[str]) -> str:
-        return f"{name:12}" + "".join(f"{cell:>{width}}" for cell in cells)
-
-    lines = [line("tick", [str(tick) for tick in range(schedule.ticks)])]
+    letters = [chr(ord("a") + n) if n < 26 else f"c{n}" for n in range(schedule.virtual)]
+    rows = {"tick": [str(tick) for tick in range(schedule.ticks)]}
     for rank in ranks:
-        ticks = [schedule.tasks_at(tick, rank) for tick in range(schedule.ticks)]
-        for direction in ("fwd", "bwd"):
-            done = [[f"{m}{chunk_name(c)}" for d, c, m in tick if d == direction] for tick in ticks]
-            lines.append(line(f"rank {rank} {direction}", [(names or ["."])[0] for names in done]))
-    return lines
+        rows |= {f"rank {rank} {way}": ["."] * schedule.ticks for way in ("fwd", "bwd")}
+        for tick in range(schedule.ticks):
+            for way, chunk, microbatch in schedule.tasks_at(tick, rank):
+                rows[f"rank {rank} {way}"][tick] = f"{microbatch}{letters[chunk]}"
+    width = 1 + max(len(cell) for cells in rows.values() for cell in cells)
+    return [
+        f"{name:12}" + "".join(f"{cell:>{width}}" for cell in cells) for name, cells in rows.items()
+    ]
 
 
-def summary(schedule: Schedule) -> list[str]:
-    """Return the ticks, and the bubble as counted and by the formula."""
+def text(schedule: Schedule, ranks: Sequence[int]) -> str:
+    """Return the grid over ticks, the task list of each rank, the ticks, and the bubble."""
+    title = (
+        f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
+        f"{schedule.microbatches} microbatches (0, 1, ...)"
+    )
+    tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
     ticks = ", ".join(f"{b - a} {PHASES[fwd, bwd]}" for a, b, fwd, bwd in schedule.phases)
     idle = schedule.pipeline - 1
     slots = schedule.tasks_per_rank + idle
-    return [
+    summary = [
         f"ticks    {schedule.ticks}: {ticks}",
         f"bubble   {schedule.bubble} = {float(schedule.bubble):.1%} of the time, counted: a rank "
         f"uses {schedule.tasks_per_rank} of {slots} forward slots, and as many backward slots",
@@ -77,26 +62,26 @@ def summary(schedule: Schedule) -> list[str]:
         "A tick lasts one forward of a chunk in warmup, one backward in cooldown, and both in the "
         "steady phase.",
     ]
-
-
-def text(schedule: Schedule, ranks: list[int]) -> str:
-    """Return the grid over ticks, the task list of each rank, and the summary."""
-    title = (
-        f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
-        f"{schedule.microbatches} microbatches (0, 1, ...)"
-    )
-    tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
-    return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary(schedule)])
+    return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the schedule as text or JSON, and draw it if requested."""
+    """Print the schedule as text or JSON, and draw it if requested.
+
+    Raises  ConfigError for a rank that does not exist.
+    """
     import tyro  # late: training needs no flags of this file
 
     flags = tyro.cli(Flags, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
-    ranks = chosen_ranks(flags)
+    ranks = range(flags.pipeline) if flags.rank is None else [flags.rank]
+    if ranks[0] not in range(flags.pipeline):
+        raise ConfigError(
+            f"--rank {flags.rank} does not exist: --pipeline {flags.pipeline} has ranks 0 to "
+            f"{flags.pipeline - 1}. Use --rank {flags.pipeline - 1}."
+        )
     if flags.png:
+        cli.check_writable("png", flags.png)
         draw_schedule(schedule, ranks, flags.png)
     if flags.json:
         tasks = [schedule.tasks(rank) for rank in ranks]
@@ -114,7 +99,7 @@ def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[float, ...]:
     return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[direction]](shade)
 
 
-def _draw_tasks(axes: Any, schedule: Schedule, ranks: list[int]) -> None:
+def _draw_tasks(axes: Any, schedule: Schedule, ranks: Sequence[int]) -> None:
     """Draw a box per task with its microbatch: forward in the upper half of a rank's row."""
     from matplotlib.patches import Rectangle
 
@@ -130,15 +115,8 @@ def _draw_tasks(axes: Any, schedule: Schedule, ranks: list[int]) -> None:
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
 
 
-def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
-    """Draw a timeline, with a legend of the colors.
-
-    Raises  ConfigError for a file that is not named as a PNG.
-    """
-    if path.suffix != ".png":
-        raise ConfigError(
-            f"--png {path} does not end in .png. Use --png {path.with_suffix('.png')}."
-        )
+def draw_schedule(schedule: Schedule, ranks: Sequence[int], path: Path) -> None:
+    """Draw a timeline, with a legend of the colors."""
     from matplotlib.figure import Figure  # late, so that printing starts fast
     from matplotlib.patches import Patch
 
@@ -153,5 +131,4 @@ def draw_schedule(schedule: Schedule, ranks: list[int], path: Path) -> None:
         for chunk in range(schedule.virtual)
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

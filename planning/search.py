@@ -9,12 +9,13 @@ then by memory.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import model
-import sharded_model
+from rich.console import Console
+from rich.progress import track
+
 import utils
 from hardware import Chip, platform_of
 from planning import cost
@@ -49,26 +50,28 @@ def search(
     chip: Chip | None,
     chips: int,
     fixed: frozenset[str] = frozenset(),
-    progress: Callable[[list], Any] = iter,
+    quiet: bool = True,
 ) -> SearchResult:
     """Find the best candidate of each mesh of `chips` chips.
 
-    fixed     flags of SEARCHED_FLAGS that keep the config's value.
-    progress  wraps the list of meshes, as a progress bar does.
-    Raises    ConfigError if the model cannot be sharded over any mesh.
+    fixed   flags of SEARCHED_FLAGS that keep the config's value.
+    quiet   show no progress.
+    Raises  ConfigError if the model cannot be sharded over any mesh.
     """
     best, small, rejected, tried = [], [], {}, 0
-    for mesh in progress(allowed(config, chips, fixed)):
+    every, console = allowed(config, chips, fixed), Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    for mesh in track(every, "meshes", console=console, transient=True, disable=quiet):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
-        if fit := [c for c in candidates if c.predicted.fits]:
-            best.append(min(fit, key=lambda c: c.order))
-        elif candidates:
-            small.append(min(candidates, key=lambda c: c.memory))
-            need, most = small[-1].memory / GIB, usable_bytes(chip) / GIB
-            rejected[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
-        else:
+        if not candidates:
             rejected[mesh] = reason
+        elif (chosen := best_of(candidates)).predicted.fits:
+            best.append(chosen)
+        else:
+            small.append(chosen)
+            need, most = chosen.memory / GIB, usable_bytes(chip) / GIB
+            rejected[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
     if not best and not small:
         raise ConfigError(no_mesh(config, chips, fixed, rejected))
     best.sort(key=lambda c: c.order)
@@ -140,15 +143,20 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
 def fastest(
     config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
 ) -> Candidate:
-    """Return the candidate with the best remat policy that fits; the smallest if none fits."""
+    """Return the candidate with the best remat policy."""
     config, found = changed(config, values), []
     keep = "train.remat" in fixed
     for policy in [config.train.remat] if keep else remat_policies(config, chip):
         with_policy = changed(config, {"train.remat": policy})
         found.append(Candidate(with_policy, cost.predict(with_policy, chip, shared=True)))
-    if fit := [candidate for candidate in found if candidate.predicted.fits]:
+    return best_of(found)
+
+
+def best_of(candidates: list[Candidate]) -> Candidate:
+    """Return the fastest candidate that fits, or the smallest if none fits."""
+    if fit := [candidate for candidate in candidates if candidate.predicted.fits]:
         return min(fit, key=lambda candidate: candidate.order)
-    return min(found, key=lambda candidate: candidate.memory)
+    return min(candidates, key=lambda candidate: candidate.memory)
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
@@ -179,64 +187,9 @@ def no_mesh(
 ) -> str:
     """Return the error message for a model that cannot be sharded over any mesh."""
     mesh, reason = next(iter(rejected.items()))
-    example = f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
     given = " ".join(f"--{flag} {get(config, flag)}" for flag in sorted(fixed))
-    if given and divides(config, chips, frozenset()):
-        return (
-            f"with {given} the model divides over no mesh of {chips} chips. Omit these flags. "
-            f"{example}"
-        )
-    near = (n for d in range(1, chips + 64) for n in (chips - d, chips + d) if n > 0)
-    works = sorted(itertools.islice((n for n in near if divides(config, n, fixed)), 2))
     return (
-        f"--chips {chips}: the model divides over no mesh of {chips} chips. Use --chips "
-        f"{' or '.join(map(str, works))}. {example}"
+        f"--chips {chips}: {f'with {given} ' if given else ''}the model divides over no mesh of "
+        f"{chips} chips. Use another number of chips{', or omit these flags' if given else ''}. "
+        f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
     )
-
-
-def divides(config: Config, chips: int, fixed: frozenset[str]) -> bool:
-    """Return whether the model can be sharded over any mesh of `chips` chips."""
-    m, t = config.model, config.train
-    for mesh in meshes(chips, config.mesh.replica):
-        fsdp, pipeline, tensor = mesh
-        batch = t.global_batch_size % (fsdp * config.mesh.replica)
-        if batch or m.blocks % pipeline or m.num_attention_heads % tensor:  # the cheap checks first
-            continue
-        for values in choices_on(config, mesh, fixed):
-            try:
-                model.declare(changed(config, values))
-                sharded_model.schedule_of(config)
-            except ConfigError:
-                continue
-            return True
-    return False
-
-
-def savings(config: Config, chip: Chip | None, same_chips: bool) -> list[tuple[str, int]]:
-    """Return flags that reduce memory, with the bytes per chip that each saves, most first.
-
-    same_chips  omit flags that double the number of chips.
-    """
-    m, t = config.model, config.train
-    now = cost.predict(config, chip).memory_bytes_per_chip
-    tries: dict[str, Any] = {
-        "train.remat": "full",
-        "fsdp.gather": "layer",
-        "train.microbatches": 2 * t.microbatches,
-        "train.global_batch_size": t.global_batch_size // 2,
-        "train.seq_len": t.seq_len // 2,
-        "train.loss_chunk_tokens": max(1, t.loss_chunk_tokens // 2),
-        "model.num_hidden_layers": m.first_k_dense_replace + m.blocks // 2 * m.decoder_sparse_step,
-    }
-    if not same_chips:
-        tries |= {flag: 2 * get(config, flag) for flag in MESH_FLAGS}
-    found = []
-    for flag, value in tries.items():
-        try:
-            then = cost.predict(changed(config, {flag: value}), chip).memory_bytes_per_chip
-        except ConfigError:
-            continue
-        if then < now:
-            twice = " on twice the chips" if flag in MESH_FLAGS else ""
-            found.append((f"--{flag} {value}{twice}", now - then))
-    return sorted(found, key=lambda pair: -pair[1])

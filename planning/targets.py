@@ -7,7 +7,6 @@ a description of the GPU, and needs neither a GPU nor a driver.
 """
 
 import importlib.metadata
-import importlib.util
 import math
 import os
 import shlex
@@ -56,13 +55,10 @@ GPUS = {"a100": AMPERE, "a100-40gb": AMPERE, "h100": HOPPER, "h200": HOPPER}
 def check(chip: Chip | None) -> None:
     """Raise ConfigError, with what to install, if no compiler for this chip is installed."""
     if chip and (lacks := missing(chip)):
-        install = [sys.executable, "-m", "pip", "install"]
-        if importlib.util.find_spec("pip") is None:  # an environment made by uv
-            install = ["uv", "pip", "install", "--python", sys.executable]
-        command, needs = shlex.join(install + to_install(chip)), " and ".join(lacks)
         raise ConfigError(
-            f"--compile --chip {chip.name} needs {needs}, which is not installed in the right "
-            f"version (no device is needed). Use: {command}"
+            f"--compile --chip {chip.name} needs {' and '.join(lacks)}, which is not installed in "
+            "the right version (no device is needed). Use: ./run.sh uv pip install "
+            f"{shlex.join(to_install(chip))}"
         )
 
 

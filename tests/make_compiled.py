@@ -207,9 +207,9 @@ def recorded() -> dict[str, dict]:
 
 def record(name: str, chip: str) -> None:
     topology, config = config_of(name)
-    keep = os.environ.get("KEEP_HLO")
-    file = Path(keep) / f"{name}.{chip}.hlo" if keep else None
-    found, _ = compiler.compile_step(config, hardware.chip_named(chip), topology, file)
+    found, text = compiler.compile_step(config, hardware.chip_named(chip), topology)
+    if folder := os.environ.get("KEEP_HLO"):
+        Path(folder, f"{name}.{chip}.hlo").write_text(text)
     rows = recorded()
     rows[f"{name} {chip}"] = dataclasses.asdict(found)
     RECORDED.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")

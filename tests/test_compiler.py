@@ -13,13 +13,13 @@ JAX = importlib.metadata.version("jax")
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
-def test_a_step_is_compiled_for_simulated_devices_in_another_process(tmp_path):
+def test_a_step_is_compiled_for_simulated_devices_in_another_process():
     """Of more devices than this process has."""
     config = config_of(
         (4, 2, 2), dense_layers=1, moe_layers=0, hidden_size=64, intermediate_size=64
     )
-    compiled, text = compiler.compile_step(config, None, "", tmp_path / "deep" / "step.hlo")
-    assert (tmp_path / "deep" / "step.hlo").read_text() == text
+    compiled, text = compiler.compile_step(config, None, "")
+    assert text.startswith("HloModule")
     predicted = cost.predict(config, None)
     assert compiled.flops_per_chip == pytest.approx(predicted.flops_per_chip, rel=0.01)
     assert compiled.model_flops_per_chip == predicted.model_flops_per_chip
@@ -69,21 +69,9 @@ def test_a_config_that_the_child_refuses_is_refused_with_its_message():
         compiler.compile_step(config_of((1, 1, 8)), None, "")
 
 
-@pytest.mark.parametrize(
-    "missing, command",
-    [
-        ({"libtpu"}, " -m pip install libtpu"),
-        ({"libtpu", "pip"}, "uv pip install --python .* libtpu"),
-    ],
-)
-def test_a_missing_libtpu_is_reported_with_the_command_that_installs_it(
-    monkeypatch, missing, command
-):
-    monkeypatch.setattr(targets, "_has", lambda name, _: name not in missing)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else object()
-    )
-    with pytest.raises(ValueError, match=f"{command}=={targets.LIBTPU}"):
+def test_a_missing_libtpu_is_reported_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(targets, "_has", lambda *_: False)
+    with pytest.raises(ValueError, match=f"uv pip install libtpu=={targets.LIBTPU}"):
         compiler.compile_step(config_of(), V4, "2x2x1")
     targets.check(None)
 

@@ -53,9 +53,9 @@ def test_predictions_match_what_compilers_planned(key):
 @pytest.mark.slow
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
 @pytest.mark.parametrize("name", ["small-none-8x1x1", "dense-full-8x1x4"])
-def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
+def test_libtpu_still_plans_what_is_recorded(name):
     topology, config = make_compiled.config_of(name)
-    compiled, text = compiler.compile_step(config, V4, topology, tmp_path / "step.hlo")
+    compiled, _ = compiler.compile_step(config, V4, topology)
     before = RECORDED[f"{name} v4"]
     assert compiled.flops_per_chip == pytest.approx(before["flops_per_chip"], rel=0.001)
     for axes, size in before["collective_bytes_per_chip"].items():
@@ -64,7 +64,6 @@ def test_libtpu_still_plans_what_is_recorded(name, tmp_path):
         assert compiled.memory_bytes_per_chip == pytest.approx(
             before["memory_bytes_per_chip"], rel=0.02
         )
-    assert (tmp_path / "step.hlo").read_text() == text
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
     assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
@@ -401,7 +400,7 @@ def test_remat_none_recomputes_only_elementwise_operations(layout):
 def test_saving_all_names_repeats_no_dispatch_to_experts(layout):
     step = with_layout(layout, ",".join(utils.REMAT_NAMES))
     for layer, _ in step.block:
-        causes = {op.send.cause for op, _ in step.remat(layer).costs if op.send}
+        causes = {op.part for op, _ in step.remat(layer).costs if op.send}
         assert not causes & {"moe dispatch", "moe return"}
 
 

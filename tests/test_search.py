@@ -107,11 +107,9 @@ def test_remat_policies_save_less_and_less_of_the_models_residuals():
     assert memory == sorted(memory, reverse=True)
 
 
-def test_a_number_of_chips_that_no_mesh_has_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"--chips 7: .* Use --chips 4 or 8\..*\(7, 1, 1\)"):
+def test_a_number_of_chips_that_no_mesh_has_is_refused_with_a_reason():
+    with pytest.raises(ValueError, match=r"--chips 7: .* Use another number .*\(7, 1, 1\): --tr"):
         search.search(JAXFORMER, V4, 7)
-    assert all(search.divides(JAXFORMER, n, frozenset()) for n in (4, 8))
-    assert not any(search.divides(JAXFORMER, n, frozenset()) for n in (5, 7, 9))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_a_number_of_chips_that_no_mesh_has_is_refused_with_the_nearest():
         (
             4099,
             {},
-            r"--chips 4099: the model divides over no mesh of 4099 chips. Use --chips 2048 or 4096",
+            r"--chips 4099: the model divides over no mesh of 4099 chips. Use another number",
         ),
     ],
 )
@@ -151,12 +149,6 @@ def test_a_search_without_a_fit_returns_the_smallest_candidate():
     needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
     smallest = min(float(reason.split()[1]) for reason in needs)
     assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
-    saves = search.savings(least.config, V5E, True)
-    assert [size for _, size in saves] == sorted((size for _, size in saves), reverse=True)
-    flag, value = saves[0][0].removeprefix("--").split()
-    smaller = utils.changed(least.config, {flag: int(value)})
-    then = cost.predict(smaller, V5E).memory_bytes_per_chip
-    assert least.predicted.memory_bytes_per_chip - then == saves[0][1] > 0
 
 
 @pytest.mark.slow
