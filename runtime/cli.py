@@ -81,7 +81,7 @@ def sets_mesh(arguments: list[str]) -> bool:
 def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the file that `--config` names, None without it, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", nargs="?", const="")
     found, rest = parser.parse_known_args(arguments)
     return found.config, rest
 
@@ -106,8 +106,9 @@ def _switches(arguments: list[str]) -> list[str]:
 
 def load(path: str | Path) -> Config:
     """Return the config of a TOML file. Missing settings have their defaults."""
-    known, values = fields_of(), flat(_read(path))
+    known, table = fields_of(), flat(_read(path))
     sections = sorted({name.rpartition(".")[0] for name in known})
+    values = {name: value for name, value in table.items() if name not in sections}  # not empty
     for name in values:
         section, _, key = name.rpartition(".")
         if section and section not in sections:
@@ -123,8 +124,8 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {"model.rope_scaling.factor": 1.0, ...} of nested tables."""
     found = {}
     for key, value in table.items():
-        is_table = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{key}.") if is_table else {prefix + key: value}
+        is_filled = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{key}.") if is_filled else {prefix + key: value}
     return found
 
 

@@ -106,6 +106,7 @@ def test_the_error_for_a_wrong_flag_has_the_fix(arguments, message):
         ("[train]\nhidden_size = 3", "unknown key hidden_size in .train.: did you mean model.h"),
         ("hidden_size = 3", "unknown key hidden_size: did you mean model.hidden_size?"),
         ("[modle]\nhidden_size = 3", "unknown section .modle.: did you mean model?"),
+        ("[modle]", "unknown key modle"),
         ("[model]\nhidden_size = '3'", "model.hidden_size = '3' is not int"),
         (
             "[model]\nscoring_func = 'relu'",
