@@ -387,7 +387,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(folder, states, num
     for keep in (3, None):
         with opened(folder, keep) as checkpoints:
             newest = lambda _, c=checkpoints: c.newest(abstract(states[2]))  # noqa: E731
-            for read in (checkpoints.config, checkpoints.arrays, newest):
+            for read in (checkpoints.record, checkpoints.arrays, newest):
                 with pytest.raises(ValueError, match=refused) as refusal:
                     read(2)
                 assert not isinstance(refusal.value, Damaged)
@@ -662,7 +662,7 @@ def test_a_folder_without_checkpoints_is_a_new_run_and_cannot_be_read(tmp_path):
 def test_a_missing_step_is_refused(steps_1_2):
     with opened(steps_1_2) as reader:
         assert (reader.step_or_newest(None), reader.step_or_newest(1)) == (2, 1)
-        for read in (reader.config, reader.arrays, lambda step: reader.good(step, {})):
+        for read in (reader.record, reader.arrays, lambda step: reader.good(step, {})):
             with pytest.raises(
                 ValueError, match=r"^there is no checkpoint of step 3 .* it has steps \[1, 2\]"
             ):
