@@ -125,8 +125,8 @@ def abstract_cache(config: Config, mesh: Mesh, sequences: int, length: int) -> j
     return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
 
 
-def bytes_per_device(*arrays: Any) -> int:
-    """Return the bytes of arrays on one device. They may be abstract."""
+def bytes_per_device(arrays: Any) -> int:
+    """Return the bytes of a tree of arrays, which may be abstract, on one device."""
     return sum(
         math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
         for a in jax.tree.leaves(arrays)
