@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
@@ -41,12 +40,8 @@ class Import:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    commands = (
-        Annotated[Export, tyro.conf.subcommand("export")]
-        | Annotated[Import, tyro.conf.subcommand("import")]
-    )
     flags, rest = tyro.cli(
-        commands,
+        Export | Import,  # the subcommands export and import
         args=arguments,
         return_unknown_args=True,
         use_underscores=True,
@@ -69,7 +64,7 @@ def export_run(flags: Export) -> None:
         tokens, arrays = saved.record(step)["config"]["tokens"], saved.arrays(step)
         name = export_checkpoint.write_folder(flags, run, config, step, tokens, arrays)
     log(f"step {step} of {flags.run} as {name}: {flags.out}")
-    log(flags.load)
+    log(f"model = AutoModelForCausalLM.from_pretrained({flags.arguments})")
 
 
 def import_folder(flags: Import, rest: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ mesh, for example --mesh.fsdp 4 --mesh.tensor 2.
 import codecs
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,10 +81,10 @@ def main(arguments: list[str] | None = None) -> None:
         batch = min(flags.batch, len(texts) or 1)
         generator = Generator(config, mesh, batch, max_length, end_of_text, options)
         w = generator.convert_weights(w)
-        values, mib = decode.values_per_token(config.model), generator.cache_bytes / 2**20
+        mib = decode.bytes_per_device(generator.abstract_cache) / 2**20
         log_stderr(
-            f"cache: {values} values per token and layer, {mib:.2f} MiB per device for "
-            f"{generator.B} texts of up to {max_length} tokens"
+            f"cache: {decode.values_per_token(config.model)} values per token and layer, "
+            f"{mib:.2f} MiB per device for {generator.B} texts of up to {max_length} tokens"
         )
         if flags.interactive:
             converse(generator, w, tokenizer, flags)
@@ -144,6 +144,23 @@ class Printer:
         if not self.first_s:
             self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
 
+    def stream(self, generated: Iterator[np.ndarray], prompts: Sequence[str]) -> None:
+        """Print a batch of texts in order, each as its tokens arrive."""
+        completions: list[list[int]] = [[] for _ in prompts]
+        row = 0  # the text that is printed; the completions of later ones wait
+        self.begin(prompts[0])
+        for new_B in generated:
+            self.count(new_B[: len(prompts)])
+            for ids, new in zip(completions, new_B.tolist(), strict=False):
+                ids.append(new)
+            self.show(completions[row][-1:])
+            while completions[row][-1] == ENDED and row + 1 < len(prompts):
+                row += 1
+                self.begin("\n" + prompts[row], completions[row])
+        for later in range(row + 1, len(prompts)):
+            self.begin("\n" + prompts[later], completions[later])
+        self.write("\n")
+
     def begin(self, text: str, ids: Sequence[int] = ()) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.write(text)
@@ -173,25 +190,12 @@ def complete(
     texts: list[list[int]],
     flags: Flags,
 ) -> None:
-    """Print the texts in order, batch by batch, each as its tokens arrive."""
+    """Print the texts and their completions, batch by batch."""
     printer = Printer(tokenizer)
     for first in range(0, len(texts), generator.B):
-        batch = texts[first : first + generator.B]
-        generator.reset(range(first, first + len(batch)), flags.seed)
-        completions: list[list[int]] = [[] for _ in batch]
-        row = 0  # the text that is printed; the completions of later ones wait
-        printer.begin(prompts[first])
-        for new_B in generator.generate(w, batch, flags.tokens):
-            printer.count(new_B[: len(batch)])
-            for ids, new in zip(completions, new_B.tolist(), strict=False):
-                ids.append(new)
-            printer.show(completions[row][-1:])
-            while completions[row][-1] == ENDED and row + 1 < len(batch):
-                row += 1
-                printer.begin("\n" + prompts[first + row], completions[row])
-        for later in range(row + 1, len(batch)):
-            printer.begin("\n" + prompts[first + later], completions[later])
-        printer.write("\n")
+        batch = slice(first, first + generator.B)
+        generator.reset(range(len(texts))[batch], flags.seed)
+        printer.stream(generator.generate(w, texts[batch], flags.tokens), prompts[batch])
     log_stderr(printer.summary())
 
 
@@ -214,11 +218,7 @@ def converse(generator: Generator, w: Transformer, tokenizer: Tokenizer, flags: 
             log_stderr(f"the context of {generator.max_length} tokens is full; start again.")
             return
         printer = Printer(tokenizer)
-        printer.begin("")
-        for new_B in generator.generate(w, [text], min(flags.tokens, left)):
-            printer.count(new_B[:1])
-            printer.show(new_B[:1].tolist())
-        printer.write("\n")
+        printer.stream(generator.generate(w, [text], min(flags.tokens, left)), [""])
         log_stderr(printer.summary())
 
 

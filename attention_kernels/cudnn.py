@@ -52,15 +52,12 @@ def cudnn_kernel(scale: float) -> Kernel:
         return jnp.where(jnp.tri(T, dtype=bool), scale * product, -jnp.inf)
 
     def cudnn_plain(q: Any, k: Any, v: Any, interpret: bool) -> Any:
-        if interpret:
-            return cudnn_forward(q, k, v, interpret)[:1]
-        call = library("_dot_product_attention_fwd_p")
-        return call.bind(q, k, v, *absent(q), is_training=False, **options())
+        return cudnn_forward(q, k, v, interpret, is_training=False)[:1]
 
-    def cudnn_forward(q: Any, k: Any, v: Any, interpret: bool) -> Any:
+    def cudnn_forward(q: Any, k: Any, v: Any, interpret: bool, is_training: bool = True) -> Any:
         if not interpret:
             call = library("_dot_product_attention_fwd_p")
-            return call.bind(q, k, v, *absent(q), is_training=True, **options())
+            return call.bind(q, k, v, *absent(q), is_training=is_training, **options())
         scores_bnTS = scores(q, k)
         logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
         share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)

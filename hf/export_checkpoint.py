@@ -37,7 +37,7 @@ uses {active:,}. {trained} The weights are {dtype}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-{load}
+model = AutoModelForCausalLM.from_pretrained({arguments})
 tokenizer = AutoTokenizer.from_pretrained({arguments})
 ids = tokenizer("def ", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))
@@ -70,12 +70,8 @@ class Export:
     part_gib: float = 4.0  # maximum GiB of a file
 
     @property
-    def load(self) -> str:
-        """The Python line that loads the model."""
-        return f"model = AutoModelForCausalLM.from_pretrained({self.arguments})"
-
-    @property
     def arguments(self) -> str:
+        """Arguments of from_pretrained that load the folder."""
         return repr(str(self.out)) + ", trust_remote_code=True" * self.remote_code
 
 
@@ -173,7 +169,6 @@ def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, s
         active=active,
         trained=trained if step else "These are imported weights, without further training.",
         dtype=flags.dtype,
-        load=flags.load,
         arguments=flags.arguments,
         results="\n".join([*rows, ""]) if losses else "Not validated.\n",
         toml=cli.to_toml(config),

@@ -36,16 +36,15 @@ def check_tensors(
     expected = {name: mapping for mapping in mappings for name in mapping.tensor_names.values()}
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected and not _is_unused(name, found)]
-    lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config: {_listed(missing)}."
-    has = (
-        f"has {len(extra)} tensors that are not in its config: {_listed(extra)}. They belong to "
-        "another model, or to another layout of it."
-    )
+    problems, fix = [], "Download the folder again."
     if missing:
-        fix = f"It {has}" if extra else "Download the folder again."
-        raise ConfigError(f"{folder} {lacks} {fix}")
+        lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config"
+        problems.append(f"{lacks}: {_listed(missing)}")
     if extra:
-        raise ConfigError(f"{folder} {has}")
+        problems.append(f"has {len(extra)} tensors that are not in its config: {_listed(extra)}")
+        fix = "They belong to another model, or to another layout of it."
+    if problems:
+        raise ConfigError(f"{folder} {'. It '.join(problems)}. {fix}")
     for name, mapping in expected.items():
         tensor, scale = tensors[name], tensors.get(f"{name}{SCALE}")
         if tensor.shape != mapping.hf_shape:

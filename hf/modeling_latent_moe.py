@@ -27,20 +27,6 @@ def has_experts(config: LatentMoeConfig, layer: int) -> bool:
     return bool(config.n_routed_experts) and after >= 0 and (after + 1) % step == 0
 
 
-class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight, in float32."""
-
-    def __init__(self, width: int, epsilon: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + self.epsilon)
-        return (x32 * scale * self.weight.float()).to(x.dtype)
-
-
 def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
     """Return rotary frequencies [R/2], and the factors on cosine and sine and on scores.
 
@@ -92,12 +78,12 @@ class Attention(nn.Module):
         epsilon = config.latent_rms_norm_eps or config.rms_norm_eps
         if config.q_lora_rank:
             self.q_a_proj = nn.Linear(D, config.q_lora_rank, bias=False)
-            self.q_a_layernorm = Norm(config.q_lora_rank, epsilon)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, epsilon)
             self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * A, bias=False)
         else:
             self.q_proj = nn.Linear(D, self.heads * A, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(D, self.latent + self.rotary, bias=False)
-        self.kv_a_layernorm = Norm(self.latent, epsilon)
+        self.kv_a_layernorm = nn.RMSNorm(self.latent, epsilon)
         self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.plain + self.value), bias=False)
         self.o_proj = nn.Linear(self.heads * self.value, D, bias=False)
         self.scale = A**-0.5 * frequencies(config)[2]
@@ -188,9 +174,9 @@ class Layer(nn.Module):
     def __init__(self, config: LatentMoeConfig, layer: int):
         super().__init__()
         D, is_moe = config.hidden_size, has_experts(config, layer)
-        self.input_layernorm = Norm(D, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = Norm(D, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
         self.mlp = Moe(config) if is_moe else Mlp(D, config.intermediate_size)
 
     def forward(self, x, *args):
@@ -216,7 +202,7 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
     def forward(self, x, attention_mask, position_ids, cache):

@@ -25,7 +25,6 @@ TYPES = {
     "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
-HEADER_ALIGNMENT = 8  # bytes
 
 
 class Tensor(NamedTuple):
@@ -146,7 +145,7 @@ def make_folder(
     for number, header in enumerate(headers, 1):
         name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-        text += b" " * (-len(text) % HEADER_ALIGNMENT)
+        text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + _data_bytes(header))

@@ -117,12 +117,9 @@ def tensor_shapes(
         own_dtype = np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
         out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
     if kind != OWN and m.moe_layers and not m.n_shared_experts:
-        up, down = (
-            (m.moe_intermediate_size, m.hidden_size),
-            (m.hidden_size, m.moe_intermediate_size),
-        )
+        D, F = m.hidden_size, m.moe_intermediate_size
         routers = [name for name, *_ in out if name.endswith(".mlp.gate.weight")]
-        for part, shape in (("gate", up), ("up", up), ("down", down)):
+        for part, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
             new = f".mlp.shared_experts.{part}_proj."
             out += [(name.replace(".mlp.gate.", new), dtype, shape) for name in routers]
 

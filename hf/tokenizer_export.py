@@ -70,9 +70,7 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     found where it is a whole pre-token (`ignore_merges`).
     """
     parts = (split_token(ranks, token) for token in sorted(ranks, key=ranks.__getitem__))
-    return [
-        (as_characters(found[0]), as_characters(found[1])) for found in parts if len(found) == 2
-    ]
+    return [tuple(map(as_characters, pair)) for pair in parts if len(pair) == 2]
 
 
 def split_token(ranks: dict[bytes, int], token: bytes) -> list[bytes]:

@@ -102,12 +102,12 @@ def _transpose(w: Weight, order: tuple[int, ...]) -> Weight:
     return dataclasses.replace(w, dim_axes=cuts, sizes=sizes)
 
 
-def weight_converter(config: Config, declared: Transformer, mesh: Mesh) -> Callable:
-    """Return the function that converts weights to those to decode with.
+def weight_converter(abstract: Transformer) -> Callable:
+    """Return the function that converts weights to those of `abstract_weights`.
 
     It takes weights on any mesh of the same devices in the same order.
     """
-    leaves, structure = jax.tree.flatten(abstract_weights(config, declared, mesh))
+    leaves, structure = jax.tree.flatten(abstract)
 
     def convert(w: Any) -> Transformer:
         # By leaves, because the two layouts of experts are two classes.
@@ -117,16 +117,20 @@ def weight_converter(config: Config, declared: Transformer, mesh: Mesh) -> Calla
     return jax.jit(convert, out_shardings=structure.unflatten([a.sharding for a in leaves]))
 
 
-def empty_cache(config: Config, mesh: Mesh, sequences: int, length: int) -> jax.Array:
-    """Return a cache of zeros, [layers, B, S, A]."""
-    m = config.model
-    shape = (m.num_hidden_layers, sequences, cache_positions(length), values_per_token(m))
-    return jnp.zeros(shape, m.compute_dtype, device=NamedSharding(mesh, CACHE_SPEC))
+def abstract_cache(config: Config, mesh: Mesh, sequences: int, length: int) -> jax.ShapeDtypeStruct:
+    """Return the cache [layers, B, S, A] for texts of this length; S is a multiple of BLOCK."""
+    m, S = config.model, -(-length // BLOCK) * BLOCK
+    shape = (m.num_hidden_layers, sequences, S, values_per_token(m))
+    layout = NamedSharding(mesh, CACHE_SPEC)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
 
 
-def cache_positions(length: int) -> int:
-    """Return S, positions of a cache for texts of this length: a multiple of BLOCK."""
-    return -(-length // BLOCK) * BLOCK
+def bytes_per_device(arrays: Any) -> int:
+    """Return the bytes of a tree of arrays, which may be abstract, on one device."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(arrays)
+    )
 
 
 def values_per_token(m: utils.Model) -> int:

@@ -29,12 +29,9 @@ BATCH_SIZE = 8  # texts that are generated together
 def evaluate(
     model: "Model", tasks: str, include_path: Path | None, limit: int | None
 ) -> dict[str, Any]:
-    """Return the harness's results.
+    """Return the harness's results; the arguments are flags of validate.py.
 
-    tasks         names separated by commas.
-    include_path  directory of other task files.
-    limit         examples of each task; None: all.
-    Raises        ConfigError for an unknown task.
+    Raises  ConfigError for an unknown task.
     """
     manager, names = TaskManager(include_path=include_path), tasks.split(",")
     unknown = [name for name in names if not manager.match_tasks([name])]

@@ -147,20 +147,15 @@ def evaluate(
     longest = max(len(context) + len(text) for context, text in pairs)
     scores = iter(Scorer(config, declared, mesh, longest)(w, pairs)[0].tolist())
     by_question = [list(itertools.islice(scores, len(q.choices))) for q in questions]
-    right, right_per_byte = [], []
+    right: dict[str, list[bool]] = {"accuracy": [], "accuracy_norm": []}
     for q, s in zip(questions, by_question, strict=True):
         sizes = [len(choice.encode()) for choice in q.choices]
-        right.append(int(np.argmax(s)) == q.answer)
-        right_per_byte.append(int(np.argmax(np.divide(s, sizes))) == q.answer)
-    plain, normalised = accuracy(right), accuracy(right_per_byte)
-    return {
-        "questions": len(questions),
-        "accuracy": plain[0],
-        "accuracy_stderr": plain[1],
-        "accuracy_norm": normalised[0],
-        "accuracy_norm_stderr": normalised[1],
-        "log_likelihoods": by_question,
-    }
+        right["accuracy"].append(int(np.argmax(s)) == q.answer)
+        right["accuracy_norm"].append(int(np.argmax(np.divide(s, sizes))) == q.answer)
+    found: dict[str, Any] = {"questions": len(questions)}
+    for name, answers in right.items():
+        found[name], found[f"{name}_stderr"] = accuracy(answers)
+    return found | {"log_likelihoods": by_question}
 
 
 def accuracy(right: list[bool]) -> tuple[float, float | None]:

@@ -80,11 +80,12 @@ class Generator:
         sequences   texts of a batch; the batch B is rounded up to a multiple of --mesh.fsdp.
         max_length  tokens of a text that the cache has space for.
         """
-        self.config, self.mesh = config, mesh
         self.max_length, self.end_of_text = max_length, end_of_text
         self.B = -(-sequences // config.mesh.fsdp) * config.mesh.fsdp
         declared = model.declare(config)
-        self.convert_weights = decode.weight_converter(config, declared, mesh)
+        self.abstract_weights = decode.abstract_weights(config, declared, mesh)
+        self.abstract_cache = decode.abstract_cache(config, mesh, self.B, max_length)
+        self.convert_weights = decode.weight_converter(self.abstract_weights)
         extend = decode.extend(config, declared, mesh)
 
         def prefill(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
@@ -111,7 +112,8 @@ class Generator:
         """Empty the cache. The sampled tokens of a text depend on its number and the seed."""
         self.number = np.resize(np.asarray(numbers, np.int32), self.B)
         self.key = jax.random.key(seed)
-        self.cache = decode.empty_cache(self.config, self.mesh, self.B, self.max_length)
+        empty = self.abstract_cache
+        self.cache = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
         self.length = np.zeros(self.B, np.int32)  # positions in the cache
         self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
 
@@ -162,22 +164,6 @@ class Generator:
                 return
             token_B, self.length = next_B, np.where(full, position, position + 1)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache on one device."""
-        m, rows = self.config.model, self.B // self.config.mesh.fsdp
-        positions = decode.cache_positions(self.max_length)
-        values = m.num_hidden_layers * rows * positions * decode.values_per_token(m)
-        return values * jnp.dtype(m.compute_dtype).itemsize
-
-    def bytes_per_device(self) -> int:
-        """Bytes of weights and cache on one device."""
-        shapes = decode.abstract_weights(self.config, model.declare(self.config), self.mesh)
-        return self.cache_bytes + sum(
-            math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-            for a in jax.tree.leaves(shapes)
-        )
-
 
 def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
     """Return config and mesh to decode on the same devices: replica and pipeline join fsdp."""
@@ -196,8 +182,8 @@ class Sampler:
         self.tokenizer = load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
         begin = [] if manifest.begin_of_text is None else [manifest.begin_of_text]
         ids = [begin + self.tokenizer.encode_ordinary(prompt) for prompt in self.prompts]
-        ids = [text[-max(1, T - self.tokens) :] for text in ids]
-        self.texts = [text or [manifest.end_of_text] for text in ids]
+        left = max(1, T - self.tokens)
+        self.texts = [text[-left:] or [manifest.end_of_text] for text in ids]
         max_length = max(map(len, self.texts)) + self.tokens
         self.generator = Generator(
             *generation_mesh(config, mesh),
@@ -206,8 +192,9 @@ class Sampler:
             manifest.end_of_text,
             SamplingOptions(s.temperature),
         )
-        needed, stats = self.generator.bytes_per_device(), mesh.local_devices[0].memory_stats()
-        if stats:
+        arrays = self.generator.abstract_weights, self.generator.abstract_cache
+        needed = decode.bytes_per_device(arrays)
+        if stats := mesh.local_devices[0].memory_stats():
             free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
             if needed > free:
                 raise ConfigError(

@@ -76,7 +76,7 @@ def pair(name, fields, shape):
     batch = batch_of(config, 1)
     whole = full_logits(config, declared, mesh)(w, on_mesh(config, mesh, batch))
     here = decode.decoding_config(config, shape[0], shape[2])
-    converted = decode.weight_converter(here, model.declare(here), mesh)(w)
+    converted = decode.weight_converter(decode.abstract_weights(here, model.declare(here), mesh))(w)
     return np.asarray(whole)[0], here, mesh, converted, batch["tokens"]
 
 
@@ -91,7 +91,8 @@ def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeyp
     declared = model.declare(config)
     extend = jax.jit(decode.extend(config, declared, mesh), donate_argnums=1)
     B, T = tokens.shape
-    cache = decode.empty_cache(config, mesh, B, T)
+    empty = decode.abstract_cache(config, mesh, B, T)
+    cache = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
     assert cache.shape == (config.model.num_hidden_layers, B, T, 32 + 12)
     length = np.array([5, 9, 1, 7, 11, 3, 12, 2], np.int32)  # of the prompts
     prompt = tokens[:, :12] * (np.arange(12) < length[:, None])
