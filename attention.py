@@ -18,7 +18,7 @@ from utils import LANES, ConfigError
 from weights import vary, varying
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": ("cudnn", "triton")}  # best first
-MASKED = -1e30  # added to masked scores; finite, so that the softmax of such a row is finite
+MASKED = -1e30  # score of a masked position; finite, so that the softmax of such a row is finite
 
 
 def choose_kernel(config: utils.Config, platform: str) -> str:

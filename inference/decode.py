@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import utils
+from attention import MASKED
 from model import (
     Attention,
     DenseLayer,
@@ -47,7 +48,6 @@ from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
 from weights import Weight, vary, varying
 
 BLOCK = 256  # cached positions that attention processes at once
-MASKED = -1e30  # score of a masked position; finite, so that a block without visible positions is
 CACHE_SPEC = P(None, BATCH_AXES)
 Experts = ExpertParallelExperts | ShardedExperts
 
