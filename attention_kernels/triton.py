@@ -4,6 +4,7 @@ Letters: b sequences of this rank, T positions, n heads of this rank.
 """
 
 import dataclasses
+import warnings
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,9 @@ def triton(
 @cache
 def triton_kernel(scale: float, width: int) -> Kernel:
     """Return the causal kernel for heads of a width."""
-    from jax.experimental.pallas.ops.gpu import attention as library
+    with warnings.catch_warnings():  # jax 0.12 deprecates it in favor of the package tokamax
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention as library
 
     # Tiles of the forward pass that fit in shared memory, even where it has only 100 KiB.
     size = GPU_BLOCK if width <= 64 else GPU_BLOCK // 2
