@@ -46,7 +46,7 @@ def grid(schedule: Schedule, ranks: Sequence[int]) -> list[str]:
 def text(schedule: Schedule, ranks: Sequence[int]) -> str:
     """Return the grid over ticks, the task list of each rank, the ticks, and the bubble."""
     title = (
-        f"{schedule.pipeline} ranks of {schedule.virtual} chunks (a, b, ...), "
+        f"{schedule.pipeline} ranks of {schedule.virtual} model chunks (a, b, ...), "
         f"{schedule.microbatches} microbatches (0, 1, ...)"
     )
     tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
@@ -59,8 +59,8 @@ def text(schedule: Schedule, ranks: Sequence[int]) -> str:
         f"uses {schedule.tasks_per_rank} of {slots} forward slots, and as many backward slots",
         "formula  (pipeline - 1) / (microbatches * virtual + pipeline - 1) = "
         f"{Fraction(idle, slots)}",
-        "A tick lasts one forward of a chunk in warmup, one backward in cooldown, and both in the "
-        "steady phase.",
+        "A tick lasts one forward of a model chunk in warmup, one backward in cooldown, and both "
+        "in the steady phase.",
     ]
     return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary])
 
