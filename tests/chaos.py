@@ -321,14 +321,15 @@ class Chaos:
         while left:
             how = self.folder, f"{what}-{left}", self.data, processes
             job = BucketJob(self.bucket, self.random, *how) if self.bucket else Job(*how)
+            if kinds[0] == "restore":  # a new run restores nothing
+                kinds.append(kinds.pop(0))
             while True:
                 blow = self._blow(kinds, number) if left else None
                 victim = self.random.randrange(processes)
                 ended = job.live({victim: blow} if blow else {})
-                if blow:  # also if this life had none of its kind, as a new run restores nothing
-                    kinds.append(kinds.pop(0))
                 if ended.reported("struck", victim) is not None:
                     left -= 1
+                    kinds.append(kinds.pop(0))  # one that this life had no more of is next again
                     self.rows[what, blow.kind] += 1
                     print(f"{what}: {blows - left} of {blows}, {blow.kind} + {blow.delay_s:.2f} s")
                 if ended.finished:  # before the blow, or in spite of it
