@@ -178,15 +178,7 @@ def compare(
                 f"{1e3 * ours.bytes_read(near) / bandwidth:.1f}",
             ]
             if other:
-                rng = np.random.default_rng(0)
-                prompts = rng.integers(config.model.vocab_size, size=(texts, near)).tolist()
-                taken = [
-                    [one.generate(prompts, TOKENS) for one in (ours, other)]
-                    for _ in range(TURNS + 1)
-                ]
-                ours_s, other_s = np.median(taken[1:], axis=(0, 2))
-                row += [f"{texts / ours_s:.1f}", f"{texts / other_s:.1f}"]
-                row += [f"{other_s / ours_s:.2f} x"]
+                row += compare_texts(ours, other, near)
             table.add_row(*row)
     Console(width=120).print(table)
     print(
@@ -204,6 +196,15 @@ def compare(
             "transformers is not installed, so there is no comparison with it: "
             "./run.sh uv pip install -r requirements-hf.txt"
         )
+
+
+def compare_texts(ours: Project, other: Transformers, near: int) -> list[str]:
+    """Return tokens/s of both, and their ratio, for TOKENS tokens after prompts of `near`."""
+    texts, rng = ours.sequences, np.random.default_rng(0)
+    prompts = rng.integers(ours.config.model.vocab_size, size=(texts, near)).tolist()
+    taken = [[one.generate(prompts, TOKENS) for one in (ours, other)] for _ in range(TURNS + 1)]
+    ours_s, other_s = np.median(taken[1:], axis=(0, 2))
+    return [f"{texts / ours_s:.1f}", f"{texts / other_s:.1f}", f"{other_s / ours_s:.2f} x"]
 
 
 def main(arguments: list[str]) -> None:

@@ -169,7 +169,7 @@ def damage_errors() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def damage_as_input_error(part: FilePart) -> Iterator[None]:
-    """Raise InputError for a damaged file, and the errors of buckets.told for a bucket."""
+    """Raise InputError for a damaged file, and the errors of buckets.py for a bucket."""
     try:
         with (
             buckets.translated_errors(part.path)

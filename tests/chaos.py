@@ -73,15 +73,15 @@ class Flags:
     stops: int = 1  # of one of two, by SIGSTOP
     terms: int = 0  # of one process, by SIGTERM
     pair_terms: int = 0  # of one of two, by SIGTERM
-    # the runs that are struck live in an emulated bucket, of whose requests some fail in each life
+    # the interrupted runs are in an emulated bucket; some requests fail in each attempt
     bucket: bool = False
     seed: int = 0  # of the instants
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
 
 @dataclass(frozen=True)
-class Blow:
-    """When a process strikes itself."""
+class Interruption:
+    """When a process interrupts itself."""
 
     kind: str
     after: int  # so many of the kind are done first
@@ -89,10 +89,10 @@ class Blow:
     number: int = signal.SIGKILL
 
 
-# --- in the process that is struck ----------------------------------------------------------------
+# --- in the process that is interrupted -----------------------------------------------------------
 
 
-def child(blow: Blow | None, arguments: list[str]) -> None:
+def child(interruption: Interruption | None, arguments: list[str]) -> None:
     """Train, interrupt this process, and print the time of it and of the longest save."""
     import checkpoint
     import main
@@ -105,11 +105,11 @@ def child(blow: Blow | None, arguments: list[str]) -> None:
         print(f"longest save: {self.longest_s}", flush=True)
 
     checkpoint.Checkpoints.close = closed
-    if blow:
+    if interruption:
 
-        def strike() -> None:
-            print(f"struck: {time.monotonic()}", flush=True)
-            os.kill(os.getpid(), blow.number)
+        def interrupt() -> None:
+            print(f"interrupted: {time.monotonic()}", flush=True)
+            os.kill(os.getpid(), interruption.number)
 
         begun = Counter()
         phase = watchdog.Watchdog.phase
@@ -118,8 +118,8 @@ def child(blow: Blow | None, arguments: list[str]) -> None:
             phase(self, name)
             kind = name.split()[0]
             begun[kind] += 1
-            if kind == blow.kind and begun[kind] == blow.after + 1:
-                timer = threading.Timer(blow.delay_s, strike)
+            if kind == interruption.kind and begun[kind] == interruption.after + 1:
+                timer = threading.Timer(interruption.delay_s, interrupt)
                 timer.daemon = True
                 timer.start()
 
@@ -145,7 +145,7 @@ class Ended:
 
     @property
     def finished(self) -> bool:
-        """Whether the run completed; a signal may have struck a process after that."""
+        """Whether the run completed; a signal may have interrupted a process after that."""
         first, *others = self.codes
         late = {0, -signal.SIGTERM}
         done = "files: " in self.output[0] and first in late
@@ -154,7 +154,7 @@ class Ended:
 
 
 class Job:
-    """One run, in as many lives as it takes."""
+    """One run, started until it completes."""
 
     def __init__(self, folder: Path, name: str, data: Path, processes: int):
         self.folder, self.name, self.processes = folder, name, processes
@@ -172,7 +172,7 @@ class Job:
         ]
         for split in ("train", "val"):
             self.arguments += [f"--data.{split}", str(data / split)]
-        self.lives = 0
+        self.attempts = 0
 
     def files(self) -> Path:
         """Where its records and pictures can be read now."""
@@ -181,22 +181,22 @@ class Job:
     def remove(self) -> None:
         shutil.rmtree(self.run)
 
-    def live(self, blows: dict[int, Blow]) -> Ended:
-        """One life, in which these processes are struck."""
-        self.lives += 1
+    def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
+        """Start the run; these processes interrupt themselves."""
+        self.attempts += 1
         started = []
         places = environments(self.processes, 8 // self.processes, **self.environment)
         for number, environment in enumerate(places):
-            blow = blows.get(number)
-            text = json.dumps(dataclasses.asdict(blow)) if blow else "null"
-            log = (self.folder / f"{self.name}.{self.lives}.{number}.log").open("w+")
+            interruption = interruptions.get(number)
+            text = json.dumps(dataclasses.asdict(interruption)) if interruption else "null"
+            log = (self.folder / f"{self.name}.{self.attempts}.{number}.log").open("w+")
             command = __file__, "--child", text, *self.arguments
             started.append((start(command, environment, log), log))
-        return self._ended(started, blows)
+        return self._ended(started, interruptions)
 
-    def _ended(self, started: list, blows: dict[int, Blow]) -> Ended:
+    def _ended(self, started: list, interruptions: dict[int, Interruption]) -> Ended:
         until = time.monotonic() + LIMIT_S
-        stopped = {n for n, blow in blows.items() if blow.number == signal.SIGSTOP}
+        stopped = {n for n, i in interruptions.items() if i.number == signal.SIGSTOP}
         try:
             for number, (process, _) in enumerate(started):
                 if number not in stopped:
@@ -216,7 +216,7 @@ class Job:
 
 
 class BucketJob(Job):
-    """One that lives in a bucket, of whose requests some fail once or twice in each life."""
+    """A run in a bucket. Some requests fail once or twice in each attempt."""
 
     KINDS = (429, 503, "cut request", "cut response", "delay")
 
@@ -245,11 +245,11 @@ class BucketJob(Job):
         objects.remove(objects.list_objects())
         super().remove()
 
-    def live(self, blows: dict[int, Blow]) -> Ended:
+    def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
         for kind in self.KINDS:
             after, times = self.chance.randrange(200), self.chance.randint(1, 2)
             self.bucket.fault(kind, after=after, times=times, seconds=2.0)
-        ended = super().live(blows)
+        ended = super().attempt(interruptions)
         self.bucket.clear_faults()
         return ended
 
@@ -293,7 +293,7 @@ class Chaos:
         self.expected: dict[int, dict[str, object]] = {}  # by the number of processes
         self.wrong: list[str] = []
         self.rows: Counter[tuple[str, str]] = Counter()
-        # Seconds from SIGTERM until all had ended, and those of a step and a save of the same life.
+        # Seconds from SIGTERM until all had ended; those of a step and a save of the same attempt.
         self.took: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.compared = 0
         from data import prepare
@@ -305,18 +305,18 @@ class Chaos:
     def run_whole(self, processes: int) -> None:
         """Keeps what a run that is never stopped ends with."""
         job = Job(self.folder, f"whole-{processes}", self.data, processes)
-        ended = job.live({})
+        ended = job.attempt({})
         if any(ended.codes):
-            raise SystemExit(f"a run without blows ended with {ended.codes}:\n{ended.output[0]}")
+            raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
         self.expected[processes] = reported(job.files(), job.checkpoints)
 
-    def strike(self, what: str, processes: int, blows: int, number: int) -> None:
-        """Strikes runs so many times in all, and lets each of them come to its end."""
-        if not blows:
+    def interrupt(self, what: str, processes: int, interruptions: int, number: int) -> None:
+        """Interrupts runs so many times in all, and lets each of them come to its end."""
+        if not interruptions:
             return
         if processes not in self.expected:
             self.run_whole(processes)
-        left, kinds = blows, list(KINDS)
+        left, kinds = interruptions, list(KINDS)
         self.random.shuffle(kinds)
         while left:
             how = self.folder, f"{what}-{left}", self.data, processes
@@ -324,44 +324,48 @@ class Chaos:
             if kinds[0] == "restore":  # a new run restores nothing
                 kinds.append(kinds.pop(0))
             while True:
-                blow = self._blow(kinds, number) if left else None
+                interruption = self._interruption(kinds, number) if left else None
                 victim = self.random.randrange(processes)
-                ended = job.live({victim: blow} if blow else {})
-                if ended.reported("struck", victim) is not None:
+                ended = job.attempt({victim: interruption} if interruption else {})
+                if ended.reported("interrupted", victim) is not None:
                     left -= 1
-                    kinds.append(kinds.pop(0))  # one that this life had no more of is next again
-                    self.rows[what, blow.kind] += 1
-                    print(f"{what}: {blows - left} of {blows}, {blow.kind} + {blow.delay_s:.2f} s")
-                if ended.finished:  # before the blow, or in spite of it
+                    kinds.append(kinds.pop(0))  # one that this attempt had no more of is next again
+                    self.rows[what, interruption.kind] += 1
+                    done = f"{what}: {interruptions - left} of {interruptions}"
+                    print(f"{done}, {interruption.kind} + {interruption.delay_s:.2f} s")
+                if ended.finished:  # before the interruption, or in spite of it
                     break
                 requested = number == signal.SIGTERM
                 if requested:
                     right = set(ended.codes) == {128 + signal.SIGTERM}
                 else:
                     right = ended.codes[victim] == -signal.SIGKILL
-                if not (blow and right):
+                if not (interruption and right):
                     self._log(job, f"ended with {ended.codes}\n{ended.output}")
                     return
                 (self._requested if requested else self._survivors)(what, job, victim, ended)
             differ = differences(job, self.expected[processes])
             self.compared += 1
             if differ:
-                self.wrong.append(f"{job.name}: after {job.lives} lives {', '.join(differ)} differ")
+                names = ", ".join(differ)
+                self.wrong.append(f"{job.name}: after {job.attempts} attempts {names} differ")
             job.remove()
 
-    def _blow(self, kinds: list[str], number: int) -> Blow:
+    def _interruption(self, kinds: list[str], number: int) -> Interruption:
         kind = kinds[0]
         delay_s, most = KINDS[kind]
-        return Blow(kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number)
+        return Interruption(
+            kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number
+        )
 
     def _log(self, job: Job, wrong: str) -> None:
-        self.wrong.append(f"{job.name}, life {job.lives}: {wrong}")
+        self.wrong.append(f"{job.name}, attempt {job.attempts}: {wrong}")
 
     def _survivors(self, what: str, job: Job, victim: int, ended: Ended) -> None:
         for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
             if number != victim and code not in (75, -signal.SIGABRT):
                 self._log(job, f"process {number} ended with {code}:\n{text}")
-            seconds = ended.at - ended.reported("struck", victim)
+            seconds = ended.at - ended.reported("interrupted", victim)
             if number != victim and seconds > PEER_S + 5:
                 self._log(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
 
@@ -379,7 +383,7 @@ class Chaos:
         if not last:
             return
         step_s = statistics.median(r["step_s"] for r in records if "step_s" in r)
-        seconds = ended.at - ended.reported("struck", victim)
+        seconds = ended.at - ended.reported("interrupted", victim)
         self.took[what].append((seconds, step_s + ended.reported("longest save", 0)))
 
     def table(self) -> str:
@@ -414,11 +418,11 @@ def main(flags: Flags) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         bucket = stack.enter_context(emulated()) if flags.bucket else None
         chaos = Chaos(flags, folder, bucket)
-        chaos.strike("killed", 1, flags.kills, signal.SIGKILL)
-        chaos.strike("killed, of two", 2, flags.pairs, signal.SIGKILL)
-        chaos.strike("stopped, of two", 2, flags.stops, signal.SIGSTOP)
-        chaos.strike("SIGTERM", 1, flags.terms, signal.SIGTERM)
-        chaos.strike("SIGTERM, of two", 2, flags.pair_terms, signal.SIGTERM)
+        chaos.interrupt("killed", 1, flags.kills, signal.SIGKILL)
+        chaos.interrupt("killed, of two", 2, flags.pairs, signal.SIGKILL)
+        chaos.interrupt("stopped, of two", 2, flags.stops, signal.SIGSTOP)
+        chaos.interrupt("SIGTERM", 1, flags.terms, signal.SIGTERM)
+        chaos.interrupt("SIGTERM, of two", 2, flags.pair_terms, signal.SIGTERM)
     print(chaos.table())
     print(*chaos.wrong, sep="\n")
     what = f"{len(chaos.wrong)} faults" if chaos.wrong else "all equal, bit for bit"
@@ -430,7 +434,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         fields = json.loads(sys.argv[2])
         del sys.argv[1:3]  # what is left is the same in all processes, as pre-flight checks want
-        child(fields and Blow(**fields), sys.argv[1:])
+        child(fields and Interruption(**fields), sys.argv[1:])
     else:
         import tyro
 

@@ -104,11 +104,11 @@ def test_missing_gpu_packages_are_reported_with_the_command_that_installs_them(
         return [SimpleNamespace(version=installed[name])] if name in installed else []
 
     monkeypatch.setattr(importlib.metadata, "distributions", distributions)
-    with pytest.raises(ValueError, match=named) as told:
+    with pytest.raises(ValueError, match=named) as raised:
         compiler.compile_step(config_of(), hardware.CHIPS["h100"], "")
     where = f"--target {targets.GPU_FOLDER} "
     packages = f"jax-cuda12-plugin=={JAX} jax-cuda12-pjrt=={JAX} nvidia-cuda-nvcc-cu12=="
-    assert f"{where}{packages}{targets.NVCC}" in str(told.value)
+    assert f"{where}{packages}{targets.NVCC}" in str(raised.value)
 
 
 def test_gpus_are_on_as_few_hosts_as_they_fill():

@@ -187,7 +187,7 @@ def test_a_block_saves_the_residuals_that_jax_saves(remat, chip, kernel):
     assert planned_bytes(config, platform) == pytest.approx(expected, rel=0.005)
 
 
-# --- a layer that the planner was never told of ---------------------------------------------------
+# --- a layer that the planner does not know -------------------------------------------------------
 
 
 def novel(w, x_btD, options, position):

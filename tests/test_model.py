@@ -657,7 +657,7 @@ def test_no_later_token_changes_an_earlier_logit_when_tokens_are_dropped(shape):
     config, mesh, w, stats_of = scarce(shape)
     batch = batch_of(config)
 
-    def told(first_changed, weighted):
+    def stats_at(first_changed, weighted):
         ids = batch["tokens"].copy()
         ids[::3, first_changed:] = (ids[::3, first_changed:] + 7) % config.model.vocab_size
         chosen = np.broadcast_to(weighted, ids.shape).astype(np.float32)
@@ -665,10 +665,13 @@ def test_no_later_token_changes_an_earlier_logit_when_tokens_are_dropped(shape):
 
     for first_changed in (1, 5, 8, 11, 15):
         earlier = np.arange(16) < first_changed
-        before, after = told(16, earlier), told(first_changed, earlier)
+        before, after = stats_at(16, earlier), stats_at(first_changed, earlier)
         assert min(before.dropped, after.dropped) > 100
         assert before.cross_entropy == after.cross_entropy, first_changed
-        later = told(16, ~earlier).cross_entropy, told(first_changed, ~earlier).cross_entropy
+        later = (
+            stats_at(16, ~earlier).cross_entropy,
+            stats_at(first_changed, ~earlier).cross_entropy,
+        )
         assert abs(later[0] - later[1]) > 1e-3
 
 
@@ -724,15 +727,15 @@ def test_dropout_of_a_run_depends_on_step_and_microbatch():
     stats_of = jax.jit(lambda w, batch, step: run(w, batch, step)[1])
     w, batch = transformer_of(config, mesh, tree_of(config.model)), batch_of(config)
 
-    def told(step, microbatch):
+    def stats_at(step, microbatch):
         twice = {name: np.concatenate([a[:8], a[:8]]) for name, a in batch.items()}
         chosen = np.repeat(np.arange(2) == microbatch, 8)[:, None] * np.ones((1, 16))
         twice["loss_weights"] = chosen.astype(np.float32)
         return float(stats_of(w, on_mesh(config, mesh, twice), jnp.int32(step)).cross_entropy)
 
-    losses = [told(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
+    losses = [stats_at(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
     assert len(set(losses)) == 4
-    assert losses == [told(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
+    assert losses == [stats_at(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
 
 
 def test_each_layer_of_a_model_has_its_own_dropout_index(monkeypatch):

@@ -299,8 +299,8 @@ def run(name):
     step = train.jitted_step(config, declared, mesh)
     state = train.initial_state(config, declared, mesh)
     for number in range(STEPS):
-        state, told = step(state, on_mesh(config, mesh, batch(config, number)))
-    assert told["skipped"] == 0
+        state, report = step(state, on_mesh(config, mesh, batch(config, number)))
+    assert report["skipped"] == 0
     return config, canonical(config, state.weights), state
 
 
@@ -323,8 +323,8 @@ def test_a_step_that_is_not_finite_does_not_change_weights_or_momenta():
     bad = batch(config, STEPS)
     bad["loss_weights"] = bad["loss_weights"].copy()
     bad["loss_weights"][5, 3] = np.nan
-    after, told = step(arrays, on_mesh(config, mesh_of(config), bad))
-    assert told["skipped"] == 1
+    after, report = step(arrays, on_mesh(config, mesh_of(config), bad))
+    assert report["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, canonical(config, after.weights), before)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.optimizer), momenta)
 

@@ -266,7 +266,7 @@ class Killed(BaseException):
 def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, monkeypatch):
     """The second start cuts the records of the first, as a resume does, and writes others."""
     retried = buckets._retried
-    lives = ["11", "1112", "1112131"], ["11", "1122", "11222", "112223"]
+    starts = ["11", "1112", "1112131"], ["11", "1122", "11222", "112223"]
     for killed_at in itertools.count(1):
         requests, states, done = itertools.count(1), [""], False
 
@@ -277,9 +277,9 @@ def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, mon
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(buckets, "_retried", request)
-            for life in lives:
+            for start in starts:
                 folder = fresh(url)
-                for records in life:
+                for records in start:
                     (folder.files / "metrics.jsonl").write_text(records)
                     states.append(records)
                     folder.upload()

@@ -1,6 +1,7 @@
 """A process that hangs is ended, with the stacks of its threads."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -70,6 +71,23 @@ def test_phases_that_end_in_time_do_not_end_the_process(ended, clock):
             dog.phase(f"step {step}")
             advance(clock, 0.1)
     assert not ended
+
+
+def test_a_closed_watchdog_cannot_end_the_process_any_more(clock, monkeypatch):
+    entered, left = threading.Event(), threading.Event()
+
+    def end(self):
+        entered.set()
+        time.sleep(0.2)
+        left.set()
+
+    monkeypatch.setattr(Watchdog, "_end", end)
+    monkeypatch.setattr(watchdog, "TICK_S", 0.01)
+    with Watchdog(0.01):
+        clock._wait_for_reads(1)  # its thread runs
+        clock.now += 1
+        assert entered.wait(60)
+    assert left.is_set()
 
 
 def test_time_in_suspend_does_not_count(ended, clock):
