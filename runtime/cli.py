@@ -212,7 +212,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"--{name} 0.0 must be above 0. Use {known.default}.")
         low = 0 if name in MAY_BE_ZERO or type(value) is float else 1
         if type(value) in (int, float) and not low <= value < math.inf:
-            raise ConfigError(f"--{name} {value} is below {low} or not finite. Use {low} or more.")
+            why = f"below {low}" if value < low else "not a finite number"
+            raise ConfigError(f"--{name} {value} is {why}. Use {low} or more.")
     _check_run(config)
     _check_model(config.model)
     check_attention(config)

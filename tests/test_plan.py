@@ -200,7 +200,7 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
         (["--topology", "2x2"], "--topology goes with --compile"),
         (["--png", "/proc/x.png"], "--png /proc/x.png cannot be written"),
         (["--tokens", "nan"], "Use 0 or more"),
-        (["--model.capacity_factor", "inf"], "inf is below 0 or not finite"),
+        (["--model.capacity_factor", "inf"], "inf is not a finite number"),
         (["--png", "x.jpg"], "Use --png x.png"),
         (["--tokens", "-1"], "Use 0 or more"),
         (["--chip", "h100-pcie", "--compile"], "does not describe this GPU"),
