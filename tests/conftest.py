@@ -1,4 +1,4 @@
-"""Every test runs on 8 CPU devices, with strict types: the same on a laptop and on a pod."""
+"""Run every test on 8 CPU devices with strict types."""
 
 import gc
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Devices that share two cores meet late: a slow test is slow, and no collective is given up.
+# Devices that share two cores reach a collective late: long timeouts, so that a slow test passes.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
@@ -18,13 +18,13 @@ XLA_FLAGS = (
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # run.sh says why
 )
 
-# What is compiled runs a few times, and to make it fast would be most of a test's time; what is
-# fused, summed and sent is the same.
+# A program of a test runs a few times, so XLA need not optimize its code. Fusions, sums and
+# collectives are the same.
 FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 
 
 def with_flags(given: str, flags: tuple[str, ...]) -> str:
-    """The given flags, and those of `flags` whose name is not among them."""
+    """Return the given flags, and those of `flags` whose name is not among them."""
     names = {flag.split("=")[0] for flag in given.split()}
     return " ".join([*given.split(), *(f for f in flags if f.split("=")[0] not in names)])
 
@@ -32,7 +32,7 @@ def with_flags(given: str, flags: tuple[str, ...]) -> str:
 # Read once, when jax is imported, so set before that.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS + FAST)
-os.environ.setdefault("PJRT_NPROC", "32")  # as run.sh does, and for its reason
+os.environ.setdefault("PJRT_NPROC", "32")  # as in run.sh
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax" / "tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
@@ -66,12 +66,12 @@ def pytest_runtest_setup(item):
             )
 
 
-# --- one tiny run, for the files that ask of whole runs (tiny_run.py) -----------------------------
+# --- a tiny run that several files of tests inspect (tiny_run.py) ---------------------------------
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Flags that name shards of this project's own files."""
+    """Flags for shards of this project's own files."""
     from data import prepare
 
     out = tmp_path_factory.mktemp("data")
@@ -86,13 +86,13 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(data, runs):
-    """Its folder: six steps, never stopped."""
+    """The directory of a run of six steps that was never stopped."""
     from tiny_run import start  # late: other files need not wait for main
 
     return start(data, runs, "whole")
 
 
-# --- a bucket that can fail, for the files that ask of buckets (bucket.py) ------------------------
+# --- an emulated bucket whose requests can fail (fake_bucket.py) ----------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +106,7 @@ def bucket_server():
 
 @pytest.fixture(scope="module")
 def abandoned_connections():
-    """Those that clients left are closed before tests of another file are blamed for them."""
+    """Close the connections that clients left, before tests of another file warn of them."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -115,7 +115,7 @@ def abandoned_connections():
 
 @pytest.fixture
 def bucket(bucket_server, abandoned_connections, monkeypatch):
-    """A new one, empty, for this process and those that it starts."""
+    """A new, empty bucket for this process and its children."""
     for name, value in bucket_server.environment.items():
         monkeypatch.setenv(name, value)
     made = bucket_server.bucket()
@@ -123,18 +123,18 @@ def bucket(bucket_server, abandoned_connections, monkeypatch):
     made.clear_faults()
 
 
-# --- a disk that is full soon ---------------------------------------------------------------------
+# --- a small disk ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """With room for half of what is written; and what makes it larger."""
+    """(a folder with space for half of what is written, a function that makes it larger)."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no disk can be made here: {mounted.stderr.strip()}")
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.strip()}")
     yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=9m", folder], check=True)
     subprocess.run(["umount", folder], check=True)
