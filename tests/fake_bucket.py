@@ -51,18 +51,18 @@ WRITES = {"upload", "start", "delete", "copy", "move", "compose", "other"}
 NOTHING = b"--x\r\n\r\n{}\r\n--x\r\n\r\n\r\n--x--"  # an upload that the emulator takes for empty
 UNSENT = {"connection", "content-length", "keep-alive", "server", "date"}  # set by the proxy
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """What happens to requests: the first `after` of those that match pass, `times` fail.
+    """A fault of matching requests: the first `after` of them pass, and the next `times` fail.
 
-    kind  a status that is answered instead; or
-          "cut request": the connection is reset, and nothing of the request arrived,
-          "cut response": the request is done, and the answer ends in the middle,
-          "flip request", "flip response": one bit in the middle of the content is another,
-          "delay": it waits for `seconds`, or until `stopped` is set.
+    kind  an HTTP status to respond with; or
+          "cut request": reset the connection before the request arrives,
+          "cut response": execute the request, and cut the response in the middle,
+          "flip request", "flip response": flip one bit in the middle of the content,
+          "delay": wait for `seconds`, or until `stopped` is set.
     """
 
     kind: int | str
@@ -77,7 +77,7 @@ class Fault:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def hits(self, request: "Request") -> bool:
-        """Counts the request; whether it is one of those that fail."""
+        """Count the request, and return whether it fails."""
         if self.on not in request.words or not fnmatch.fnmatchcase(request.name, self.path):
             return False
         self.seen += 1
@@ -89,7 +89,7 @@ class Fault:
 
 
 def flipped(content: bytes, start: int, end: int) -> bytes:
-    """One bit in the middle of content[start:end] is another; none where there is nothing."""
+    """Flip one bit in the middle of content[start:end], if that is not empty."""
     middle = (start + end) // 2
     byte = content[middle : middle + 1] if start < end else b""
     return content[:middle] + bytes(b ^ 1 for b in byte) + content[middle + len(byte) :]
@@ -113,9 +113,9 @@ def error(status: int, message: str = "") -> Answer:
 
 
 class Request:
-    """A request in the words of buckets and objects.
+    """A request, with its operation, bucket and object.
 
-    start  of a chunked upload, if this is a chunk: its query and the name
+    start  query and object name of the chunked upload that this is a chunk of
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Request:
         return name
 
     def content(self) -> tuple[int, int]:
-        """Where in the body the object's content begins and ends."""
+        """Return the begin and end of the object's content in the body."""
         kind = self.headers.get("content-type", "")
         if not kind.startswith("multipart/related"):
             return 0, len(self.body)
@@ -223,7 +223,7 @@ class Proxy(ThreadingHTTPServer):
 
 
 class Server:
-    """The emulator and the proxy before it, in threads of this process, on ports that were free."""
+    """The emulator and its proxy, in threads of this process, on free ports."""
 
     def __init__(self) -> None:
         for name in ("gcp_storage_emulator", "api"):
@@ -232,8 +232,8 @@ class Server:
         self._emulator = Proxy(("127.0.0.1", 0), partial(Emulator, storage))
         self._proxy = Proxy(("127.0.0.1", 0), Handler)
         self._proxy.owner = self
-        self._one = threading.Lock()  # what is checked holds until it is done
-        self._starts: dict[str, dict[str, str]] = {}  # of uploads in pieces, by upload_id
+        self._one = threading.Lock()  # a precondition holds until its request is done
+        self._starts: dict[str, dict[str, str]] = {}  # of chunked uploads, by upload_id
         self._buckets: dict[str, Bucket] = {}
         url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
         self.environment = {
@@ -241,7 +241,7 @@ class Server:
             "TENSORSTORE_GCS_HTTP_URL": url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",  # tensorstore
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # speaks gRPC, which is not emulated
-            "NO_GCE_CHECK": "true",  # nobody looks for a machine of Google's
+            "NO_GCE_CHECK": "true",  # no client looks for a metadata server
             # google-cloud-storage makes no further requests
             "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
         }
@@ -257,7 +257,7 @@ class Server:
             server.server_close()
 
     def bucket(self) -> "Bucket":
-        """A new one, empty, in which what is deleted is gone."""
+        """Return a new, empty bucket without soft deletion."""
         bucket = Bucket(f"bucket-{len(self._buckets)}", self.environment)
         settings = {"name": bucket.name, "softDeletePolicy": {"retentionDurationSeconds": "0"}}
         headers = {"content-type": "application/json"}
@@ -270,18 +270,18 @@ class Server:
     def answer(
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> tuple[Answer | None, bool]:
-        """(the answer, none if the connection is cut before it; whether it is cut within)."""
+        """Return (the response, None if there is none; whether it is cut in the middle)."""
         upload = parse_qs(urlsplit(target).query).get("upload_id", [""])[0]
         request = Request(method, target, headers, body, self._starts.get(upload, {}))
         bucket = self._buckets.get(request.bucket)
-        kinds = bucket.strike(request) if bucket else set()
-        answer = self._struck(request, kinds)
+        kinds = bucket.faults_of(request) if bucket else set()
+        answer = self._respond(request, kinds)
         if bucket:
             bucket.log.append(f"{request.does} {request.name} {answer.status if answer else 'cut'}")
         cut = answer is not None and "cut response" in kinds
         return (None if cut and not answer.body else answer), cut
 
-    def _struck(self, request: Request, kinds: set[int | str]) -> Answer | None:
+    def _respond(self, request: Request, kinds: set[int | str]) -> Answer | None:
         if "cut request" in kinds:
             return None
         status = next((kind for kind in kinds if isinstance(kind, int)), None)
@@ -295,7 +295,7 @@ class Server:
             answer.body = flipped(answer.body, 0, len(answer.body))
         return answer
 
-    # --- what the emulator leaves out
+    # --- what the emulator lacks
 
     def _done(self, request: Request) -> Answer:
         target, headers, body = request.target, request.headers, request.body
@@ -323,7 +323,7 @@ class Server:
         return json.loads(found.body) if found.status == 200 else {"generation": "0"}
 
     def _refusal(self, request: Request) -> Answer | None:
-        """Where a precondition does not hold, or a range is empty."""
+        """Return the error for a precondition that does not hold, or an empty range."""
         query, reads = request.query, request.does in ("read", "look")
         if request.does == "compose" and (refused := self._refused_source(request)):
             return refused
@@ -342,7 +342,7 @@ class Server:
         return self._ranged(request, int(known["size"])) if ranged else None
 
     def _refused_source(self, request: Request) -> Answer | None:
-        """The error for the first object of a compose request that is absent or was changed."""
+        """Return the error for the first missing or changed object of a compose request."""
         for source in json.loads(request.body)["sourceObjects"]:
             now = self._object(request, source["name"])["generation"]
             required = source.get("objectPreconditions", {}).get("ifGenerationMatch", now)
@@ -351,7 +351,7 @@ class Server:
         return None
 
     def _ranged(self, request: Request, size: int) -> Answer | None:
-        """Says a range from the end as one from the start; refuses one that begins at the end."""
+        """Convert a range from the end to one from the start; return the error for an empty one."""
         first, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
         if not first:
             first = str(max(0, size - int(last)))
@@ -367,7 +367,7 @@ class Server:
             emulator.request(method, target, body or None, headers)
             found = emulator.getresponse()
             return Answer(found.status, dict(found.headers.items()), found.read())
-        except http.client.HTTPException as failed:  # a traceback of the emulator's is printed
+        except http.client.HTTPException as failed:  # the emulator has printed a traceback
             return error(400, f"{method} {target} cannot be emulated: {failed!r}")
         finally:
             emulator.close()
@@ -398,13 +398,13 @@ class Bucket:
         self._counting = threading.Lock()
 
     def fault(self, kind: int | str, **how: Any) -> Fault:
-        """From now on; see Fault for `how`."""
+        """Add a fault; `how` are the fields of Fault."""
         fault = Fault(kind=kind, **how)
         self._faults.append(fault)
         return fault
 
-    def strike(self, request: Request) -> set[int | str]:
-        """What happens to this request; returns when its delays are over."""
+    def faults_of(self, request: Request) -> set[int | str]:
+        """Return the kinds of faults of this request, after its delays."""
         with self._counting:
             hit = [fault for fault in self._faults if fault.hits(request)]
         for fault in hit:
@@ -413,15 +413,15 @@ class Bucket:
         return {fault.kind for fault in hit}
 
     def clear_faults(self) -> None:
-        """Nothing fails from now on."""
+        """End all faults."""
         for fault in self._faults:
             fault.stopped.set()
 
 
 def main() -> None:
-    """A bucket until this process is ended; prints its url and environment as JSON.
+    """Serve a bucket until this process ends. Print its url and environment as JSON.
 
-    python tests/fake_bucket.py DELAY_MS   which is added to each response; default 0
+    python tests/fake_bucket.py DELAY_MS   added to each response; default 0
     """
     delay_s = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.0
     with Server() as server:

@@ -1,4 +1,4 @@
-"""Times a job of many processes on this machine that connect, compare and stop on one SIGTERM.
+"""Time a job of many processes on this machine that connect, compare and stop on one SIGTERM.
 
     ./run.sh python tests/many_processes.py --count 32
 

@@ -1,4 +1,4 @@
-"""How tests start the processes of jobs on this machine, with CPU devices, and a small model."""
+"""Start the processes of a job on this machine with CPU devices; a small model for them."""
 
 import contextlib
 import os
@@ -31,12 +31,12 @@ def free_port() -> int:
 
 
 def environments(count: int, devices: int, **more: str) -> list[dict[str, str]]:
-    """Of each of the `count` processes of a job, which have so many devices each."""
+    """Return the environment of each process of a job; `devices` are those of one process."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [f for f in flags if "host_platform_device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     shared = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"} | more
-    # Each process compiles the same, and what is small adds up.
+    # Each process compiles the same programs, so cache small ones too.
     shared["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     if count > 1:
         shared["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
@@ -72,12 +72,12 @@ def run_all(places: list[dict[str, str]], *command: str) -> tuple[list[int], lis
         return codes, [log.read() for log in logs]
 
 
-# Source text for a child that defines `kind` and `number`. struck(name, function) wraps a function:
-# if `name` is `kind`, the child kills itself after the `number`-th call.
-STRUCK = """
+# Source text for a child that defines `kind` and `number`. killing(name, function) wraps a
+# function: if `name` is `kind`, the child kills itself after the `number`-th call.
+KILLS_ITSELF = """
 done = 0
 
-def struck(name, function):
+def killing(name, function):
     def counted(*given, **named):
         global done
         result = function(*given, **named)

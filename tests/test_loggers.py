@@ -199,7 +199,7 @@ def children(process):
 
 
 # A run of 40 records that strikes wandb's process after the first, and ends by itself.
-STRUCK = """
+KILLS_ITSELF = """
 import os, pathlib, sys, time
 import metrics, utils
 from runtime import loggers
@@ -224,7 +224,7 @@ print("ended; wandb-core is", service, flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_whose_wandb_process_dies_or_hangs_continues_and_ends(number, tmp_path, no_login):
-    command = [sys.executable, "-c", STRUCK, str(tmp_path), str(int(number))]
+    command = [sys.executable, "-c", KILLS_ITSELF, str(tmp_path), str(int(number))]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     log = tmp_path / "log"
     with log.open("w") as file:  # not a pipe, which a stopped child would keep open

@@ -20,7 +20,7 @@ from data import encode, prepare, shards
 from data.manifest import INDEX, read_manifest
 from data.shards import DiskFolder
 from prepared import files_of, texts_of, tokens_of
-from processes import STRUCK
+from processes import KILLS_ITSELF
 from runtime.buckets import AccessDenied, Prefix, Unavailable
 
 # Clients leave connections to be closed when they are collected.
@@ -34,13 +34,13 @@ from data import encode, prepare, shards
 
 kind, number, *arguments = sys.argv[1:]
 """
-CHILD += STRUCK
+CHILD += KILLS_ITSELF
 CHILD += """
-encode.SplitWriter.add = struck("document", encode.SplitWriter.add)
-shards.ShardWriter.add = struck("append", shards.ShardWriter.add)
-shards.ShardWriter._write = struck("shard", shards.ShardWriter._write)
-shards.DiskFolder.write = struck("record", shards.DiskFolder.write)
-prepare.Preparation.write_index = struck("index", prepare.Preparation.write_index)
+encode.SplitWriter.add = killing("document", encode.SplitWriter.add)
+shards.ShardWriter.add = killing("append", shards.ShardWriter.add)
+shards.ShardWriter._write = killing("shard", shards.ShardWriter._write)
+shards.DiskFolder.write = killing("record", shards.DiskFolder.write)
+prepare.Preparation.write_index = killing("index", prepare.Preparation.write_index)
 prepare.main(arguments)
 """
 # How often a kind may be done before the kill; a life does each about so often.

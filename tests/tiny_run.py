@@ -1,6 +1,6 @@
-"""One tiny run that several files ask questions of, and how to start another like it.
+"""A tiny run that several files of tests inspect, and functions to start and read such runs.
 
-The fixtures are in conftest.py: `whole` is this run, and it is made once.
+The fixture `whole` (conftest.py) is this run. It is made once.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ FLAGS = TEXT.split()
 
 
 class Killed(Exception):
-    """What a run that is killed ends with here."""
+    """Stands for a kill of the process."""
 
 
 def start(data, runs, name, *flags):
-    """The folder of the run, which has ended; a run that is there already is continued."""
+    """Start or resume a run, and return its directory after its end."""
     config = cli.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", name, *flags])
     main.run(config)
     return runs / name
@@ -40,7 +40,7 @@ def losses(folder):
 
 
 def arrays(folder, step):
-    """Of a checkpoint, read back on one device; the folder may lie in a bucket."""
+    """Return the arrays of a checkpoint, restored on one device. The run may be in a bucket."""
     folder = run_directory.at(folder)
     config = cli.load(folder.files / "config.toml")
     config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
