@@ -203,8 +203,9 @@ class Job:
 
     def _request(self, line: str) -> list:
         for process in self._processes:
-            process.stdin.write(f"{line}\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: _answers says why
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
         return self._answers()
 
     def step(self) -> float:

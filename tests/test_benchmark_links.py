@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import io
 import json
@@ -146,15 +147,19 @@ def test_a_process_answers_with_the_seconds_of_steps(config, tmp_path):
     assert len(seconds) == 2 and min(seconds) > 0
 
 
-def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(config, tmp_path):
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(ended, config, tmp_path):
     class Here(links.Host):
         def command(self, *words, folder):
             return ["sh", "-c", "echo no such device >&2"]
 
     job = links.Job("FSDP", config, [Here("a", "10.0.0.1")], 1, tmp_path)
-    with pytest.raises(links.TransientError, match="a process of FSDP ended: no such device"):
-        job.step()
-    job.close()
+    with contextlib.closing(job):
+        if ended:  # no process reads the request
+            for process in job._processes:
+                process.wait()
+        with pytest.raises(links.TransientError, match="a process of FSDP ended: no such device"):
+            job.step()
 
 
 def test_each_kind_of_collective_sends_the_requested_bytes():

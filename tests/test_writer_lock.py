@@ -101,7 +101,12 @@ def test_a_second_run_is_refused_in_one_line_that_describes_the_first(tmp_path):
 
 def test_a_suspended_run_keeps_its_lock_and_a_killed_one_with_living_children_does_not(tmp_path):
     executed = "import subprocess; subprocess.Popen(['sleep', '600'], close_fds=False)"
-    forked = "import os, time; os.fork() or time.sleep(600)"
+    forked = (  # the parent goes on when the child runs
+        "import os, time\n"
+        "read, write = os.pipe()\n"
+        "os.fork() or (os.write(write, b'.'), time.sleep(600))\n"
+        "os.read(read, 1)"
+    )
     with Holder(tmp_path, f"{executed}\n{forked}") as first:
         first.process.send_signal(signal.SIGSTOP)
         assert f"process {first.process.pid} on host" in refused(tmp_path)
