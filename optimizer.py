@@ -35,8 +35,8 @@ from jax import lax
 from utils import MESH_AXES, Config
 from weights import Tree, Weight
 
-# The best learning rates that `benchmark.py recipe` found, at TUNED_WIDTH. For wider models they
-# are assumed to fall as 1 / width (arXiv:2203.03466). Rates off by FAR_FACTOR cause a warning.
+# The best learning rates of docs/experiments.md, at TUNED_WIDTH. For wider models they are
+# assumed to fall as 1 / width (arXiv:2203.03466). Rates off by FAR_FACTOR cause a warning.
 TUNED_LR, TUNED_WIDTH, FAR_FACTOR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
 # a, b and c of X <- (a + b A + c A^2) X with A = X X^T, for each step. Steep at zero rather
 # than exact: singular values above 1/200 of the matrix's norm end between 0.68 and 1.16

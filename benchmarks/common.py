@@ -32,16 +32,6 @@ STEPS = 8  # timed steps, after a warm-up step
 ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
 
 
-def one_cpu_device(cores: int) -> dict[str, str]:
-    """Return the environment in which JAX computes with one CPU device.
-
-    One device never waits for another, so the many threads of run.sh only compete for cores. XLA's
-    newer fusions (YNN) speed up several devices and slow down a single one by a fifth.
-    """
-    flags = "--xla_force_host_platform_device_count=1 --xla_cpu_experimental_ynn_fusion_type="
-    return {"PJRT_NPROC": str(cores), "XLA_FLAGS": flags}
-
-
 # --- configs and flags ----------------------------------------------------------------------------
 
 
