@@ -230,12 +230,6 @@ class Checkpoints:
         """Return the steps of all complete checkpoints."""
         return self._from_first(self._files.steps)
 
-    def describe_newest(self) -> str:
-        """Wait for the last save, and return the newest step for a message."""
-        self.wait()
-        steps = self.steps()
-        return f"of step {steps[-1]}" if steps else "none"
-
     def newest(
         self,
         abstract: Any,

@@ -1,12 +1,10 @@
 """Train a model: read the settings, connect the processes, resume, run the loop, report.
 
-    ./run.sh python main.py --config configs/tiny.toml --train.steps 500
+    ./run.sh python main.py --config configs/tiny.toml --run.name longer --train.steps 500
     ./run.sh python main.py --run.init_from runs/tiny --run.name chat --data.train data/chat/train
 
 Every setting is a flag and a key of the TOML file (utils.py, or --help). A run is a directory
-DIR/NAME; DIR may be gs://BUCKET/FOLDER. It holds config.toml, starts.jsonl, metrics.jsonl,
-samples.jsonl, goodput.jsonl, checkpoints/ and plots/. If steps were skipped, skipped.jsonl has the
-reason and the data windows of each (data/show.py prints the windows).
+DIR/NAME; DIR may be gs://BUCKET/FOLDER. docs/usage.md lists its files.
 
 `--run.init_from` starts a new run from the newest weights of another run, on any mesh. Optimizer
 state, schedule and step count are new. The validation loss before the first step is recorded.
@@ -165,6 +163,16 @@ def run(config: Config) -> None:
         _train(config, declared, mesh, data, watchdog, stop, w)
 
 
+def _resumable(saved: Checkpoints | None) -> str:
+    """Describe what a stopped run has saved."""
+    if saved is None:
+        return "Nothing is saved, as --checkpoint.every_steps is 0."
+    saved.wait()
+    if not (steps := saved.steps()):
+        return "No step is saved yet. Start the run again."
+    return f"The newest checkpoint is of step {steps[-1]}. Start the run again to resume."
+
+
 def _train(
     config: Config,
     declared: Transformer,
@@ -192,8 +200,7 @@ def _train(
                 directory.upload()
             log(plan_line)
             if stop.reached():
-                newest = saved.describe_newest() if saved else "none"
-                raise stop.stopped(f"the newest checkpoint is {newest}")
+                raise stop.stopped(_resumable(saved))
             loop = Loop(config, declared, mesh, data, saved, watchdog, stop, goodput_log)
             if saved:
                 saved.made_by = start
@@ -353,7 +360,7 @@ class Loop:
     def _steps(self, state: State, source: Iterator[Batch]) -> State:
         """Run the steps. The report of a step is read while the next one runs, except before
         evaluations, samples, saves and comparisons. A step is started when the previous one has
-        ended, so that a request to stop waits for at most one step.
+        ended, so that a request to stop waits for one step, or two with several processes.
         """
         last = self.config.train.steps
         self._stop_if_requested(state, self.first)
@@ -536,10 +543,8 @@ class Loop:
             if self.replicas:
                 self._check_replicas(state, step)
             self._save(state, step)
-        if self.saved is None:
-            raise self.stop.stopped("nothing is saved, by --checkpoint.every_steps 0")
         self.watchdog.phase("save at the end")
-        raise self.stop.stopped(f"the newest checkpoint is {self.saved.describe_newest()}")
+        raise self.stop.stopped(_resumable(self.saved))
 
     def _profile(self, number: int) -> None:
         """Start or end the trace of `profile.steps` steps."""

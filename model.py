@@ -1,8 +1,10 @@
 """The architecture: embedding, latent attention, dense and expert feed-forward, blocks, loss.
 
-Every layer is a function of (weights, activations) that runs inside `shard_map`. It receives this
-rank's slices, and each collective is a line in it. The conventions are those of DeepSeek-V3
-(arXiv:2412.19437). The order in which layers run is in sharded_model.py and pipeline.py.
+Every layer is a function of (weights, activations) that runs inside `shard_map`. Its activations
+are this rank's slices. Its weights are already gathered over fsdp, by sharded_model.gather_params.
+Each collective over other axes is a line in the layer. The conventions are those of DeepSeek-V3
+(arXiv:2412.19437), with Llama's rotary pairs. The order in which layers run is in sharded_model.py
+and pipeline.py.
 
 Letters. UPPER case is the global dimension, lower case this rank's slice of it:
     B sequences        T query positions     S key positions      D model width
@@ -10,8 +12,10 @@ Letters. UPPER case is the global dimension, lower case this rank's slice of it:
     N heads            H head width without position              R rotary width
     A = H + R          W value width         U = H + W            Q query latent
     C key-value latent                       F hidden width       G hidden width of an expert
-    E experts          K experts per token   Z expert groups      J capacity slots of an expert
-A value whose name starts with `partial_` is still to be reduced over ranks.
+    E experts          K experts per token   Z expert groups      X hidden width of shared experts
+    J capacity slots of an expert for the tokens of one rank
+n is the heads of this rank in names with a head width. A value whose name starts with `partial_` is
+still to be reduced over ranks.
 """
 
 import math
@@ -464,7 +468,7 @@ def attention(
 ) -> jax.Array:
     """x + multi-head latent attention of x (arXiv:2405.04434, equations 9-19).
 
-    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
     Collectives  all_gather(tensor) of [b, T, Q + C + R], or [b, T, D + C + R] without a query
                  latent; psum_scatter(tensor) of [b, T, D].
     """
@@ -511,7 +515,7 @@ def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) ->
 def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPosition) -> jax.Array:
     """x + down(silu(gate x) * up x).
 
-    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
     h_btD = rms_norm(x_btD, w.norm, options.model.rms_norm_eps)
@@ -575,7 +579,7 @@ def balance(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the partial sum over sequences of sum_e f_e P_e, and [E] choices of each expert.
 
-    f is the share of the complete sequence's tokens that chose e, and has no gradient. The loss is
+    f is E / K times the share of the sequence's tokens that chose e, without gradient. The loss is
     linear in P, so the partial sums of ranks add up (arXiv:2412.19437, equations 17-20).
 
     Collectives  psum(tensor) of [b, E] integers.
@@ -651,9 +655,10 @@ add_rows.defvjp(
 def expert_parallel_swiglu(
     w: ExpertParallelExperts, buffer_EJD: jax.Array, weight_EJ: jax.Array
 ) -> jax.Array:
-    """Run each capacity slot through its expert, times its weight.
+    """Run each capacity slot through its expert, times its routing weight.
 
-    Collectives  all_to_all(fsdp x tensor) of the dispatch buffer, there and back, and of weights.
+    Collectives  all_to_all(fsdp x tensor) of the dispatch buffer, there and back, and of routing
+                 weights.
     """
     exchange = partial(lax.all_to_all, axis_name=EXPERT_AXES, tiled=True)
     with jax.named_scope("dispatch"):  # -> [E/ranks, ranks * J, ...]
@@ -668,10 +673,10 @@ def expert_parallel_swiglu(
 def sharded_experts_swiglu(
     w: ShardedExperts, buffer_EJD: jax.Array, weight_EJ: jax.Array
 ) -> jax.Array:
-    """Run each capacity slot through its expert, times its weight.
+    """Run each capacity slot through its expert, times its routing weight.
 
     Collectives  all_gather(tensor) and psum_scatter(tensor) of the dispatch buffer, all_gather of
-                 weights.
+                 routing weights.
     """
     with jax.named_scope("dispatch"):
         buffer_EJD = lax.all_gather(buffer_EJD, "tensor", axis=1, tiled=True)
@@ -714,7 +719,7 @@ def moe(
 ) -> tuple[jax.Array, Routing]:
     """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
 
-    x_btD  [B/fsdp, T/tensor, D]; so is the result.
+    x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
     Collectives  those of the two layouts of experts, and of shared_experts.
     """
     m = options.model
@@ -750,7 +755,11 @@ def moe(
 
 
 def expert_capacity(m: utils.Model, tokens: int, factor: float | None) -> int:
-    """Return J = ceil(factor * K * tokens / E), at most `tokens`, for the tokens of one rank."""
+    """Return J = ceil(factor * K * tokens / E), at most `tokens`.
+
+    tokens  of one rank in one microbatch. With expert parallelism an expert has J slots for each
+            rank that sends to it.
+    """
     if factor is None:
         return tokens
     return min(tokens, math.ceil(factor * m.num_experts_per_tok * tokens / m.n_routed_experts))

@@ -81,9 +81,12 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
 def learning_rate_warning(config: Config) -> str:
     """Return a warning about a learning rate far outside the tuned range, or an empty string.
 
-    Runs from given weights (--run.init_from) have no tuned range.
+    Runs from given weights (--run.init_from) have no tuned range, nor has an optimizer that is not
+    in TUNED_LR.
     """
     o = config.optimizer
+    if o.name not in TUNED_LR:
+        return ""
     best = TUNED_LR[o.name] * min(1, TUNED_WIDTH / config.model.hidden_size)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
     if config.run.init_from or low <= o.lr <= high:
@@ -109,21 +112,21 @@ def make_optimizer(
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
     )
-    names = jax.tree.map(partial(optimizer_of, o.name), declared)
-    scale = optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)
+    scales = {"adamw": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
     if o.name == "muon":
         dtype = jnp.dtype(config.model.compute_dtype)
-        muon = scale_by_muon(declared, mesh, o.muon_beta, dtype)
-        scale = optax.partition({"adamw": scale, "muon": muon}, names)
+        scales["muon"] = scale_by_muon(declared, mesh, o.muon_beta, dtype)
+    names = jax.tree.map(partial(optimizer_of, o.name), declared)
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
-        scale,
+        # Raises for a name without an entry in `scales`.
+        scales["adamw"] if o.name == "adamw" else optax.partition(scales, names),
         optax.add_decayed_weights(o.weight_decay, decayed),
     )
 
 
 def optimizer_of(matrices: str, w: Weight) -> str:
-    """Return the optimizer of a weight's group; `matrices` is that of matrices."""
+    """Return the optimizer of a weight: `matrices` for the matrices of layers, else adamw."""
     groups = {"matrix": matrices, "embedding": "adamw", "rest": "adamw"}
     assert w.group in groups, f"{w.name} is of the group {w.group!r}, which has no optimizer"
     return groups[w.group]

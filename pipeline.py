@@ -10,10 +10,11 @@ The executor runs three functions, whatever they compute:
     last(outer, data, x)       -> loss, stats       after the last stage (cross-entropy)
 
 `data` is one microbatch, `outer` the weights outside the stages. A stage is a scan over its blocks.
-All ranks run the same operations in every tick, and mask the results outside their tasks, so no
-collective is in divergent control flow. Warmup ticks run a forward, steady ticks a forward and a
-backward, cooldown ticks a backward. A step takes M(F + B) + (pipeline - 1)(F + B)/virtual. Without
-pipelining only the steady scan remains: gradient accumulation.
+schedule.py defines ticks and tasks. All ranks run the same operations in every tick, and mask the
+results outside their tasks, so no collective is in divergent control flow. Warmup ticks run a
+forward, steady ticks a forward and a backward, cooldown ticks a backward. A step takes M(F + B) +
+(pipeline - 1)(F + B)/virtual. Without pipelining only the steady scan remains: gradient
+accumulation.
 
 The backward pass of a block needs its weights and data, which are indexed again, and its residuals,
 which wait in a ring of slots. `jax.checkpoint` inside the block decides what the residuals are.

@@ -1,15 +1,17 @@
 """The pipeline schedule as arithmetic: no pipelining, 1F1B and interleaved 1F1B in one formula.
 
 A model has `stages = pipeline * virtual` stages. Stage `chunk * pipeline + rank` is model chunk
-`chunk` (a virtual stage) of `rank`. The forward tasks of a rank are numbered 0, 1, ..., and so are
-its backward tasks. The number of a task determines its chunk, its microbatch and its tick:
+`chunk` (a virtual stage) of `rank`. A task is one stage on one microbatch, forward or backward. A
+tick is the time in which each rank runs at most one forward and one backward task. The forward
+tasks of a rank are numbered 0, 1, ..., and so are its backward tasks. The number of a task
+determines its chunk, its microbatch and its tick:
 
     forward  k runs at tick  rank + k
     backward k runs at tick  stages - 1 + (pipeline - 1 - rank) + k
 
-In a tick a rank runs at most one forward and one backward task. What it sends in a tick, its
-neighbour uses in the next. The formulas use only + - * // %, so every function of ticks, numbers,
-chunks and microbatches takes Python integers and traced ones alike.
+What a rank sends in a tick, its neighbour uses in the next. The formulas use only + - * // %, so
+every function of ticks, numbers, chunks and microbatches takes Python integers and traced ones
+alike.
 
 Source: interleaved 1F1B, arXiv:2104.04473, section 2.2.
 """
@@ -55,7 +57,7 @@ class Schedule:
 
     @property
     def single_stage(self) -> bool:
-        """Whether a microbatch runs forward and backward in the same tick."""
+        """Whether there is no pipeline: rank 0 runs all blocks forward and backward in a tick."""
         return self.stages == 1
 
     @property
@@ -88,6 +90,8 @@ class Schedule:
     def ring_slots(self) -> int:
         """Length of the ring of residuals; forward k writes to slot k % ring_slots.
 
+        All ranks have one length, so a rank holds up to 2 * stages - 1 microbatches, where 1F1B in
+        separate programs holds at most `pipeline` of them without virtual stages.
         Rank 0 holds those of chunk 0 for 2 * stages - 2 ticks, and in the last of these it writes
         before it reads. There are never more writes than forward ticks.
         """
@@ -122,7 +126,7 @@ class Schedule:
         return group * self.stages + chunk * self.pipeline + position
 
     def starts_forward(self, tick):
-        """Whether rank 0 runs its first chunk on a new microbatch."""
+        """Whether rank 0 runs its first chunk on a new microbatch in this tick."""
         number = self.forward_number(tick, 0)
         return (self.forward_task(number)[0] == 0) & self.is_task(number)
 

@@ -38,8 +38,9 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    replica: int = 1  # slices with a copy of all weights each; the batch is sharded over them
-    fsdp: int = 2  # ranks that the batch and every weight are sharded over
+    # data parallel replicas, of all weights each, between slices; the batch is sharded over them
+    replica: int = 1
+    fsdp: int = 2  # ranks that the batch and every matrix are sharded over
     pipeline: int = 2  # ranks that the layers are sharded over
     # ranks that heads, hidden width, and the sequence between matmuls are sharded over
     tensor: int = 2
@@ -85,7 +86,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The architecture, in the names of Hugging Face's DeepSeek-V3 config where it has one."""
+    """The architecture, in the names of Hugging Face's DeepSeek-V3 config where it has one.
+
+    decoder_sparse_step is a name of Qwen's configs.
+    """
 
     vocab_size: int = 4096  # V: token ids of the tokenizer; padded to a multiple of 256 inside
     hidden_size: int = 256  # D: width of the residual stream
@@ -105,7 +109,7 @@ class Model:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
     intermediate_size: int = 688  # F of the dense layers' SwiGLU
-    moe_intermediate_size: int = 688  # F of each expert's SwiGLU
+    moe_intermediate_size: int = 688  # G of each expert's SwiGLU
     n_routed_experts: int = 8  # E: experts of each MoE layer; 0: a dense model
     num_experts_per_tok: int = 2  # K
     n_group: int = 1  # groups of equal size that experts are in (arXiv:2412.19437, section 2.1.2)
@@ -115,7 +119,8 @@ class Model:
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"  # router logits to scores
     norm_topk_prob: bool = True  # the weights of a token's K experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the routed experts' output
-    # capacity of an expert, over K * tokens / E; tokens beyond it are dropped
+    # capacity of an expert for the tokens of one rank in one microbatch, as a multiple of
+    # K * tokens / E; tokens beyond it are dropped
     capacity_factor: float = 1.5
     eval_capacity_factor: float = 2.0  # the same in evaluation
     # expert parallelism over fsdp x tensor, or experts sharded like other weights; auto is expert
@@ -160,7 +165,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    # optimizer of the matrices of layers; AdamW updates embedding, output, norms and router
+    # of the matrices of layers; AdamW updates embedding, output, norms and router in either case
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # final learning rate over the peak
@@ -173,7 +178,7 @@ class Optimizer:
     beta2: float = 0.95
     epsilon: float = 1e-8
     muon_beta: float = 0.95  # Nesterov's momentum in Muon
-    weight_decay: float = 0.1  # of matrices only
+    weight_decay: float = 0.1  # of matrices and router only
     decay_embeddings: bool = False  # also of embedding and output
     clip_norm: float = 1.0  # largest global gradient norm; 0 disables clipping
 

@@ -280,14 +280,17 @@ def model_flops(step: Step) -> float:
 
 @cache
 def matrices(config: Config) -> jaxpr.Program | None:
-    """Return what Muon does with matrices on one chip in a step; None for AdamW."""
+    """Return the update of matrices on one chip in a step; None if it needs no shard_map."""
     if config.optimizer.name == "adamw":
         return None
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
     rule = optimizer.make_optimizer(config, declared(config), trace.abstract_mesh(config))
     with jax.numpy_dtype_promotion("standard"):
         update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
-    [over_mesh] = (e for e in update.jaxpr.eqns if e.primitive.name == "shard_map")
+    over_mesh = [e for e in update.jaxpr.eqns if e.primitive.name == "shard_map"]
+    if not over_mesh:
+        return None
+    [over_mesh] = over_mesh
     closed = core.ClosedJaxpr(over_mesh.params["jaxpr"], ())
     return jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(closed)
 

@@ -24,8 +24,8 @@ class Exit(IntEnum):
     BUG = 1  # with a traceback; starting again ends the same way
     CONFIG = 2  # a setting, a file or diverged training, which a person has to fix
     RETRY = 75  # a transient failure, such as of a host; starting again can help
-    INTERRUPTED = 130  # SIGINT; the state is saved, and starting again resumes
-    TERMINATED = 143  # SIGTERM or the time limit; likewise
+    INTERRUPTED = 130  # SIGINT to a single process; starting again resumes what is saved
+    TERMINATED = 143  # any other request to stop; likewise
 
 
 class TransientError(Exception):

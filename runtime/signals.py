@@ -22,7 +22,7 @@ class StopRequest:
 
         if stop.reached():
             ...  # save
-            raise stop.stopped("the newest checkpoint is of step 12")
+            raise stop.stopped("The newest checkpoint is of step 12.")
 
     A second SIGINT ends the process at once. Other signals after the first have no effect, because
     schedulers send several.
@@ -83,6 +83,6 @@ class StopRequest:
         return self._limit_s - (time.monotonic() - self._started) - 1.2 * (work + save)
 
     def stopped(self, saved: str) -> Stopped:
-        """Return the exception to raise after the save, which `saved` describes."""
+        """Return the exception to raise after the save. `saved` says what can be resumed."""
         why = self._why or "SIGTERM"
-        return Stopped(f"{why}: stopped, and {saved}. Start the run again to resume.", self._code)
+        return Stopped(f"{why}: stopped. {saved}", self._code)

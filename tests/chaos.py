@@ -376,7 +376,7 @@ class Chaos:
         file = job.files() / "metrics.jsonl"  # none where it had not begun a step
         records = jsonl.read(file) if file.exists() else []
         last = records[-1]["step"] if records else 0
-        name = f"the newest checkpoint is {f'of step {last}' if last else 'none'}. "
+        name = f"The newest checkpoint is of step {last}. " if last else "No step is saved yet. "
         if name not in text:
             self._log(job, f"process {victim} did not say {name!r}:\n{text}")
             return

@@ -38,7 +38,7 @@ def main() -> None:
                 print(f"step {step + 1}/{options.steps}  loss {8 / (step + 1):.4f}", flush=True)
                 saved.write_text(str(step + 1))
                 if stop.reached() and stop.reached():  # JAX reports it once; reached() remembers it
-                    raise stop.stopped(f"step {step + 1} is saved")
+                    raise stop.stopped(f"Step {step + 1} is saved.")
 
 
 if __name__ == "__main__":

@@ -599,7 +599,8 @@ def test_the_newest_checkpoints_are_kept_and_a_saved_step_is_not_replaced(tmp_pa
         assert_newest(checkpoints, 3, states[1])
         with pytest.raises(ValueError, match=r"step 1 cannot be saved in .* has step 3: "):
             checkpoints.save(1, states[1], CONFIG)
-        assert checkpoints.describe_newest() == "of step 3" and checkpoints.longest_s > 0
+        checkpoints.wait()
+        assert checkpoints.longest_s > 0
     assert names_in(tmp_path) == ["2", "3"]
 
 
@@ -651,7 +652,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeyp
 def test_a_folder_without_checkpoints_is_a_new_run_and_cannot_be_read(tmp_path):
     with opened(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
         assert checkpoints.newest({}) is None
-        assert checkpoints.describe_newest() == "none"
+        assert checkpoints.steps() == []
         for find in (checkpoints.step_or_newest, lambda step: checkpoints.good(step, {})):
             with pytest.raises(ValueError, match=r"/run has no checkpoint yet"):
                 find(None)

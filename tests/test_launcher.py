@@ -728,6 +728,6 @@ def test_a_stop_ends_all_processes_with_a_checkpoint(two, undisturbed):
     assert done.returncode == 0 and done.stdout.count("ended with 143") == 2
     wait_for(lambda: not any(host.processes() for host in two.all))
     log = two.log(two.all[0], 0)
-    step = re.search(r"SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", log)[1]
+    step = re.search(r"SIGTERM: stopped. The newest checkpoint is .*?(\d+)", log)[1]
     assert (folder / "checkpoints" / step).is_dir() and SAVES < int(step) < 500
     assert (folder / "lock").read_text() == ""  # released

@@ -115,6 +115,23 @@ def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data,
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("at", "flags", "message"),
+    [
+        ("_stop_if_diverged", "--checkpoint.every_steps 0", "Nothing is saved, as --checkpoint"),
+        ("_evaluate_and_sample", "", "No step is saved yet. Start the run again"),
+    ],
+)
+def test_a_stopped_run_without_a_checkpoint_says_so(at, flags, message, data, runs, monkeypatch):
+    def ask(loop, *_):
+        loop.stop.request("SIGTERM")
+
+    monkeypatch.setattr(main.Loop, at, ask)
+    with pytest.raises(Stopped, match=message) as stopped:
+        start(data, runs, f"unsaved{at}", *flags.split())
+    assert stopped.value.code == 143
+
+
 @pytest.mark.slow
 def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypatch):
     """The next one is not begun before: it would have to end, too."""

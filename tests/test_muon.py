@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import checkpoint
@@ -242,6 +243,27 @@ def test_a_group_without_an_optimizer_is_an_error():
     declared = jax.tree.map(lambda w: dataclasses.replace(w, group="tables"), model.declare(config))
     with pytest.raises(AssertionError, match=r"is of the group 'tables', which has no optimizer"):
         optimizer.make_optimizer(config, declared)
+
+
+def test_a_name_without_an_optimizer_is_an_error_and_has_no_tuned_learning_rate():
+    config = muon_config("1x1x1")
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, name="lion")
+    )
+    declared = model.declare(config)
+    w = jax.tree.map(lambda w: jnp.zeros(w.shape), declared)
+    with pytest.raises(ValueError, match="lion"):
+        optimizer.make_optimizer(config, declared).init(w)
+    assert optimizer.learning_rate_warning(config) == ""
+
+
+def test_an_optimizer_of_elementwise_rules_has_no_matrices_to_plan(monkeypatch):
+    config = muon_config("1x1x1")
+    assert cost.matrices(config)
+    monkeypatch.setattr(optimizer, "make_optimizer", lambda *_: optax.scale_by_lion())
+    cost.matrices.cache_clear()
+    assert cost.matrices(config) is None
+    cost.matrices.cache_clear()
 
 
 def test_muon_for_a_weight_without_a_matrix_is_an_error():

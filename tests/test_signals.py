@@ -34,11 +34,12 @@ def test_a_signal_stops_a_single_process_at_the_next_safe_point(number, code, ca
             assert not stop.reached()
             os.kill(os.getpid(), number)
             assert stop.reached() and stop.reached()
-            stopped = stop.stopped("the newest checkpoint is of step 3")
+            stopped = stop.stopped("The newest checkpoint is of step 3.")
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
-    assert stopped.code == code and "Start the run again to resume" in str(stopped)
+    assert stopped.code == code
+    assert str(stopped).endswith(": stopped. The newest checkpoint is of step 3.")
     assert f"{number.name}: the run stops after this start\n" in capfd.readouterr().err
 
 
@@ -145,7 +146,7 @@ def test_a_request_to_one_process_stops_all_at_the_same_step(tmp_path, number):
         job.processes[2].send_signal(number)
         time.sleep(0.2)
     assert job.codes() == [143] * 3
-    last = {re.search(r"stopped, and step (\d+) is saved", log.read_text())[1] for log in job.logs}
+    last = {re.search(r"stopped. Step (\d+) is saved", log.read_text())[1] for log in job.logs}
     assert len(last) == 1
     saved = {(tmp_path / f"stand_in_{index}").read_text() for index in range(3)}
     assert saved == last

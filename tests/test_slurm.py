@@ -171,7 +171,7 @@ def test_two_nodes_train_as_one_process_even_after_a_requeue(slurm, limited, dat
     slurm(f"scancel --signal=TERM {job.number}")
     job.wait_for_requeue()
     assert job.wait_for_end() == ("COMPLETED", "0"), job.log
-    saved = re.search(r"0: SIGTERM: stopped, and the newest checkpoint is .*?(\d+)", job.log)[1]
+    saved = re.search(r"0: SIGTERM: stopped. The newest checkpoint is .*?(\d+)", job.log)[1]
     assert 1 <= int(saved) < 24
     assert f"continues after step {saved}" in job.log
     assert "slurm.sh: ended with 143, requeued (1 of 20)" in job.log
@@ -186,7 +186,7 @@ def test_a_stopped_job_has_saved_and_is_not_requeued(slurm, limited, how, state)
     job.wait_for_log("1: step 2/900")
     slurm(f"scancel {how} {job.number}")
     assert job.wait_for_end()[0] == state
-    assert job.log.count("SIGTERM: stopped, and step") == 2, job.log
+    assert job.log.count("SIGTERM: stopped. Step") == 2, job.log
     assert "requeued" not in job.log and job.field("Restarts") == "0"
 
 
@@ -243,7 +243,7 @@ def test_before_its_time_limit_a_job_saves_and_is_requeued(slurm, limited):
     slurm(f"scontrol update JobId={limited.number} TimeLimit=60")
     limited.wait_for_log("slurm.sh: ended with 143, requeued (1 of 20)")
     before = limited.log.split("slurm.sh: ended with 143, requeued")[0]
-    saved = int(re.search(r"0: SIGTERM: stopped, and step (\d+) is saved", before)[1])
+    saved = int(re.search(r"0: SIGTERM: stopped. Step (\d+) is saved", before)[1])
     limited.wait_for_log(f"0: step {saved + 1}/250")
     after = limited.log.removeprefix(before)
     assert re.search(r"0: step (\d+)/250", after)[1] == str(saved + 1)
