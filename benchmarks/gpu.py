@@ -158,7 +158,6 @@ def time_steps(program: Program, chip: Chip | None) -> Record:
         "step_s": step_s,
         "tokens_per_s": rate,
         "mfu": chip and rate * flops_per_token(program.config) / chip.flops,
-        "mfu_whole_square": chip and rate * flops_per_token(program.config, True) / chip.flops,
         "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
         "steps_s": seconds,
         "losses": losses,
@@ -342,9 +341,7 @@ def status_of(code: int | None, log: str, limit_s: float) -> Record:
 
 # --- all rows -------------------------------------------------------------------------------------
 
-HEADER = (
-    "row                  step s  tokens/s    MFU square   GiB  plan compiler compile s   MHz     W"
-)
+HEADER = "row                  step s  tokens/s    MFU   GiB  plan compiler compile s   MHz     W"
 
 
 def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
@@ -392,10 +389,9 @@ def describe(record: Record) -> str:
     if "text" in r:
         return r["text"]
     gib = [r[f"{name}_bytes"] / GIB for name in ("memory", "planned", "compiler")]
-    mfu = [r[name] or math.nan for name in ("mfu", "mfu_whole_square")]
     mhz, watts = (r["smi"].get(name, math.nan) for name in ("clocks.sm", "power.draw"))
     return (
-        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {mfu[0]:6.1%} {mfu[1]:6.1%}"
+        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {r['mfu'] or math.nan:6.1%}"
         f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:9.0f} {mhz:5.0f} {watts:5.0f}"
     )
 

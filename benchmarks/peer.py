@@ -8,6 +8,7 @@ tokens. The trainers take turns, so that a disturbance of the machine slows all 
 in its own process, where threads and memory of the others do not slow it.
 """
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import math
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,13 +35,15 @@ import weights
 from benchmarks.common import (
     ONE_DEVICE,
     compile_step,
-    export_initial_weights,
     parse_flags,
     random_batch,
     reference_config,
     spread,
     with_values,
 )
+from checkpoint import Checkpoints
+from convert import Export, export_run
+from runtime import cli
 from runtime.console import log
 from utils import Config, ConfigError
 
@@ -100,6 +103,19 @@ class Project:
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
+
+
+def export_initial_weights(config: Config, folder: Path) -> Path:
+    """Export the initial weights for transformers; return the new folder within `folder`."""
+    run, out = folder / "run", folder / "exported"
+    run.mkdir()
+    (run / "config.toml").write_text(cli.to_toml(config))
+    state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
+    saved_config = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
+    with closing(Checkpoints(run / "checkpoints", keep=1)) as checkpoints:
+        checkpoints.save(0, state, saved_config)
+    export_run(Export(run=run, out=out))
+    return out
 
 
 class Torch:
