@@ -1,9 +1,11 @@
 """Measure how much saving checkpoints slows training.
 
-    ./run.sh python benchmark.py checkpoint                     configs/tiny.toml, saves 30 s apart
-    ./run.sh python benchmark.py checkpoint --config configs/dense_124m.toml           120 s apart
+    ./run.sh python benchmark.py checkpoint                     configs/tiny.toml
+    ./run.sh python benchmark.py checkpoint --config configs/dense_124m.toml --interval_s 120
 
-The flags of main.py are accepted too. The steps between two saves run with a save before the first
+The flags of main.py are accepted too. A large model needs a small batch on a CPU, such as
+`--train.global_batch_size 4 --train.seq_len 256 --train.microbatches 1 --eval.sequences 4
+--model.compute_dtype float32`. The steps between two saves run with a save before the first
 of them and without it, in turns. Orbax writes the files in the background of these steps. If the
 checkpoint is not complete after the last step, the wait for it counts too. The steps without a save
 therefore have the machine to themselves.
@@ -21,19 +23,14 @@ import jax
 
 import train
 import weights
-from benchmarks.common import compile_step, parse_flags, random_batch, spread
+from benchmarks.common import check_positive, compile_step, parse_flags, random_batch, spread
 from checkpoint import Checkpoints
 from runtime import cli
 from runtime.console import log
-from utils import Config, ConfigError
+from utils import Config
 
 WARMUP_STEPS = 3  # and as many more to measure how long a step takes
 TARGET = 1.05  # times as long, at most, for steps with a save
-# For dense_124m on a CPU, whose step then takes seconds.
-SMALL_BATCH = (
-    "--train.global_batch_size 4 --train.seq_len 256 --train.microbatches 1 --eval.sequences 4 "
-    "--model.compute_dtype float32"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +38,8 @@ class Flags:
     """Flags of `benchmark.py checkpoint` beside those of main.py."""
 
     config: Path = Path("configs/tiny.toml")  # TOML file, as for main.py
-    interval_s: float = 0  # between saves; 0: 30, for dense_124m 120
-    rounds: int = 0  # of steps with a save and without; 0: 5, for dense_124m 3
-    folder: Path | None = None  # parent of the temporary folder of checkpoints
+    interval_s: float = 30  # between saves
+    rounds: int = 5  # of steps with a save and without
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,9 @@ class Interval:
     steps: int
     seconds: float
     cpu_s: float  # of this process on all cores
-    call_s: float = 0  # until save() returned
-    write_s: float = 0  # until the checkpoint was complete
-    wait_s: float = 0  # for a complete checkpoint, after the last step
-
-    def __str__(self) -> str:
-        text = f"{self.steps} steps in {self.seconds:.2f} s, {self.cpu_s:.2f} s of CPU"
-        if not self.saved:
-            return f"{text}, without a save"
-        return (
-            f"{text}, with a save: {self.call_s:.2f} s in save(), {self.wait_s:.2f} s of waiting, "
-            f"complete after {self.write_s:.2f} s"
-        )
+    call_s: float  # until save() returned
+    write_s: float  # until the checkpoint was complete; 0 without a save
+    wait_s: float  # for a complete checkpoint, after the last step
 
 
 class Training:
@@ -99,9 +86,7 @@ class Training:
         if saved:
             self.checkpoints.wait()
         end, cpu_s = time.perf_counter(), time.process_time() - cpu
-        if not saved:
-            return Interval(saved, steps, end - start, cpu_s)
-        write_s = self.checkpoints.longest_s
+        write_s = self.checkpoints.longest_s if saved else 0.0
         return Interval(saved, steps, end - start, cpu_s, called - start, write_s, end - trained)
 
     def intervals(self, interval_s: float, rounds: int) -> Iterator[Interval]:
@@ -148,26 +133,14 @@ def report(training: Training, intervals: list[Interval]) -> str:
 def parse(arguments: list[str]) -> tuple[Flags, Config]:
     """Raise ConfigError for what cannot be measured."""
     flags, rest = parse_flags(Flags, arguments, __doc__, others=True)
-    large = flags.config.stem == "dense_124m"
-    small_batch = SMALL_BATCH.split() if large and jax.default_backend() == "cpu" else []
+    check_positive(flags, "interval_s", "rounds")
     names = tuple(field.name for field in dataclasses.fields(Flags))
-    config = cli.parse(["--config", str(flags.config), *small_batch, *rest], names)
-    defaults = {"interval_s": 120 if large else 30, "rounds": 3 if large else 5}
-    for name, default in defaults.items():
-        if getattr(flags, name) < 0:
-            raise ConfigError(
-                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use "
-                f"--{name} {default}."
-            )
-    values = {name: getattr(flags, name) or default for name, default in defaults.items()}
-    return dataclasses.replace(flags, **values), config
+    return flags, cli.parse(["--config", str(flags.config), *rest], names)
 
 
 def main(arguments: list[str]) -> None:
     flags, config = parse(arguments)
-    if flags.folder:
-        flags.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=flags.folder, prefix="checkpoints-") as folder:
+    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
         training, intervals = Training(config, Path(folder)), []
         with closing(training.checkpoints):
             for interval in training.intervals(flags.interval_s, flags.rounds):

@@ -72,6 +72,16 @@ def parse_flags(flags: Any, arguments: list[str], description: str, others: bool
     )
 
 
+def check_positive(flags: Any, *names: str) -> None:
+    """Raise ConfigError if one of these flags is not positive."""
+    for name in names:
+        if getattr(flags, name) <= 0:
+            raise ConfigError(
+                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use --{name} "
+                f"{getattr(type(flags), name)}."
+            )
+
+
 # --- training steps -------------------------------------------------------------------------------
 
 

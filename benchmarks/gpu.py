@@ -238,11 +238,8 @@ def gradients(
         run = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
         w = jax.device_put(jax.device_get(initial), device)
         grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-    }
-    return float(stats.loss), named
+    names = [declaration.name for declaration in jax.tree.leaves(declared)]
+    return float(stats.loss), dict(zip(names, jax.tree.leaves(grads), strict=True))
 
 
 def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -352,8 +349,7 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
     deadline = time.monotonic() + 60 * flags.minutes
     gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    records = jsonl.read(flags.out) if flags.out.exists() else []
-    own = [r for r in records if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
+    own = [r for r in jsonl.read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
     done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
     left = []
     print(HEADER, flush=True)

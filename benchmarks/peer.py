@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ import train
 import weights
 from benchmarks.common import (
     ONE_DEVICE,
+    check_positive,
     compile_step,
     parse_flags,
     random_batch,
@@ -62,18 +63,6 @@ class Flags:
 
     turns: int = 8  # of each trainer, with two timed steps each
     compile: bool = True  # also measure torch.compile, which takes minutes
-
-
-class Trainer(Protocol):
-    """A model that trains on one device."""
-
-    name: str
-    ready_s: float  # seconds to compile, for PyTorch of the first step
-    first_loss: float
-    dropped: float  # share of routing choices dropped at full experts, in the last step
-
-    def step(self) -> float:
-        """Return the seconds of a step."""
 
 
 def config_of_both() -> Config:
@@ -175,10 +164,10 @@ class Torch:
 
 # --- turns ----------------------------------------------------------------------------------------
 
-_trainer: Trainer | None = None  # of a trainer's process
+_trainer: Project | Torch | None = None  # of a trainer's process
 
 
-def _make_trainer(make: Callable[..., Trainer], *arguments: Any) -> tuple[str, float, float]:
+def _make_trainer(make: Callable, *arguments: Any) -> tuple[str, float, float]:
     global _trainer
     _trainer = make(*arguments)
     return _trainer.name, _trainer.ready_s, _trainer.first_loss
@@ -191,10 +180,12 @@ def _take_turn() -> tuple[list[float], float]:
 class TrainerProcess:
     """A trainer in its own process, idle between its turns.
 
-    Raises  the trainer's exceptions, and BrokenProcessPool if its process was killed.
+    ready_s  seconds to compile, for PyTorch of the first step
+    dropped  share of routing choices dropped at full experts, in the last step
+    Raises   the trainer's exceptions, and BrokenProcessPool if its process was killed.
     """
 
-    def __init__(self, make: Callable[..., Trainer], *arguments: Any):
+    def __init__(self, make: Callable, *arguments: Any):
         # Not a fork, which would copy JAX's threads in an undefined state.
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         made = self._pool.submit(_make_trainer, make, *arguments)
@@ -211,8 +202,7 @@ class TrainerProcess:
 
 def main(arguments: list[str]) -> None:
     flags = parse_flags(Flags, arguments, __doc__)
-    if flags.turns < 1:
-        raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use 1 or more.")
+    check_positive(flags, "turns")
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise ConfigError(
             "benchmark.py peer needs torch and transformers: "
@@ -263,7 +253,7 @@ def over_the_better(seconds: np.ndarray) -> list[float]:
     return (others[:, np.argmin(np.median(others, axis=0))] / ours).tolist()
 
 
-def check_first_losses(trainers: Sequence[Trainer]) -> None:
+def check_first_losses(trainers: Sequence[TrainerProcess]) -> None:
     """Raise ConfigError if the first losses show other models, weights or tokens."""
     ours, *others = trainers
     for other in others:
@@ -274,7 +264,7 @@ def check_first_losses(trainers: Sequence[Trainer]) -> None:
             )
 
 
-def table(config: Config, trainers: Sequence[Trainer], seconds: np.ndarray) -> Table:
+def table(config: Config, trainers: Sequence[TrainerProcess], seconds: np.ndarray) -> Table:
     """seconds  [turns, trainers]"""
     tokens = config.train.global_batch_size * config.train.seq_len
     total, active = weights.count(model.declare(config))
