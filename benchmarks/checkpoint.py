@@ -5,10 +5,11 @@
 
 The flags of main.py are accepted too. A large model needs a small batch on a CPU, such as
 `--train.global_batch_size 4 --train.seq_len 256 --train.microbatches 1 --eval.sequences 4
---model.compute_dtype float32`. The steps between two saves run with a save before the first
-of them and without it, in turns. Orbax writes the files in the background of these steps. If the
-checkpoint is not complete after the last step, the wait for it counts too. The steps without a save
-therefore have the machine to themselves.
+--model.compute_dtype float32`.
+
+The steps between two saves run with a save before the first of them and without it, in turns. Orbax
+writes the files in the background of these steps. If the checkpoint is not complete after the last
+step, the wait for it counts too. The steps without a save therefore have the machine to themselves.
 """
 
 import dataclasses
@@ -46,7 +47,6 @@ class Flags:
 class Interval:
     """The steps between two saves."""
 
-    saved: bool
     steps: int
     seconds: float
     cpu_s: float  # of this process on all cores
@@ -87,41 +87,36 @@ class Training:
             self.checkpoints.wait()
         end, cpu_s = time.perf_counter(), time.process_time() - cpu
         write_s = self.checkpoints.longest_s if saved else 0.0
-        return Interval(saved, steps, end - start, cpu_s, called - start, write_s, end - trained)
+        return Interval(steps, end - start, cpu_s, called - start, write_s, end - trained)
 
-    def intervals(self, interval_s: float, rounds: int) -> Iterator[Interval]:
-        """Yield one interval with a save and one without per round, in alternating order."""
+    def rounds(self, interval_s: float, rounds: int) -> Iterator[tuple[Interval, Interval]]:
+        """Yield an interval with a save and one without. Rounds alternate their order."""
         self.train(WARMUP_STEPS)
         self.interval(1, saved=True)  # compiles what a save needs
         start = time.perf_counter()
         self.train(WARMUP_STEPS)
         steps = max(1, round(interval_s * WARMUP_STEPS / (time.perf_counter() - start)))
         for number in range(rounds):
-            for saved in (number % 2 == 1, number % 2 == 0):
-                yield self.interval(steps, saved)
+            order = (True, False) if number % 2 else (False, True)
+            found = {saved: self.interval(steps, saved) for saved in order}
+            yield found[True], found[False]
 
 
-def ratios(intervals: list[Interval], field: str = "seconds") -> list[float]:
-    """Return the value with a save over the value without, of each round."""
-    with_save, without = (
-        [getattr(one, field) for one in intervals if one.saved == saved] for saved in (True, False)
-    )
-    return [a / b for a, b in zip(with_save, without, strict=True)]
-
-
-def report(training: Training, intervals: list[Interval]) -> str:
-    mesh, t, saves = training.mesh, training.config.train, [one for one in intervals if one.saved]
+def report(training: Training, rounds: list[tuple[Interval, Interval]]) -> str:
+    mesh, t, (saves, others) = training.mesh, training.config.train, zip(*rounds, strict=True)
+    ratios = spread((save.seconds / other.seconds for save, other in rounds), 3)
+    cpu_ratios = spread((save.cpu_s / other.cpu_s for save, other in rounds), 3)
     newest = training.folder / str(max(int(path.name) for path in training.folder.iterdir()))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     return (
         f"{weights.count(training.program.declared)[0]:,} parameters on {mesh.size} x "
         f"{mesh.devices.flat[0].device_kind}, mesh {training.config.mesh}; "
         f"{t.global_batch_size} x {t.seq_len} tokens per step\n"
-        f"between saves   {intervals[0].steps} steps\n"
-        f"without a save  {spread(one.seconds for one in intervals if not one.saved)} s\n"
+        f"between saves   {saves[0].steps} steps\n"
+        f"without a save  {spread(one.seconds for one in others)} s\n"
         f"with a save     {spread(one.seconds for one in saves)} s\n"
-        f"ratio           {spread(ratios(intervals), 3)}, the target is at most {TARGET}\n"
-        f"ratio of CPU    {spread(ratios(intervals, 'cpu_s'), 3)}, less affected by other work\n"
+        f"ratio           {ratios}, the target is at most {TARGET}\n"
+        f"ratio of CPU    {cpu_ratios}, less affected by other work\n"
         f"in save()       {spread(one.call_s for one in saves)} s\n"
         f"complete after  {spread(one.write_s for one in saves)} s\n"
         f"waited for      {spread(one.wait_s for one in saves)} s after the last step\n"
@@ -141,9 +136,10 @@ def parse(arguments: list[str]) -> tuple[Flags, Config]:
 def main(arguments: list[str]) -> None:
     flags, config = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
-        training, intervals = Training(config, Path(folder)), []
+        training, rounds = Training(config, Path(folder)), []
         with closing(training.checkpoints):
-            for interval in training.intervals(flags.interval_s, flags.rounds):
-                intervals.append(interval)
-                log(f"{len(intervals)} of {2 * flags.rounds}: {interval}")
-        print(report(training, intervals))
+            for save, other in training.rounds(flags.interval_s, flags.rounds):
+                rounds.append((save, other))
+                times = f"{save.seconds:.2f} s with a save, {other.seconds:.2f} s without"
+                log(f"round {len(rounds)} of {flags.rounds}: {save.steps} steps in {times}")
+        print(report(training, rounds))
