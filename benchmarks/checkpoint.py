@@ -1,12 +1,15 @@
 """Measure how much saving checkpoints slows training.
 
-    ./run.sh python benchmark.py checkpoint                     configs/tiny.toml, saves 30 s apart
-    ./run.sh python benchmark.py checkpoint --config configs/dense_124m.toml           120 s apart
+    ./run.sh python benchmark.py checkpoint                     configs/tiny.toml
+    ./run.sh python benchmark.py checkpoint --config configs/dense_124m.toml --interval_s 120
 
-The flags of main.py are accepted too. The steps between two saves run with a save before the first
-of them and without it, in turns. Orbax writes the files in the background of these steps. If the
-checkpoint is not complete after the last step, the wait for it counts too. The steps without a save
-therefore have the machine to themselves.
+The flags of main.py are accepted too. A large model needs a small batch on a CPU, such as
+`--train.global_batch_size 4 --train.seq_len 256 --train.microbatches 1 --eval.sequences 4
+--model.compute_dtype float32`.
+
+The steps between two saves run with a save before the first of them and without it, in turns. Orbax
+writes the files in the background of these steps. If the checkpoint is not complete after the last
+step, the wait for it counts too. The steps without a save therefore have the machine to themselves.
 """
 
 import dataclasses
@@ -21,19 +24,14 @@ import jax
 
 import train
 import weights
-from benchmarks.common import compile_step, parse_flags, random_batch, spread
+from benchmarks.common import check_positive, compile_step, parse_flags, random_batch, spread
 from checkpoint import Checkpoints
 from runtime import cli
 from runtime.console import log
-from utils import Config, ConfigError
+from utils import Config
 
 WARMUP_STEPS = 3  # and as many more to measure how long a step takes
 TARGET = 1.05  # times as long, at most, for steps with a save
-# For dense_124m on a CPU, whose step then takes seconds.
-SMALL_BATCH = (
-    "--train.global_batch_size 4 --train.seq_len 256 --train.microbatches 1 --eval.sequences 4 "
-    "--model.compute_dtype float32"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,31 +39,20 @@ class Flags:
     """Flags of `benchmark.py checkpoint` beside those of main.py."""
 
     config: Path = Path("configs/tiny.toml")  # TOML file, as for main.py
-    interval_s: float = 0  # between saves; 0: 30, for dense_124m 120
-    rounds: int = 0  # of steps with a save and without; 0: 5, for dense_124m 3
-    folder: Path | None = None  # parent of the temporary folder of checkpoints
+    interval_s: float = 30  # between saves
+    rounds: int = 5  # of steps with a save and without
 
 
 @dataclass(frozen=True)
 class Interval:
     """The steps between two saves."""
 
-    saved: bool
     steps: int
     seconds: float
     cpu_s: float  # of this process on all cores
-    call_s: float = 0  # until save() returned
-    write_s: float = 0  # until the checkpoint was complete
-    wait_s: float = 0  # for a complete checkpoint, after the last step
-
-    def __str__(self) -> str:
-        text = f"{self.steps} steps in {self.seconds:.2f} s, {self.cpu_s:.2f} s of CPU"
-        if not self.saved:
-            return f"{text}, without a save"
-        return (
-            f"{text}, with a save: {self.call_s:.2f} s in save(), {self.wait_s:.2f} s of waiting, "
-            f"complete after {self.write_s:.2f} s"
-        )
+    call_s: float  # until save() returned
+    write_s: float  # until the checkpoint was complete; 0 without a save
+    wait_s: float  # for a complete checkpoint, after the last step
 
 
 class Training:
@@ -99,44 +86,37 @@ class Training:
         if saved:
             self.checkpoints.wait()
         end, cpu_s = time.perf_counter(), time.process_time() - cpu
-        if not saved:
-            return Interval(saved, steps, end - start, cpu_s)
-        write_s = self.checkpoints.longest_s
-        return Interval(saved, steps, end - start, cpu_s, called - start, write_s, end - trained)
+        write_s = self.checkpoints.longest_s if saved else 0.0
+        return Interval(steps, end - start, cpu_s, called - start, write_s, end - trained)
 
-    def intervals(self, interval_s: float, rounds: int) -> Iterator[Interval]:
-        """Yield one interval with a save and one without per round, in alternating order."""
+    def rounds(self, interval_s: float, rounds: int) -> Iterator[tuple[Interval, Interval]]:
+        """Yield an interval with a save and one without. Rounds alternate their order."""
         self.train(WARMUP_STEPS)
         self.interval(1, saved=True)  # compiles what a save needs
         start = time.perf_counter()
         self.train(WARMUP_STEPS)
         steps = max(1, round(interval_s * WARMUP_STEPS / (time.perf_counter() - start)))
         for number in range(rounds):
-            for saved in (number % 2 == 1, number % 2 == 0):
-                yield self.interval(steps, saved)
+            order = (True, False) if number % 2 else (False, True)
+            found = {saved: self.interval(steps, saved) for saved in order}
+            yield found[True], found[False]
 
 
-def ratios(intervals: list[Interval], field: str = "seconds") -> list[float]:
-    """Return the value with a save over the value without, of each round."""
-    with_save, without = (
-        [getattr(one, field) for one in intervals if one.saved == saved] for saved in (True, False)
-    )
-    return [a / b for a, b in zip(with_save, without, strict=True)]
-
-
-def report(training: Training, intervals: list[Interval]) -> str:
-    mesh, t, saves = training.mesh, training.config.train, [one for one in intervals if one.saved]
+def report(training: Training, rounds: list[tuple[Interval, Interval]]) -> str:
+    mesh, t, (saves, others) = training.mesh, training.config.train, zip(*rounds, strict=True)
+    ratios = spread((save.seconds / other.seconds for save, other in rounds), 3)
+    cpu_ratios = spread((save.cpu_s / other.cpu_s for save, other in rounds), 3)
     newest = training.folder / str(max(int(path.name) for path in training.folder.iterdir()))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     return (
         f"{weights.count(training.program.declared)[0]:,} parameters on {mesh.size} x "
         f"{mesh.devices.flat[0].device_kind}, mesh {training.config.mesh}; "
         f"{t.global_batch_size} x {t.seq_len} tokens per step\n"
-        f"between saves   {intervals[0].steps} steps\n"
-        f"without a save  {spread(one.seconds for one in intervals if not one.saved)} s\n"
+        f"between saves   {saves[0].steps} steps\n"
+        f"without a save  {spread(one.seconds for one in others)} s\n"
         f"with a save     {spread(one.seconds for one in saves)} s\n"
-        f"ratio           {spread(ratios(intervals), 3)}, the target is at most {TARGET}\n"
-        f"ratio of CPU    {spread(ratios(intervals, 'cpu_s'), 3)}, less affected by other work\n"
+        f"ratio           {ratios}, the target is at most {TARGET}\n"
+        f"ratio of CPU    {cpu_ratios}, less affected by other work\n"
         f"in save()       {spread(one.call_s for one in saves)} s\n"
         f"complete after  {spread(one.write_s for one in saves)} s\n"
         f"waited for      {spread(one.wait_s for one in saves)} s after the last step\n"
@@ -148,29 +128,18 @@ def report(training: Training, intervals: list[Interval]) -> str:
 def parse(arguments: list[str]) -> tuple[Flags, Config]:
     """Raise ConfigError for what cannot be measured."""
     flags, rest = parse_flags(Flags, arguments, __doc__, others=True)
-    large = flags.config.stem == "dense_124m"
-    small_batch = SMALL_BATCH.split() if large and jax.default_backend() == "cpu" else []
+    check_positive(flags, "interval_s", "rounds")
     names = tuple(field.name for field in dataclasses.fields(Flags))
-    config = cli.parse(["--config", str(flags.config), *small_batch, *rest], names)
-    defaults = {"interval_s": 120 if large else 30, "rounds": 3 if large else 5}
-    for name, default in defaults.items():
-        if getattr(flags, name) < 0:
-            raise ConfigError(
-                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use "
-                f"--{name} {default}."
-            )
-    values = {name: getattr(flags, name) or default for name, default in defaults.items()}
-    return dataclasses.replace(flags, **values), config
+    return flags, cli.parse(["--config", str(flags.config), *rest], names)
 
 
 def main(arguments: list[str]) -> None:
     flags, config = parse(arguments)
-    if flags.folder:
-        flags.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=flags.folder, prefix="checkpoints-") as folder:
-        training, intervals = Training(config, Path(folder)), []
+    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
+        training, rounds = Training(config, Path(folder)), []
         with closing(training.checkpoints):
-            for interval in training.intervals(flags.interval_s, flags.rounds):
-                intervals.append(interval)
-                log(f"{len(intervals)} of {2 * flags.rounds}: {interval}")
-        print(report(training, intervals))
+            for save, other in training.rounds(flags.interval_s, flags.rounds):
+                rounds.append((save, other))
+                times = f"{save.seconds:.2f} s with a save, {other.seconds:.2f} s without"
+                log(f"round {len(rounds)} of {flags.rounds}: {save.steps} steps in {times}")
+        print(report(training, rounds))

@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import pipeline
 import sharded_model
 import train
 import utils
-import weights
 from planning import cost, hlo
 from runtime import cli
 from utils import Config, ConfigError
@@ -72,6 +70,16 @@ def parse_flags(flags: Any, arguments: list[str], description: str, others: bool
         use_underscores=True,
         return_unknown_args=others,
     )
+
+
+def check_positive(flags: Any, *names: str) -> None:
+    """Raise ConfigError if one of these flags is not positive."""
+    for name in names:
+        if getattr(flags, name) <= 0:
+            raise ConfigError(
+                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use --{name} "
+                f"{getattr(type(flags), name)}."
+            )
 
 
 # --- training steps -------------------------------------------------------------------------------
@@ -140,22 +148,6 @@ def random_batch(config: Config, mesh: Mesh) -> model.Batch:
     return jax.device_put(batch, train.shardings_of(shapes))
 
 
-def export_initial_weights(config: Config, folder: Path) -> Path:
-    """Export the initial weights for transformers; return the new folder within `folder`."""
-    from checkpoint import Checkpoints  # late: `benchmark.py gpu` runs without Orbax
-    from convert import Export, export_run
-
-    run, out = folder / "run", folder / "exported"
-    run.mkdir()
-    (run / "config.toml").write_text(cli.to_toml(config))
-    state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
-    saved_config = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
-    with closing(Checkpoints(run / "checkpoints", keep=1)) as checkpoints:
-        checkpoints.save(0, state, saved_config)
-    export_run(Export(run=run, out=out))
-    return out
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 
@@ -188,11 +180,10 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
-def flops_per_token(config: Config, square: bool = False) -> float:
-    """Return model FLOPs as MFU counts them, with half of attention's square or all of it."""
-    # The rule counts attention as half of T, so a doubled T counts all of it.
-    length = config.train.seq_len * (2 if square else 1)
-    return hardware.palm_flops_per_token(config.model, model.declare(config), length)
+def flops_per_token(config: Config) -> float:
+    """Return model FLOPs as MFU counts them."""
+    declared, T = model.declare(config), config.train.seq_len
+    return hardware.palm_flops_per_token(config.model, declared, T)
 
 
 def matmul_flops_per_s(size: int, dtype: Any, in_flight: int) -> float:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from train import prefetch
 LENGTHS = 256, 1024  # of sequences
 BATCH_SIZE, HOST_ROWS = 4, 2  # when counting the requests of one of two hosts
 # Targets
-DISK_TOKENS_PER_S, BUCKET_TOKENS_PER_S, OPEN_MS, WAIT_PERCENT = 25e6, 3e6, 30, 1
+DISK_M_TOKENS_PER_S, BUCKET_M_TOKENS_PER_S, OPEN_MS, WAIT_PERCENT = 25, 3, 30, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +68,14 @@ def measure(flags: Flags, folder: Path) -> Iterator[tuple[str, str, str]]:
     few = write_shards(folder / "few", flags.tokens, flags.shards)
     many = write_shards(folder / "many", flags.tokens, flags.many)
     for T in LENGTHS:
-        name = f"M tokens/s from a disk, {flags.rows} rows of {T}"
-        yield rate_row(name, rates(few, T, flags), DISK_TOKENS_PER_S)
+        yield rate_row("a disk", few, T, flags, DISK_M_TOKENS_PER_S)
     yield from start_rows(few, many, flags)
     small = write_shards(folder / "small", flags.bucket_tokens, flags.shards)
     with emulated_bucket(flags) as bucket:
         url = upload(bucket, small)
         for order in ("windows", "blocks"):
             for T in LENGTHS:
-                name = f"M tokens/s from the bucket, {flags.rows} rows of {T}, order {order}"
-                yield rate_row(name, rates(url, T, flags, order), BUCKET_TOKENS_PER_S)
+                yield rate_row("the bucket", url, T, flags, BUCKET_M_TOKENS_PER_S, order)
             yield requests_row(url, order)
         yield wait_row(url, flags, folder)
 
@@ -116,12 +115,10 @@ def open_mixture(
     return Mixture({"": data}, [1.0], rows)
 
 
-def rate_row(name: str, found: list[float], target: float) -> tuple[str, str, str]:
-    return name, spread(rate / 1e6 for rate in found), f"at least {target / 1e6:g}"
-
-
-def rates(folder: Path | str, T: int, flags: Flags, order: str = "windows") -> list[float]:
-    """Return tokens/s of each round: an epoch, or 200 batches of a longer one."""
+def rate_row(
+    source: str, folder: Path | str, T: int, flags: Flags, target: float, order: str = "windows"
+) -> tuple[str, str, str]:
+    """Measure the rate of each round: an epoch, or 200 batches of a longer one."""
     found, rows = [], np.arange(flags.rows)
     for seed in range(flags.rounds):
         data = open_mixture(folder, T, flags.rows, seed, order)
@@ -129,8 +126,9 @@ def rates(folder: Path | str, T: int, flags: Flags, order: str = "windows") -> l
         start = time.perf_counter()
         for _ in prefetch(partial(data.rows, rows=rows), range(steps)):  # as a run does
             pass
-        found.append(steps * flags.rows * T / (time.perf_counter() - start))
-    return found
+        found.append(steps * flags.rows * T / (time.perf_counter() - start) / 1e6)
+    name = f"M tokens/s from {source}, {flags.rows} rows of {T}, order {order}"
+    return name, spread(found), f"at least {target}"
 
 
 def requests_row(url: str, order: str) -> tuple[str, str, str]:
@@ -146,21 +144,18 @@ def requests_row(url: str, order: str) -> tuple[str, str, str]:
 def start_rows(few: Path, many: Path, flags: Flags) -> Iterator[tuple[str, str, str]]:
     """Time the opening, and the first batch, of both folders in turns."""
     T, rows = LENGTHS[0], np.arange(flags.rows)
-    folders = {few: flags.shards, many: flags.many}
-    opened: dict[Path, list[float]] = {folder: [] for folder in folders}
-    first_batch: dict[Path, list[float]] = {folder: [] for folder in folders}
+    ms: dict[tuple[str, int], list[float]] = defaultdict(list)
     for seed in range(4 * flags.rounds):
-        for folder in folders:
+        for folder, shards in ((few, flags.shards), (many, flags.many)):
             start = time.perf_counter()
             data = open_mixture(folder, T, flags.rows, seed)
-            opened[folder].append(1e3 * (time.perf_counter() - start))
+            ms["opened", shards].append(1e3 * (time.perf_counter() - start))
             data.rows(0, rows)
-            first_batch[folder].append(1e3 * (time.perf_counter() - start))
+            ms["the first batch", shards].append(1e3 * (time.perf_counter() - start))
             del data  # now: the next time must not include it
-    for name, found in (("opened", opened), ("the first batch", first_batch)):
-        for folder, shards in folders.items():
-            target = f"at most {OPEN_MS}" if found is opened and folder is many else ""
-            yield f"ms until {name}, {shards} shards", spread(found[folder]), target
+    for (name, shards), values in ms.items():
+        target = f"at most {OPEN_MS}" if (name, shards) == ("opened", flags.many) else ""
+        yield f"ms until {name}, {shards} shards", spread(values), target
 
 
 # --- the bucket -----------------------------------------------------------------------------------

@@ -1,21 +1,14 @@
-"""Measure tokens per second of text generation on one device, and compare with transformers.
+"""Measure tokens per second of text generation on one device.
 
     ./run.sh python benchmark.py decode
 
 A 12-layer model, dense and with experts, generates one text and eight at a time. The time per token
-should hardly grow with the position, nor with the length of the cache. With the packages of
-requirements-hf.txt, transformers generates the same texts with the same weights.
+should hardly grow with the position, nor with the length of the cache.
 """
 
-import importlib.util
 import itertools
-import os
 import statistics
-import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +20,9 @@ import model
 import train
 import utils
 import weights
-from benchmarks.common import (
-    ONE_DEVICE,
-    STEPS,
-    export_initial_weights,
-    median_seconds,
-    no_flags,
-    timed,
-)
+from benchmarks.common import ONE_DEVICE, STEPS, median_seconds, no_flags, timed
 from inference import decode, sampling
 from utils import Config
-
-TOKENS = 32  # generated after a prompt
-TURNS = 4  # timed turns, after a warm-up turn
 
 
 def decoding_config(experts: int, **sizes: int) -> Config:
@@ -53,8 +36,8 @@ def decoding_config(experts: int, **sizes: int) -> Config:
     return Config(mesh=utils.Mesh(**ONE_DEVICE), model=utils.Model(**full | sizes))
 
 
-class Project:
-    """A model of this project that generates texts."""
+class Decoder:
+    """A model with random weights that generates texts."""
 
     def __init__(self, config: Config, sequences: int, max_length: int):
         mesh, declared = train.make_mesh(config), model.declare(config)
@@ -72,12 +55,6 @@ class Project:
             seconds, token_B = timed(self.generator.decode_one, self.weights, token_B, position_B)
             yield seconds
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[float]:
-        """Return the seconds of each token but the first, generated as in generate.py."""
-        self.generator.reset(range(self.sequences), 0)
-        generated = self.generator.generate(self.weights, prompts, tokens)
-        return differences([time.perf_counter() for _ in generated])
-
     def bytes_read(self, position: int) -> int:
         """Return bytes of the weights and the cache that a token needs.
 
@@ -88,58 +65,6 @@ class Project:
             reads += w.size * min(1.0, w.active * (self.sequences if w.active < 1 else 1))
         values = m.num_hidden_layers * self.sequences * position * decode.values_per_token(m)
         return round(4 * (reads + values))
-
-
-class Transformers:
-    """The same model in transformers, exported from a checkpoint by convert.py."""
-
-    def __init__(self, config: Config):
-        import torch  # late: optional, of requirements-hf.txt
-        import transformers
-
-        self.torch = torch
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA uses
-        with tempfile.TemporaryDirectory() as folder:
-            path = export_initial_weights(config, Path(folder))
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32
-            )
-        self.description = (
-            f"transformers {transformers.__version__}, torch {torch.__version__}, "
-            f"{type(self.model).__name__}, {torch.get_num_threads()} threads"
-        )
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[float]:
-        """Return the seconds of each token but the first, with greedy decoding."""
-        ids, clock = self.torch.tensor(prompts), Clock()
-        with self.torch.inference_mode():
-            self.model.generate(
-                ids,
-                attention_mask=self.torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                use_cache=True,
-                streamer=clock,
-            )
-        return differences(clock.times[1:])  # the first is the prompt's
-
-
-class Clock:
-    """A streamer for transformers that records when each token arrives."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def differences(times: Iterable[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def compare(
@@ -157,54 +82,29 @@ def compare(
     total, ones = jax.jit(jnp.sum), jnp.ones(size // 4, jnp.float32)
     bandwidth = size / median_seconds(lambda: total(ones))
     short, long = lengths
-    columns = ["model", "texts", "tokens/s", "ms", f"at {far}", f"cache {long}", "roofline ms"]
-    has_transformers = all(map(importlib.util.find_spec, ("torch", "transformers")))
-    columns += ["text tokens/s", "transformers", "over it"] * has_transformers
-    table = Table(*columns)
+    titles = ("model", "texts", "tokens/s", "ms", f"at {far}", f"cache {long}", "roofline ms")
+    table = Table(*titles)
     for name, config in configs.items():
-        other = Transformers(config) if has_transformers else None
         for texts in batches:
-            ours, larger = (Project(config, texts, length) for length in lengths)
-            turns = zip(ours.steps(near), larger.steps(near), larger.steps(far), strict=True)
+            smaller, larger = (Decoder(config, texts, length) for length in lengths)
+            turns = zip(smaller.steps(near), larger.steps(near), larger.steps(far), strict=True)
             seconds = [*itertools.islice(turns, STEPS + 2)][2:]
             base_s, long_s, far_s = map(statistics.median, zip(*seconds, strict=True))
-            row = [
+            table.add_row(
                 name,
                 str(texts),
                 f"{texts / base_s:.1f}",
                 f"{1e3 * base_s:.1f}",
                 f"{far_s / long_s:.2f} x",
                 f"{long_s / base_s:.2f} x",
-                f"{1e3 * ours.bytes_read(near) / bandwidth:.1f}",
-            ]
-            if other:
-                row += compare_texts(ours, other, near)
-            table.add_row(*row)
+                f"{1e3 * smaller.bytes_read(near) / bandwidth:.1f}",
+            )
     Console(width=120).print(table)
     print(
         f"ms: time of a token after {near} others with a cache of {short}. Ratios: after {far} "
         f"over after {near}; a cache of {long} over {short}. Roofline: the weights and the cache "
         f"that a token needs, read once from memory at {bandwidth / 1e9:.1f} GB/s."
     )
-    if has_transformers:
-        print(
-            f"Text: {TOKENS} greedy tokens after {near}, by both in turns with as many threads, "
-            f"without the first token. {other.description}."
-        )
-    else:
-        print(
-            "transformers is not installed, so there is no comparison with it: "
-            "./run.sh uv pip install -r requirements-hf.txt"
-        )
-
-
-def compare_texts(ours: Project, other: Transformers, near: int) -> list[str]:
-    """Return tokens/s of both, and their ratio, for TOKENS tokens after prompts of `near`."""
-    texts, rng = ours.sequences, np.random.default_rng(0)
-    prompts = rng.integers(ours.config.model.vocab_size, size=(texts, near)).tolist()
-    taken = [[one.generate(prompts, TOKENS) for one in (ours, other)] for _ in range(TURNS + 1)]
-    ours_s, other_s = np.median(taken[1:], axis=(0, 2))
-    return [f"{texts / ours_s:.1f}", f"{texts / other_s:.1f}", f"{other_s / ours_s:.2f} x"]
 
 
 def main(arguments: list[str]) -> None:

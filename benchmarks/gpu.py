@@ -158,7 +158,6 @@ def time_steps(program: Program, chip: Chip | None) -> Record:
         "step_s": step_s,
         "tokens_per_s": rate,
         "mfu": chip and rate * flops_per_token(program.config) / chip.flops,
-        "mfu_whole_square": chip and rate * flops_per_token(program.config, True) / chip.flops,
         "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
         "steps_s": seconds,
         "losses": losses,
@@ -239,11 +238,8 @@ def gradients(
         run = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
         w = jax.device_put(jax.device_get(initial), device)
         grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-    }
-    return float(stats.loss), named
+    names = [declaration.name for declaration in jax.tree.leaves(declared)]
+    return float(stats.loss), dict(zip(names, jax.tree.leaves(grads), strict=True))
 
 
 def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -342,9 +338,7 @@ def status_of(code: int | None, log: str, limit_s: float) -> Record:
 
 # --- all rows -------------------------------------------------------------------------------------
 
-HEADER = (
-    "row                  step s  tokens/s    MFU square   GiB  plan compiler compile s   MHz     W"
-)
+HEADER = "row                  step s  tokens/s    MFU   GiB  plan compiler compile s   MHz     W"
 
 
 def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
@@ -355,8 +349,7 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
     deadline = time.monotonic() + 60 * flags.minutes
     gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    records = jsonl.read(flags.out) if flags.out.exists() else []
-    own = [r for r in records if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
+    own = [r for r in jsonl.read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
     done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
     left = []
     print(HEADER, flush=True)
@@ -392,10 +385,9 @@ def describe(record: Record) -> str:
     if "text" in r:
         return r["text"]
     gib = [r[f"{name}_bytes"] / GIB for name in ("memory", "planned", "compiler")]
-    mfu = [r[name] or math.nan for name in ("mfu", "mfu_whole_square")]
     mhz, watts = (r["smi"].get(name, math.nan) for name in ("clocks.sm", "power.draw"))
     return (
-        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {mfu[0]:6.1%} {mfu[1]:6.1%}"
+        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {r['mfu'] or math.nan:6.1%}"
         f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:9.0f} {mhz:5.0f} {watts:5.0f}"
     )
 

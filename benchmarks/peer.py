@@ -8,6 +8,7 @@ tokens. The trainers take turns, so that a disturbance of the machine slows all 
 in its own process, where threads and memory of the others do not slow it.
 """
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import math
@@ -18,10 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,14 +34,17 @@ import train
 import weights
 from benchmarks.common import (
     ONE_DEVICE,
+    check_positive,
     compile_step,
-    export_initial_weights,
     parse_flags,
     random_batch,
     reference_config,
     spread,
     with_values,
 )
+from checkpoint import Checkpoints
+from convert import Export, export_run
+from runtime import cli
 from runtime.console import log
 from utils import Config, ConfigError
 
@@ -59,18 +63,6 @@ class Flags:
 
     turns: int = 8  # of each trainer, with two timed steps each
     compile: bool = True  # also measure torch.compile, which takes minutes
-
-
-class Trainer(Protocol):
-    """A model that trains on one device."""
-
-    name: str
-    ready_s: float  # seconds to compile, for PyTorch of the first step
-    first_loss: float
-    dropped: float  # share of routing choices dropped at full experts, in the last step
-
-    def step(self) -> float:
-        """Return the seconds of a step."""
 
 
 def config_of_both() -> Config:
@@ -100,6 +92,19 @@ class Project:
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
+
+
+def export_initial_weights(config: Config, folder: Path) -> Path:
+    """Export the initial weights for transformers; return the new folder within `folder`."""
+    run, out = folder / "run", folder / "exported"
+    run.mkdir()
+    (run / "config.toml").write_text(cli.to_toml(config))
+    state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
+    saved_config = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
+    with closing(Checkpoints(run / "checkpoints", keep=1)) as checkpoints:
+        checkpoints.save(0, state, saved_config)
+    export_run(Export(run=run, out=out))
+    return out
 
 
 class Torch:
@@ -159,10 +164,10 @@ class Torch:
 
 # --- turns ----------------------------------------------------------------------------------------
 
-_trainer: Trainer | None = None  # of a trainer's process
+_trainer: Project | Torch | None = None  # of a trainer's process
 
 
-def _make_trainer(make: Callable[..., Trainer], *arguments: Any) -> tuple[str, float, float]:
+def _make_trainer(make: Callable, *arguments: Any) -> tuple[str, float, float]:
     global _trainer
     _trainer = make(*arguments)
     return _trainer.name, _trainer.ready_s, _trainer.first_loss
@@ -175,10 +180,12 @@ def _take_turn() -> tuple[list[float], float]:
 class TrainerProcess:
     """A trainer in its own process, idle between its turns.
 
-    Raises  the trainer's exceptions, and BrokenProcessPool if its process was killed.
+    ready_s  seconds to compile, for PyTorch of the first step
+    dropped  share of routing choices dropped at full experts, in the last step
+    Raises   the trainer's exceptions, and BrokenProcessPool if its process was killed.
     """
 
-    def __init__(self, make: Callable[..., Trainer], *arguments: Any):
+    def __init__(self, make: Callable, *arguments: Any):
         # Not a fork, which would copy JAX's threads in an undefined state.
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         made = self._pool.submit(_make_trainer, make, *arguments)
@@ -195,8 +202,7 @@ class TrainerProcess:
 
 def main(arguments: list[str]) -> None:
     flags = parse_flags(Flags, arguments, __doc__)
-    if flags.turns < 1:
-        raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use 1 or more.")
+    check_positive(flags, "turns")
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise ConfigError(
             "benchmark.py peer needs torch and transformers: "
@@ -247,7 +253,7 @@ def over_the_better(seconds: np.ndarray) -> list[float]:
     return (others[:, np.argmin(np.median(others, axis=0))] / ours).tolist()
 
 
-def check_first_losses(trainers: Sequence[Trainer]) -> None:
+def check_first_losses(trainers: Sequence[TrainerProcess]) -> None:
     """Raise ConfigError if the first losses show other models, weights or tokens."""
     ours, *others = trainers
     for other in others:
@@ -258,7 +264,7 @@ def check_first_losses(trainers: Sequence[Trainer]) -> None:
             )
 
 
-def table(config: Config, trainers: Sequence[Trainer], seconds: np.ndarray) -> Table:
+def table(config: Config, trainers: Sequence[TrainerProcess], seconds: np.ndarray) -> Table:
     """seconds  [turns, trainers]"""
     tokens = config.train.global_batch_size * config.train.seq_len
     total, active = weights.count(model.declare(config))

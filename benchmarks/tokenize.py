@@ -28,7 +28,7 @@ import tiktoken
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import ROOT, parse_flags, spread
+from benchmarks.common import ROOT, check_positive, parse_flags, spread
 from data.manifest import INDEX, read_manifest
 from data.settings import Prepare
 from data.sources import STDLIB, documents
@@ -142,12 +142,7 @@ def table(rounds: dict[int, list[Round]]) -> Table:
 def parse(arguments: list[str]) -> Flags:
     """Raise ConfigError for what cannot be measured."""
     flags = parse_flags(Flags, arguments, __doc__)
-    for name in ("mb", "rounds"):
-        if getattr(flags, name) <= 0:
-            raise ConfigError(
-                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use --{name} "
-                f"{getattr(Flags, name)}."
-            )
+    check_positive(flags, "mb", "rounds")
     if not isinstance(load_tokenizer(flags.tokenizer), tiktoken.Encoding):
         raise ConfigError(
             f"--tokenizer {flags.tokenizer} is not a tokenizer of tiktoken, with which this "

@@ -47,11 +47,11 @@ def shares(taken: Seconds) -> dict[str, float]:
     return {layer: seconds / taken.total() for layer, seconds in layers.most_common()}
 
 
-def largest(taken: Seconds, most: int = 3) -> dict[str, dict[str, float]]:
-    """Return {layer: {operation: share of the total time}} of each layer's largest operations."""
+def largest(taken: Seconds) -> dict[str, dict[str, float]]:
+    """Return {layer: {operation: share of the total time}} of each layer's three largest."""
     found = defaultdict(dict)
     for (layer, name), seconds in taken.most_common():
-        if len(found[layer]) < most:
+        if len(found[layer]) < 3:
             found[layer][name] = seconds / taken.total()
     return dict(found)
 
