@@ -1,0 +1,98 @@
+"""Functions for the answers of problems. They call the project's own code.
+
+The answer of a problem is a Python expression over these names.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pages import PageError, Problem
+
+import model
+import utils
+from planning.results import Traffic
+from runtime import cli
+from schedule import Schedule
+from utils import MESH_AXES
+from weights import Weight
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def config_of(name: str, fsdp: int = 1, pipeline: int = 1, tensor: int = 1, virtual: int = 1):
+    """Return configs/NAME.toml on a mesh."""
+    config = cli.load(ROOT / "configs" / f"{name}.toml")
+    mesh = utils.Mesh(fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual)
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def weights_of(config: utils.Config) -> dict[str, object]:
+    """Return {name: Weight} of a config."""
+    import jax
+
+    return {w.name: w for w in jax.tree.leaves(model.declare(config))}
+
+
+def global_shape(name: str, weight: str, *mesh: int) -> tuple[int, ...]:
+    """Return the shape of a weight of configs/NAME.toml, without its stacked dimensions."""
+    w = weights_of(config_of(name, *mesh))[weight]
+    return w.shape[-2:]
+
+
+def slice_shape(name: str, weight: str, *mesh: int) -> tuple[int, ...]:
+    """Return the last two dimensions of the slice that a device holds."""
+    config = config_of(name, *mesh)
+    w, ranks = weights_of(config)[weight], dict(zip(MESH_AXES, config.mesh.shape, strict=True))
+    slices = [math.prod(ranks[axis] for axis in axes) for axes in w.dim_axes]
+    return tuple(size // n for size, n in zip(w.shape, slices, strict=True))[-2:]
+
+
+def slices_of(weight: Weight, config: utils.Config, device: Mapping[str, int]) -> list[list[int]]:
+    """Return [first, end) of each dimension of the slice that a device holds.
+
+    device  its coordinate on each mesh axis.
+    """
+    ranks, found = dict(zip(MESH_AXES, config.mesh.shape, strict=True)), []
+    for size, axes in zip(weight.shape, weight.dim_axes, strict=True):
+        position, slices = 0, 1
+        for axis in axes:  # the first axis is the outermost
+            position, slices = position * ranks[axis] + device[axis], slices * ranks[axis]
+        found.append([size // slices * position, size // slices * (position + 1)])
+    return found
+
+
+def gathered_bytes(name: str, weight: str, *mesh: int, bytes_per_number: int = 2) -> int:
+    """Return the bytes that a device holds of a matrix after its gather over fsdp."""
+    rows, columns = slice_shape(name, weight, *mesh)
+    return rows * columns * config_of(name, *mesh).mesh.fsdp * bytes_per_number
+
+
+def sent_bytes(kind: str, result_bytes: int, ranks: int) -> float:
+    """Return the bytes that a device sends in a collective on a ring."""
+    return Traffic("", (), kind, result_bytes, ranks).sent_bytes
+
+
+def bubble(pipeline: int, virtual: int, microbatches: int) -> Fraction:
+    return Schedule(pipeline, virtual, microbatches).bubble
+
+
+def namespace() -> dict[str, object]:
+    """Return the names that an answer may use."""
+    return {name: value for name, value in globals().items() if not name.startswith("_")}
+
+
+def evaluate(problem: Problem) -> object:
+    """Return the answer of a problem. Raises PageError if it does not evaluate."""
+    try:
+        return eval(problem.answer, namespace())
+    except Exception as error:
+        raise PageError(
+            f"the answer of problem {problem.number} in {problem.page}.md does not evaluate: "
+            f"{problem.answer}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,343 @@
+"""Draw the figures of the guide as SVG.
+
+Colors are classes of guide/static/guide.css (`c0` to `c5`, `ink`, `faint`, `frame`), so that a
+figure inlined in a page follows its light or dark palette. Numbers come from the project's code.
+"""
+
+import html
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import facts
+from answers import Schedule
+
+FONT = 13
+LETTER = 7.3  # estimated width of a character, in pixels
+
+
+@dataclass
+class Svg:
+    """A drawing of a fixed size, in pixels."""
+
+    width: float
+    height: float
+    label: str  # for readers who cannot see it
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, w: float, h: float, kind: str, radius: float = 2) -> None:
+        size = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}"'
+        self.parts.append(f'<rect {size} class="{kind}"/>')
+
+    def text(
+        self, x: float, y: float, text: object, kind: str = "ink", anchor: str = "middle"
+    ) -> None:
+        """y is the middle of the line."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y + 0.35 * FONT:g}" text-anchor="{anchor}" class="{kind}">'
+            f"{html.escape(str(text))}</text>"
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" class="{kind}"/>')
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        self.line([(x, y), (to_x, to_y)])
+        angle = math.atan2(to_y - y, to_x - x)
+        corners = [(to_x, to_y)]
+        corners += [
+            (to_x - 8 * math.cos(angle + turn), to_y - 8 * math.sin(angle + turn))
+            for turn in (0.4, -0.4)
+        ]
+        path = " ".join(f"{a:g},{b:g}" for a, b in corners)
+        self.parts.append(f'<polygon points="{path}" class="tip"/>')
+
+    def __str__(self) -> str:
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
+        title = f"<title>{html.escape(self.label)}</title>"
+        return f'<svg {size} class="drawing" role="img">{title}{"".join(self.parts)}</svg>'
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+CELL = 22
+
+
+def schedule(sizes: tuple[int, int, int], left: float = 60) -> str:
+    """Draw which microbatch each rank runs in each tick: forward above, backward below."""
+    s = Schedule(*sizes)
+    pipeline, virtual, microbatches = sizes
+    row = 2 * CELL + 6
+    label = (
+        f"Schedule of {pipeline} ranks and {microbatches} microbatches, chunks a rank: {virtual}"
+    )
+    svg = Svg(left + s.ticks * CELL + 6, pipeline * row + 50, label)
+    for rank in range(pipeline):
+        y = rank * row
+        svg.text(left - 8, y + CELL, f"rank {rank}", anchor="end")
+        for tick in range(s.ticks):
+            tasks = {way: (chunk, m) for way, chunk, m in s.tasks_at(tick, rank)}
+            for i, way in enumerate(("fwd", "bwd")):
+                x, top = left + tick * CELL, y + i * CELL
+                if way in tasks:
+                    chunk, m = tasks[way]
+                    svg.rect(x + 0.5, top + 0.5, CELL - 1, CELL - 1, f"{way}{min(chunk, 3)}")
+                    svg.text(x + CELL / 2, top + CELL / 2, m, "on")
+                else:
+                    phases = [p for p in s.phases if p[0] <= tick < p[1]]
+                    if phases[0][2 + i]:  # the phase runs this direction: an idle slot
+                        svg.rect(x + 0.5, top + 0.5, CELL - 1, CELL - 1, "idle")
+    y = pipeline * row + 8
+    for tick in range(s.ticks):
+        svg.text(left + (tick + 0.5) * CELL, y, tick, "faint")
+    svg.text(left - 8, y, "tick", "faint", "end")
+    x = left
+    kinds = [("fwd0", "forward"), ("bwd0", "backward")]
+    if virtual > 1:
+        kinds = [(f"{w}{c}", f"{n}, chunk {c}") for c in range(virtual) for w, n in
+                 (("fwd", "forward"), ("bwd", "backward"))]  # fmt: skip
+    for kind, name in [*kinds, ("idle", "idle slot")]:
+        svg.rect(x, y + 16, 14, 14, kind)
+        svg.text(x + 20, y + 23, name, anchor="start")
+        x += 34 + LETTER * len(name)
+    svg.width = max(svg.width, x)
+    return str(svg)
+
+
+def plot(
+    series: dict[str, list[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    label: str,
+    ticks: tuple[Sequence[float], Sequence[float]],
+    text: Callable[[float], str] = "{:g}".format,
+    logarithmic: bool = False,
+) -> str:
+    """Draw lines with markers, and their names at their ends."""
+    width, height, left, bottom = 560, 300, 58, 42
+    svg = Svg(width + 150, height, label)
+    xs, ys = ticks
+    scale = math.log if logarithmic else float
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        u = (math.log(x) - math.log(xs[0])) / (math.log(xs[-1]) - math.log(xs[0]))
+        v = (scale(y) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
+        return left + u * (width - left - 10), 30 + (1 - v) * (height - bottom - 30)
+
+    for y in ys:
+        svg.line([at(xs[0], y), at(xs[-1], y)], "grid")
+        svg.text(left - 8, at(xs[0], y)[1], text(y), "faint", "end")
+    for x in xs:
+        svg.text(at(x, ys[0])[0], height - bottom + 14, f"{x:g}", "faint")
+    svg.text((left + width) / 2, height - 10, x_label)
+    svg.text(4, 8, y_label, anchor="start")
+    ends: list[tuple[float, str]] = []
+    for i, (name, points) in enumerate(series.items()):
+        svg.line([at(*p) for p in points], f"line s{i}")
+        for p in points:
+            x, y = at(*p)
+            svg.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="3" class="c{i}"/>')
+        ends.append((at(*points[-1])[1], name))
+    lowest = math.inf
+    for y, name in sorted(ends, reverse=True):  # from the bottom, without overlap
+        lowest = min(y, lowest - FONT - 2)
+        kind = f"c{[*series].index(name)}"
+        svg.text(width + 2, lowest, name, kind, "start")
+    return str(svg)
+
+
+def bubbles() -> str:
+    series = {
+        f"{v} chunk{'s' * (v > 1)} a rank": [
+            (m, 100 * float(Schedule(4, v, m).bubble)) for m in (4, 8, 16, 32, 64)
+        ]
+        for v in (1, 2, 4)
+    }
+    return plot(
+        series, "microbatches of a step", "idle slots, %", "Bubble of 4 pipeline ranks against the "
+        "number of microbatches", ((4, 8, 16, 32, 64), (0, 10, 20, 30, 40, 50)),
+    )  # fmt: skip
+
+
+def in_flight() -> str:
+    """Draw how many microbatches each rank holds residuals of: this executor, and 1F1B per rank."""
+    s = Schedule(4, 1, 8)
+    svg = Svg(430, 200, "Microbatches in flight: one program, and one for each rank")
+    for rank in range(4):
+        most = 2 * (s.pipeline - 1 - rank) + 1
+        own = s.pipeline - rank
+        y = 30 + 36 * rank
+        svg.text(60, y + 12, f"rank {rank}", anchor="end")
+        for i in range(s.ring_slots):
+            svg.rect(72 + 26 * i, y, 24, 12, "c0" if i < most else "idle")
+        for i in range(own):
+            svg.rect(72 + 26 * i, y + 14, 24, 12, "c1")
+        svg.text(
+            72 + 26 * s.ring_slots + 8, y + 6, f"{most} of {s.ring_slots} slots", "ink", "start"
+        )
+    for x, kind, name in ((72, "c0", "one program"), (200, "c1", "a program for each rank")):
+        svg.rect(x, 180, 14, 14, kind)
+        svg.text(x + 20, 187, name, anchor="start")
+    svg.text(72, 12, "microbatches whose residuals wait, at most", anchor="start")
+    return str(svg)
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+RANKS = 4
+BOX = 26
+
+
+def _arrays(svg: Svg, x: float, y: float, cells: list[list[tuple[str, str]]]) -> None:
+    """Draw one column of cells for each rank: (text, color)."""
+    for rank, column in enumerate(cells):
+        left = x + rank * (BOX + 10)
+        svg.text(left + BOX / 2, y - 12, rank, "faint")
+        for i, (text, kind) in enumerate(column):
+            svg.rect(left, y + i * BOX, BOX - 1, BOX - 1, kind)
+            if text:
+                svg.text(
+                    left + BOX / 2, y + i * BOX + BOX / 2, text, "on" if kind != "idle" else "faint"
+                )
+
+
+def collective(kind: str) -> str:
+    """Draw what four ranks hold before and after a collective."""
+    names = "abcd"
+    own = [[(names[i] if i == rank else "", f"c{i}" if i == rank else "idle") for i in range(RANKS)]
+           for rank in range(RANKS)]  # fmt: skip
+    whole = [[(names[i], f"c{i}") for i in range(RANKS)] for _ in range(RANKS)]
+    partial = [[(f"{names[i]}{rank}", f"c{i}") for i in range(RANKS)] for rank in range(RANKS)]
+    summed = [[(f"Σ{names[i]}", f"c{i}") for i in range(RANKS)] for _ in range(RANKS)]
+    scattered = [[(f"Σ{names[i]}" if i == rank else "", f"c{i}" if i == rank else "idle")
+                  for i in range(RANKS)] for rank in range(RANKS)]  # fmt: skip
+    sent = [[(f"{names[rank]}{i}", f"c{rank}") for i in range(RANKS)] for rank in range(RANKS)]
+    received = [[(f"{names[i]}{rank}", f"c{i}") for i in range(RANKS)] for rank in range(RANKS)]
+    moved = [[(names[(rank - 1) % RANKS], f"c{(rank - 1) % RANKS}")] for rank in range(RANKS)]
+    single = [[(names[rank], f"c{rank}")] for rank in range(RANKS)]
+    before, after = {
+        "all_gather": (own, whole),
+        "psum_scatter": (partial, scattered),
+        "psum": (partial, summed),
+        "all_to_all": (sent, received),
+        "ppermute": (single, moved),
+    }[kind]
+    height = 24 + BOX * len(before[0]) + 8
+    svg = Svg(400, height, f"What four ranks hold before and after {kind}")
+    _arrays(svg, 10, 24, before)
+    middle = 24 + BOX * len(before[0]) / 2
+    svg.arrow(160, middle, 236, middle)
+    _arrays(svg, 250, 24, after)
+    return str(svg)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def mesh() -> str:
+    """Draw the eight devices of a (2, 2, 2) mesh with their coordinates."""
+    svg = Svg(560, 250, "Eight devices as a mesh of fsdp, pipeline and tensor, two ranks each")
+    for number in range(8):
+        fsdp, pipeline, tensor = number // 4, number // 2 % 2, number % 2
+        x, y = 70 + 250 * fsdp + 100 * tensor, 40 + 90 * pipeline
+        svg.rect(x, y, 90, 62, f"c{pipeline}", 4)
+        svg.text(x + 45, y + 20, f"device {number}", "on")
+        svg.text(x + 45, y + 42, f"({fsdp}, {pipeline}, {tensor})", "on")
+    for fsdp in range(2):
+        svg.rect(62 + 250 * fsdp, 30, 206, 172, "frame", 6)
+        svg.text(165 + 250 * fsdp, 14, f"fsdp rank {fsdp}")
+        for tensor in range(2):
+            svg.text(115 + 250 * fsdp + 100 * tensor, 218, f"tensor {tensor}", "faint")
+    for pipeline in range(2):
+        svg.text(56, 70 + 90 * pipeline, "first" if pipeline == 0 else "second", "faint", "end")
+        svg.text(56, 84 + 90 * pipeline, "layers", "faint", "end")
+    svg.text(280, 242, "coordinates: (fsdp, pipeline, tensor)", "faint")
+    return str(svg)
+
+
+def layer() -> str:
+    """Draw one feed-forward layer with its communication on two tensor ranks."""
+    svg = Svg(660, 208, "A feed-forward layer on two tensor ranks")
+    steps = [
+        ("x", "[b, t, D]", "c0"), ("all_gather", "tensor", ""), ("h", "[b, T, D]", "c1"),
+        ("gate, up", "[D, f]", "c2"), ("down", "[f, D]", "c2"), ("psum_scatter", "tensor", ""),
+        ("y", "[b, t, D]", "c0"),
+    ]  # fmt: skip
+    for rank in range(2):
+        y = 34 + 92 * rank
+        svg.text(4, y + 22, f"rank {rank}", anchor="start")
+        x = 56.0
+        for i, (name, shape, kind) in enumerate(steps):
+            if kind:
+                svg.rect(x, y, 78, 46, kind, 4)
+                svg.text(x + 39, y + 15, name, "on")
+                svg.text(x + 39, y + 32, shape, "on")
+                x += 78
+            else:
+                svg.text(
+                    x + 46, y - 10 if rank == 0 else y + 60, f"{name} over {shape}"[:24], "faint"
+                )
+                x += 92
+            if i + 1 < len(steps) and kind and steps[i + 1][2]:
+                svg.arrow(x + 1, y + 23, x + 13, y + 23)
+                x += 14
+    for x in (134 + 22, 134 + 92 + 78 + 14 + 78 + 14 + 78 + 22):
+        svg.line([(x - 18, 57), (x + 66, 149)])
+        svg.line([(x - 18, 149), (x + 66, 57)])
+        svg.line([(x - 18, 57), (x + 66, 57)])
+        svg.line([(x - 18, 149), (x + 66, 149)])
+    return str(svg)
+
+
+def bars(
+    rows: list[tuple[str, float]], unit: str, label: str, kinds: Sequence[str] = ("c0",)
+) -> str:
+    """Draw horizontal bars with their values."""
+    most = max(value for _, value in rows)
+    left = 12 + LETTER * max(len(name) for name, _ in rows)
+    svg = Svg(left + 400, 12 + 28 * len(rows), label)
+    for i, (name, value) in enumerate(rows):
+        y = 8 + 28 * i
+        svg.text(left - 8, y + 10, name, anchor="end")
+        svg.rect(left, y, max(1.0, 290 * value / most), 20, kinds[i % len(kinds)])
+        shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        svg.text(left + 6 + 290 * value / most, y + 10, f"{shown} {unit}", anchor="start")
+    return str(svg)
+
+
+def gather_memory() -> str:
+    names = ("weights", "weights in use", "gradients", "optimizer state", "one layer")
+    rows = []
+    for name in names:
+        for gather in ("step", "layer"):
+            rows.append((f"{name}, per {gather}", facts.plan(gather).memory[name] / 2**20))
+    return bars(
+        rows, "MiB", "Memory by part, with weights gathered per step or layer", ("c0", "c1")
+    )
+
+
+def traffic() -> str:
+    sent: Counter = Counter()
+    for t in facts.plan("step").traffic:
+        sent[f"{t.cause} ({'+'.join(t.axes)})"] += t.sent_bytes / 1e6
+    return bars(sent.most_common(10), "MB", "Bytes that a device sends in a step, by cause")
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "schedule-4-1-8": lambda: schedule((4, 1, 8)),
+    "schedule-4-2-8": lambda: schedule((4, 2, 8)),
+    "schedule-4-1-4": lambda: schedule((4, 1, 4)),
+    "schedule-1-1-4": lambda: schedule((1, 1, 4)),
+    "bubbles": bubbles,
+    "in-flight": in_flight,
+    "mesh": mesh,
+    "layer": layer,
+    "gather-memory": gather_memory,
+    "traffic": traffic,
+    **{
+        kind.replace("_", "-"): lambda kind=kind: collective(kind)
+        for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")
+    },
+}
