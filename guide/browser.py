@@ -88,6 +88,17 @@ def compare_schedules(browser: Browser, page: Path, data: Path) -> Iterator[str]
     yield from found
 
 
+def compare_permutations(browser: Browser, page: Path, data: Path) -> Iterator[str]:
+    found: list[str] = []
+    tab = opened(browser, page, 1280, "light", found)
+    for size, seed, epoch, order in json.loads(data.read_text()):
+        keys = f"guide.permutationKeys['{seed} {epoch}']"
+        if tab.evaluate(f"guide.permutation({size}, {keys})") != order:
+            yield f"permutation.js differs for size, seed, epoch = {size}, {seed}, {epoch}"
+    tab.context.close()
+    yield from found
+
+
 def main(chromium: str, site: Path, arguments: list[str]) -> int:
     pages = sorted(page for page in site.glob("*.html") if page.name != "search.html")
     with sync_playwright() as playwright:
@@ -109,6 +120,8 @@ def main(chromium: str, site: Path, arguments: list[str]) -> int:
         found += compare_schedules(
             browser, site / "schedules.html", Path(os.environ["GUIDE_DATA"], "schedules.json")
         )
+        data = Path(os.environ["GUIDE_DATA"], "permutations.json")
+        found += compare_permutations(browser, site / "dataset.html", data)
     print("\n".join(found) or f"{len(pages)} pages, no findings")
     return int(bool(found))
 

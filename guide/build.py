@@ -28,9 +28,11 @@ from typing import Any
 import answers
 import facts
 import figures
+import numpy as np
 import pages
 from answers import Schedule
 
+import dataset
 from utils import MESH_AXES
 from weights import Size
 
@@ -72,6 +74,8 @@ def write_data() -> None:
     (DATA / "facts.json").write_text(json.dumps(facts.check(pages.facts_used())))
     (DATA / "answers.json").write_text(json.dumps(shown))
     (DATA / "mesh.json").write_text(json.dumps(mesh_data()))
+    (DATA / "permutation.json").write_text(json.dumps(permutation_keys()))
+    (DATA / "permutations.json").write_text(json.dumps([*permutations()]))
     (DATA / "schedules.json").write_text(json.dumps([*schedules()]))
     for name, draw in figures.FIGURES.items():
         (DATA / f"figures/{name}.svg").write_text(draw())
@@ -94,6 +98,27 @@ def schedules() -> Iterator[tuple[int, int, int, int]]:
         for byte in json.dumps(found, separators=(",", ":")).encode():  # FNV-1a
             digest = (digest ^ byte) * 0x01000193 % 2**32
         yield pipeline, virtual, microbatches, digest
+
+
+SEEDS, EPOCHS = range(4), range(4)
+
+
+def permutation_keys() -> dict[str, list[str]]:
+    """Return {"seed epoch": round keys}, for a widget that has no numpy."""
+    found = {}
+    for seed, epoch in itertools.product(SEEDS, EPOCHS):
+        keys = np.random.SeedSequence([seed, epoch]).generate_state(
+            dataset.FEISTEL_ROUNDS, np.uint64
+        )
+        found[f"{seed} {epoch}"] = [str(key) for key in keys]
+    return found
+
+
+def permutations() -> Iterator[tuple[int, int, int, list[int]]]:
+    """Yield (size, seed, epoch, order), to compare with guide/static/permutation.js."""
+    for size, seed, epoch in itertools.product((1, 2, 3, 5, 17, 64, 100, 257), SEEDS, EPOCHS):
+        order = dataset.permute(np.arange(size), size, seed, epoch)
+        yield size, seed, epoch, order.tolist()
 
 
 def mesh_data() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 from answers import ROOT, Schedule, config_of, global_shape
 from pages import PageError
 
+import dataset
 from utils import GIB
 
 STORE = Path(__file__).with_name("facts.json")
@@ -165,6 +166,20 @@ def bubble_fact(*sizes: int) -> Fact:
 
 FACTS = [
     *(bubble_fact(*sizes) for sizes in ((4, 1, 8), (4, 2, 8), (4, 1, 16))),
+    Fact(
+        "requests-windows",
+        "exact",
+        "{:.0f} million",
+        "10**12 / 2 / 2048",
+        lambda: 10**12 / 2 / 2048 / 1e6,
+    ),
+    Fact(
+        "requests-blocks",
+        "exact",
+        "{:.1f} million",
+        "2 * 10**12 / dataset.CHUNK_BYTES",
+        lambda: 2 * 10**12 / dataset.CHUNK_BYTES / 1e6,
+    ),
     schedule_fact("ticks-4-1-8", "{}", (4, 1, 8), lambda s: s.ticks),
     schedule_fact("ring-4-1-8", "{}", (4, 1, 8), lambda s: s.ring_slots),
     Fact("parameters", "exact", "{:,} parameters", PLAN, lambda: plan("step").parameters),

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import facts
+import numpy as np
 from answers import Schedule
+
+from dataset import permute
 
 FONT = 13
 LETTER = 7.3  # estimated width of a character, in pixels
@@ -325,6 +328,37 @@ def traffic() -> str:
     return bars(sent.most_common(10), "MB", "Bytes that a device sends in a step, by cause")
 
 
+def windows() -> str:
+    """Draw two windows of T = 6 over a row of tokens."""
+    svg = Svg(560, 150, "Two windows of six tokens and their targets over one row of tokens")
+    for i in range(14):
+        x = 60 + 34 * i
+        kind = "c2" if i == 6 else "c0" if i < 6 else "c1" if i < 13 else "idle"
+        svg.rect(x, 56, 32, 32, kind)
+        svg.text(x + 16, 72, i, "faint" if i > 12 else "on")
+    for begin, y, kind, name in ((0, 30, "s0", "window 0"), (6, 114, "s1", "window 1")):
+        left, right = 60 + 34 * begin, 60 + 34 * (begin + 7) - 2
+        tip = 8 if y < 56 else -8
+        svg.line([(left, y + tip), (left, y), (right, y), (right, y + tip)], f"line {kind}")
+        svg.text((left + right) / 2, y - 12 if y < 56 else y + 14, name)
+    svg.text(52, 72, "token", "faint", "end")
+    return str(svg)
+
+
+def permutation() -> str:
+    """Draw which window is read at each position of two epochs."""
+    size, cell = 24, 17
+    svg = Svg(90 + size * cell, 2 * 92 + 24, "Windows in the order of two epochs")
+    for epoch in range(2):
+        top = 24 + 92 * epoch
+        svg.text(4, top + 30, f"epoch {epoch}", anchor="start")
+        for position, window in enumerate(permute(np.arange(size), size, 0, epoch)):
+            x, height = 80 + cell * position, 4 + 3 * int(window)
+            svg.rect(x, top + 76 - height, cell - 2, height, f"c{epoch}", 1)
+    svg.text(80, 10, "height: number of the window; from left to right: position", "faint", "start")
+    return str(svg)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "schedule-4-1-8": lambda: schedule((4, 1, 8)),
     "schedule-4-2-8": lambda: schedule((4, 2, 8)),
@@ -336,6 +370,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "layer": layer,
     "gather-memory": gather_memory,
     "traffic": traffic,
+    "windows": windows,
+    "permutation": permutation,
     **{
         kind.replace("_", "-"): lambda kind=kind: collective(kind)
         for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")

@@ -32,17 +32,17 @@ class Excerpt:
 
 
 def excerpt(file: str, name: str) -> Excerpt:
-    """Return the code of a mark `# guide: NAME`, or of a function or class.
+    """Return the code of a function or class, or of a mark `# guide: NAME`.
 
-    name    of a mark; of a function, class or constant, as `loss`; or of a method, as
-            `Schedule.ticks`.
+    name    of a function, class or constant, as `loss`; of a method, as `Schedule.ticks`; or, if
+            there is no such definition, of a mark.
     Raises  PageError if it does not exist, or is longer than MAX_LINES.
     """
     path = ROOT / file
     if not path.is_file():
         raise PageError(f"{file} does not exist. Name a file below {ROOT.name}/.")
     source = path.read_text()
-    found = _marked(source, name) or _defined(source, name)
+    found = _defined(source, name) or _marked(source, name)
     if not found:
         raise PageError(f"{file} has no mark `# guide: {name}` and no definition {name!r}.")
     first, last = found

@@ -183,10 +183,12 @@ def test_a_malformed_problem_is_refused(block, message, tmp_path, monkeypatch):
 SOLUTIONS = {
     "tensor_parallel_mlp": "return jax.lax.psum(jax.nn.relu(x @ up) @ down, 'tensor')",
     "schedule_tasks": "return 2 * pipeline - 2 - rank + microbatch",
+    "feistel_inverse": "return right ^ hashed(left), left",
 }
 MISTAKES = {
     "tensor_parallel_mlp": "return jax.nn.relu(x @ up) @ down",
     "schedule_tasks": "return pipeline - 1 + rank + microbatch",
+    "feistel_inverse": "return right, left ^ hashed(right)",
 }
 
 
