@@ -16,7 +16,14 @@ suppress_warnings = ["epub.unknown_project_files"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["guide.css"]
-html_js_files = ["guide.js", "schedule.js", "mesh.js", "collectives.js", "permutation.js"]
+html_js_files = [
+    "guide.js",
+    "schedule.js",
+    "mesh.js",
+    "collectives.js",
+    "permutation.js",
+    "interval.js",
+]
 html_show_search_summary = False
 html_show_sphinx = False
 html_copy_source = False

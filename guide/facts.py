@@ -159,6 +159,14 @@ def link_fact(layout: str, row: str) -> Fact:
     return Fact(f"links-{layout}-{row}", "measured", text, quote=LINK_ROWS[row], **LINKS)
 
 
+def recorded(name: str, text: str, quote: str, command: str, commit: str) -> Fact:
+    """A number of docs/measured.md, from a command on two CPU cores."""
+    document, hardware = "docs/measured.md", "two CPU cores"
+    return Fact(
+        name, "measured", text, f"./run.sh {command}", None, hardware, commit, document, quote
+    )
+
+
 def bubble_fact(*sizes: int) -> Fact:
     name = "bubble-" + "-".join(map(str, sizes))
     return schedule_fact(name, "{}", sizes, lambda s: percent(float(s.bubble)))
@@ -193,5 +201,33 @@ FACTS = [
     Fact("embedding", "exact", "{:,} numbers", PLAN, lambda: math.prod(embedding())),
     Fact("embedding-shape", "exact", "{:,} x {:,}", PLAN, embedding),
     Fact("logits-mib", "exact", "{:,.0f} MiB", PLAN, lambda: 2048 * embedding()[0] * 4 / 2**20),
+    recorded(
+        "processes-32",
+        "17.5 s",
+        "32 processes connected, compared and took a step in 17.5 s",
+        "python tests/many_processes.py --count 32",
+        "3bd7fff",
+    ),
+    recorded(
+        "chain-loss",
+        "4.8e-7",
+        "| 5 to 8 | 1 x 8 | (8, 1, 1) | 1 | 2 | 4.8e-07 | 4.8e-07 | 85 of 85",
+        "python tests/mesh_chain.py",
+        "edb01e4",
+    ),
+    recorded(
+        "chain-arrays",
+        "85",
+        "| 17 to 20 | 1 x 1 | (1, 1, 1) | 1 | 2 | 4.8e-07 | 0.0e+00 | 85 of 85",
+        "python tests/mesh_chain.py",
+        "edb01e4",
+    ),
+    recorded(
+        "chaos-kills",
+        "230",
+        "--kills 200 --pairs 30 --stops 1 --seed 11",
+        "python tests/chaos.py --kills 200 --pairs 30 --stops 1 --seed 11",
+        "847273f",
+    ),
     *(link_fact(layout, row) for row in LINK_ROWS for layout in ("fsdp", "1f1b")),
 ]

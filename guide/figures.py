@@ -6,13 +6,14 @@ figure inlined in a page follows its light or dark palette. Numbers come from th
 
 import html
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import facts
 import numpy as np
-from answers import Schedule
+from answers import ROOT, Schedule
 
 from dataset import permute
 
@@ -359,6 +360,77 @@ def permutation() -> str:
     return str(svg)
 
 
+def start() -> str:
+    """Draw the start of two processes, with the points at which they wait."""
+    svg = Svg(640, 210, "The start of a job of two processes, from left to right in time")
+    boxes = [("check this host", 106), ("connect", 70), ("compare", 74), ("open data", 80)]
+    boxes += [("weights", 70), ("steps", 60)]
+    for process in range(2):
+        y, x = 40 + 84 * process, 84.0
+        svg.text(76, y + 20, f"process {process}", anchor="end")
+        for i, (name, width) in enumerate(boxes):
+            svg.rect(x, y, width, 40, f"c{i % 3}", 4)
+            svg.text(x + width / 2, y + 20, name, "on")
+            x += width + 14
+    x = 84.0
+    for name, width in boxes[:-1]:
+        x += width
+        if name != "check this host":
+            svg.rect(x + 6, 26, 1, 152, "frame")
+        x += 14
+    svg.text(330, 194, "after each dashed line, all have done the part before it", "faint")
+    return str(svg)
+
+
+def mesh_chain() -> str:
+    """Draw the meshes of tests/mesh_chain.py with the differences of docs/measured.md."""
+    document = (ROOT / "docs/measured.md").read_text()
+    row = r"\| (\d+ to \d+) \| \d x \d \| (\(\d, \d, \d\)) \| \d \| \d \| (\S+) \|"
+    svg = Svg(640, 112, "One run on five meshes")
+    for i, (steps, mesh, difference) in enumerate(re.findall(row, document)):
+        x = 10 + 126 * i
+        svg.rect(x, 20, 104, 44, f"c{i % 5}", 4)
+        svg.text(x + 52, 34, mesh, "on")
+        svg.text(x + 52, 52, f"steps {steps}", "on")
+        svg.text(x + 52, 84, f"{float(difference):.1e}" if float(difference) else "the same", "ink")
+        if i:
+            svg.arrow(x - 21, 42, x - 2, 42)
+    svg.text(320, 104, "difference of a step's loss", "faint")
+    return str(svg)
+
+
+def kills() -> str:
+    """Draw the kills of docs/measured.md by kind of work."""
+    document = (ROOT / "docs/measured.md").read_text().partition("## Runs that are killed")[2]
+    rows = []
+    for kind in (
+        "step",
+        "save",
+        "evaluation",
+        "samples",
+        "restore",
+        "compile",
+        "batch",
+        "pictures",
+    ):
+        one, two = re.search(rf"\| {kind} \| (\d+) \| (\d+) \|", document).groups()
+        rows.append((f"{kind}, of one", float(one)))
+        rows.append((f"{kind}, of two", float(two)))
+    return bars(rows, "kills", "Kills by the kind of work", ("c0", "c1"))
+
+
+def interval() -> str:
+    series = {}
+    for save_s, hours in ((5, 6), (60, 6), (5, 48)):
+        points = [30 * 2**i for i in range(10)]
+        series[f"{save_s} s, every {hours} h"] = [
+            (i, min(20.0, 100 * (save_s / i + i / (7200 * hours)))) for i in points
+        ]
+    ticks = (30, 120, 480, 1920, 7680, 15360), (0, 5, 10, 15, 20)
+    label = "Share of time that is lost against the interval of saves"
+    return plot(series, "seconds between two saves", "time lost, %", label, ticks)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "schedule-4-1-8": lambda: schedule((4, 1, 8)),
     "schedule-4-2-8": lambda: schedule((4, 2, 8)),
@@ -372,6 +444,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "traffic": traffic,
     "windows": windows,
     "permutation": permutation,
+    "start": start,
+    "mesh-chain": mesh_chain,
+    "kills": kills,
+    "interval": interval,
     **{
         kind.replace("_", "-"): lambda kind=kind: collective(kind)
         for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")

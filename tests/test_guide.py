@@ -184,11 +184,13 @@ SOLUTIONS = {
     "tensor_parallel_mlp": "return jax.lax.psum(jax.nn.relu(x @ up) @ down, 'tensor')",
     "schedule_tasks": "return 2 * pipeline - 2 - rank + microbatch",
     "feistel_inverse": "return right ^ hashed(left), left",
+    "lost_share": "return save_s / interval_s + interval_s / (2 * failure_s)",
 }
 MISTAKES = {
     "tensor_parallel_mlp": "return jax.nn.relu(x @ up) @ down",
     "schedule_tasks": "return pipeline - 1 + rank + microbatch",
     "feistel_inverse": "return right, left ^ hashed(right)",
+    "lost_share": "return save_s / interval_s + interval_s / failure_s",
 }
 
 
