@@ -4,9 +4,11 @@ The answer of a problem is a Python expression over these names.
 """
 
 import dataclasses
+import io
+import itertools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from pages import PageError, Problem
 
 import model
 import utils
+from data import readers
+from data.tokenizer import load_tokenizer, token_bytes
 from dataset import permute  # noqa: F401  answers use it
 from planning.results import Traffic
 from runtime import cli
@@ -78,6 +82,31 @@ def gathered_bytes(name: str, weight: str, *mesh: int, bytes_per_number: int = 2
 def sent_bytes(kind: str, result_bytes: int, ranks: int) -> float:
     """Return the bytes that a device sends in a collective on a ring."""
     return Traffic("", (), kind, result_bytes, ranks).sent_bytes
+
+
+tokenizer = load_tokenizer("sample")
+
+
+def merges(text: str) -> list[tuple[str, ...]]:
+    """Return the pieces of a text after each join of byte-pair encoding, from single bytes on.
+
+    The text is one match of the tokenizer's pattern. The pair of the lowest rank is joined first.
+    """
+    ranks = {token_bytes(tokenizer, i): i for i in range(tokenizer.n_vocab - 1)}
+    pieces = [bytes([byte]) for byte in text.encode()]
+    steps = [tuple(piece.decode() for piece in pieces)]
+    while True:
+        pairs = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(pieces)]
+        if not pairs or min(pairs) == math.inf:
+            return steps
+        at = pairs.index(min(pairs))
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        steps.append(tuple(piece.decode() for piece in pieces))
+
+
+def line_starts(content: bytes, begins: Sequence[int]) -> list[int]:
+    """Return the byte at which the reader of each split of a file starts."""
+    return [readers.seek_line(io.BytesIO(content), begin) for begin in begins]
 
 
 def bubble(pipeline: int, virtual: int, microbatches: int) -> Fraction:

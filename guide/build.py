@@ -74,6 +74,7 @@ def write_data() -> None:
     (DATA / "facts.json").write_text(json.dumps(facts.check(pages.facts_used())))
     (DATA / "answers.json").write_text(json.dumps(shown))
     (DATA / "mesh.json").write_text(json.dumps(mesh_data()))
+    (DATA / "merges.json").write_text(json.dumps({w: answers.merges(w) for w in WORDS}))
     (DATA / "permutation.json").write_text(json.dumps(permutation_keys()))
     (DATA / "permutations.json").write_text(json.dumps([*permutations()]))
     (DATA / "schedules.json").write_text(json.dumps([*schedules()]))
@@ -100,6 +101,7 @@ def schedules() -> Iterator[tuple[int, int, int, int]]:
         yield pipeline, virtual, microbatches, digest
 
 
+WORDS = (" return", " function", " self", " yield", " numpy", " tokenization", "def", " isinstance")
 SEEDS, EPOCHS = range(4), range(4)
 
 

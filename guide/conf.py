@@ -23,6 +23,7 @@ html_js_files = [
     "collectives.js",
     "permutation.js",
     "interval.js",
+    "merges.js",
 ]
 html_show_search_summary = False
 html_show_sphinx = False

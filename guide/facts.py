@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import answers
 from answers import ROOT, Schedule, config_of, global_shape
 from pages import PageError
 
@@ -201,6 +202,32 @@ FACTS = [
     Fact("embedding", "exact", "{:,} numbers", PLAN, lambda: math.prod(embedding())),
     Fact("embedding-shape", "exact", "{:,} x {:,}", PLAN, embedding),
     Fact("logits-mib", "exact", "{:,.0f} MiB", PLAN, lambda: 2048 * embedding()[0] * 4 / 2**20),
+    Fact(
+        "sample-vocabulary",
+        "exact",
+        "{:,}",
+        "data.tokenizer.load_tokenizer('sample').n_vocab",
+        lambda: answers.tokenizer.n_vocab,
+    ),
+    *(
+        recorded(name, text, quote, "python benchmark.py tokenize --mb 24 --rounds 3", "ef35d66")
+        for name, text, quote in (
+            ("prepare-1", "5.66 million tokens/s", "| 1 | `data/prepare.py` | 5.66 ("),
+            ("prepare-2", "11.6 million tokens/s", "| 2 | `data/prepare.py` | 11.63 ("),
+            ("tiktoken-1", "5.95 million tokens/s", "| 1 | `encode_ordinary` | 5.95 ("),
+        )
+    ),
+    Fact(
+        "h100-dense",
+        "measured",
+        "39.6 % MFU",
+        "./run.sh python benchmark.py gpu dense_1b-none",
+        None,
+        "one NVIDIA H100",
+        "856dad2",
+        "docs/measured.md",
+        "| `dense_1b-none` | 65,536 | 1.069 | 61,310 | 39.6 % |",
+    ),
     recorded(
         "processes-32",
         "17.5 s",

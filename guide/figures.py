@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import answers
 import facts
 import numpy as np
 from answers import ROOT, Schedule
@@ -431,6 +432,48 @@ def interval() -> str:
     return plot(series, "seconds between two saves", "time lost, %", label, ticks)
 
 
+def merges(word: str = " function") -> str:
+    """Draw the pieces of a word after each join."""
+    steps = answers.merges(word)
+    svg = Svg(90 + 24 * len(word) + 60, 12 + 30 * len(steps), f"The joins of {word.strip()}")
+    for i, pieces in enumerate(steps):
+        y, x = 8 + 30 * i, 90.0
+        svg.text(82, y + 12, f"{i} joins" if i != 1 else "1 join", "faint", "end")
+        for piece in pieces:
+            width = 24 * len(piece) - 3
+            svg.rect(x, y, width, 24, f"c{min(len(piece) - 1, 5)}")
+            svg.text(x + width / 2, y + 12, piece.replace(" ", "\u2423"), "on")
+            x += width + 3
+    return str(svg)
+
+
+def shards() -> str:
+    """Draw files, splits, shards and the index of a preparation."""
+    svg = Svg(640, 236, "Files are divided into splits, each split becomes shards and a record")
+    columns = [("source", 60), ("splits", 210), ("shards and record", 370), ("index", 560)]
+    for name, x in columns:
+        svg.text(x, 12, name)
+    rows = [(36, 46, "a, b, c.txt"), (92, 86, "large.jsonl"), (188, 40, "d.txt.gz")]
+    for y, height, name in rows:
+        svg.rect(14, y, 92, height, "c0", 4)
+        svg.text(60, y + height / 2, name, "on")
+    splits = [(36, 46), (92, 41), (137, 41), (188, 40)]
+    for i, (y, height) in enumerate(splits):
+        middle = y + height / 2
+        svg.rect(170, y, 80, height, "c1", 4)
+        svg.text(210, middle, f"split {i}", "on")
+        svg.arrow(108, middle, 166, middle)
+        svg.arrow(252, middle, 300, middle)
+        for k in range(2):
+            svg.rect(304 + 44 * k, middle - 13, 40, 26, "c2")
+        svg.rect(400, middle - 13, 52, 26, "c3")
+        svg.text(426, middle, "record", "on")
+        svg.arrow(454, middle, 512, 132)
+    svg.rect(516, 106, 96, 52, "c4", 4)
+    svg.text(564, 132, "index.json", "on")
+    return str(svg)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "schedule-4-1-8": lambda: schedule((4, 1, 8)),
     "schedule-4-2-8": lambda: schedule((4, 2, 8)),
@@ -445,6 +488,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "windows": windows,
     "permutation": permutation,
     "start": start,
+    "merges": merges,
+    "shards": shards,
     "mesh-chain": mesh_chain,
     "kills": kills,
     "interval": interval,

@@ -153,6 +153,13 @@ def test_a_wrong_answer_says_what_is_wrong(number, given, said):
     assert said in wrong(number, given)
 
 
+def test_the_joins_of_a_word_end_in_the_tokens_of_the_tokenizer():
+    for word in (" return", " function", " tokenization", "def"):
+        ids = answers.tokenizer.encode_ordinary(word)
+        tokens = [answers.tokenizer.decode([i]) for i in ids]
+        assert list(answers.merges(word)[-1]) == tokens
+
+
 def test_an_answer_that_cannot_be_read_says_how_to_write_it():
     with pytest.raises(check.Unreadable, match="Write it as 3/11"):
         wrong("A.1", "three")
@@ -185,12 +192,14 @@ SOLUTIONS = {
     "schedule_tasks": "return 2 * pipeline - 2 - rank + microbatch",
     "feistel_inverse": "return right ^ hashed(left), left",
     "lost_share": "return save_s / interval_s + interval_s / (2 * failure_s)",
+    "owner": "return max(i for i, begin in enumerate(begins) if begin <= first_byte)",
 }
 MISTAKES = {
     "tensor_parallel_mlp": "return jax.nn.relu(x @ up) @ down",
     "schedule_tasks": "return pipeline - 1 + rank + microbatch",
     "feistel_inverse": "return right, left ^ hashed(right)",
     "lost_share": "return save_s / interval_s + interval_s / failure_s",
+    "owner": "return max(i for i, begin in enumerate(begins) if i == 0 or begin < first_byte)",
 }
 
 
