@@ -220,7 +220,7 @@ FACTS = [
     Fact(
         "h100-dense",
         "measured",
-        "39.6 % MFU",
+        "39.6 %",
         "./run.sh python benchmark.py gpu dense_1b-none",
         None,
         "one NVIDIA H100",

@@ -332,7 +332,7 @@ def traffic() -> str:
 
 def windows() -> str:
     """Draw two windows of T = 6 over a row of tokens."""
-    svg = Svg(560, 150, "Two windows of six tokens and their targets over one row of tokens")
+    svg = Svg(560, 150, "Two windows of T = 6, each of seven tokens, over a stream of tokens")
     for i in range(14):
         x = 60 + 34 * i
         kind = "c2" if i == 6 else "c0" if i < 6 else "c1" if i < 13 else "idle"
@@ -425,7 +425,7 @@ def interval() -> str:
     for save_s, hours in ((5, 6), (60, 6), (5, 48)):
         points = [30 * 2**i for i in range(10)]
         series[f"{save_s} s, every {hours} h"] = [
-            (i, min(20.0, 100 * (save_s / i + i / (7200 * hours)))) for i in points
+            (i, share) for i in points if (share := 100 * (save_s / i + i / (7200 * hours))) <= 20
         ]
     ticks = (30, 120, 480, 1920, 7680, 15360), (0, 5, 10, 15, 20)
     label = "Share of time that is lost against the interval of saves"
