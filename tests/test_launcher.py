@@ -78,7 +78,8 @@ class Cluster:
             wait_for(lambda h=host: not h("tmux ls 2>/dev/null", check=False), timeout_s)
 
     def log(self, host: simulated_hosts.Host, number: int, name: str = "train") -> str:
-        return host(f"cat {FOLDER}/.launch/{name}/{number}/log")
+        # A process that has just been started may have no log yet.
+        return host(f"cat {FOLDER}/.launch/{name}/{number}/log", check=False)
 
     def pid(self, number: int) -> str:
         return self.all[number](f"cat {FOLDER}/.launch/train/{number}/pid")
