@@ -65,7 +65,8 @@ def write_data() -> None:
     """Write facts, answers and figures for Sphinx."""
     import check
 
-    (DATA / "figures").mkdir(parents=True, exist_ok=True)
+    for kind in ("figures", "tables"):
+        (DATA / kind).mkdir(parents=True, exist_ok=True)
     shown = {
         problem.number: check.describe(answers.evaluate(problem))
         for problem in pages.problems().values()
@@ -78,6 +79,8 @@ def write_data() -> None:
     (DATA / "permutation.json").write_text(json.dumps(permutation_keys()))
     (DATA / "permutations.json").write_text(json.dumps([*permutations()]))
     (DATA / "schedules.json").write_text(json.dumps([*schedules()]))
+    for name, make in figures.TABLES.items():
+        (DATA / "tables" / f"{name}.html").write_text(make())
     for name, draw in figures.FIGURES.items():
         (DATA / f"figures/{name}.svg").write_text(draw())
 

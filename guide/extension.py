@@ -4,6 +4,7 @@
     {fact}`name`            shows a fact of facts.json, with a badge of its kind
     {problem} NUMBER        a problem; its explanation stands below a line with +++
     {svg} NAME              inlines a figure of guide/figures.py, which follows the page's colors
+    {made-table} NAME       a table of guide/figures.py
     {widget} NAME           a figure that a script of guide/static makes interactive
     {takeaway}, {omitted}   the boxes Takeaway and Not done here
 
@@ -134,6 +135,18 @@ class Svg(SphinxDirective):
         return [figure]
 
 
+class Table(SphinxDirective):
+    """Insert a table of guide/figures.py."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        path = DATA / "tables" / f"{self.arguments[0]}.html"
+        if not path.is_file():
+            raise self.error(f"guide/figures.py makes no table {self.arguments[0]!r}")
+        return [nodes.raw("", f'<div class="scroll">{path.read_text()}</div>', format="html")]
+
+
 class Widget(Svg):
     """A figure that guide/static/NAME.js makes interactive. Without scripts, the figure remains."""
 
@@ -183,10 +196,16 @@ def visit_math(self: Any, node: nodes.Node) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    for name, directive in {
-        "code": Code, "problem": Problem, "svg": Svg, "widget": Widget, "takeaway": Takeaway,
+    directives_by_name = {
+        "code": Code,
+        "problem": Problem,
+        "svg": Svg,
+        "made-table": Table,
+        "widget": Widget,
+        "takeaway": Takeaway,
         "omitted": Omitted,
-    }.items():  # fmt: skip
+    }
+    for name, directive in directives_by_name.items():
         app.add_directive(name, directive, override=True)
     app.add_role("fact", Fact())
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

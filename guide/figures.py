@@ -16,6 +16,7 @@ import facts
 import numpy as np
 from answers import ROOT, Schedule
 
+import utils
 from dataset import permute
 
 FONT = 13
@@ -498,3 +499,43 @@ FIGURES: dict[str, Callable[[], str]] = {
         for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")
     },
 }
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in HTML. The cells are text."""
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        return f"<tr>{''.join(f'<{kind}>{html.escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><thead>{line(titles, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def layouts() -> str:
+    """Return the layout of the weights of one dense layer of the 1B model on (8, 2, 2)."""
+    config = facts.jaxformer()
+    dims = {
+        "attention.query.down": "D Q", "attention.query.up": "Q N A", "attention.norm": "D",
+        "attention.kv_down": "D C+R", "attention.kv_up": "C N H+W", "attention.out": "N W D",
+        "mlp.norm": "D", "mlp.gate": "D F", "mlp.down": "F D",
+    }  # fmt: skip
+    rows = []
+    for name, letters in dims.items():
+        weight = answers.weights_of(config)[f"blocks.dense.{name}"]
+        own = letters.split()
+        axes, shape = weight.dim_axes[-len(own) :], weight.shape[-len(own) :]
+        layout = [f"{d}/{'+'.join(a)}" if a else d for d, a in zip(own, axes, strict=True)]
+        ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
+        slices = [
+            size // math.prod(ranks[axis] for axis in along)
+            for size, along in zip(shape, axes, strict=True)
+        ]
+        cells = (" ".join(layout), " x ".join(map(str, shape)), " x ".join(map(str, slices)))
+        rows.append((name, *cells, f"{4 * math.prod(slices) / 1024:,.1f} KiB"))
+    return table(("weight", "layout", "shape", "slice of a device", "float32"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"layouts": layouts}
