@@ -101,7 +101,7 @@ def test_a_second_run_is_refused_in_one_line_that_describes_the_first(tmp_path):
 
 def test_a_suspended_run_keeps_its_lock_and_a_killed_one_with_living_children_does_not(tmp_path):
     executed = "import subprocess; subprocess.Popen(['sleep', '600'], close_fds=False)"
-    forked = (  # the parent goes on when the child runs
+    forked = (  # the parent continues when the child runs
         "import os, time\n"
         "read, write = os.pipe()\n"
         "os.fork() or (os.write(write, b'.'), time.sleep(600))\n"

@@ -8,14 +8,7 @@ guide.widgets.interval = (element) => {
   controls.className = "controls";
   const report = document.createElement("p");
   report.setAttribute("aria-live", "polite");
-  const range = (name, min, max, value) => {
-    const label = document.createElement("label");
-    const input = Object.assign(document.createElement("input"), { type: "range", min, max, value });
-    label.append(name + " ", input);
-    controls.append(label);
-    input.addEventListener("input", draw);
-    return input;
-  };
+  const range = (...options) => guide.range(controls, ...options, draw);
   const save = range("save, s", 1, 60, 5), hours = range("failure every, hours", 1, 72, 6);
   const picture = element.querySelector(".scroll");
   element.prepend(controls);

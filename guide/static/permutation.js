@@ -28,14 +28,7 @@ guide.widgets.permutation = (element) => {
   controls.className = "controls";
   const report = document.createElement("p");
   report.setAttribute("aria-live", "polite");
-  const range = (name, min, max, value) => {
-    const label = document.createElement("label");
-    const input = Object.assign(document.createElement("input"), { type: "range", min, max, value });
-    label.append(name + " ", input);
-    controls.append(label);
-    input.addEventListener("input", draw);
-    return input;
-  };
+  const range = (...options) => guide.range(controls, ...options, draw);
   const size = range("windows", 2, 64, 24), seed = range("seed", 0, 3, 0), epoch = range("epoch", 0, 3, 0);
   const picture = element.querySelector(".scroll");
   element.prepend(controls);
