@@ -37,17 +37,26 @@ pytestmark = [
 RAYS = re.compile(r"(\x1b\[\d+m)?(\(\w[^)]*\)|\[?\d{4}-\d\d-\d\d[ T])")
 KILLS = 6
 TIMEOUT_S = 300
-# Prepares data in tasks that each take `seconds` longer.
+# Prepares data in tasks that each take `seconds` longer. While a file hold.N lies beside --out, no
+# task ends once there are N records.
 CHILD = """
 import sys, time
+from pathlib import Path
 from data import cluster, prepare
 from runtime.errors import run_command
 
 seconds, *arguments = sys.argv[1:]
+out = Path(arguments[arguments.index("--out") + 1])
+
+def held():
+    limits = [int(path.suffix[1:]) for path in out.parent.glob("hold.*")]
+    return limits and len(list(out.glob("splits/0*.json"))) >= min(limits)
 
 def slow(*given):
     from data import cluster
     time.sleep(float(seconds))
+    while held():
+        time.sleep(0.05)
     return cluster.on_node(*given)
 
 cluster.on_node = slow
@@ -125,6 +134,8 @@ def records(out):
 
 def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path):  # noqa: F811
     out, chance, splits = tmp_path / "out", random.Random(0), records(source.parent / "whole")
+    hold = tmp_path / f"hold.{splits * (KILLS - 1) // KILLS}"
+    hold.touch()  # or the tasks could end before the last kill
     process, kills = start(nodes, 0.7, flags(source, out)), 0
     while process.poll() is None and kills < KILLS:
         if records(out) < splits * kills / (KILLS + 1):
@@ -136,8 +147,9 @@ def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path
             kills += 1
         else:
             time.sleep(0.02)
-    finish(process)
     assert kills == KILLS
+    hold.unlink()
+    finish(process)
     assert files_of(out) == whole
 
 
