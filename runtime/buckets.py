@@ -6,6 +6,7 @@ below make gcsfs verify checksums, and not cache listings, which other programs 
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -93,8 +94,12 @@ def refusal(path: str, error: Exception) -> str | None:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message in one line. A long one is cut in the middle: the cause is often last."""
-    text = " ".join(str(error).partition(" [source locations=")[0].split())
+    """Return the message in one line. A long one is cut in the middle: the cause is often last.
+
+    TensorStore's messages end with its own settings and the lines of its source, which are left
+    out: otherwise they would hide the cause.
+    """
+    text = " ".join(re.split(r" \[(?:source locations|tensorstore_spec)=", str(error))[0].split())
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-195:]}"
 
 

@@ -158,11 +158,16 @@ def test_a_bit_that_flips_in_transit_is_detected(bucket, prefix, on):
         ASK[on](prefix)
 
 
-def test_a_long_error_keeps_its_beginning_and_its_cause():
+@pytest.mark.parametrize(
+    "details",
+    [
+        "[source locations='x.cc:1']",
+        f"[tensorstore_spec='{'x' * 500}'] [source locations='x.cc:1']",
+    ],
+)
+def test_a_long_error_keeps_its_beginning_and_its_cause(details):
     path = "d/" * 300
-    error = ValueError(
-        f"RESOURCE_EXHAUSTED: Error writing\n{path}: No space left [source locations='x.cc:1']"
-    )
+    error = ValueError(f"RESOURCE_EXHAUSTED: Error writing\n{path}: No space left {details}")
     text = buckets.one_line(error)
     assert text.startswith("RESOURCE_EXHAUSTED: Error writing d/") and len(text) == 300
     assert text.endswith("d/: No space left")
