@@ -7,7 +7,9 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -82,6 +84,46 @@ def gathered_bytes(name: str, weight: str, *mesh: int, bytes_per_number: int = 2
 def sent_bytes(kind: str, result_bytes: int, ranks: int) -> float:
     """Return the bytes that a device sends in a collective on a ring."""
     return Traffic("", (), kind, result_bytes, ranks).sent_bytes
+
+
+def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
+    """Count the collectives of a compiled part of a dense layer of the 1B model, on 2 tensor ranks.
+
+    part      mlp or attention.
+    backward  whether the gradients of weights and input are computed as well.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    import sharded_model
+    import train
+
+    config = config_of("jaxformer_1b", tensor=2)
+    mesh = train.make_mesh(config, jax.devices()[:2])
+    declared = model.declare(config).blocks.dense  # stacked [virtual, stage, block, layer, ...]
+    options = sharded_model.forward_options(config, mesh, None)
+    here = model.LayerPosition(*[jnp.int32(0)] * 3)
+
+    def layer(w: model.DenseLayer, x_btD: jax.Array) -> jax.Array:
+        if part == "mlp":
+            return model.mlp(w.mlp, x_btD, options, here)
+        return model.attention(w.attention, x_btD, None, options, here, rope=True)
+
+    def with_gradients(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
+        y, pull_back = jax.vjp(sharded, w, x)
+        return y, pull_back(gradient)
+
+    def spec(w: Weight) -> P:
+        return P(*("tensor" if "tensor" in axes else None for axes in w.dim_axes[4:]))
+
+    specs, tokens = jax.tree.map(spec, declared), P(None, "tensor")
+    sharded = jax.shard_map(layer, mesh=mesh, in_specs=(specs, tokens), out_specs=tokens)
+    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[4:], jnp.float32), declared)
+    x = jax.ShapeDtypeStruct((4, config.train.seq_len, config.model.hidden_size), jnp.float32)
+    run, arguments = (with_gradients, (w, x, x)) if backward else (sharded, (w, x))
+    text = jax.jit(run).lower(*arguments).compile().as_text()
+    return Counter(re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)\(", text))
 
 
 tokenizer = load_tokenizer("sample")

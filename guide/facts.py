@@ -21,6 +21,10 @@ from answers import ROOT, Schedule, config_of, global_shape
 from pages import PageError
 
 import dataset
+import hardware
+import train
+import utils
+from planning import cost
 from utils import GIB
 
 STORE = Path(__file__).with_name("facts.json")
@@ -112,10 +116,6 @@ PLAN = "python plan.py --config configs/jaxformer_1b.toml --chip v4"
 @functools.cache
 def plan(gather: str) -> Any:
     """Return the plan of the 1B model on 32 TPU v4, with weights gathered per step or layer."""
-    import hardware
-    import utils
-    from planning import cost
-
     config = config_of("jaxformer_1b", 8, 2, 2)
     config = dataclasses.replace(config, fsdp=utils.Fsdp(gather=gather))
     return cost.predict(config, hardware.chip_named("v4"))
@@ -160,12 +160,63 @@ def link_fact(layout: str, row: str) -> Fact:
     return Fact(f"links-{layout}-{row}", "measured", text, quote=LINK_ROWS[row], **LINKS)
 
 
-def recorded(name: str, text: str, quote: str, command: str, commit: str) -> Fact:
-    """A number of docs/measured.md, from a command on two CPU cores."""
-    document, hardware = "docs/measured.md", "two CPU cores"
-    return Fact(
-        name, "measured", text, f"./run.sh {command}", None, hardware, commit, document, quote
-    )
+def recorded(
+    name: str,
+    text: str,
+    quote: str,
+    command: str,
+    commit: str,
+    kind: str = "measured",
+    hardware: str = "two CPU cores",
+) -> Fact:
+    """A number that stands in docs/measured.md."""
+    document = "docs/measured.md"
+    return Fact(name, kind, text, f"./run.sh {command}", None, hardware, commit, document, quote)
+
+
+def compiled(name: str, text: str, quote: str, flags: str = "") -> Fact:
+    """A number of the step of the 1B model, compiled for 32 TPU v4 without one."""
+    command = f"{PLAN} {flags}--compile"
+    return recorded(name, text, quote, command, "9c78e0d", "compiled", "libtpu 0.0.51")
+
+
+def exact(name: str, text: str, command: str, value: Callable[[], Any]) -> Fact:
+    return Fact(name, "exact", text, command, value)
+
+
+def collectives(part: str, backward: bool = False) -> Fact:
+    """The collectives of a compiled layer, counted here."""
+
+    def count() -> str:
+        found = sorted(answers.layer_collectives(part, backward).items())
+        words = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in found]
+        return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+    name = f"{part}-{'gradients' if backward else 'forward'}"
+    command = f"guide/answers.py: layer_collectives({part!r}, {backward})"
+    return Fact(name, "compiled", "{}", command, count, "8 simulated devices")
+
+
+def gate_bytes(bytes_per_number: int, sent: bool = False, gathered: bool = False) -> float:
+    """Return the bytes of the slice of a gate matrix on (8, 2, 2), of the whole, or sent of it."""
+    rows, columns = answers.slice_shape("jaxformer_1b", "blocks.dense.mlp.gate", 8, 2, 2)
+    whole = 8 * rows * columns * bytes_per_number
+    if sent:
+        return answers.sent_bytes("all-gather", whole, 8)
+    return whole if gathered else whole / 8
+
+
+def h100_days() -> float:
+    """Return the days that one H100 takes for 200 billion tokens of a model of ten billion."""
+    flops = 6 * 10e9 * 200e9
+    return flops / (hardware.chip_named("h100").flops * 0.396) / 86400
+
+
+def lost_share(interval_s: float, save_s: float = 5, failure_s: float = 6 * 3600) -> float:
+    return 100 * (save_s / interval_s + interval_s / (2 * failure_s))
+
+
+BEST_INTERVAL = math.sqrt(2 * 5 * 6 * 3600)
 
 
 def bubble_fact(*sizes: int) -> Fact:
@@ -173,49 +224,26 @@ def bubble_fact(*sizes: int) -> Fact:
     return schedule_fact(name, "{}", sizes, lambda s: percent(float(s.bubble)))
 
 
-FACTS = [
-    *(bubble_fact(*sizes) for sizes in ((4, 1, 8), (4, 2, 8), (4, 1, 16))),
-    Fact(
-        "requests-windows",
-        "exact",
-        "{:.0f} million",
-        "10**12 / 2 / 2048",
-        lambda: 10**12 / 2 / 2048 / 1e6,
+TOKENS_SAME = "python tests/tokens_same.py --wheels wheels"
+TOKENS_SAME_QUOTE = "(11,986,174, 7,466,042, 7,156,884 and 9,585,000 tokens), 0 documents differ"
+GATE = "answers.slice_shape('jaxformer_1b', 'blocks.dense.mlp.gate', 8, 2, 2)"
+LOST = "(save_s / interval_s + interval_s / (2 * failure_s)), 5 s and 6 hours"
+
+INTRODUCTION = [
+    exact("parameters", "{:,} parameters", PLAN, lambda: plan("step").parameters),
+    exact("state-gib", "{:.1f} GiB", PLAN, lambda: 16 * plan("step").parameters / GIB),
+    exact("state-10b", "{:.0f} GiB", "16 * 10**10 / 2**30", lambda: 16 * 10**10 / GIB),
+    exact(
+        "v4-memory",
+        "{:.0f} GiB",
+        "hardware.chip_named('v4')",
+        lambda: hardware.chip_named("v4").memory_bytes / GIB,
     ),
-    Fact(
-        "requests-blocks",
-        "exact",
-        "{:.1f} million",
-        "2 * 10**12 / dataset.CHUNK_BYTES",
-        lambda: 2 * 10**12 / dataset.CHUNK_BYTES / 1e6,
-    ),
-    schedule_fact("ticks-4-1-8", "{}", (4, 1, 8), lambda s: s.ticks),
-    schedule_fact("ring-4-1-8", "{}", (4, 1, 8), lambda s: s.ring_slots),
-    Fact("parameters", "exact", "{:,} parameters", PLAN, lambda: plan("step").parameters),
-    Fact("state-gib", "exact", "{:.1f} GiB", PLAN, lambda: 16 * plan("step").parameters / GIB),
-    planned("memory-step", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB),
-    planned("memory-layer", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB, "layer"),
-    planned("saved-activations", "{:.2f} GiB", lambda p: p.memory["saved activations"] / GIB),
-    Fact("microbatches", "exact", "{}", PLAN, lambda: jaxformer().train.microbatches),
-    planned("fsdp-step", "{:.2f} GB", lambda p: sent_over(p, ("fsdp",))),
-    planned("fsdp-layer", "{:.2f} GB", lambda p: sent_over(p, ("fsdp",)), "layer"),
-    Fact("embedding", "exact", "{:,} numbers", PLAN, lambda: math.prod(embedding())),
-    Fact("embedding-shape", "exact", "{:,} x {:,}", PLAN, embedding),
-    Fact("logits-mib", "exact", "{:,.0f} MiB", PLAN, lambda: 2048 * embedding()[0] * 4 / 2**20),
-    Fact(
-        "sample-vocabulary",
-        "exact",
-        "{:,}",
-        "data.tokenizer.load_tokenizer('sample').n_vocab",
-        lambda: answers.tokenizer.n_vocab,
-    ),
-    *(
-        recorded(name, text, quote, "python benchmark.py tokenize --mb 24 --rounds 3", "ef35d66")
-        for name, text, quote in (
-            ("prepare-1", "5.66 million tokens/s", "| 1 | `data/prepare.py` | 5.66 ("),
-            ("prepare-2", "11.6 million tokens/s", "| 2 | `data/prepare.py` | 11.63 ("),
-            ("tiktoken-1", "5.95 million tokens/s", "| 1 | `encode_ordinary` | 5.95 ("),
-        )
+    exact(
+        "h100-memory",
+        "{:.1f} GiB",
+        "hardware.chip_named('h100')",
+        lambda: hardware.chip_named("h100").memory_bytes / GIB,
     ),
     Fact(
         "h100-dense",
@@ -228,12 +256,193 @@ FACTS = [
         "docs/measured.md",
         "| `dense_1b-none` | 65,536 | 1.069 | 61,310 | 39.6 % |",
     ),
+    Fact(
+        "h100-days",
+        "predicted",
+        "{:.0f} days",
+        "6 * 10e9 * 200e9 / (hardware.chip_named('h100').flops * 0.396) / 86400",
+        h100_days,
+    ),
     recorded(
-        "processes-32",
-        "17.5 s",
-        "32 processes connected, compared and took a step in 17.5 s",
-        "python tests/many_processes.py --count 32",
-        "3bd7fff",
+        "tiny-time",
+        "453 s",
+        "| idle, text and environment present | Muon, `a26a149` | 3.1376 | 453 s,",
+        "",
+        "a26a149",
+    ),
+    recorded(
+        "tiny-loss",
+        "3.3624",
+        "| new validation set, tokenizer and capacity factor, beside tests | Muon, `db8a203` "
+        "| 3.3624",
+        "",
+        "db8a203",
+    ),
+    recorded(
+        "tiny-loss-other",
+        "3.3773",
+        "| the same on another CPU model, beside tests | Muon, `856dad2` | 3.3773",
+        "",
+        "856dad2",
+        hardware="two cores of another processor",
+    ),
+    recorded(
+        "first-losses",
+        "8.447658 or 8.447659",
+        "first losses are 8.447658 or 8.447659 on all, on the meshes (1,1,1), (2,1,1), (2,1,1), "
+        "(2,1,2), (2,1,2) and (2,2,2)",
+        "--train.steps 4",
+        "615de91",
+    ),
+]
+
+TOKENIZATION = [
+    exact(
+        "sample-vocabulary",
+        "{:,}",
+        "data.tokenizer.load_tokenizer('sample').n_vocab",
+        lambda: answers.tokenizer.n_vocab,
+    ),
+    *(
+        recorded(name, text, TOKENS_SAME_QUOTE, TOKENS_SAME, "f8631c4")
+        for name, text in (
+            ("tokens-sample", "11,986,174"),
+            ("tokens-cl100k", "7,466,042"),
+            ("tokens-o200k", "7,156,884"),
+        )
+    ),
+    exact(
+        "vocabulary-share",
+        "{:.0f} million of {:.0f} million",
+        PLAN,
+        lambda: (math.prod(embedding()) / 1e6, plan("step").parameters / 1e6),
+    ),
+    *(
+        recorded(
+            name,
+            text,
+            "for training 693 documents, 4,283,957 tokens, 2.67 bytes per token; for validation "
+            "37, 259,203 and 2.56",
+            "python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample",
+            "289691d",
+            hardware="Python 3.11.7",
+        )
+        for name, text in (
+            ("sample-tokens", "4,283,957 tokens"),
+            ("sample-validation", "259,203 tokens"),
+            ("bytes-per-token", "2.56 bytes"),
+        )
+    ),
+    *(
+        recorded(name, text, quote, "python benchmark.py tokenize --mb 24 --rounds 3", "ef35d66")
+        for name, text, quote in (
+            ("prepare-1", "5.66 million tokens/s", "| 1 | `data/prepare.py` | 5.66 ("),
+            ("prepare-2", "11.6 million tokens/s", "| 2 | `data/prepare.py` | 11.63 ("),
+            ("tiktoken-1", "5.95 million tokens/s", "| 1 | `encode_ordinary` | 5.95 ("),
+        )
+    ),
+    *(
+        recorded(
+            name,
+            text,
+            "| JSON lines | 5,000 | 57 | 179 | 2 | 212.6 (2,234 M tokens) |",
+            "python tests/prepare_memory.py --mb 5000 --forms lines",
+            "ef35d66",
+        )
+        for name, text in (("worker-memory", "179 MB"), ("large-source", "5,000 MB"))
+    ),
+    exact(
+        "shard-mb",
+        "{:.0f} or {:.0f} MB",
+        "10**8 * 2 / 10**6, and * 4",
+        lambda: (10**8 * 2 / 1e6, 10**8 * 4 / 1e6),
+    ),
+    Fact(
+        "trillion-days",
+        "predicted",
+        "{:.1f} days",
+        "10**12 / 5.66e6 / 86400",
+        lambda: 10**12 / 5.66e6 / 86400,
+    ),
+]
+
+SHARDED_MODEL = [
+    planned("memory-step", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB),
+    planned("memory-layer", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB, "layer"),
+    planned("saved-activations", "{:.2f} GiB", lambda p: p.memory["saved activations"] / GIB),
+    exact("microbatches", "{}", PLAN, lambda: jaxformer().train.microbatches),
+    planned("fsdp-step", "{:.2f} GB", lambda p: sent_over(p, ("fsdp",))),
+    planned("fsdp-layer", "{:.2f} GB", lambda p: sent_over(p, ("fsdp",)), "layer"),
+    planned("tensor-sent", "{:.2f} GB", lambda p: sent_over(p, ("tensor",))),
+    planned("experts-sent", "{:.2f} GB", lambda p: sent_over(p, ("fsdp", "tensor"))),
+    planned("pipeline-sent", "{:.2f} GB", lambda p: sent_over(p, ("pipeline",))),
+    exact("embedding", "{:,} numbers", PLAN, lambda: math.prod(embedding())),
+    exact("embedding-shape", "{:,} x {:,}", PLAN, embedding),
+    exact("logits-mib", "{:,.0f} MiB", PLAN, lambda: 2048 * embedding()[0] * 4 / 2**20),
+    exact("gate-slice", "{:.0f} KiB", GATE, lambda: gate_bytes(4) / 2**10),
+    exact("gate-bf16", "{:.0f} KiB", GATE, lambda: gate_bytes(2) / 2**10),
+    exact("gate-gathered", "{:.1f} MiB", GATE, lambda: gate_bytes(2, gathered=True) / 2**20),
+    exact("gate-sent", "{:.1f} MiB", GATE, lambda: gate_bytes(2, sent=True) / 2**20),
+    exact("gate-gradient", "{:.0f} MiB", GATE, lambda: gate_bytes(4, gathered=True) / 2**20),
+    exact("gate-gradient-sent", "{:.1f} MiB", GATE, lambda: gate_bytes(4, sent=True) / 2**20),
+    exact(
+        "latents-width",
+        "{} numbers",
+        "model.declare: attention.query.down and attention.kv_down",
+        lambda: sum(
+            global_shape("jaxformer_1b", f"blocks.dense.attention.{name}", 8, 2, 2)[-1]
+            for name in ("query.down", "kv_down")
+        ),
+    ),
+    *(collectives(part, backward) for part in ("mlp", "attention") for backward in (False, True)),
+    compiled("compiled-memory", "4.52 GiB", "| memory per chip | 4.52 GiB |"),
+    compiled(
+        "compiled-full",
+        "1.57 GiB",
+        "| with `--train.remat full` | 1.57 GiB, compiled over model FLOPs 1.513 |",
+        "--train.remat full ",
+    ),
+    compiled(
+        "compiled-full-flops",
+        "1.513",
+        "| with `--train.remat full` | 1.57 GiB, compiled over model FLOPs 1.513 |",
+        "--train.remat full ",
+    ),
+    compiled("compiled-flops", "1.254", "| compiled over model FLOPs | 1.254 |"),
+    *(
+        compiled(name, text, "| 9.09 GB, of which 6.46 are asynchronous and 6.28 have work")
+        for name, text in (("compiled-sent", "9.09 GB"), ("compiled-hidden", "6.28 GB"))
+    ),
+]
+
+SCHEDULES = [
+    *(bubble_fact(*sizes) for sizes in ((4, 1, 8), (4, 2, 8), (4, 1, 16))),
+    schedule_fact("ticks-4-1-8", "{}", (4, 1, 8), lambda s: s.ticks),
+    schedule_fact("ring-4-1-8", "{}", (4, 1, 8), lambda s: s.ring_slots),
+    *(link_fact(layout, row) for row in LINK_ROWS for layout in ("fsdp", "1f1b")),
+]
+
+PROCESSES_QUOTE = (
+    "32 processes connected, compared and took a step in 17.5 s, and stopped 4.9 s after a SIGTERM"
+)
+
+DISTRIBUTED = [
+    *(
+        recorded(
+            name, text, PROCESSES_QUOTE, "python tests/many_processes.py --count 32", "3bd7fff"
+        )
+        for name, text in (("processes-32", "17.5 s"), ("processes-32-stop", "4.9 s"))
+    ),
+    *(
+        recorded(
+            name,
+            text,
+            "compiled in 40 s; 2.86 s a step (median); loss 8.4663 at the first step, validation "
+            "loss 6.0770 |",
+            "--run.name two --train.steps 4, in two terminals",
+            "289691d",
+        )
+        for name, text in (("two-compile", "40 s"), ("two-loss", "8.4663"))
     ),
     recorded(
         "chain-loss",
@@ -249,6 +458,9 @@ FACTS = [
         "python tests/mesh_chain.py",
         "edb01e4",
     ),
+]
+
+RELIABILITY = [
     recorded(
         "chaos-kills",
         "230",
@@ -256,5 +468,99 @@ FACTS = [
         "python tests/chaos.py --kills 200 --pairs 30 --stops 1 --seed 11",
         "847273f",
     ),
-    *(link_fact(layout, row) for row in LINK_ROWS for layout in ("fsdp", "1f1b")),
+    *(
+        recorded(
+            name,
+            text,
+            "| s until all had ended, median (longest) | | | | 2.29 (8.07) | 2.06 (4.60) |",
+            "python tests/chaos.py --kills 40 --pairs 10 --terms 10 --pair_terms 6",
+            "38a0b7f",
+        )
+        for name, text in (("stop-median", "2.29 s"), ("stop-longest", "8.07 s"))
+    ),
+    exact(
+        "heartbeat",
+        "{:.0f} seconds",
+        "utils.Run.peer_seconds",
+        lambda: utils.Run().peer_seconds,
+    ),
+    exact("stall", "{:.0f} minutes", "utils.Run.stall_minutes", lambda: utils.Run().stall_minutes),
+    exact("spike-steps", "{}", "train.NORMS", lambda: train.NORMS),
+    *(
+        recorded(
+            name,
+            text,
+            "| 29.24 s | 29.12 s | 0.993 (0.982 to 1.002) | 0.986 (0.974 to 0.998) | 0.18 s "
+            "| 0.62 s | 53.8 MiB |",
+            "python benchmark.py checkpoint --rounds 3",
+            "ed84b64",
+        )
+        for name, text in (
+            ("save-call", "0.18 s"),
+            ("save-disk", "0.62 s"),
+            ("save-size", "53.8 MiB"),
+        )
+    ),
+    recorded(
+        "digest-time",
+        "0.04 to 0.07 s",
+        "the digests of a checkpoint take 0.04 to 0.07 s per save",
+        "python main.py --config configs/tiny.toml",
+        "2dda853",
+    ),
+    exact("best-interval", "{:.0f} seconds", "math.sqrt(2 * 5 * 21600)", lambda: BEST_INTERVAL),
+    exact("best-loss", "{:.1f} %", LOST, lambda: lost_share(BEST_INTERVAL)),
+    exact("twice-loss", "{:.1f} %", LOST, lambda: lost_share(2 * BEST_INTERVAL)),
+]
+
+DATASET = [
+    exact(
+        "requests-windows",
+        "{:.0f} million",
+        "10**12 / 2 / 2048",
+        lambda: 10**12 / 2 / 2048 / 1e6,
+    ),
+    exact(
+        "requests-blocks",
+        "{:.1f} million",
+        "2 * 10**12 / dataset.CHUNK_BYTES",
+        lambda: 2 * 10**12 / dataset.CHUNK_BYTES / 1e6,
+    ),
+    exact("shuffle-table", "{:.1f} GB", "8 * 10**12 / 2 / 2048", lambda: 8 * 1e12 / 2 / 2048 / 1e9),
+    exact("chunk", "{:.0f} MiB", "dataset.CHUNK_BYTES", lambda: dataset.CHUNK_BYTES / 2**20),
+    exact("rounds", "{}", "dataset.FEISTEL_ROUNDS", lambda: dataset.FEISTEL_ROUNDS),
+    exact("pattern", "{:,}", "dataset.PERIOD", lambda: dataset.PERIOD),
+    *(
+        recorded(
+            name,
+            text,
+            quote,
+            "python benchmark.py data --tokens 40_000_000 --rounds 3 --steps 20",
+            "ef35d66",
+        )
+        for name, text, quote in (
+            ("read-rate", "49 million tokens/s", "| M tokens/s from a disk, 256 rows of 256 | 49."),
+            ("open-1000", "5.86 ms", "| ms until opened, 1,000 shards | 5.86 ("),
+            (
+                "bucket-rate",
+                "24 million tokens/s",
+                "| the same with `--data.order blocks` | 24.49 (",
+            ),
+            (
+                "bucket-windows",
+                "0.1 million tokens/s",
+                "That gives 0.1 M tokens/s with rows of 256 and 0.3 with rows of 1,024.",
+            ),
+        )
+    ),
+]
+
+FACTS = [
+    *INTRODUCTION,
+    *TOKENIZATION,
+    *SHARDED_MODEL,
+    *SCHEDULES,
+    *DISTRIBUTED,
+    *RELIABILITY,
+    *DATASET,
 ]

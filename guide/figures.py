@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import answers
 import facts
 import numpy as np
+import pages
 from answers import ROOT, Schedule
 
 import utils
@@ -475,6 +476,56 @@ def shards() -> str:
     return str(svg)
 
 
+def vocabularies() -> str:
+    """Draw the bytes per token of four tokenizers, from docs/measured.md."""
+    document = " ".join((ROOT / "docs/measured.md").read_text().split())
+    found = re.search(
+        r"24\.0 MB, of which .*? with `sample`, `cl100k_base`, `o200k_base` and `p50k_base` "
+        r"\(([\d,]+), ([\d,]+), ([\d,]+) and ([\d,]+) tokens\)",
+        document, re.I,
+    )  # fmt: skip
+    names = ("sample, 4,096", "cl100k_base, 100,277", "o200k_base, 200,019", "p50k_base, 50,281")
+    rows = [
+        (name, 24e6 / int(count.replace(",", "")))
+        for name, count in zip(names, found.groups(), strict=True)
+    ]
+    return bars([rows[i] for i in (0, 3, 1, 2)], "bytes", "Bytes per token, by vocabulary")
+
+
+def preparation() -> str:
+    """Draw the speed of a preparation, from docs/measured.md."""
+    document = (ROOT / "docs/measured.md").read_text()
+    rows = []
+    for processes in (1, 2):
+        for program, name in (("encode_ordinary", "tiktoken"), ("data/prepare.py", "prepare.py")):
+            speed = re.search(rf"\| {processes} \| `{program}` \| ([\d.]+) \(", document)[1]
+            unit = "process" if processes == 1 else "processes"
+            rows.append((f"{name}, {processes} {unit}", float(speed)))
+    return bars(rows, "M tokens/s", "Speed of a preparation", ("c0", "c1"))
+
+
+def hosts() -> str:
+    """Draw four hosts of four devices in a mesh of (4, 2, 2), and the sequences that each reads."""
+    svg = Svg(640, 226, "Four hosts in a mesh of (4, 2, 2), and the sequences that each reads")
+    for fsdp in range(4):
+        x = 24 + 154 * fsdp
+        svg.rect(x - 8, 34, 140, 122, "frame", 6)
+        svg.text(x + 62, 20, f"host {fsdp}, fsdp rank {fsdp}")
+        for pipeline, tensor in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            left, top = x + 64 * tensor, 42 + 56 * pipeline
+            svg.rect(left, top, 60, 50, f"c{pipeline}", 4)
+            svg.text(left + 30, top + 17, f"p {pipeline}", "on")
+            svg.text(left + 30, top + 35, f"t {tensor}", "on")
+        svg.text(x + 62, 174, f"reads {2 * fsdp} and {2 * fsdp + 1}")
+    svg.text(
+        320, 196, "sequences of a microbatch of 8; all four devices of a host need both", "faint"
+    )
+    svg.text(
+        320, 214, "p: pipeline rank, t: tensor rank; the same color has the same layers", "faint"
+    )
+    return str(svg)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "schedule-4-1-8": lambda: schedule((4, 1, 8)),
     "schedule-4-2-8": lambda: schedule((4, 2, 8)),
@@ -494,6 +545,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mesh-chain": mesh_chain,
     "kills": kills,
     "interval": interval,
+    "vocabularies": vocabularies,
+    "preparation": preparation,
+    "hosts": hosts,
     **{
         kind.replace("_", "-"): lambda kind=kind: collective(kind)
         for kind in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute")
@@ -538,4 +592,26 @@ def layouts() -> str:
     return table(("weight", "layout", "shape", "slice of a device", "float32"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"layouts": layouts}
+def memory() -> str:
+    """Return the predicted memory of a device for the 1B model on (8, 2, 2), by its parts."""
+    meanings = {
+        "saved activations": "values of the forward pass, kept for the backward pass",
+        "one layer": "what the backward pass of one layer computes and needs at a time",
+        "gradients": "float32 sums, of the gathered weights",
+        "optimizer state": "two float32 averages of each stored slice",
+        "weights in use": "gathered bfloat16 weights",
+        "weights": "float32 slices",
+        "gaps": "space that the allocator cannot use",
+        "pipeline buffers": "activations between stages",
+    }
+    parts = {name: size for name, size in facts.plan("step").memory.items() if size >= 2**20}
+    if parts.keys() != meanings.keys():
+        raise pages.PageError(f"the plan's parts of memory are now {sorted(parts)}")
+    rows = [
+        (name, meanings[name], f"{parts[name] / utils.GIB:.2f} GiB")
+        for name in sorted(parts, key=parts.__getitem__, reverse=True)
+    ]
+    return table(("part", "what it is", "predicted"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"layouts": layouts, "memory": memory}
