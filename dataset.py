@@ -175,8 +175,8 @@ def striped(
     """Apply a bijection of 0 .. size-1 for which each row of a batch stays in one chunk of windows.
 
     A chunk is `length` neighbouring windows. Each of the `rows` of a batch reads all windows of its
-    chunk, in an order of its own, before the next chunk. So a host reads only the chunks of its own
-    rows, each once. The last windows of the data, too few for a chunk per row, come last.
+    chunk, shuffled, before the next chunk. So a host reads only the chunks of its own rows, each
+    once. The last windows of the data, too few for a chunk per row, come last.
     """
     chunks = size // (rows * length) * rows
     index = np.asarray(index, np.int64)

@@ -24,6 +24,7 @@ import dataset
 import hardware
 import train
 import utils
+from data.settings import Prepare
 from planning import cost
 from utils import GIB
 
@@ -245,6 +246,12 @@ INTRODUCTION = [
         "hardware.chip_named('h100')",
         lambda: hardware.chip_named("h100").memory_bytes / GIB,
     ),
+    exact(
+        "h100-peak",
+        "{:.0f} TFLOP/s",
+        "hardware.chip_named('h100')",
+        lambda: hardware.chip_named("h100").flops / 1e12,
+    ),
     Fact(
         "h100-dense",
         "measured",
@@ -256,6 +263,7 @@ INTRODUCTION = [
         "docs/measured.md",
         "| `dense_1b-none` | 65,536 | 1.069 | 61,310 | 39.6 % |",
     ),
+    exact("run-flops", "{:.1e} FLOPs", "6 * 10e9 * 200e9", lambda: 6 * 10e9 * 200e9),
     Fact(
         "h100-days",
         "predicted",
@@ -311,6 +319,13 @@ TOKENIZATION = [
             ("tokens-o200k", "7,156,884"),
         )
     ),
+    recorded(
+        "text-mb",
+        "24.0 MB",
+        "2,915 documents, 24.0 MB, of which 2.47 MB are letters of scripts other than Latin",
+        TOKENS_SAME,
+        "f8631c4",
+    ),
     exact(
         "vocabulary-share",
         "{:.0f} million of {:.0f} million",
@@ -354,8 +369,8 @@ TOKENIZATION = [
     exact(
         "shard-mb",
         "{:.0f} or {:.0f} MB",
-        "10**8 * 2 / 10**6, and * 4",
-        lambda: (10**8 * 2 / 1e6, 10**8 * 4 / 1e6),
+        "data.settings.Prepare.shard_tokens * 2 / 10**6, and * 4",
+        lambda: (Prepare.shard_tokens * 2 / 1e6, Prepare.shard_tokens * 4 / 1e6),
     ),
     Fact(
         "trillion-days",
@@ -530,6 +545,14 @@ DATASET = [
     exact("chunk", "{:.0f} MiB", "dataset.CHUNK_BYTES", lambda: dataset.CHUNK_BYTES / 2**20),
     exact("rounds", "{}", "dataset.FEISTEL_ROUNDS", lambda: dataset.FEISTEL_ROUNDS),
     exact("pattern", "{:,}", "dataset.PERIOD", lambda: dataset.PERIOD),
+    recorded(
+        "h100-tokens",
+        "361,994 tokens/s",
+        "| `dense_124m-none` | 131,072 | 0.362 | 361,994 |",
+        "python benchmark.py gpu dense_124m-none",
+        "856dad2",
+        hardware="one NVIDIA H100",
+    ),
     *(
         recorded(
             name,

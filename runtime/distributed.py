@@ -49,8 +49,9 @@ def process_info() -> ProcessInfo | None:
     address, count, index = given = [os.environ.get(name, "") for name in JAX_VARIABLES]
     if not any(given):
         return _slurm_step()
-    numbers = address.rpartition(":")[2], count, index
-    if not all(n.isdigit() for n in numbers) or int(index) >= int(count):
+    host, _, port = address.rpartition(":")
+    valid = host and all(number.isdigit() for number in (port, count, index))
+    if not valid or int(index) >= int(count):
         raise ConfigError(
             f"{', '.join(JAX_VARIABLES)} are {', '.join(word or 'not set' for word in given)}. Set "
             "all: host:port of process 0, the number of processes, and of this one, from 0 on."
