@@ -296,11 +296,10 @@ INTRODUCTION = [
     ),
     recorded(
         "first-losses",
-        "8.447658 or 8.447659",
-        "first losses are 8.447658 or 8.447659 on all, on the meshes (1,1,1), (2,1,1), (2,1,1), "
-        "(2,1,2), (2,1,2) and (2,2,2)",
+        "8.466314",
+        "Losses of the first three steps are 8.466314, 7.404249 and 6.444637 on all",
         "--train.steps 4",
-        "615de91",
+        "2f6a3a3",
     ),
 ]
 
@@ -393,7 +392,7 @@ SHARDED_MODEL = [
     planned("pipeline-sent", "{:.2f} GB", lambda p: sent_over(p, ("pipeline",))),
     exact("embedding", "{:,} numbers", PLAN, lambda: math.prod(embedding())),
     exact("embedding-shape", "{:,} x {:,}", PLAN, embedding),
-    exact("logits-mib", "{:,.0f} MiB", PLAN, lambda: 2048 * embedding()[0] * 4 / 2**20),
+    exact("logits-mib", "{:,.0f} MiB", PLAN, lambda: 4096 * embedding()[0] * 4 / 2**20),
     exact("gate-slice", "{:.0f} KiB", GATE, lambda: gate_bytes(4) / 2**10),
     exact("gate-bf16", "{:.0f} KiB", GATE, lambda: gate_bytes(2) / 2**10),
     exact("gate-gathered", "{:.1f} MiB", GATE, lambda: gate_bytes(2, gathered=True) / 2**20),
@@ -435,6 +434,15 @@ SCHEDULES = [
     schedule_fact("ticks-4-1-8", "{}", (4, 1, 8), lambda s: s.ticks),
     schedule_fact("ring-4-1-8", "{}", (4, 1, 8), lambda s: s.ring_slots),
     *(link_fact(layout, row) for row in LINK_ROWS for layout in ("fsdp", "1f1b")),
+    *(
+        Fact(f"links-{name}", "measured", text, quote=quote, **LINKS)
+        for name, text, quote in (
+            ("sent-fsdp", "36.8 MB", "A host sends 36.8 MB in a step of FSDP, 9.2 of 1F1B"),
+            ("sent-1f1b", "9.2 MB", "A host sends 36.8 MB in a step of FSDP, 9.2 of 1F1B"),
+            ("count-fsdp", "19", "Its step has 19 collectives, that of 1F1B 72"),
+            ("count-1f1b", "72", "Its step has 19 collectives, that of 1F1B 72"),
+        )
+    ),
 ]
 
 PROCESSES_QUOTE = (

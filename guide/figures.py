@@ -595,7 +595,7 @@ def layouts() -> str:
 def memory() -> str:
     """Return the predicted memory of a device for the 1B model on (8, 2, 2), by its parts."""
     meanings = {
-        "saved activations": "values of the forward pass, kept for the backward pass",
+        "saved activations": "values of the forward pass that the backward pass needs",
         "one layer": "what the backward pass of one layer computes and needs at a time",
         "gradients": "float32 sums, of the gathered weights",
         "optimizer state": "two float32 averages of each stored slice",

@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that leave the chip if each rank forwards all parts but its own."""
+        """Bytes that leave the chip if each rank sends all parts but one."""
         if self.kind == "collective-permute":
             return self.result_bytes
         whole = self.result_bytes * (self.ranks if self.kind == "reduce-scatter" else 1)
