@@ -27,6 +27,8 @@ html_js_files = [
 ]
 html_show_search_summary = False
 html_show_sphinx = False
+html_show_copyright = False
+highlight_language = "text"  # of blocks without a language: commands and their output
 html_copy_source = False
 html_theme_options = {"source_repository": "", "navigation_with_keys": True}
 pygments_style = "xcode"

@@ -309,7 +309,7 @@ def bars(
         y = 8 + 28 * i
         svg.text(left - 8, y + 10, name, anchor="end")
         svg.rect(left, y, max(1.0, 290 * value / most), 20, kinds[i % len(kinds)])
-        shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        shown = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:#.3g}"
         svg.text(left + 6 + 290 * value / most, y + 10, f"{shown} {unit}", anchor="start")
     return str(svg)
 
