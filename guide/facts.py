@@ -44,15 +44,16 @@ class Fact:
     document: str = ""  # of a recorded fact
     quote: str = ""  # text in the document, which contains the number
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PageError(f"fact {self.name} is of kind {self.kind!r}. Use one of {KINDS}.")
-        if (self.value is None) == (not self.quote):
-            raise PageError(f"fact {self.name} needs either a function or a quote of a document.")
-
 
 def compute(fact: Fact) -> str:
-    """Return the text of a fact. Raises PageError for a recorded one that its document lacks."""
+    """Return the text of a fact.
+
+    Raises  PageError if its kind is unknown, its source is missing, or its document lacks it
+    """
+    if fact.kind not in KINDS:
+        raise PageError(f"fact {fact.name} is of kind {fact.kind!r}. Use one of {KINDS}.")
+    if (fact.value is None) == (not fact.quote):
+        raise PageError(f"fact {fact.name} needs either a function or a quote of a document.")
     if fact.value is not None:
         value = fact.value()
         return fact.text.format(*value) if isinstance(value, tuple) else fact.text.format(value)

@@ -240,9 +240,9 @@ def test_a_stale_fact_and_an_unknown_one_are_refused(tmp_path, monkeypatch):
 
 def test_a_fact_needs_a_kind_and_a_source():
     with pytest.raises(pages.PageError, match="is of kind 'guessed'"):
-        facts.Fact("a", "guessed", "1", "", lambda: 1)
+        facts.compute(facts.Fact("a", "guessed", "1", "", lambda: 1))
     with pytest.raises(pages.PageError, match="either a function or a quote"):
-        facts.Fact("a", "measured", "1", "")
+        facts.compute(facts.Fact("a", "measured", "1", ""))
     gone = facts.Fact("a", "measured", "1", "", document="README.md", quote="no such text at all")
     with pytest.raises(pages.PageError, match=r"has no longer 'no such text at all'"):
         facts.compute(gone)

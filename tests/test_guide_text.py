@@ -27,7 +27,9 @@ def glossary():
 def words_of(term):
     """A pattern of the term, its plural, and `rank` but not `rank-` or `ranked`."""
     stem = re.escape(term).replace(r"\ ", r"\s+")
-    stem = {"axis": "ax[ie]s", "residual": r"residuals?(?! connection)"}.get(term, stem + "(?:e?s)?")
+    stem = {"axis": "ax[ie]s", "residual": r"residuals?(?! connection)"}.get(
+        term, stem + "(?:e?s)?"
+    )
     return rf"(?<![\w-]){stem}(?![\w-])"
 
 
