@@ -934,5 +934,21 @@ chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 
 @cache
 def num_chunks(tokens: int, most: int) -> int:
-    """Return the smallest number of equal chunks of at most `most` tokens."""
-    return next(c for c in range(max(1, -(-tokens // most)), tokens + 1) if tokens % c == 0)
+    """Return the number of chunks of at most `most` tokens.
+
+    It is the smallest one, or one at most a quarter larger that divides the tokens evenly.
+    """
+    smallest = -(-tokens // most)
+    larger = range(smallest, smallest + smallest // 4 + 1)
+    return next((count for count in larger if tokens % count == 0), smallest)
+
+
+def in_chunks(x_n: jax.Array, most: int) -> jax.Array:
+    """[n, ...] -> [chunks, at most `most`, ...], with zeros after the last token."""
+    tokens, *rest = x_n.shape
+    count = num_chunks(tokens, most)
+    size = -(-tokens // count)
+    if padding := count * size - tokens:
+        zeros = vary(jnp.zeros((padding, *rest), x_n.dtype), varying(x_n))
+        x_n = jnp.concatenate([x_n, zeros])
+    return x_n.reshape(count, size, *rest)

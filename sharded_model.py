@@ -132,13 +132,13 @@ def last_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
     h_bTD = final_hidden(config, outer, y_btD)
-    n = data.targets.size
-    c = model.num_chunks(n, config.train.loss_chunk_tokens)
     # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
-    h_cnD = vary(h_bTD).reshape(c, n // c, -1)
-    targets_cn, weights_cn = (a.reshape(c, n // c) for a in (data.targets, data.loss_weights))
-    m, weights_cn = config.model, weights_cn * token_scale
-    return model.chunked_loss(m.vocab_size, m.z_loss, outer.output, h_cnD, targets_cn, weights_cn)
+    h_nD = vary(h_bTD).reshape(data.targets.size, -1)
+    inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
+    chunks_cn = (model.in_chunks(x_n, config.train.loss_chunk_tokens) for x_n in inputs_n)
+    return model.chunked_loss(
+        config.model.vocab_size, config.model.z_loss, outer.output, *chunks_cn
+    )
 
 
 @jax.named_scope("loss")
@@ -367,9 +367,9 @@ def token_losses(
 
     def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size
-        c = model.num_chunks(n, config.train.loss_chunk_tokens)
-        inputs = vary(h_bTD).reshape(c, n // c, -1), data.targets.reshape(c, n // c)
-        losses = lax.map(lambda chunk: of_chunk(outer.output, *chunk), inputs)
-        return losses.reshape(*data.targets.shape, 2)
+        inputs_n = vary(h_bTD).reshape(n, -1), data.targets.reshape(-1)
+        chunks_cn = tuple(model.in_chunks(x_n, config.train.loss_chunk_tokens) for x_n in inputs_n)
+        losses_cn = lax.map(lambda chunk: of_chunk(outer.output, *chunk), chunks_cn)
+        return losses_cn.reshape(-1, 2)[:n].reshape(*data.targets.shape, 2)
 
     return after_layers(config, declared, mesh, make)

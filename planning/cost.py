@@ -101,7 +101,7 @@ class Step:
         c = self.config
         # A shared trace has two of the loss's chunks of tokens, if there are more.
         chunks = model.num_chunks(self.bT, c.train.loss_chunk_tokens)
-        few = shared and chunks > 2 and 2 * self.b % chunks == 0
+        few = shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b
         replica = dataclasses.replace(c.mesh, replica=1)

@@ -801,14 +801,14 @@ def test_gradients_of_take_rows_match_those_of_indexing():
 
 @functools.cache
 def chunked(shape, chunk):
-    """Return (value, both sums), (gradients of table and h) of the chunked loss."""
+    """Return (value, both sums), (gradients of table and h) of the loss in chunks, not all full."""
     table, h, targets, token_weights = loss_inputs()
     mesh = mesh_of(config_of(shape))
 
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
-        split = [a.reshape(-1, chunk, *a.shape[1:]) for a in (h, targets, token_weights)]
-        return model.chunked_loss(500, 0.01, table, *split)
+        chunks = [model.in_chunks(a, chunk) for a in (h, targets, token_weights)]
+        return model.chunked_loss(500, 0.01, table, *chunks)
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
@@ -818,8 +818,8 @@ def chunked(shape, chunk):
 
 def loss_inputs():
     random = np.random.default_rng(2)
-    table, h = (3 * random.standard_normal((n, 6)).astype(np.float32) for n in (512, 24))
-    return table, h, random.integers(0, 500, 24, np.int32), random.random(24, np.float32)
+    table, h = (3 * random.standard_normal((n, 6)).astype(np.float32) for n in (512, 23))
+    return table, h, random.integers(0, 500, 23, np.int32), random.random(23, np.float32)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4)], ids=str)
@@ -842,12 +842,18 @@ def test_the_chunked_loss_matches_that_of_full_logits(chunk, shape):
     assert not np.asarray(grads[0])[500:].any()
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(64, 16), (60, 16), (7, 4), (5, 9), (1, 1)])
-def test_chunks_are_equal_and_at_most_the_requested_size(tokens, most):
-    count = model.num_chunks(tokens, most)
-    assert tokens % count == 0
-    assert tokens // count <= most
-    assert not any(tokens % c == 0 and tokens // c <= most for c in range(1, count))
+@pytest.mark.parametrize(
+    ("tokens", "most", "count"),
+    [(64, 16, 4), (60, 16, 4), (7, 4, 2), (5, 9, 1), (1, 1, 1), (5003, 64, 79), (84, 18, 6)],
+)
+def test_chunks_are_few_and_at_most_the_requested_size(tokens, most, count):
+    """5003 is prime. 84 is divided evenly by 6, and not by the 5 that would be enough."""
+    assert model.num_chunks(tokens, most) == count
+    x_n = np.arange(1, tokens + 1, dtype=np.int32)
+    chunks_cn = np.asarray(model.in_chunks(jnp.asarray(x_n), most))
+    assert chunks_cn.shape[0] == count and chunks_cn.shape[1] <= most
+    flat, padding = chunks_cn.reshape(-1)[:tokens], chunks_cn.reshape(-1)[tokens:]
+    assert (flat == x_n).all() and not padding.any() and padding.size < count
 
 
 # --- Hugging Face ------------------------------------------------------------------------------
