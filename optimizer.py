@@ -222,6 +222,8 @@ def orthogonalize_slices(layout: SliceLayout, slices_nrc: jax.Array) -> jax.Arra
     if layout.free:
         slices_nrc = slices_nrc.reshape(free, -1, r, c)[lax.axis_index(layout.free)]
     if layout.axes:
+        # XLA for CPUs refuses a program if it can see that the parts have different layouts.
+        slices_nrc = lax.optimization_barrier(slices_nrc)
         slices_nrc = lax.all_to_all(slices_nrc, layout.axes, 0, 0, tiled=True)
     blocks = slices_nrc.reshape(by_row, by_column, m, r, c)
     x_mRC = blocks.transpose(2, 0, 3, 1, 4).reshape(m, by_row * r, by_column * c)

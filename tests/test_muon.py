@@ -18,6 +18,7 @@ import pytest
 import checkpoint
 import model
 import optimizer
+import sharded_model
 import train
 import utils
 import weights
@@ -227,6 +228,30 @@ def test_orthogonalization_does_not_communicate():
     assert sent.count("all-gather") == sum(bool(cut.free) for cut in shapes)
     assert len(sent) == sent.count("all-to-all") + sent.count("all-gather")  # expert parallelism
     assert len(loops) == len(shapes)
+
+
+def test_momenta_with_different_layouts_in_memory_are_exchanged():
+    """XLA for CPUs refused this step, without an error of this code (found by tests/fuzz.py)."""
+    config = config_of(
+        (2, 2, 1, 2),
+        blocks=2,
+        dense_layers=0,
+        prefix_layers=2,
+        hidden_size=16,
+        intermediate_size=40,
+        moe_intermediate_size=16,
+        kv_lora_rank=24,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=12,
+        train={"microbatches": 1, "global_batch_size": 8, "seq_len": 8},
+        optimizer={"name": "muon"},
+    )
+    mesh, declared = mesh_of(config), model.declare(config)
+    state = train.abstract_state(config, declared, mesh)
+    step = train.jitted_step(config, declared, mesh)
+    assert step.lower(state, sharded_model.abstract_batch(config, mesh)).compile()
 
 
 def cut_on(w, config):

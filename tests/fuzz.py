@@ -1,0 +1,394 @@
+"""Compare randomly drawn models on randomly drawn meshes with the one-device reference.
+
+    ./run.sh python tests/fuzz.py --cases 500 --out runs/fuzz.jsonl     seeds 0 to 499
+    ./run.sh python tests/fuzz.py --seed 7 --cases 1                    one seed
+    ./run.sh python tests/fuzz.py --case '{"shape": [1, 2, 2], ...}'    one case, as printed
+
+A case is a config and two meshes. Three checks are made of it:
+
+    step    loss, its parts and every gradient, against tests/reference.py
+    decode  logits of incremental decoding, against the full forward pass
+    resume  a state saved on the first mesh and restored on the second: the same bits, and the same
+            next step
+
+A case that fails is made smaller: each of its settings is replaced by the simplest value, as long
+as it still fails. Then the command that repeats it is printed. With --out each seed is recorded
+when it ends, and is not run again.
+
+Exit code: 0 if no case fails; else 1.
+"""
+
+import argparse
+import functools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# The script's folder first; the root has the programs. conftest sets 8 devices before jax starts.
+sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import common  # noqa: E402
+import conftest  # noqa: E402, F401  before jax
+import hf_case  # noqa: E402
+import model  # noqa: E402
+import reference  # noqa: E402
+import sharded_model  # noqa: E402
+import train  # noqa: E402
+import utils  # noqa: E402
+from checkpoint import Checkpoints  # noqa: E402
+from common import mesh_of, relative_error, transformer_of  # noqa: E402
+from inference import decode  # noqa: E402
+from runtime import cli, jsonl  # noqa: E402
+
+jax.config.update("jax_enable_compilation_cache", False)  # no program is compiled twice
+
+BOUND = 2e-5  # relative, of a loss or of the largest gradient of an array
+LOGITS = 1e-4
+STEPS = 1e-4  # of losses after steps on another mesh
+
+# The simplest value of each setting, in the order in which a failing case is made smaller.
+SIMPLE: dict[str, Any] = {
+    "shape": [1, 1, 1, 1],
+    "other_shape": [1, 1, 1, 1],
+    "virtual": 1,
+    "other_virtual": 1,
+    "gather": "step",
+    "segments": False,
+    "remat": "none",
+    "microbatches": 1,
+    "optimizer": "adamw",
+    "prefix_layers": 0,
+    "dense_layers": 0,
+    "moe_layers": 1,
+    "blocks": 1,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "experts_layout": "auto",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "rope_in_moe_layers": True,
+    "q_lora_rank": 0,
+    "tie_word_embeddings": True,
+    "yarn": False,
+    "z_loss": 0.0,
+    "aux_loss_alpha": 0.0,
+    "loss_chunk_tokens": 2048,
+    "vocab_size": 96,
+    "seq_len": 8,
+    "sequences": 8,
+    "num_attention_heads": 4,
+    "hidden_size": 16,
+}
+
+
+class Difference(Exception):
+    """A check failed. The first word is its name."""
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def draw_shape(r: random.Random, devices: int) -> list[int]:
+    """Return (replica, fsdp, pipeline, tensor) with this product."""
+    shape = [1, 1, 1, 1]
+    while devices > 1:
+        shape[r.choice((0, 1, 1, 2, 2, 3, 3))] *= 2
+        devices //= 2
+    return shape
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """Return a valid case. The same seed always gives the same one."""
+    r = random.Random(seed)
+    while True:
+        case = draw_any(r)
+        if is_valid(case):
+            return case
+
+
+def draw_any(r: random.Random) -> dict[str, Any]:
+    names = [*utils.REMAT_NAMES]
+    experts = r.choice((2, 4, 6, 8, 12))
+    groups = r.choice([n for n in (1, 2, 3) if experts % n == 0 and experts // n >= 2])
+    heads = r.choice((2, 4, 6))
+    return {
+        "shape": draw_shape(r, r.choice((1, 2, 4, 8, 8))),
+        "other_shape": draw_shape(r, r.choice((1, 2, 4, 8))),
+        "virtual": r.choice((1, 1, 2)),
+        "other_virtual": r.choice((1, 1, 2)),
+        "gather": r.choice(("step", "layer")),
+        "segments": r.random() < 0.4,
+        "remat": r.choice(("none", "full", ",".join(sorted(r.sample(names, 3), key=names.index)))),
+        "microbatches": r.choice((1, 2, 3, 4)),
+        "optimizer": r.choice(("adamw", "muon")),
+        "prefix_layers": r.choice((0, 0, 1, 2)),
+        "dense_layers": r.choice((0, 1, 2)),
+        "moe_layers": r.choice((0, 1, 1, 1)),
+        "blocks": r.choice((1, 2, 4)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": r.randint(1, min(4, experts // groups)),
+        "n_shared_experts": r.choice((0, 0, 1, 2)),
+        "n_group": groups,
+        "topk_group": r.randint(1, groups),
+        "experts_layout": r.choice(("auto", "auto", "expert_parallel", "sharded")),
+        "scoring_func": r.choice(("sigmoid", "softmax")),
+        "norm_topk_prob": r.random() < 0.7,
+        "rope_in_moe_layers": r.random() < 0.8,
+        "q_lora_rank": r.choice((0, 0, 8, 24)),
+        "tie_word_embeddings": r.random() < 0.5,
+        "yarn": r.random() < 0.25,
+        "z_loss": r.choice((0.0, 0.01)),
+        "aux_loss_alpha": r.choice((0.0, 0.1)),
+        "loss_chunk_tokens": r.choice((5, 16, 2048)),
+        "vocab_size": r.choice((96, 257, 500)),
+        "seq_len": r.choice((8, 12, 16, 24)),
+        "sequences": r.choice((4, 8, 12, 16)),
+        "num_attention_heads": heads,
+        "hidden_size": r.choice((16, 24, 48)),
+        "kv_lora_rank": r.choice((8, 24)),
+        "qk_nope_head_dim": r.choice((4, 10)),
+        "qk_rope_head_dim": r.choice((4, 14)),
+        "v_head_dim": r.choice((6, 9)),
+        "intermediate_size": r.choice((24, 40)),
+        "moe_intermediate_size": r.choice((16, 24)),
+    }
+
+
+NOT_OF_MODEL = {
+    *("shape", "other_shape", "virtual", "other_virtual", "gather", "segments", "remat", "yarn"),
+    *("microbatches", "optimizer", "loss_chunk_tokens", "seq_len", "sequences"),
+}
+
+
+def config(case: dict[str, Any], other: bool = False) -> utils.Config:
+    """Return the config of a case, on its first or its other mesh."""
+    fields = {name: value for name, value in case.items() if name not in NOT_OF_MODEL}
+    everyone = fields["n_routed_experts"] / fields["num_experts_per_tok"]  # drops nothing
+    fields |= {"capacity_factor": everyone, "eval_capacity_factor": everyone}
+    fields |= {"router_bias_update_speed": 0.0}
+    if case["yarn"]:
+        fields |= hf_case.YARN
+    return common.config_of(
+        case["other_shape"] if other else case["shape"],
+        virtual=case["other_virtual"] if other else case["virtual"],
+        gather=case["gather"],
+        segments=case["segments"],
+        train={
+            "steps": 3,
+            "seq_len": case["seq_len"],
+            "global_batch_size": case["sequences"],
+            "microbatches": case["microbatches"],
+            "remat": case["remat"],
+            "loss_chunk_tokens": case["loss_chunk_tokens"],
+        },
+        optimizer={"name": case["optimizer"], "lr": 1e-3, "warmup_steps": 3},
+        **fields,
+    )
+
+
+def is_valid(case: dict[str, Any]) -> bool:
+    """Whether both configs are accepted. Only a ConfigError refuses one."""
+    try:
+        for other in (False, True):
+            c = config(case, other)
+            cli.check(c)
+            model.declare(c)
+    except utils.ConfigError:
+        return False
+    return True
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check(case: dict[str, Any]) -> None:
+    """Raise Difference for the first check that fails."""
+    for name, function in CHECKS.items():
+        try:
+            function(case)
+        except Difference as error:
+            raise Difference(f"{name}: {error}") from None
+        except Exception as error:
+            raise Difference(f"{name}: {''.join(traceback.format_exception(error)[-6:])}") from None
+
+
+def check_step(case: dict[str, Any]) -> None:
+    """A near tie of two experts can be decided by rounding, so three sets of weights are tried."""
+    found = {}
+    for seed in (3, 4, 5):
+        if not (found := differences_of_step(case, seed)):
+            return
+    raise Difference(str(found))
+
+
+def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
+    c, mesh = config(case), mesh_of(config(case))
+    tree, batch = hf_case.weights(c.model, seed), common.batch_of(c, seed)
+    run = sharded_model.loss_and_gradients(c, model.declare(c), mesh)
+    step = jax.jit(lambda w, data: run(w, data, jnp.int32(0)))
+    grads, stats = step(transformer_of(c, mesh, tree), common.on_mesh(c, mesh, batch))
+    if not c.data.segments:
+        batch["segments"] = np.zeros_like(batch["segments"])
+    wanted = jax.jit(jax.value_and_grad(reference.loss, has_aux=True), static_argnums=2)
+    (loss, parts), wanted_grads = wanted(tree, batch, c.model)
+    found = common.errors(common.canonical(c, grads), wanted_grads)
+    found |= {f"{name} loss": relative_error(getattr(stats, name), parts[name])
+              for name in ("cross_entropy", "balance", "z")}  # fmt: skip
+    found["loss"] = relative_error(stats.loss, loss)
+    found["dropped"] = float(stats.dropped)
+    return {name: float(error) for name, error in found.items() if not error <= BOUND}
+
+
+def check_decode(case: dict[str, Any]) -> None:
+    decode.BLOCK = 8  # so that there are several blocks
+    case = case | {"segments": False, "microbatches": 1}
+    if not is_valid(case):
+        return
+    c, mesh = config(case), mesh_of(config(case))
+    declared, batch = model.declare(c), common.batch_of(c, 1)
+    w = transformer_of(c, mesh, hf_case.weights(c.model, 3))
+    whole = np.asarray(common.full_logits(c, declared, mesh)(w, common.on_mesh(c, mesh, batch)))[0]
+    here = decode.decoding_config(c, c.mesh.fsdp, c.mesh.tensor)
+    try:
+        declared = model.declare(here)
+    except utils.ConfigError:
+        return
+    small = mesh_of(here)
+    w = transformer_of(here, small, hf_case.weights(c.model, 3))
+    w = decode.weight_converter(decode.abstract_weights(here, declared, small))(w)
+    extend = jax.jit(decode.extend(here, declared, small), donate_argnums=1)
+    tokens = batch["tokens"]
+    B, T = tokens.shape
+    empty = decode.abstract_cache(here, small, B, T)
+    cache = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
+    first = T // 2
+    every = np.broadcast_to(np.arange(first, dtype=np.int32), (B, first))
+    logits, cache = extend(w, cache, tokens[:, :first], np.zeros(B, np.int32), every)
+    found = [np.asarray(logits)]
+    for t in range(first, T):
+        at = np.full(B, t, np.int32)
+        logits, cache = extend(w, cache, tokens[:, t : t + 1], at, np.zeros((B, 1), np.int32))
+        found.append(np.asarray(logits))
+    seen = whole > -np.inf  # padding of the vocabulary is not
+    found = np.concatenate(found, axis=1)
+    error = relative_error(found[seen], whole[seen])
+    if not error <= LOGITS:
+        raise Difference(f"logits differ by {error:.1e}")
+
+
+@functools.cache
+def stepper(text: str, other: bool) -> tuple[utils.Config, Any, Any, Callable]:
+    c = config(json.loads(text), other)
+    mesh = mesh_of(c)
+    return c, mesh, model.declare(c), train.jitted_step(c, model.declare(c), mesh)
+
+
+def check_resume(case: dict[str, Any]) -> None:
+    text = json.dumps(case)
+    c, mesh, declared, step = stepper(text, False)
+    o, other_mesh, other_declared, other_step = stepper(text, True)
+    state = train.initial_state(c, declared, mesh)
+    for number in range(2):
+        state, _ = step(state, common.on_mesh(c, mesh, common.batch_of(c, 10 + number)))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder, "checkpoints"), keep=2)
+        checkpoints.save(2, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(2, train.abstract_state(o, other_declared, other_mesh))
+        checkpoints.close()
+    for name in ("weights", "optimizer"):
+        both = (jax.tree.leaves(getattr(s, name)) for s in (state, restored))
+        for a, b in zip(*both, strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            if a.tobytes() != b.tobytes():  # stacks differ in shape, and not in order
+                raise Difference(f"an array of {name} of shape {a.shape} is not restored")
+    batch = common.batch_of(c, 12)
+    _, one = step(state, common.on_mesh(c, mesh, batch))
+    _, two = other_step(restored, common.on_mesh(o, other_mesh, batch))
+    losses = [float(report["stats"].loss) for report in (one, two)]
+    norms = [float(report["grad_norm"]) for report in (one, two)]
+    if not abs(losses[0] - losses[1]) <= STEPS or not abs(norms[0] / norms[1] - 1) <= 1e-3:
+        raise Difference(f"losses {losses} and gradient norms {norms} of the step after it")
+
+
+CHECKS = {"step": check_step, "decode": check_decode, "resume": check_resume}
+
+
+# --- shrinking ------------------------------------------------------------------------------------
+
+
+def failure_of(case: dict[str, Any]) -> str:
+    """Return what fails, or an empty text. Compiled programs of earlier cases are dropped."""
+    stepper.cache_clear()
+    jax.clear_caches()
+    try:
+        check(case)
+    except Difference as error:
+        return str(error)
+    return ""
+
+
+def shrunk(case: dict[str, Any], failure: str) -> tuple[dict[str, Any], str]:
+    """Return a simpler case in which the same check fails."""
+    kind = failure.partition(":")[0]
+    for name, simple in SIMPLE.items():
+        smaller = case | {name: simple}
+        if smaller == case or not is_valid(smaller):
+            continue
+        if (now := failure_of(smaller)).partition(":")[0] == kind:
+            case, failure = smaller, now
+            print(f"  still fails with {name} = {simple}", flush=True)
+    return case, failure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="first seed")
+    parser.add_argument("--cases", type=int, default=6, help="number of seeds")
+    parser.add_argument("--case", type=json.loads, help="one case in JSON, in place of seeds")
+    parser.add_argument("--out", type=Path, help="file of records, to continue later")
+    flags = parser.parse_args(arguments)
+    if flags.case:
+        failure = failure_of(flags.case)
+        print(failure or "all checks pass")
+        return bool(failure)
+    done = {}
+    if flags.out and flags.out.exists():
+        done = {record["seed"]: record for record in jsonl.read(flags.out)}
+    failed = 0
+    for seed in range(flags.seed, flags.seed + flags.cases):
+        if seed in done:
+            failed += bool(done[seed]["failure"])
+            continue
+        case, began = draw(seed), time.monotonic()
+        failure = failure_of(case)
+        seconds = time.monotonic() - began
+        mesh = "x".join(map(str, case["shape"]))
+        print(f"seed {seed}  {mesh}  {seconds:.0f} s  {failure or 'equal'}", flush=True)
+        if failure:
+            failed += 1
+            case, failure = shrunk(case, failure)
+            print(f"  {failure}\n  ./run.sh python tests/fuzz.py --case '{json.dumps(case)}'")
+        if flags.out:
+            flags.out.parent.mkdir(parents=True, exist_ok=True)
+            jsonl.append(flags.out, [{"seed": seed, "case": case, "failure": failure}])
+    print(f"{flags.cases} cases, {failed} differ")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
