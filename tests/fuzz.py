@@ -205,6 +205,7 @@ def is_valid(case: dict[str, Any]) -> bool:
             c = config(case, other)
             cli.check(c)
             model.declare(c)
+            sharded_model.schedule_of(c)
     except utils.ConfigError:
         return False
     return True
