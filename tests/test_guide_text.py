@@ -67,7 +67,7 @@ def numbers(page):
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_a_number_with_a_unit_is_a_fact(page):
-    """In problems it may be chosen freely. Tables are prose of other tests."""
+    """In problems it may be chosen freely. Tables are not read."""
     assert numbers(page) == GIVEN.get(page, set())
 
 

@@ -856,6 +856,22 @@ def test_chunks_are_few_and_at_most_the_requested_size(tokens, most, count):
     assert (flat == x_n).all() and not padding.any() and padding.size < count
 
 
+def test_losses_of_tokens_match_the_reference_if_the_last_chunk_is_padded():
+    train = {"microbatches": 1, "global_batch_size": 5, "loss_chunk_tokens": 7}
+    config = config_of((1, 1, 2), train=train, blocks=1, moe_layers=0, dense_layers=1)
+    assert 5 * 16 % model.num_chunks(5 * 16, 7) != 0
+    mesh, tree, batch = mesh_of(config), tree_of(config.model), batch_of(config)
+    logits = np.asarray(reference.logits(tree, batch["tokens"], config.model))
+    likeliest = np.arange(16) % 2 == 0  # every other target is the likeliest token
+    batch["targets"] = np.where(likeliest, logits.argmax(-1), batch["targets"]).astype(np.int32)
+    run = jax.jit(sharded_model.token_losses(config, model.declare(config), mesh))
+    found = np.asarray(run(transformer_of(config, mesh, tree), on_mesh(config, mesh, batch)))[0]
+    picked = np.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    expected = jax.nn.logsumexp(logits, axis=-1) - picked
+    np.testing.assert_allclose(found[..., 0], expected, rtol=1e-5, atol=1e-5)
+    assert (found[..., 1] == (picked == logits.max(-1))).all() and found[..., 1].mean() > 0.4
+
+
 # --- Hugging Face ------------------------------------------------------------------------------
 
 
