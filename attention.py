@@ -1,21 +1,413 @@
-"""Causal attention: the choice of a kernel, and the implementation in XLA.
+"""Attention: its kinds, latent (MLA) and grouped-query (GQA), and the choice of a kernel.
 
-Letters as in model.py: b sequences of this rank, T query and S key positions, n heads of this rank,
-A width of queries and keys, W of values.
+A kind is a class of weights. Training (model.py) and decoding (inference/decode.py) use these parts
+of it, and nothing else:
+
+    sizes(m)            the letters of its layouts
+    declare(...)        its weights
+    norm, out           the norm of its input, and the projection of its heads to the output
+    inputs(...)         what is gathered over tensor: [b, T, X]
+    heads(...)          queries, keys and values of this rank
+    scale(m)            the factor on scores
+    widths(m)           of a query and key head, and of a value head
+    cache(...)          the arrays that hold earlier positions
+    cached_width(m)     of a cached value
+    cached_heads(...)   queries over cached keys, and the values to cache
+    values(...)         heads from weighted sums of cached values
+    DECODING_ORDER      dimensions of weights that decoding transposes
+
+Letters as in model.py. A rank has b sequences, n query heads, and y heads of keys and values; there
+are T query and S key positions. In latent attention:
+    H head width without position      R rotary width      A = H + R      U = H + W
+    Q query latent                     C key-value latent
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 import utils
+import weights
 from attention_kernels.adapter import GPU_BLOCK
 from attention_kernels.cudnn import cudnn
 from attention_kernels.splash import block_size, splash
 from attention_kernels.triton import triton
-from utils import LANES, ConfigError
-from weights import vary, varying
+from utils import BATCH_AXES, LANES, ConfigError
+from weights import Size, matmul, normal, ones, rms_norm, vary, varying, weight, zeros
+
+# Scale of the initial values of each projection into the residual stream, times 1/sqrt(fan-in).
+# Layers begin as a small change of the embedding, which trains first: 0.4 nats better after 120
+# steps of a tiny model.
+RESIDUAL_SCALE = 0.1
+
+Heads = tuple[jax.Array, jax.Array, jax.Array]  # queries, keys and values
+
+
+class CacheArray(NamedTuple):
+    """One array [layers, B, S, heads, width] of a cache."""
+
+    heads: int
+    width: int
+    axis: str | None  # mesh axis that heads are sharded over
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(None, BATCH_AXES, None, self.axis)
+
+
+# --- rotary embedding -----------------------------------------------------------------------------
+
+
+# guide: rope
+def rope_frequencies(m: utils.Model, R: int) -> jax.Array:
+    """Return [R/2] angles between neighbouring positions: theta^(-2i/R) for pair i.
+
+    YaRN (arXiv:2309.00071, section 3.2) divides the frequency by `factor` for pairs that rotate
+    less than `beta_slow` times in the original context. It keeps those that rotate more than
+    `beta_fast` times, and interpolates in between, linearly in i. Llama 3 (arXiv:2407.21783)
+    interpolates linearly in the rotations, between `low_freq_factor` and `high_freq_factor`.
+    """
+    theta, scaling = m.rope_theta, m.rope_scaling
+    half = R // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling.factor == 1:
+        return frequency
+
+    def pair(rotations: float) -> float:
+        """The i, as a real number, that rotates this often in the original context."""
+        positions = scaling.original_max_position_embeddings / (rotations * math.tau)
+        return R * math.log(positions) / (2 * math.log(theta))
+
+    if scaling.rope_type == "llama3":
+        rotations = scaling.original_max_position_embeddings * frequency / math.tau
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        slowed = (high - rotations) / (high - low)
+    else:
+        # Rounded and bounded as in DeepSeek's code, with which the published weights were trained.
+        first, last = math.floor(pair(scaling.beta_fast)), math.ceil(pair(scaling.beta_slow))
+        first, last = max(first, 0), min(last, R - 1)
+        slowed = (jnp.arange(half, dtype=jnp.float32) - first) / (last - first or 0.001)
+    slowed = jnp.clip(slowed, 0.0, 1.0)
+    return frequency * (1 - slowed) + frequency / scaling.factor * slowed
+
+
+def yarn_mscale(m: utils.Model, mscale: float) -> float:
+    """1 + mscale / 10 * log(factor): YaRN's sqrt(1/t) (arXiv:2309.00071, section 3.4)."""
+    if m.rope_scaling.rope_type != "yarn":
+        return 1.0
+    return 1 + 0.1 * mscale * math.log(m.rope_scaling.factor)
+
+
+def rope_magnitude(m: utils.Model) -> float:
+    """The factor on rotated queries and keys."""
+    yarn = m.rope_scaling
+    if yarn.mscale and yarn.mscale_all_dim:
+        return yarn_mscale(m, yarn.mscale) / yarn_mscale(m, yarn.mscale_all_dim)
+    return yarn_mscale(m, 1.0)
+
+
+def softmax_scale(m: utils.Model, width: int) -> float:
+    """The factor on attention scores: 1 / sqrt(width), times YaRN's 1/t."""
+    return width**-0.5 * yarn_mscale(m, m.rope_scaling.mscale_all_dim) ** 2
+
+
+def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None) -> jax.Array:
+    """Rotate each pair (i, i + R/2) by position * frequency (arXiv:2104.09864).
+
+    In float32, because bfloat16 cannot hold large positions.
+
+    position_bT  None: 0, 1, ...
+    """
+    if position_bT is None:
+        position_bT = jnp.arange(x_bTnR.shape[1])[None]
+    frequency = rope_frequencies(m, x_bTnR.shape[-1])
+    angle_bTi = position_bT.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    angle = angle_bTi[:, :, None, :]
+    x32, magnitude = x_bTnR.astype(jnp.float32), rope_magnitude(m)
+    a, b = jnp.split(x32 if magnitude == 1 else x32 * magnitude, 2, axis=-1)
+    rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    return jnp.concatenate(rotated, axis=-1).astype(x_bTnR.dtype)
+
+
+# guide: end
+
+
+# --- latent attention -----------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Query:
+    """Query projection without a latent."""
+
+    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
+
+
+@flax.struct.dataclass
+class LowRankQuery:
+    """Query projection through a latent (arXiv:2405.04434, equations 12-13)."""
+
+    down: jax.Array = weight("D/fsdp Q", normal("D"), matrix="D x Q")
+    norm: jax.Array = weight("Q", ones, decay=False, float32=True)
+    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"), matrix="Q x N A")
+
+
+@flax.struct.dataclass
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+    kv_down projects to the key-value latent (C) and the rotary key (R).
+    """
+
+    query: Query | LowRankQuery
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    kv_down: jax.Array = weight("D/fsdp C+R", normal("D"), matrix="D x C+R")
+    kv_norm: jax.Array = weight("C", ones, decay=False, float32=True)
+    kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x N H+W")
+    out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL_SCALE), matrix="N W x D")
+
+    # [N, H + W, C]: decoding contracts it in this order, and would transpose it for every token.
+    DECODING_ORDER = {"kv_up": (-2, -1, -3)}  # noqa: RUF012
+
+    @staticmethod
+    def sizes(m: utils.Model) -> dict[str, Size]:
+        flags = {
+            "Q": "q_lora_rank",
+            "C": "kv_lora_rank",
+            "H": "qk_nope_head_dim",
+            "R": "qk_rope_head_dim",
+            "W": "v_head_dim",
+        }
+        out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
+        for letter in ("H+R", "C+R", "H+W"):
+            parts = [out[part] for part in letter.split("+")]
+            out[letter] = Size(sum(part.size for part in parts), parts[0].flag)
+        return out | {"A": out["H+R"]}
+
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "LatentAttention":
+        query = weights.declare(LowRankQuery if config.model.q_lora_rank else Query, size)
+        return weights.declare(cls, size, query=query)
+
+    @staticmethod
+    def widths(m: utils.Model) -> tuple[int, int]:
+        return m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
+
+    @classmethod
+    def scale(cls, m: utils.Model) -> float:
+        return softmax_scale(m, cls.widths(m)[0])
+
+    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
+        """Return the inputs of the query and key-value up-projections, and the rotary key.
+
+        They are gathered, because they are narrower than queries, keys and values. Without a query
+        latent the input of the query is h.
+        """
+        latent_btC, key_btR = jnp.split(
+            matmul("btD,DC->btC", h_btD, self.kv_down), [m.kv_lora_rank], axis=-1
+        )
+        epsilon = m.latent_rms_norm_eps or m.rms_norm_eps
+        latent_btC = rms_norm(latent_btC, self.kv_norm, epsilon)
+        query_btQ = h_btD
+        if m.q_lora_rank:
+            query_btQ = matmul("btD,DQ->btQ", h_btD, self.query.down)
+            query_btQ = rms_norm(query_btQ, self.query.norm, epsilon)
+        return jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1)
+
+    def heads(
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+    ) -> Heads:
+        """Equations 9-19 of the paper."""
+        query_bTQ, latent_bTC, key_bTR = _split_inputs(inputs_bTX, m)
+        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
+        kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
+        k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
+        q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
+        key_bT1R = key_bTR[:, :, None, :]
+        if rope:
+            q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
+        key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
+        q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
+        return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
+
+    @staticmethod
+    def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
+        """The latent and the rotary key, for all heads and on every tensor rank."""
+        return (CacheArray(1, m.kv_lora_rank + m.qk_rope_head_dim, None),)
+
+    @staticmethod
+    def cached_width(m: utils.Model) -> int:
+        return m.kv_lora_rank
+
+    def cached_heads(
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Keys and values are not materialized.
+
+        The matrix that would expand them is absorbed into query and output (section 2.1.2).
+        """
+        query_bTQ, latent_bTC, key_bTR = _split_inputs(inputs_bTX, m)
+        q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, self.query.up)
+        q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
+        key_bT1R = key_bTR[:, :, None, :]
+        if rope:
+            q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
+        to_key_nHC = self.kv_up[:, : m.qk_nope_head_dim]
+        q_bTnC = matmul("bTnH,nHC->bTnC", q_bTnH, to_key_nHC)
+        new_bT1A = jnp.concatenate([latent_bTC[:, :, None, :], key_bT1R], axis=-1)
+        return jnp.concatenate([q_bTnC, q_bTnR], axis=-1), (new_bT1A,)
+
+    def values(self, y_bTnC: jax.Array, m: utils.Model) -> jax.Array:
+        return matmul("bTnC,nWC->bTnW", y_bTnC, self.kv_up[:, m.qk_nope_head_dim :])
+
+
+def _split_inputs(inputs_bTX: jax.Array, m: utils.Model) -> list[jax.Array]:
+    """Return the input of the query, the key-value latent and the rotary key."""
+    latent = inputs_bTX.shape[-1] - m.kv_lora_rank - m.qk_rope_head_dim
+    return jnp.split(inputs_bTX, [latent, latent + m.kv_lora_rank], axis=-1)
+
+
+# --- grouped-query attention ----------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class KeyValue:
+    """Key and value projections whose heads are sharded over tensor."""
+
+    # As in model.ExpertParallelExperts.
+    layout: str = flax.struct.field(pytree_node=False, default="sharded", kw_only=True)
+    key: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")
+    value: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")
+    key_bias: jax.Array | None = weight("Y/tensor A", zeros, decay=False)
+    value_bias: jax.Array | None = weight("Y/tensor A", zeros, decay=False)
+
+
+@flax.struct.dataclass
+class ReplicatedKeyValue:
+    """The same on more tensor ranks than heads: all ranks hold all heads, and use one."""
+
+    layout: str = flax.struct.field(pytree_node=False, default="replicated", kw_only=True)
+    key: jax.Array = weight("D/fsdp Y A", normal("D"), matrix="D x Y A")
+    value: jax.Array = weight("D/fsdp Y A", normal("D"), matrix="D x Y A")
+    key_bias: jax.Array | None = weight("Y A", zeros, decay=False)
+    value_bias: jax.Array | None = weight("Y A", zeros, decay=False)
+
+    def of_rank(self) -> KeyValue:
+        """Return the one head that this rank's queries use.
+
+        The gradient of the others is 0 here, and weights.reduce_gradients sums over tensor.
+        """
+        heads = self.key.shape[-2]
+        one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
+        return KeyValue(
+            *(
+                w if w is None else lax.dynamic_slice_in_dim(w, one, 1, axis=w.ndim - 2)
+                for w in (self.key, self.value, self.key_bias, self.value_bias)
+            )
+        )
+
+
+@flax.struct.dataclass
+class GroupedQueryAttention:
+    """Grouped-query attention (arXiv:2305.13245): Y heads of keys and values for N of queries.
+
+    Multi-head attention if Y = N. The norms of queries and keys are those of Qwen3
+    (arXiv:2505.09388), the biases those of Qwen2.
+    """
+
+    key_value: KeyValue | ReplicatedKeyValue
+    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    query: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
+    query_bias: jax.Array | None = weight("N/tensor A", zeros, decay=False)
+    query_norm: jax.Array | None = weight("A", ones, decay=False, float32=True)
+    key_norm: jax.Array | None = weight("A", ones, decay=False, float32=True)
+    out: jax.Array = weight("N/tensor A D/fsdp", normal("N A", RESIDUAL_SCALE), matrix="N A x D")
+
+    DECODING_ORDER = {}  # noqa: RUF012
+
+    @staticmethod
+    def sizes(m: utils.Model) -> dict[str, Size]:
+        heads = Size(m.num_key_value_heads, "model.num_key_value_heads")
+        return {"A": Size(m.head_dim, "model.head_dim"), "Y": heads}
+
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "GroupedQueryAttention":
+        m, tensor = config.model, config.mesh.tensor
+        replicated = m.num_key_value_heads < tensor and tensor % m.num_key_value_heads == 0
+        key_value = weights.declare(ReplicatedKeyValue if replicated else KeyValue, size)
+        w = weights.declare(cls, size, key_value=key_value)
+        if not m.attention_bias:
+            key_value = key_value.replace(key_bias=None, value_bias=None)
+            w = w.replace(query_bias=None, key_value=key_value)
+        return w if m.qk_norm else w.replace(query_norm=None, key_norm=None)
+
+    @staticmethod
+    def widths(m: utils.Model) -> tuple[int, int]:
+        return m.head_dim, m.head_dim
+
+    @classmethod
+    def scale(cls, m: utils.Model) -> float:
+        return softmax_scale(m, m.head_dim)
+
+    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
+        return h_btD
+
+    def heads(
+        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+    ) -> Heads:
+        kv = self.key_value
+        kv = kv.of_rank() if isinstance(kv, ReplicatedKeyValue) else kv
+        q_bTnA = _project(h_bTD, self.query, self.query_bias)
+        k_bTyA = _project(h_bTD, kv.key, kv.key_bias)
+        v_bTyA = _project(h_bTD, kv.value, kv.value_bias)
+        if m.qk_norm:
+            q_bTnA = rms_norm(q_bTnA, self.query_norm, m.rms_norm_eps)
+            k_bTyA = rms_norm(k_bTyA, self.key_norm, m.rms_norm_eps)
+        if rope:
+            q_bTnA, k_bTyA = rotate(q_bTnA, m, position_bT), rotate(k_bTyA, m, position_bT)
+        return q_bTnA, k_bTyA, v_bTyA
+
+    @staticmethod
+    def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
+        """Keys and values of each head; a head that several tensor ranks use has several copies."""
+        heads = max(m.num_key_value_heads, tensor)
+        return (CacheArray(heads, m.head_dim, "tensor"),) * 2
+
+    @staticmethod
+    def cached_width(m: utils.Model) -> int:
+        return m.head_dim
+
+    def cached_heads(
+        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        q_bTnA, *keys_and_values = self.heads(h_bTD, m, position_bT, rope)
+        return q_bTnA, tuple(keys_and_values)
+
+    def values(self, y_bTnA: jax.Array, m: utils.Model) -> jax.Array:
+        return y_bTnA
+
+
+def _project(h_bTD: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y_bTnA = matmul("bTD,DnA->bTnA", h_bTD, w)
+    return y_bTnA if bias is None else y_bTnA + jnp.expand_dims(bias, (0, 1))
+
+
+KINDS: dict[str, Any] = {"mla": LatentAttention, "gqa": GroupedQueryAttention}
+Attention = LatentAttention | GroupedQueryAttention
+
+
+def kind_of(m: utils.Model) -> Any:
+    """Return the class of the model's attention."""
+    return KINDS[m.attention]
+
+
+# --- kernels --------------------------------------------------------------------------------------
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": ("cudnn", "triton")}  # best first
 MASKED = -1e30  # score of a masked position; finite, so that the softmax of such a row is finite
@@ -71,8 +463,10 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     generation = platform.removeprefix("gpu")
     if platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    wide, narrow = m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
+    wide, narrow = kind_of(m).widths(m)
     if kernel == "triton":
+        if window(config):
+            return "it does not support --model.sliding_window"
         if T % GPU_BLOCK:
             return f"sequences of {T} are not a multiple of {GPU_BLOCK}"
         if narrow > wide:
@@ -86,40 +480,59 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
 
+def window(config: utils.Config) -> int:
+    """Return the positions that a query attends to; 0 for all earlier ones."""
+    size = config.model.sliding_window
+    return size if size < config.train.seq_len else 0
+
+
 def computed_share(config: utils.Config, platform: str) -> float:
     """Return the share of the T x T scores that is computed.
 
-    Kernels skip the blocks that the causal mask covers completely.
+    Kernels skip the blocks that the mask covers completely.
     """
     T, kernel = config.train.seq_len, choose_kernel(config, platform)
     size = T if kernel == "xla" else block_size(T) if kernel == "splash" else GPU_BLOCK
     blocks = -(-T // size)
-    return (blocks + 1) / (2 * blocks)
+    # A block is as far from the diagonal as the window and its own size reach.
+    farthest = (window(config) or T) + size - 2
+    computed = sum(min(i, farthest // size) + 1 for i in range(blocks))
+    return computed / blocks**2
 
 
 @jax.named_scope("scores")
 def attend(
     q_bTnA: jax.Array,
-    k_bSnA: jax.Array,
-    v_bSnW: jax.Array,
+    k_bSyA: jax.Array,
+    v_bSyW: jax.Array,
     segments_bS: jax.Array | None,
     kernel: str,
     scale: float,
+    window: int = 0,
 ) -> jax.Array:
     """softmax(scale q k^T) v over this and earlier positions of a segment -> [b, T, n, W].
 
     For train.remat, the result and the other residuals of a kernel have the name "attention".
 
     segments_bS  index of each position's document; None if a window is one document.
+    window       positions that a query attends to, with its own; 0 for all earlier ones.
     """
-    arrays = q_bTnA, k_bSnA, v_bSnW, segments_bS
+    if kernel not in GROUPED_KERNELS and k_bSyA.shape[2] < q_bTnA.shape[2]:
+        times = q_bTnA.shape[2] // k_bSyA.shape[2]
+        k_bSyA, v_bSyW = (jnp.repeat(a, times, axis=2) for a in (k_bSyA, v_bSyW))
+    arrays = q_bTnA, k_bSyA, v_bSyW, segments_bS
     if kernel != "xla":  # kernels need arrays that vary along the same mesh axes
         arrays = vary(arrays, varying(arrays))
-    return IMPLEMENTATIONS[kernel](*arrays, scale)
+    return IMPLEMENTATIONS[kernel](*arrays, scale, window)
 
 
 def _xla(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    scale: float,
+    window: int,
 ) -> jax.Array:
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(
@@ -128,6 +541,8 @@ def _xla(
     T = q.shape[1]
     query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, T, T), dim) for dim in (2, 3))
     mask = key <= query
+    if window:
+        mask &= key > query - window
     if segments is not None:
         mask &= segments[:, None, :, None] == segments[:, None, None, :]
     # Added rather than selected, because the backward pass of an addition needs no mask.
@@ -140,3 +555,4 @@ def _xla(
 
 
 IMPLEMENTATIONS = {"xla": _xla, "splash": splash, "cudnn": cudnn, "triton": triton}
+GROUPED_KERNELS = {"splash", "cudnn"}  # kernels of fewer key heads than query heads

@@ -3,11 +3,10 @@
     ./run.sh python convert.py export --run runs/tiny --out exported --remote_code
     ./run.sh python convert.py import --folder Moonlight-16B-A3B --out runs/moonlight
 
-AutoModelForCausalLM.from_pretrained opens an exported folder as DeepseekV3ForCausalLM, or as
-DeepseekV2ForCausalLM if the router's scores are a softmax. With --remote_code the folder contains
-its own modelling file, which supports every model of this project. An imported folder is a run
-without training, for generate.py, validate.py, export, and main.py --run.init_from. Conversion runs
-on the CPU with one tensor in memory at a time, whatever devices the model was trained on.
+AutoModelForCausalLM.from_pretrained opens an exported folder, by a class of hf/families.py or, with
+--remote_code, by its own modelling file, which supports every model of this project. An imported
+folder is a run without training, for generate.py, validate.py, export, and main.py --run.init_from.
+Conversion runs on the CPU with one tensor in memory at a time, on any machine.
 """
 
 import dataclasses
@@ -80,7 +79,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
         closing(Checkpoints(flags.out / "checkpoints", keep=1)) as saved,
     ):
         tokens = import_checkpoint.copy_tokenizer(
-            flags.folder, flags.out / "tokenizer", table.get("eos_token_id")
+            flags.folder, flags.out / run_directory.TOKENIZER, table.get("eos_token_id")
         )
         arrays = import_checkpoint.read_arrays(found, mappings, files, Path(scratch))
         saved.made_by = provenance.describe_start(0)
@@ -96,7 +95,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
     if tokens["tokenizer"]:
         log(f'./run.sh python generate.py --run {flags.out} --prompt "..."')
     else:
-        log(f"{flags.folder} has no tokenizer.json, so generate.py cannot use the run")
+        log(f"{flags.folder} has no tokenizer.json or tiktoken.model, so the run makes no text")
 
 
 def _run_config(found: HfModel, flags: Import, rest: Sequence[str]) -> Config:

@@ -24,9 +24,9 @@ import checkpoint
 import model
 import train
 import utils
-from data.tokenizer import Tokenizer, token_bytes, tokenizer_of
+from data.tokenizer import Tokenizer, text_tokens, token_bytes
 from inference import decode
-from inference.sampling import ENDED, Generator, SamplingOptions
+from inference.sampling import ENDED, Generator, SamplingOptions, bytes_per_device
 from model import Transformer
 from runtime import distributed, errors, resume, run_directory
 from runtime.console import is_primary
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         _, w, stored = checkpoint.load_weights(run, flags.step, shapes)
-        tokenizer, end_of_text, begin = tokenizer_of(stored["tokens"], config)
+        tokenizer, begin, ends = text_tokens(stored["tokens"], run)
         texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
         check_texts(texts, prompts, config.train.seq_len)
         max_length = config.train.seq_len
@@ -79,11 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
             max_length = min(max_length, max(map(len, texts)) + flags.tokens)
         options = SamplingOptions(flags.temperature, flags.top_k, flags.top_p)
         batch = min(flags.batch, len(texts) or 1)
-        generator = Generator(config, mesh, batch, max_length, end_of_text, options)
+        generator = Generator(config, mesh, batch, max_length, ends, options)
         w = generator.convert_weights(w)
-        mib = decode.bytes_per_device(generator.abstract_cache) / 2**20
+        mib = bytes_per_device(generator.abstract_cache) / 2**20
         log_stderr(
-            f"cache: {decode.values_per_token(config.model)} values per token and layer, "
+            f"cache: {decode.values_per_token(config)} values per token and layer, "
             f"{mib:.2f} MiB per device for {generator.B} texts of up to {max_length} tokens"
         )
         if flags.interactive:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import utils
 import weights
+from attention import kind_of
 from model import Transformer
 from utils import ConfigError
 
@@ -137,18 +138,18 @@ MFU_RULE = (
 
 
 def palm_flops_per_token(m: utils.Model, declared: Transformer, sequence_length: int) -> float:
-    """6 * active parameters + 3 * layers * heads * T * (query width + value width).
+    """6 * active parameters + 6 * layers * heads * keys * (query width + value width).
 
     An untied embedding is only looked up, and does not count. A tied one counts as the output
-    matrix. The source has 12 * layers * heads * head width * T for attention. Causal attention is
-    half of it, here with separate widths of queries and values.
+    matrix. The source has 12 * layers * heads * head width * T for attention. Here queries and
+    values have their own widths, and keys are those that a query attends to on average: T / 2 under
+    the causal mask, and fewer with a sliding window.
 
     Source  Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     _, active = weights.count(declared)
     lookup = 0 if m.tie_word_embeddings else declared.first.embedding.size
-    widths = m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim
-    return (
-        6.0 * (active - lookup)
-        + 3.0 * m.num_hidden_layers * m.num_attention_heads * sequence_length * widths
-    )
+    window = min(m.sliding_window or sequence_length, sequence_length)
+    keys = window * (1 - window / (2 * sequence_length))
+    heads = m.num_hidden_layers * m.num_attention_heads
+    return 6.0 * (active - lookup) + 6.0 * heads * keys * sum(kind_of(m).widths(m))

@@ -35,6 +35,7 @@ import train
 import utils
 import weights
 from checkpoint import Checkpoints
+from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
 from inference.sampling import Sampler
 from metrics import Metrics
@@ -197,7 +198,9 @@ def _train(
             start = provenance.record(directory.files, int(state.step))
             goodput_log = GoodputLog(directory.files, watchdog, int(state.step))
             if is_primary():
-                directory.upload()
+                kept = directory.folder(run_directory.TOKENIZER)
+                keep_files(data[0].manifest.tokenizer, kept)
+                directory.upload(directory.files.rglob("*"))
             log(plan_line)
             if stop.reached():
                 raise stop.stopped(_resumable(saved))
@@ -283,10 +286,12 @@ def start_state(
 
 def checkpoint_config(config: Config, data: Mixture) -> dict[str, Any]:
     """Return what a checkpoint stores of its run: the config, and the identity of its tokens."""
-    m = data.manifest
+    m, templates = data.manifest, [part.manifest.template for part in data.parts.values()]
     tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
     if m.begin_of_text is not None:
         tokens["begin_of_text"] = [m.begin_of_text]
+    if template := next(filter(None, templates), None):
+        tokens["chat_template"] = template
     tokens["tokenizer_sha256"] = m.tokenizer_sha256
     return dataclasses.asdict(config) | {"tokens": tokens}
 

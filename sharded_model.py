@@ -88,39 +88,37 @@ def pipeline_functions(
     """
     m, wrap = config.model, wrap or remat(config)
 
-    def position(data: Batch, layer: jax.Array) -> LayerPosition:
-        return LayerPosition(step, data.microbatch, layer)
-
-    def segments(data: Batch) -> jax.Array | None:
-        return data.segments if config.data.segments else None
-
-    def wrapped(layer: Callable, declared: Any) -> Callable:
-        """`layer`, which gathers its weights if they are gathered per layer, under `wrap`."""
+    def wrapped(layer: Callable, declared: Any, data: Batch) -> Callable:
+        """Return (w, x, index) -> `layer`, under `wrap`; it gathers weights if so configured."""
+        segments = data.segments if config.data.segments else None
 
         def run(w: Any, *args: Any, **options: Any) -> Any:
             w = weights.gather(declared, w) if config.fsdp.gather == "layer" else w
             return layer(w, *args, **options)
 
-        return wrap(run)
+        run = wrap(run)
+
+        def at(w: Any, x_btD: jax.Array, number: jax.Array) -> Any:
+            position = LayerPosition(step, data.microbatch, number)
+            return run(w, x_btD, segments, position=position)
+
+        return at
+
+    dense_layer = partial(model.dense_layer, options=options)
+    moe_layer = partial(model.moe_layer, options=options)
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
         x_btD = model.embed(w.embedding, data.tokens)
         if w.prefix is not None:
-            run = wrapped(partial(model.dense_layer, options=options), declared.first.prefix)
-            start = position(data, jnp.int32(0))
-            x_btD = model.dense_layers(w.prefix, vary(x_btD), segments(data), start, run)
+            run = wrapped(dense_layer, declared.first.prefix, data)
+            x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
         return x_btD
 
     def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
-        layer, routing = m.first_k_dense_replace + number * (m.dense_layers + m.moe_layers), None
-        if w.dense is not None:
-            run = wrapped(partial(model.dense_layer, options=options), declared.blocks.dense)
-            x_btD = model.dense_layers(w.dense, x_btD, segments(data), position(data, layer), run)
-        if w.moe is not None:
-            run = wrapped(partial(model.moe_layer, options=options), declared.blocks.moe)
-            here = position(data, layer + m.dense_layers)
-            x_btD, routing = run(w.moe, x_btD, segments(data), position=here)
+        dense = wrapped(dense_layer, declared.blocks.dense, data)
+        moe = wrapped(moe_layer, declared.blocks.moe, data)
+        x_btD, _, routing = model.block(w, x_btD, number, m, dense, moe)
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
@@ -269,7 +267,7 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def forward_options(
-    config: Config, mesh: Mesh, capacity_factor: float | None, dropout: float = 0.0
+    config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
     kernel = attention.choose_kernel(config, platform(mesh))
     return ForwardOptions(config.model, config.train.seed, capacity_factor, dropout, kernel)
@@ -336,7 +334,7 @@ def after_layers(
 
     The result of `make` varies along BATCH_AXES alone.
     """
-    options = forward_options(config, mesh, None)
+    options = forward_options(config, mesh, 0.0)
 
     def local(w: Transformer, data: Batch) -> jax.Array:
         def last(outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
@@ -358,9 +356,9 @@ def token_losses(
     """
 
     def of_chunk(table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
-        losses_n, _ = model.cross_entropy(table_vD, h_nD, targets_n, config.model.vocab_size)
         logits_nv = model.local_logits(table_vD, h_nD, config.model.vocab_size)
-        is_target_nv = model.local_ids(table_vD)[None, :] == targets_n[:, None]
+        losses_n, _ = model.cross_entropy(logits_nv, targets_n)
+        is_target_nv = model.local_ids(len(table_vD))[None, :] == targets_n[:, None]
         picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
         is_likeliest_n = picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
         return jnp.stack([losses_n, is_likeliest_n.astype(jnp.float32)], -1)

@@ -71,8 +71,9 @@ class Fsdp:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """YaRN (arXiv:2309.00071)."""
+    """Extension of the context: YaRN (arXiv:2309.00071), or that of Llama 3 (arXiv:2407.21783)."""
 
+    rope_type: Literal["yarn", "llama3"] = "yarn"
     factor: float = 1.0  # extension of the context; 1 is plain rotary embedding
     original_max_position_embeddings: int = 4096  # tokens of the original context
     beta_fast: float = 32.0  # pairs that rotate more often than this in it keep their frequency
@@ -82,6 +83,10 @@ class RopeScaling:
     mscale: float = 1.0
     # attention scores are multiplied by (1 + mscale_all_dim / 10 * log(factor))^2
     mscale_all_dim: float = 1.0
+    # llama3: pairs that rotate more often than high_freq_factor in the original context keep their
+    # frequency; pairs that rotate less often than low_freq_factor have it divided by the factor
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,14 @@ class Model:
     # (i + 1) % decoder_sparse_step is 0 and n_routed_experts is above 0
     decoder_sparse_step: int = 2
     num_attention_heads: int = 4  # N
+    # latent attention; or grouped-query attention, which is multi-head attention if there are as
+    # many heads of keys and values as of queries
+    attention: Literal["mla", "gqa"] = "mla"
+    num_key_value_heads: int = 4  # Y: heads of keys and values (gqa)
+    head_dim: int = 64  # A: width of a head of queries, keys and values (gqa)
+    qk_norm: bool = False  # RMSNorm of each head of queries and keys, as in Qwen3 (gqa)
+    attention_bias: bool = False  # biases of queries, keys and values, as in Qwen2 (gqa)
+    sliding_window: int = 0  # positions that a query attends to, with its own; 0: all earlier ones
     q_lora_rank: int = 0  # Q: width of the query latent; 0: queries without a latent
     kv_lora_rank: int = 64  # C: width of the key-value latent
     qk_nope_head_dim: int = 64  # H: width of a query and key head without position
@@ -114,15 +127,19 @@ class Model:
     num_experts_per_tok: int = 2  # K
     n_group: int = 1  # groups of equal size that experts are in (arXiv:2412.19437, section 2.1.2)
     topk_group: int = 1  # groups from which a token's K experts are chosen
+    # rank of a group: the sum of its two best experts, as in DeepSeek-V3, or its best expert, as in
+    # DeepSeek-V2
+    topk_method: Literal["noaux_tc", "group_limited_greedy"] = "noaux_tc"
     # experts that every token passes through; one SwiGLU of their summed width
     n_shared_experts: int = 1
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"  # router logits to scores
     norm_topk_prob: bool = True  # the weights of a token's K experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the routed experts' output
     # capacity of an expert for the tokens of one rank in one microbatch, as a multiple of
-    # K * tokens / E; tokens beyond it are dropped
+    # K * tokens / E; tokens beyond it are dropped. 0: dropless, so that the loss is the same on
+    # every mesh
     capacity_factor: float = 1.5
-    eval_capacity_factor: float = 2.0  # the same in evaluation
+    eval_capacity_factor: float = 0.0  # the same in evaluation
     # expert parallelism over fsdp x tensor, or experts sharded like other weights; auto is expert
     # parallelism if n_routed_experts is divisible by fsdp x tensor
     experts_layout: Literal["auto", "expert_parallel", "sharded"] = "auto"

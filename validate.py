@@ -7,7 +7,7 @@ Prints cross-entropy per token, perplexity, bits per byte of text and the balanc
 Flags of main.py override the run's config, for example --mesh.fsdp 8 --mesh.pipeline 1.
 --questions FILE evaluates multiple-choice questions instead (inference/multiple_choice.py).
 --lm_eval TASK,TASK runs tasks of lm-evaluation-harness (inference/lm_eval_adapter.py).
-Where experts exceed their capacity, the mesh decides which tokens are dropped.
+Experts are dropless. With --model.eval_capacity_factor above 0 they drop tokens beyond a capacity.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ import model
 import sharded_model
 import train
 import utils
-from data.tokenizer import tokenizer_of
+from data.tokenizer import text_tokens
 from dataset import Dataset, Mixture
 from inference import multiple_choice
 from model import Batch, Transformer
@@ -132,12 +132,12 @@ def main(arguments: list[str] | None = None) -> None:
         shapes = train.abstract_state(config, declared, mesh).weights
         step, w, stored = checkpoint.load_weights(run, flags.step, shapes)
         if harness:
-            tokenizer = tokenizer_of(stored["tokens"], config)
-            adapter = harness.Model(config, declared, mesh, w, *tokenizer)
+            tokens = text_tokens(stored["tokens"], run)
+            adapter = harness.Model(config, declared, mesh, w, tokens)
             found = harness.evaluate(adapter, flags.lm_eval, flags.include_path, flags.limit)
             text, found = harness.report(found, step), {"results": found["results"]}
         elif questions:
-            tokenizer, _, begin = tokenizer_of(stored["tokens"], config)
+            tokenizer, begin, _ = text_tokens(stored["tokens"], run)
             found = multiple_choice.evaluate(config, declared, mesh, w, questions, tokenizer, begin)
             text = multiple_choice.report({"step": step} | found, flags.questions)
         else:

@@ -11,6 +11,7 @@ counts and the optimizer's masks. Nothing here depends on the model.
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -371,3 +372,35 @@ def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
         return lax.psum(grad, "replica")
 
     return jax.tree.map(reduce, declared, grads)
+
+
+# --- in a layer ---------------------------------------------------------------------------------
+
+
+def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply as einsum, in the arguments' dtype; float32 at full precision on every device.
+
+    The first two dimensions of x are flattened into one. Where the gradient of a weight sums over
+    two dimensions, XLA for CPUs would first write transposed copies of both operands.
+    """
+    precision = "highest" if x.dtype == jnp.float32 else None
+    x_dims, w_dims, y_dims = re.split(",|->", formula)
+    if y_dims[:2] != x_dims[:2] or set(x_dims[:2]) & set(w_dims):
+        return jnp.einsum(formula, x, w, precision=precision)
+    flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    y = jnp.einsum(f"{x_dims[1:]},{w_dims}->{y_dims[1:]}", flat, w, precision=precision)
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def float32_product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiply as einsum into float32. JAX's gradient of it would multiply in float32 as well."""
+    precision = "highest" if x.dtype == jnp.float32 else None
+    return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) * scale (arXiv:1910.07467), in float32 for the sum."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    scale = jnp.expand_dims(scale, range(x.ndim - 1))
+    return (x32 * lax.rsqrt(mean + epsilon) * scale).astype(x.dtype)

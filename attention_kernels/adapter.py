@@ -44,7 +44,7 @@ def private(name: str) -> Any:
 
 
 class Kernel(NamedTuple):
-    """A kernel and its gradient: functions of arrays [b, T, n, .] without varying-axes types.
+    """A kernel and its gradient: functions of arrays [b, T, n or y, .] without varying-axes types.
 
     Each takes `interpret` as well: run as JAX operations, on a device without the kernel.
     """
@@ -69,7 +69,7 @@ def _call_forward(
     out, logsumexp = foreign_p.bind(q, k, v, *extra, function=kernel.forward)
     # Saved with its heads concatenated, because a TPU pads the last dimension to 128.
     out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
-    out = out.reshape(v.shape)
+    out = out.reshape(*q.shape[:3], v.shape[-1])
     return out, (q, k, v, out, logsumexp, extra)
 
 

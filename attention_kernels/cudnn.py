@@ -13,7 +13,12 @@ from attention_kernels.adapter import CUDNN, Kernel, call, private
 
 
 def cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    scale: float,
+    window: int,
 ) -> jax.Array:
     """Attention by NVIDIA's library, called as jax.nn.dot_product_attention calls it.
 
@@ -21,12 +26,15 @@ def cudnn(
     Hopper.
     """
     assert segments is None, "see attention.choose_kernel"
-    return call(cudnn_kernel(scale), q, k, v, ())
+    return call(cudnn_kernel(scale, window), q, k, v, ())
 
 
 @cache
-def cudnn_kernel(scale: float) -> Kernel:
-    """Return the causal kernel. Interpreted: the formulas of arXiv:2307.08691, section 2.3.2."""
+def cudnn_kernel(scale: float, window: int) -> Kernel:
+    """Return the causal kernel. Interpreted: the formulas of arXiv:2307.08691, section 2.3.2.
+
+    window  positions that a query attends to; 0 for all earlier ones.
+    """
 
     def library(name: str) -> Any:
         return private(f"{CUDNN}.{name}")
@@ -39,17 +47,12 @@ def cudnn_kernel(scale: float) -> Kernel:
             "variadic_args": (False, False),  # no bias, and no gradient of it
             "mask_type": library("MaskType").CAUSAL,
             "layout": library("AttentionLayout").BTNH.value,
-            "sliding_window_length": None,
+            "sliding_window_length": window or None,
         }
 
     def absent(q: Any) -> list[jax.Array]:
         """The bias, lengths and offsets of queries and keys, and page tables: none here."""
         return [jnp.zeros(0, q.dtype)] * 7
-
-    def scores(q: Any, k: Any) -> jax.Array:
-        T = q.shape[1]
-        product = jnp.einsum("bTnA,bSnA->bnTS", q, k, preferred_element_type=jnp.float32)
-        return jnp.where(jnp.tri(T, dtype=bool), scale * product, -jnp.inf)
 
     def cudnn_plain(q: Any, k: Any, v: Any, interpret: bool) -> Any:
         return cudnn_forward(q, k, v, interpret, is_training=False)[:1]
@@ -58,7 +61,8 @@ def cudnn_kernel(scale: float) -> Kernel:
         if not interpret:
             call = library("_dot_product_attention_fwd_p")
             return call.bind(q, k, v, *absent(q), is_training=is_training, **options())
-        scores_bnTS = scores(q, k)
+        k, v = per_query_head(q, k, v)
+        scores_bnTS = scores(q, k, scale, window)
         logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
         share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)
         return jnp.einsum("bnTS,bSnW->bTnW", share_bnTS, v), logsumexp
@@ -69,14 +73,38 @@ def cudnn_kernel(scale: float) -> Kernel:
         if not interpret:
             call = library("_dot_product_attention_bwd_p")
             return call.bind(q, k, v, *absent(q), logsumexp, out, grad, **options())
-        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        share_bnTS = jnp.exp(scores(q, k) - logsumexp[..., None])
+        product, key = partial(jnp.einsum, preferred_element_type=jnp.float32), k
+        k, v = per_query_head(q, k, v)
+        share_bnTS = jnp.exp(scores(q, k, scale, window) - logsumexp[..., None])
         sum_bnT = product("bTnW,bTnW->bnT", grad, out)
         d_bnTS = product("bTnW,bSnW->bnTS", grad, v) - sum_bnT[..., None]
         d_bnTS = (scale * share_bnTS * d_bnTS).astype(q.dtype)
         d_q = product("bnTS,bSnA->bTnA", d_bnTS, k)
         d_k = product("bnTS,bTnA->bSnA", d_bnTS, q)
         d_v = product("bnTS,bTnW->bSnW", share_bnTS.astype(q.dtype), grad)
-        return [d.astype(q.dtype) for d in (d_q, d_k, d_v)]
+        return [d.astype(q.dtype) for d in (d_q, *per_key_head(key, d_k, d_v))]
 
     return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)
+
+
+# --- interpreted ----------------------------------------------------------------------------------
+
+
+def scores(q: Any, k: Any, scale: float, window: int) -> jax.Array:
+    """Return [b, n, T, T], with -inf for positions that a query does not attend to."""
+    T = q.shape[1]
+    product = jnp.einsum("bTnA,bSnA->bnTS", q, k, preferred_element_type=jnp.float32)
+    visible = jnp.tri(T, dtype=bool)
+    if window:
+        visible &= ~jnp.tri(T, k=-window, dtype=bool)
+    return jnp.where(visible, scale * product, -jnp.inf)
+
+
+def per_query_head(q: Any, *keys_and_values: Any) -> list[jax.Array]:
+    """Repeat each head of keys or values for its query heads."""
+    return [jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in keys_and_values]
+
+
+def per_key_head(k: Any, *gradients: Any) -> list[jax.Array]:
+    """Sum over the query heads of each key head."""
+    return [g.reshape(*k.shape[:3], -1, g.shape[-1]).sum(3) for g in gradients]

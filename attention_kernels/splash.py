@@ -15,14 +15,19 @@ BLOCK = 512  # positions of a block, where that divides the sequence
 
 
 def splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    scale: float,
+    window: int,
 ) -> jax.Array:
-    """Attention by splash. Queries and keys may be wider than values."""
+    """Attention by splash. Queries and keys may be wider than values, and have more heads."""
     T = k.shape[1]
     assert q.shape[1] == T and T % LANES == 0, "see attention.choose_kernel"
     # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
     extra = () if segments is None else (segments,)
-    return call(splash_kernel(q.shape[2], T), q * scale, k, v, extra)
+    return call(splash_kernel(q.shape[2], T, window), q * scale, k, v, extra)
 
 
 def block_size(T: int) -> int:
@@ -31,8 +36,11 @@ def block_size(T: int) -> int:
 
 
 @cache  # one object per size, so that equal programs compare as equal
-def splash_kernel(n: int, T: int) -> Kernel:
-    """Return the kernel for n heads and T positions. Inside it heads come before positions."""
+def splash_kernel(n: int, T: int, window: int) -> Kernel:
+    """Return the kernel for n query heads and T positions. Inside it heads come before positions.
+
+    window  positions that a query attends to; 0 for all earlier ones.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -40,7 +48,9 @@ def splash_kernel(n: int, T: int) -> Kernel:
     blocks = library.BlockSizes(**{f"block_{name}": block_size(T) for name in sizes})
 
     def make(**options: bool) -> Any:
-        mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * n)
+        shape = T, T
+        one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+        mask = masks.MultiHeadMask([one] * n)
         return library.make_splash_mha(
             mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, **options
         )

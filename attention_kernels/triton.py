@@ -15,9 +15,15 @@ from attention_kernels.adapter import GPU_BLOCK, TRITON_BACKWARD, Kernel, call, 
 
 
 def triton(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    scale: float,
+    window: int,
 ) -> jax.Array:
     """Attention by the kernel, with segments. It has one head width, so values are zero-padded."""
+    assert not window, "see attention.choose_kernel"
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
     extra = () if segments is None else (segments,)
     return call(triton_kernel(scale, q.shape[-1]), q, k, padded, extra)[..., : v.shape[-1]]

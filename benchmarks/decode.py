@@ -43,7 +43,7 @@ class Decoder:
         mesh, declared = train.make_mesh(config), model.declare(config)
         self.config, self.sequences = config, sequences
         options = sampling.SamplingOptions(temperature=0.0)
-        self.generator = sampling.Generator(config, mesh, sequences, max_length, -1, options)
+        self.generator = sampling.Generator(config, mesh, sequences, max_length, [-1], options)
         self.weights = self.generator.convert_weights(weights.initialize(declared, mesh, 0))
         self.generator.reset(range(sequences), 0)
 
@@ -63,7 +63,9 @@ class Decoder:
         m, reads = self.config.model, 0
         for w in jax.tree.leaves(model.declare(self.config)):
             reads += w.size * min(1.0, w.active * (self.sequences if w.active < 1 else 1))
-        values = m.num_hidden_layers * self.sequences * position * decode.values_per_token(m)
+        values = (
+            m.num_hidden_layers * self.sequences * position * decode.values_per_token(self.config)
+        )
         return round(4 * (reads + values))
 
 

@@ -35,6 +35,13 @@ END = "<|end|>"
 MARKS = (END, *(f"<|{role}|>" for role in ROLES))
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT}
 
+PLAIN = "plain"
+PLAIN_JINJA = (  # the same for Hugging Face
+    "{% for message in messages %}{{ '' if loop.first else '\\n' }}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{{ '\\n<|assistant|>\\n' if add_generation_prompt else '' }}"
+)
+
 Message = tuple[str, str]  # role, content
 FORMS = (
     'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
@@ -51,8 +58,8 @@ class Template(NamedTuple):
 
 def template_of(name: str, tokenizer: Any) -> Template:
     """Return the template `plain` or the tokenizer's. Raises ConfigError if it has none."""
-    if name == "plain":
-        return Template("plain", plain, MARKS)
+    if name == PLAIN:
+        return Template(PLAIN, plain, MARKS)
     special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
     if not (special and special.chat_template):
         raise ConfigError(

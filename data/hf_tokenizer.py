@@ -12,7 +12,8 @@ from utils import ConfigError
 TABLE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"  # beside it; names the end-of-text token
 CHAT_TEMPLATE = "chat_template.jinja"  # if it is not in the settings
-MODEL_SETTINGS = ("generation_config.json", "config.json")  # may have that token's id
+MODEL_SETTINGS = ("generation_config.json", "config.json")  # ids of the tokens that end a text
+SETTINGS_FILES = (SETTINGS, CHAT_TEMPLATE, *MODEL_SETTINGS)
 
 
 def byte_characters() -> list[str]:
@@ -36,6 +37,7 @@ class Special(NamedTuple):
     bos: int | None
     adds_bos: bool
     chat_template: str | None
+    ends: list[int]  # tokens that end a generated text, such as the end of a turn; may be empty
 
 
 def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> Special:
@@ -48,7 +50,10 @@ def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> S
     if (file := folder / CHAT_TEMPLATE).is_file():
         template = file.read_text()
     bos = ids.get(names.get("bos_token", ""))
-    return Special(ids, names, bos, bool(settings.get("add_bos_token")), template)
+    ends = (read_settings(folder / name).get("eos_token_id") for name in MODEL_SETTINGS)
+    found = next((end for end in ends if end is not None), [])
+    found = found if isinstance(found, list) else [found]
+    return Special(ids, names, bos, bool(settings.get("add_bos_token")), template, found)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -122,10 +127,7 @@ class HuggingFace:
         if name is not None:
             found = self.table.token_to_id(name)
         else:
-            files = (read_settings(self.path.with_name(other)) for other in MODEL_SETTINGS)
-            ids = (file.get("eos_token_id") for file in files)
-            found = next((id for id in ids if id is not None), None)
-            found = found[0] if isinstance(found, list) else found
+            found = next(iter(self.special.ends), None)
         if found is None:
             what = "names none" if name is None else f"names {name!r}, which is not a token"
             raise ConfigError(

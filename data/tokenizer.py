@@ -7,14 +7,22 @@ tokenizer.json of Hugging Face, or of a tiktoken.model as in Kimi-K2 and Moonlig
 import base64
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 
-from data.hf_tokenizer import SETTINGS, TABLE, HuggingFace, read_settings, special_of
-from utils import Config, ConfigError
+from data.hf_tokenizer import (
+    SETTINGS,
+    SETTINGS_FILES,
+    TABLE,
+    HuggingFace,
+    read_settings,
+    special_of,
+)
+from utils import ConfigError
 
 Tokenizer = tiktoken.Encoding | HuggingFace
 
@@ -194,15 +202,50 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return b"".join(token_bytes(tokenizer, i) for i in ids).decode("utf-8", "replace")
 
 
-def tokenizer_of(tokens: dict[str, Any], config: Config) -> tuple[Tokenizer, int, list[int]]:
-    """Return (tokenizer, end of text, tokens that begin a document) of a checkpoint.
+# --- the tokenizer of a run -----------------------------------------------------------------------
 
-    tokens  from the checkpoint's config
+
+class TextTokens(NamedTuple):
+    """The tokenizer of a run, and the tokens that begin and end its texts."""
+
+    tokenizer: Tokenizer
+    begin: list[int]  # of each document; empty or one
+    ends: list[int]  # the end of text, and others that a generated text ends with
+
+
+def keep_files(name: str, folder: Path) -> None:
+    """Copy the files of a tokenizer that is named by a path to a folder of a run, once."""
+    path = Path(name)
+    if not is_path(name) or not path.exists() or folder.exists():
+        return
+    tables = [path] if path.is_file() else [path / TABLE, path / RANKS]
+    table = next(file for file in tables if file.is_file())
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    shutil.copy(table, part / (RANKS if table.suffix == ".model" else TABLE))
+    for setting in SETTINGS_FILES:
+        if (table.parent / setting).is_file():
+            shutil.copy(table.parent / setting, part)
+    part.rename(folder)
+
+
+def text_tokens(tokens: dict[str, Any], run: Any) -> TextTokens:
+    """Return the tokenizer of a run (runtime.run_directory.RunDirectory).
+
+    tokens  of a checkpoint's config
     """
     if not tokens["tokenizer"]:
         raise ConfigError(
-            f"run {config.run.name} has no tokenizer: the folder it was imported from had no "
-            "tokenizer.json. Put one there and import it again."
+            f"run {run.name} has no tokenizer: the folder it was imported from had no {TABLE} or "
+            f"{RANKS}. Put one there and import it again."
         )
-    tokenizer = load_tokenizer(tokens["tokenizer"], tokens["tokenizer_sha256"])
-    return tokenizer, tokens["end_of_text"], tokens.get("begin_of_text", [])
+    tokenizer = load_tokenizer(run.tokenizer(tokens["tokenizer"]), tokens["tokenizer_sha256"])
+    ends = [tokens["end_of_text"], *ends_of(tokenizer)]
+    return TextTokens(tokenizer, tokens.get("begin_of_text", []), list(dict.fromkeys(ends)))
+
+
+def ends_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that end a generated text by the files beside the tokenizer's."""
+    special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
+    return special.ends if special else []

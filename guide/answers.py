@@ -108,7 +108,7 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
     def layer(w: model.DenseLayer, x_btD: jax.Array) -> jax.Array:
         if part == "mlp":
             return model.mlp(w.mlp, x_btD, options, here)
-        return model.attention(w.attention, x_btD, None, options, here, rope=True)
+        return model.attention(w.attention, x_btD, None, options, here, rope=True)[0]
 
     def with_gradients(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
         y, pull_back = jax.vjp(sharded, w, x)

@@ -16,9 +16,9 @@ import model
 import utils
 import weights
 from data.progress import progress
-from data.tokenizer import tokenizer_of
+from data.tokenizer import text_tokens
 from hf import model_config, safetensors_files, tensors
-from hf.model_config import CLASSES, OWN, V2
+from hf.model_config import CLASSES, OWN
 from hf.tokenizer_export import write_hugging_face
 from runtime import cli, jsonl, run_directory
 from utils import GIB, Config, ConfigError
@@ -31,7 +31,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A transformer with multi-head latent attention{experts}: {parameters:,} parameters, of which a token
+A transformer with {attention} attention{experts}: {parameters:,} parameters, of which a token
 uses {active:,}. {trained} The weights are {dtype}.
 
 ```python
@@ -105,9 +105,10 @@ def write_folder(
     check(flags, config.model, kind)
     tokenizer, end_of_text = None, tokens["end_of_text"]
     if tokens.get("tokenizer") != "":  # of an imported run without one
-        tokenizer, end_of_text, _ = tokenizer_of(tokens, config)
+        tokenizer, _, ends = text_tokens(tokens, run)
+        end_of_text = ends if len(ends) > 1 else ends[0]
     mappings = tensors.weight_mappings(config, kind)
-    _check_arrays(run, mappings, arrays)
+    _check_arrays(run, mappings, arrays, kind)
     dtype = np.dtype(getattr(jnp, flags.dtype))
     shapes = tensors.tensor_shapes(mappings, config.model, kind, dtype)
     files = safetensors_files.make_folder(out, shapes, int(flags.part_gib * GIB))
@@ -120,9 +121,10 @@ def write_folder(
     if kind == OWN:
         shutil.copy(MODELING_FILE, out)
     if tokenizer:
-        write_hugging_face(tokenizer, out, config.train.seq_len)
+        write_hugging_face(tokenizer, out, config.train.seq_len, tokens.get("chat_template"))
     (out / "README.md").write_text(model_card(flags, run, config, step))
-    generation = {"eos_token_id": end_of_text, "pad_token_id": end_of_text, "do_sample": True}
+    generation = {"eos_token_id": end_of_text, "pad_token_id": tokens["end_of_text"]}
+    generation["do_sample"] = True
     write_json(out / "generation_config.json", generation)
     table = model_config.to_hf(config, kind, flags.dtype, end_of_text)
     write_json(out / "config.json", table)
@@ -133,8 +135,9 @@ def _check_arrays(
     run: run_directory.RunDirectory,
     mappings: list[tensors.WeightMapping],
     arrays: Mapping[str, Any],
+    kind: str,
 ) -> None:
-    """Raises ConfigError unless the arrays are those of the config."""
+    """Raises ConfigError unless the arrays are those of the config, and the class has them."""
     for mapping in mappings:
         array = arrays.get(f"weights.{mapping.name}")
         shape = "absent" if array is None else array.shape
@@ -146,7 +149,7 @@ def _check_arrays(
         if not mapping.tensor_names and np.any(array.whole()):
             raise ConfigError(
                 f"--run {run} has {mapping.name} that is not zero "
-                f"(model.router_bias_update_speed), and {CLASSES[V2]} has no such bias. Use "
+                f"(model.router_bias_update_speed), and {CLASSES[kind]} has no such bias. Use "
                 "--remote_code."
             )
 
@@ -164,6 +167,7 @@ def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, s
     trained += f", from the weights of {config.run.init_from}." if config.run.init_from else "."
     return CARD.format(
         name=run.name,
+        attention="grouped-query" if m.attention == "gqa" else "multi-head latent",
         experts=f" and {m.n_routed_experts} experts" if m.moe_layers else "",
         parameters=parameters,
         active=active,

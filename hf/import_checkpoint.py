@@ -1,6 +1,5 @@
 """Import of a checkpoint of Hugging Face transformers: its config, tensors and tokenizer."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 
 from data import hf_tokenizer
 from data.progress import progress
-from data.tokenizer import begin_of_text, load_tokenizer, table_sha256
+from data.tokenizer import RANKS, begin_of_text, keep_files, load_tokenizer, table_sha256
 from hf import model_config
 from hf.model_config import HfModel
 from hf.safetensors_files import Tensor
@@ -117,14 +116,11 @@ def read_float32(
 def copy_tokenizer(folder: Path, out: Path, end_of_text: Any) -> dict[str, Any]:
     """Copy a folder's tokenizer to `out`, and describe it for the checkpoint's config.
 
-    end_of_text  eos_token_id of config.json, for a folder without tokenizer.json.
+    end_of_text  eos_token_id of config.json, for a folder without a tokenizer.
     """
-    if not (folder / hf_tokenizer.TABLE).is_file():
+    if not any((folder / name).is_file() for name in (hf_tokenizer.TABLE, RANKS)):
         return {"tokenizer": "", "end_of_text": [*np.ravel(end_of_text).tolist(), None][0]}
-    out.mkdir()
-    for name in (hf_tokenizer.TABLE, hf_tokenizer.SETTINGS, *hf_tokenizer.MODEL_SETTINGS):
-        if (folder / name).is_file():
-            shutil.copy(folder / name, out)
+    keep_files(f"{folder}/", out)
     tokenizer = load_tokenizer(str(out))
     begin = begin_of_text(tokenizer, always=False)
     return {

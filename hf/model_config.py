@@ -6,17 +6,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import utils
+from hf.families import (
+    ALIASES,
+    FAMILIES,
+    GROUPED_FAMILIES,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OWN,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    V2,
+    V3,
+    family_of,
+)
 from utils import Config, ConfigError
 
-V2, V3, OWN = "deepseek_v2", "deepseek_v3", "latent_moe"
-CLASSES = {V2: "DeepseekV2ForCausalLM", V3: "DeepseekV3ForCausalLM", OWN: "LatentMoeForCausalLM"}
-ALIASES = {"kimi_k2": V3}  # the same model under another name
+Ids = int | list[int]  # one token or several
+
+CLASSES = {kind: family.hf_class for kind, family in FAMILIES.items()}
 LATENT_EPSILON = 1e-6  # in the norms of latents; fixed in V2 and V3
 
 # Settings with the same name and meaning in config.json.
-REQUIRED = (
+GROUPED_REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "num_attention_heads",
+)
+REQUIRED = (
+    *GROUPED_REQUIRED,
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 REQUIRED_WITH_EXPERTS = (
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
@@ -26,13 +45,16 @@ OPTIONAL = ("q_lora_rank", "rms_norm_eps", "n_shared_experts")  # absent: our de
 OTHER = ("scoring_func", "norm_topk_prob", "rope_theta", "tie_word_embeddings")
 # Settings that only the project's own modelling file reads.
 OWN_FIELDS = (
-    *("first_k_dense_replace", "decoder_sparse_step"),
+    *("first_k_dense_replace", "decoder_sparse_step", "attention", "head_dim", "qk_norm"),
     *("rope_in_moe_layers", "latent_rms_norm_eps"),
 )
+EXPERTS = {MIXTRAL: "num_local_experts", QWEN3_MOE: "num_experts"}  # name of n_routed_experts
 
 
 def unsupported(m: utils.Model) -> list[str]:
     """Return the properties of a model that the classes of transformers cannot represent."""
+    if m.attention == "gqa":
+        return _unsupported_grouped(m)
     moe, latent = m.moe_layers, m.latent_rms_norm_eps or m.rms_norm_eps
     softmax = moe and m.scoring_func == "softmax"
     reasons = {
@@ -40,12 +62,21 @@ def unsupported(m: utils.Model) -> list[str]:
         f"{m.decoder_sparse_step})": moe and m.dense_layers and m.blocks > 1,
         "layers without rotary embedding (model.rope_in_moe_layers)": moe
         and not m.rope_in_moe_layers,
+        f"model.sliding_window {m.sliding_window}": m.sliding_window,
+        f"model.rope_scaling.rope_type {m.rope_scaling.rope_type}": m.rope_scaling.factor > 1
+        and m.rope_scaling.rope_type != "yarn",
         f"{latent} in the norms of latents (model.latent_rms_norm_eps, or else "
         f"model.rms_norm_eps), not {LATENT_EPSILON}": latent != LATENT_EPSILON,
         "a single expert (model.n_routed_experts 1)": moe and m.n_routed_experts < 2,
         "normalized softmax scores (model.norm_topk_prob)": softmax and m.norm_topk_prob,
-        f"softmax scores with groups of experts (model.n_group {m.n_group})": softmax
-        and m.n_group > 1,
+        f"softmax scores with groups of experts (model.n_group {m.n_group}) ranked by "
+        f"model.topk_method {m.topk_method}": softmax
+        and m.n_group > 1
+        and m.topk_method != "group_limited_greedy",
+        f"sigmoid scores with model.topk_method {m.topk_method}": not softmax
+        and moe
+        and m.n_group > 1
+        and m.topk_method != "noaux_tc",
         f"softmax scores with model.hidden_size {m.hidden_size} not divisible by "
         f"model.num_attention_heads {m.num_attention_heads}": softmax
         and m.hidden_size % m.num_attention_heads,
@@ -56,33 +87,66 @@ def unsupported(m: utils.Model) -> list[str]:
     return [reason for reason, applies in reasons.items() if applies]
 
 
+def _unsupported_grouped(m: utils.Model) -> list[str]:
+    kind, moe, scaling = kind_of(m), m.moe_layers, m.rope_scaling
+    settings = {
+        "attention_bias": m.attention_bias and kind != QWEN2,
+        "qk_norm": m.qk_norm and kind not in (QWEN3, QWEN3_MOE),
+        "sliding_window": m.sliding_window and kind not in (MISTRAL, MIXTRAL),
+        "rope_scaling.mscale_all_dim": scaling.factor > 1
+        and scaling.rope_type == "yarn"
+        and scaling.mscale_all_dim,
+        "hidden_size": kind == LLAMA and m.hidden_size % m.num_attention_heads,
+        "first_k_dense_replace": moe and m.first_k_dense_replace,
+        "decoder_sparse_step": moe and kind == MIXTRAL and m.decoder_sparse_step > 1,
+        "rope_in_moe_layers": moe and not m.rope_in_moe_layers,
+        "scoring_func": moe and m.scoring_func != "softmax",
+        "norm_topk_prob": kind == MIXTRAL and not m.norm_topk_prob,
+        "n_shared_experts": moe and m.n_shared_experts,
+        "n_group": moe and m.n_group > 1,
+        "routed_scaling_factor": moe and m.routed_scaling_factor != 1,
+    }
+    return [f"model.{name} {utils.get(m, name)}" for name, is_so in settings.items() if is_so]
+
+
 def kind_of(m: utils.Model) -> str:
     """Return the model type of transformers whose class computes this model, if one does."""
+    if m.attention == "gqa":
+        if m.moe_layers:
+            return QWEN3_MOE if m.qk_norm else MIXTRAL
+        if m.attention_bias:
+            return QWEN2
+        return QWEN3 if m.qk_norm else MISTRAL if m.sliding_window else LLAMA
     return V2 if m.moe_layers and m.scoring_func == "softmax" else V3
 
 
-def to_hf(config: Config, kind: str, dtype: str, end_of_text: int) -> dict[str, Any]:
+def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, Any]:
     """Return the config.json of a model."""
+    if kind in GROUPED_FAMILIES:
+        return _grouped_to_hf(config, kind, dtype, end_of_text)
     m, layers = config.model, config.model.num_hidden_layers
+    softmax = m.scoring_func == "softmax"
     names = REQUIRED + REQUIRED_WITH_EXPERTS + OPTIONAL + OTHER + OWN_FIELDS * (kind == OWN)
     table = {name: getattr(m, name) for name in names}
     length, yarn = config.train.seq_len, None
     if m.rope_scaling.factor > 1:
         length = int(m.rope_scaling.original_max_position_embeddings * m.rope_scaling.factor)
-        yarn = {"type": "yarn"} | dataclasses.asdict(m.rope_scaling)
+        yarn = {"type": "yarn"} | _scaling_to_hf(m.rope_scaling)
     table |= {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
         "moe_layer_freq": 1,
-        "num_key_value_heads": m.num_attention_heads,
+        "num_key_value_heads": m.num_key_value_heads
+        if m.attention == "gqa"
+        else m.num_attention_heads,
         "q_lora_rank": m.q_lora_rank or None,
-        "topk_method": "greedy" if m.scoring_func == "softmax" else "noaux_tc",
+        "topk_method": m.topk_method if m.n_group > 1 or not softmax else "greedy",
         # transformers validates rope_scaling, so the modelling file reads another name.
         "yarn" if kind == OWN else "rope_scaling": yarn,
         "rope_interleave": True,
         "max_position_embeddings": length,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": m.attention == "gqa" and m.attention_bias,
         "attention_dropout": 0.0,
         "num_nextn_predict_layers": 0,
         "torch_dtype": dtype,
@@ -94,15 +158,62 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: int) -> dict[str, 
     if kind == OWN:
         file = "modeling_latent_moe"
         return table | {
+            # Not sliding_window, for which transformers would choose another cache.
+            "attention_window": m.sliding_window,
             "auto_map": {
                 "AutoConfig": f"{file}.LatentMoeConfig",
                 "AutoModelForCausalLM": f"{file}.{CLASSES[OWN]}",
-            }
+            },
         }
     return table | {
         "first_k_dense_replace": layers - m.blocks if m.moe_layers else layers,
         "n_shared_experts": max(1, m.n_shared_experts),
     }
+
+
+def _scaling_to_hf(scaling: utils.RopeScaling) -> dict[str, Any]:
+    """Return the rope_scaling of config.json, with the names that its type has."""
+    names = {
+        "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+    }[scaling.rope_type]
+    table = {"rope_type": scaling.rope_type, "factor": scaling.factor}
+    table["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return table | {name: getattr(scaling, name) for name in names}
+
+
+def _grouped_to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, Any]:
+    m, scaling, length = config.model, None, config.train.seq_len
+    if m.rope_scaling.factor > 1:
+        length = int(m.rope_scaling.original_max_position_embeddings * m.rope_scaling.factor)
+        scaling = _scaling_to_hf(m.rope_scaling)
+        # Without the second the first has no effect, and these classes have no factor on scores.
+        scaling = {name: v for name, v in scaling.items() if not name.startswith("mscale")}
+    names = (*GROUPED_REQUIRED, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+    table = {name: getattr(m, name) for name in (*names, "tie_word_embeddings")}
+    table |= {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "rope_scaling": scaling,
+        "max_position_embeddings": length,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": True,
+        "sliding_window": m.sliding_window or None,
+    }
+    if kind == MIXTRAL:
+        table["intermediate_size"] = m.moe_intermediate_size
+    if kind in EXPERTS:
+        table |= {EXPERTS[kind]: m.n_routed_experts, "num_experts_per_tok": m.num_experts_per_tok}
+    if kind == QWEN3_MOE:
+        names = "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"
+        table |= {name: getattr(m, name) for name in names} | {"mlp_only_layers": []}
+    return table
 
 
 class HfModel(NamedTuple):
@@ -117,18 +228,20 @@ class HfModel(NamedTuple):
 
 
 def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
-    """Return the model of a config.json, with capacity for all tokens at every expert.
+    """Return the model of a config.json, whose experts are dropless.
 
     Raises  ConfigError for another architecture, a missing key, or an unsupported setting.
     """
     named = table.get("model_type", "")
-    kind = ALIASES.get(named, named)
+    kind = family_of(named)
     if kind not in CLASSES:
         what = ", ".join(table.get("architectures") or ["no architecture"])
         raise ConfigError(
             f"{path} has model_type {named!r} ({what}). Supported are "
             f"{', '.join([*CLASSES, *ALIASES])}."
         )
+    if kind in GROUPED_FAMILIES:
+        return _grouped_from_hf(table, kind, path)
     layers = _field(table, "num_hidden_layers", path)
     prefix = table.get("first_k_dense_replace") or 0
     has_experts = prefix < layers and bool(table.get("n_routed_experts"))
@@ -139,7 +252,7 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
         "norm_topk_prob": bool(table.get("norm_topk_prob", kind != V2)),
     }
     _check_supported(table, kind, has_experts, path)
-    if kind == V2:  # with one group, as it then chooses among all experts
+    if kind == V2 and table.get("topk_method", "greedy") == "greedy":  # among all experts
         table |= {"n_group": 1, "topk_group": 1}
     needed = REQUIRED + (REQUIRED_WITH_EXPERTS if has_experts else ())
     values = {name: _field(table, name, path) for name in needed}
@@ -147,8 +260,7 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
     if not table.get("n_shared_experts", 1):
         values["n_shared_experts"] = 0
     if has_experts:
-        all_tokens = values["n_routed_experts"] / values["num_experts_per_tok"]
-        values |= {"capacity_factor": all_tokens, "eval_capacity_factor": all_tokens}
+        values |= {"capacity_factor": 0.0, "eval_capacity_factor": 0.0}
     values |= {
         "n_routed_experts": values["n_routed_experts"] if has_experts else 0,
         "first_k_dense_replace": prefix if has_experts else 0,
@@ -156,21 +268,104 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
         "scoring_func": table["scoring_func"],
         "norm_topk_prob": table["norm_topk_prob"],
         "latent_rms_norm_eps": LATENT_EPSILON,
+        "topk_method": table.get("topk_method")
+        if table.get("topk_method") == "group_limited_greedy"
+        else "noaux_tc",
         "router_bias_update_speed": 0.0,
         "tie_word_embeddings": bool(table.get("tie_word_embeddings", False)),
     }
     values |= _rope(table, path)
     if kind == OWN:
-        values |= {name: _field(table, name, path) for name in OWN_FIELDS}
+        old = {"attention": "mla", "head_dim": 64, "qk_norm": False}
+        values |= {name: _field({**old, **table}, name, path) for name in OWN_FIELDS}
+        values["sliding_window"] = table.get("attention_window", 0)
+        names = "num_key_value_heads", "attention_bias"
+        values |= {n: table[n] for n in names if values["attention"] == "gqa"}
+    interleaved = bool(table.get("rope_interleave", True))
+    return _found(table, kind, values, interleaved)
+
+
+def _found(
+    table: Mapping[str, Any], kind: str, values: Mapping[str, Any], interleaved: bool
+) -> HfModel:
     quantized = table.get("quantization_config") or {}
     return HfModel(
         _section(utils.Model, values),
         kind,
-        bool(table.get("rope_interleave", True)),
+        interleaved,
         table.get("max_position_embeddings") or 4096,
         tuple(quantized.get("weight_block_size") or (128, 128)) if quantized else None,
         table.get("num_nextn_predict_layers") or 0,
     )
+
+
+def _grouped_from_hf(table: Mapping[str, Any], kind: str, path: Path) -> HfModel:
+    """Absent settings have the defaults of the class in transformers."""
+    values = {name: _field(table, name, path) for name in GROUPED_REQUIRED}
+    heads = values["num_attention_heads"]
+    _check_grouped(table, kind, path)
+    values |= {
+        "attention": "gqa",
+        "num_key_value_heads": table.get("num_key_value_heads") or heads,
+        "head_dim": table.get("head_dim") or values["hidden_size"] // heads,
+        "qk_norm": kind in (QWEN3, QWEN3_MOE),
+        "attention_bias": kind == QWEN2,
+        "sliding_window": table.get("sliding_window", 4096 * (kind == MISTRAL)) or 0,
+        "rms_norm_eps": table.get("rms_norm_eps", 1e-5 if kind == MIXTRAL else 1e-6),
+        "tie_word_embeddings": bool(table.get("tie_word_embeddings", False)),
+        "n_routed_experts": 0,
+        "decoder_sparse_step": 1,
+        "router_bias_update_speed": 0.0,
+    }
+    if kind in (QWEN2, QWEN3, QWEN3_MOE):
+        values["sliding_window"] = 0  # see _check_grouped
+    if kind in EXPERTS:
+        # transformers 5 saves both under the name of Mixtral.
+        table = {EXPERTS[kind]: table.get("num_local_experts"), **table}
+        mixtral = kind == MIXTRAL
+        width = "intermediate_size" if mixtral else "moe_intermediate_size"
+        values |= {
+            "n_routed_experts": _field(table, EXPERTS[kind], path),
+            "num_experts_per_tok": _field(table, "num_experts_per_tok", path),
+            "moe_intermediate_size": _field(table, width, path),
+            "scoring_func": "softmax",
+            "norm_topk_prob": mixtral or bool(table.get("norm_topk_prob", False)),
+            "decoder_sparse_step": 1 if mixtral else table.get("decoder_sparse_step", 1),
+            "n_shared_experts": 0,
+            "capacity_factor": 0.0,
+            "eval_capacity_factor": 0.0,
+        }
+    return _found(table, kind, values | _rope(table, path, 1e6 if kind == MIXTRAL else 1e4), False)
+
+
+def _check_grouped(table: Mapping[str, Any], kind: str, path: Path) -> None:
+    """Raises ConfigError for settings that this project does not implement."""
+    qwen, layers = kind in (QWEN2, QWEN3, QWEN3_MOE), table["num_hidden_layers"]
+    quantized = table.get("quantization_config") or {}
+    scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
+    types, step = set(table.get("layer_types") or ()), table.get("decoder_sparse_step", 1)
+    is_unsupported = {
+        "hidden_act": table.get("hidden_act", "silu") != "silu",
+        "attention_bias": kind != QWEN2 and table.get("attention_bias"),
+        "mlp_bias": table.get("mlp_bias"),
+        # A window in some layers only.
+        "use_sliding_window": qwen and table.get("use_sliding_window"),
+        "layer_types": len(types) > 1 or (qwen and types - {"full_attention"}),
+        "mlp_only_layers": table.get("mlp_only_layers"),
+        "rope_scaling": scaling.get("mscale") or scaling.get("mscale_all_dim"),
+        "decoder_sparse_step": kind == QWEN3_MOE and layers % step,
+        "quantization_config": quantized and quantized.get("quant_method") != "fp8",
+    }
+    _refuse(is_unsupported, table, path)
+
+
+def _refuse(is_unsupported: Mapping[str, Any], table: Mapping[str, Any], path: Path) -> None:
+    for name, is_so in is_unsupported.items():
+        if is_so:
+            raise ConfigError(
+                f"{path} has {name} {table.get(name)!r}, which is not supported with model_type "
+                f"{table['model_type']}."
+            )
 
 
 def _section(cls: type, values: Mapping[str, Any]) -> Any:
@@ -185,22 +380,29 @@ def _field(table: Mapping[str, Any], name: str, path: Path) -> Any:
     return table[name]
 
 
-def _rope(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _rope(table: Mapping[str, Any], path: Path, theta: float = 1e4) -> dict[str, Any]:
+    """Return rope_theta, with this default, and rope_scaling."""
     names = ("rope_scaling", "rope_parameters", "yarn")  # transformers prefers the first
     scaling = next((table[name] for name in names if table.get(name)), {})
-    values = {"rope_theta": scaling.get("rope_theta") or table.get("rope_theta") or 10000.0}
+    values = {"rope_theta": scaling.get("rope_theta") or table.get("rope_theta") or theta}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return values
-    if kind != "yarn" or scaling.get("attention_factor") or not scaling.get("truncate", True):
+    plain_yarn = not scaling.get("attention_factor") and scaling.get("truncate", True)
+    if kind != "llama3" and not (kind == "yarn" and plain_yarn):
         raise ConfigError(
-            f"{path} has an unsupported rotary embedding: {scaling}. Supported are the default and "
-            "yarn, without attention_factor and with truncate."
+            f"{path} has an unsupported rotary embedding: {scaling}. Supported are the default, "
+            "llama3, and yarn without attention_factor and with truncate."
         )
-    defaults = {"mscale": 0.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    known = defaults | {name: value for name, value in scaling.items() if value is not None}
+    known = {name: value for name, value in scaling.items() if value is not None}
+    required = ["factor", "original_max_position_embeddings"]
+    if kind == "llama3":
+        required += ["low_freq_factor", "high_freq_factor"]
+    else:
+        known = {"mscale": 0.0, "mscale_all_dim": 0.0} | known
+    found = {name: _field(known, name, path) for name in required} | {"rope_type": kind}
     fields = [f.name for f in dataclasses.fields(utils.RopeScaling)]
-    found = {name: _field(known, name, path) for name in fields}
+    found |= {name: known[name] for name in fields if name in known and name != "rope_type"}
     return values | {"rope_scaling": _section(utils.RopeScaling, found)}
 
 
@@ -209,23 +411,20 @@ def _check_supported(table: Mapping[str, Any], kind: str, has_experts: bool, pat
     v2_experts = has_experts and kind == V2
     scoring_func = {V2: "softmax", V3: "sigmoid"}.get(kind, table["scoring_func"])
     heads, quantized = table.get("num_attention_heads"), table.get("quantization_config") or {}
+    methods = {V2: ("greedy", "group_limited_greedy"), V3: ("noaux_tc",)}
+    methods[OWN] = ("noaux_tc", "greedy", "group_limited_greedy")
     is_unsupported = {
         "hidden_act": table.get("hidden_act", "silu") != "silu",
-        "attention_bias": table.get("attention_bias"),
+        "attention_bias": kind != OWN and table.get("attention_bias"),
         "mlp_bias": table.get("mlp_bias"),
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
-        "num_key_value_heads": table.get("num_key_value_heads") not in (None, heads),
+        "num_key_value_heads": table.get("attention", "mla") == "mla"
+        and table.get("num_key_value_heads") not in (None, heads),
         # The class decides what is computed, not the config.
         "scoring_func": has_experts and table["scoring_func"] != scoring_func,
         "norm_topk_prob": v2_experts and table["norm_topk_prob"],
-        "topk_method": v2_experts
-        and (table.get("n_group") or 1) > 1
-        and table.get("topk_method") != "greedy",
+        "topk_method": has_experts
+        and (table.get("topk_method") or methods[kind][0]) not in methods[kind],
         "quantization_config": quantized and quantized.get("quant_method") != "fp8",
     }
-    for name, is_so in is_unsupported.items():
-        if is_so:
-            raise ConfigError(
-                f"{path} has {name} {table.get(name)!r}, which is not supported with model_type "
-                f"{table['model_type']}."
-            )
+    _refuse(is_unsupported, table, path)

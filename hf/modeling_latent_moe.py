@@ -1,8 +1,9 @@
 """The model of model.py in torch, for transformers with trust_remote_code=True.
 
 convert.py copies this file beside exported weights; it does not depend on the project. Multi-head
-latent attention (arXiv:2405.04434), gated feed-forward networks, mixture of experts
-(arXiv:2412.19437). Layers with experts may lack rotary embedding. Weights have DeepSeek-V3's names.
+latent attention (arXiv:2405.04434) or grouped-query attention (arXiv:2305.13245), gated
+feed-forward networks, mixture of experts (arXiv:2412.19437). Layers with experts may lack rotary
+embedding. Weights have the names of DeepSeek-V3 and, in grouped-query attention, of Qwen3.
 """
 
 import math
@@ -27,16 +28,26 @@ def has_experts(config: LatentMoeConfig, layer: int) -> bool:
     return bool(config.n_routed_experts) and after >= 0 and (after + 1) % step == 0
 
 
+def grouped(config: LatentMoeConfig) -> bool:
+    return getattr(config, "attention", "mla") == "gqa"
+
+
 def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
     """Return rotary frequencies [R/2], and the factors on cosine and sine and on scores.
 
-    The factors are 1 without YaRN (arXiv:2309.00071).
+    The factors are 1 without YaRN (arXiv:2309.00071). Llama 3 (arXiv:2407.21783) has another rule.
     """
-    half = config.qk_rope_head_dim // 2
+    half = (config.head_dim if grouped(config) else config.qk_rope_head_dim) // 2
     base = config.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
     yarn = config.yarn
     if not yarn:
         return base, 1.0, 1.0
+
+    if yarn["rope_type"] == "llama3":
+        rotations = yarn["original_max_position_embeddings"] * base / (2 * math.pi)
+        slow_at, fast_at = yarn["low_freq_factor"], yarn["high_freq_factor"]
+        slow = ((fast_at - rotations) / (fast_at - slow_at)).clamp(0, 1)
+        return base * (1 - slow) + base / yarn["factor"] * slow, 1.0, 1.0
 
     def magnitude(m: float) -> float:
         return 0.1 * m * math.log(yarn["factor"]) + 1
@@ -64,6 +75,49 @@ def rotate(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
     cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
     a, b = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rotate pairs (i, i + A/2) of x [B, N, T, A] by angle [B, T, A/2]."""
+    cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self, config: LatentMoeConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.rope = config.rope_in_moe_layers or not has_experts(config, layer)
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        D, A, biased = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(D, self.heads * A, bias=biased)
+        self.k_proj = nn.Linear(D, self.key_heads * A, bias=biased)
+        self.v_proj = nn.Linear(D, self.key_heads * A, bias=biased)
+        self.o_proj = nn.Linear(self.heads * A, D, bias=False)
+        self.normed = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(A, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(A, config.rms_norm_eps)
+        self.scale = A**-0.5 * frequencies(config)[2]
+
+    def forward(self, x, angle, factor, visible, cache):
+        """x [B, T, D]; visible [B, 1, T, S] is the attention mask."""
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.heads, -1).transpose(1, 2)
+        k, v = (
+            project(x).view(B, T, self.key_heads, -1).transpose(1, 2)
+            for project in (self.k_proj, self.v_proj)
+        )
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope:
+            q, k = rotate_halves(q, angle, factor), rotate_halves(k, angle, factor)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        k, v = (a.repeat_interleave(self.heads // self.key_heads, dim=1) for a in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class Attention(nn.Module):
@@ -137,7 +191,8 @@ class Router(nn.Module):
         ranked = scores.detach() + self.e_score_correction_bias.float()
         if c.n_group > 1:
             groups = ranked.view(len(x), c.n_group, -1)
-            best = groups.topk(2)[0].sum(-1).topk(c.topk_group)[1]
+            counted = 1 if c.topk_method == "group_limited_greedy" else 2
+            best = groups.topk(counted)[0].sum(-1).topk(c.topk_group)[1]
             kept = torch.zeros(len(x), c.n_group, device=x.device).scatter_(1, best, 1).bool()
             ranked = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
         choice = ranked.topk(c.num_experts_per_tok)[1]
@@ -175,7 +230,7 @@ class Layer(nn.Module):
         super().__init__()
         D, is_moe = config.hidden_size, has_experts(config, layer)
         self.input_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = (GroupedAttention if grouped(config) else Attention)(config, layer)
         self.post_attention_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
         self.mlp = Moe(config) if is_moe else Mlp(D, config.intermediate_size)
 
@@ -211,6 +266,8 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         key = torch.arange(past + T, device=x.device)
         query = key[past:, None]
         visible = (key <= query)[None, None]
+        if window := getattr(self.config, "attention_window", 0):
+            visible = visible & (key > query - window)
         if attention_mask is not None:
             # Padding attends to itself: softmax over no position would be NaN.
             is_text = attention_mask[:, None, None, : past + T].bool()

@@ -1,7 +1,8 @@
 """Names and layouts of the weights in Hugging Face's checkpoints.
 
-The layers are the same but for two things. torch stores a matrix as [outputs, inputs]. Its rotary
-pairs are interleaved, (2i, 2i + 1), and ours are halves, (i, i + R/2): columns are permuted.
+The layers are the same but for two things. torch stores a matrix as [outputs, inputs]. The rotary
+pairs of DeepSeek are interleaved, (2i, 2i + 1), and ours are halves, (i, i + R/2): columns are
+permuted.
 
 Letters as in model.py.
 """
@@ -16,28 +17,9 @@ import numpy as np
 
 import model
 import utils
-from hf.model_config import OWN, V2
+from hf.families import FAMILIES, V2, V3
 from utils import Config
 
-# Our name within a layer -> Hugging Face's.
-NAMES = {
-    "attention.norm": "input_layernorm",
-    "attention.query.down": "self_attn.q_a_proj",
-    "attention.query.norm": "self_attn.q_a_layernorm",
-    "attention.query.up": "self_attn.q_b_proj",  # q_proj without a query latent
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-    "attention.out": "self_attn.o_proj",
-    "mlp.norm": "post_attention_layernorm",
-    "moe.norm": "post_attention_layernorm",
-    "moe.router": "mlp.gate",
-    "moe.bias": "mlp.gate.e_score_correction_bias",
-}
-for matrix in ("gate", "up", "down"):
-    NAMES[f"mlp.{matrix}"] = f"mlp.{matrix}_proj"
-    NAMES[f"moe.shared.{matrix}"] = f"mlp.shared_experts.{matrix}_proj"
-    NAMES[f"moe.experts.{matrix}"] = f"mlp.experts.{{}}.{matrix}_proj"
 OUTSIDE_LAYERS = {
     "first.embedding": "model.embed_tokens.weight",
     "last.norm": "model.norm.weight",
@@ -53,7 +35,7 @@ class WeightMapping(NamedTuple):
     shape: tuple[int, ...]
     stack_dims: int  # leading dimensions that number the tensors
     tensor_names: dict[tuple[int, ...], str]  # by index in the stack; empty: no such tensor
-    input_dims: int = 0  # contracted dimensions of a matrix; 0: the same array in both
+    input_dims: int = 0  # contracted dimensions of a matrix; 0: the same values in both
     rotary: int = 0  # R, if the last R columns are rotary
     rows: int = 0  # V, if the rows are padded
 
@@ -70,7 +52,7 @@ class WeightMapping(NamedTuple):
         shape, n = self.unstacked_shape, self.input_dims
         if n:
             return math.prod(shape[n:]), math.prod(shape[:n])
-        return (self.rows, *shape[1:]) if self.rows else shape
+        return (self.rows, *shape[1:]) if self.rows else (math.prod(shape),)
 
     def to_hf(self, w: np.ndarray) -> np.ndarray:
         """Convert one array of the stack to the tensor."""
@@ -78,12 +60,12 @@ class WeightMapping(NamedTuple):
             w = w[..., self._columns()]
         if self.input_dims:
             return w.reshape(math.prod(w.shape[: self.input_dims]), -1).T
-        return w[: self.rows] if self.rows else w
+        return w[: self.rows] if self.rows else w.reshape(-1)
 
     def from_hf(self, w: np.ndarray) -> np.ndarray:
         """Convert a tensor to one array of the stack; padding rows are zeros."""
-        if self.input_dims:
-            w = w.T.reshape(self.unstacked_shape)
+        if not self.rows:
+            w = (w.T if self.input_dims else w).reshape(self.unstacked_shape)
         if self.rotary:
             w = w[..., np.argsort(self._columns())]
         padding = self.unstacked_shape[0] - self.rows
@@ -116,7 +98,7 @@ def tensor_shapes(
     for mapping in mappings:
         own_dtype = np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
         out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
-    if kind != OWN and m.moe_layers and not m.n_shared_experts:
+    if kind in (V2, V3) and m.moe_layers and not m.n_shared_experts:
         D, F = m.hidden_size, m.moe_intermediate_size
         routers = [name for name, *_ in out if name.endswith(".mlp.gate.weight")]
         for part, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
@@ -141,13 +123,13 @@ def _mapping(
     if where == "blocks":
         shape = (m.blocks, *shape[3:])  # [virtual, stage, block, ...] in the model
     stack_dims = 1 + (part == "dense") + in_layer.startswith("moe.experts.")
-    is_matrix = len(shape) - stack_dims > 1
+    is_matrix = len(shape) - stack_dims > 1 and not in_layer.endswith("_bias")
     is_rotary = interleaved and in_layer in ("attention.query.up", "attention.kv_down")
-    pattern = NAMES[in_layer] + ("" if in_layer == "moe.bias" else ".weight")
+    pattern = FAMILIES[kind].names.get(in_layer)
     if in_layer == "attention.query.up" and not m.q_lora_rank:
         pattern = "self_attn.q_proj.weight"
     tensor_names = {}
-    if kind != V2 or in_layer != "moe.bias":
+    if pattern:
         for index in itertools.product(*map(range, shape[:stack_dims])):
             layer = f"model.layers.{_layer(part, index, m)}."
             tensor_names[index] = layer + pattern.format(index[-1])

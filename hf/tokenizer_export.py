@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Table
 
+from data.chat import PLAIN, PLAIN_JINJA
 from data.hf_tokenizer import BYTES, SETTINGS, TABLE, HuggingFace
+from data.tokenizer import Tokenizer
 
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
@@ -20,12 +23,14 @@ def as_characters(token: bytes) -> str:
 
 
 def write_hugging_face(
-    tokenizer: tiktoken.Encoding | HuggingFace, folder: Path, model_max_length: int
+    tokenizer: Tokenizer, folder: Path, model_max_length: int, chat_template: str | None = None
 ) -> None:
     """Write files for AutoTokenizer.from_pretrained that give the ids of `encode_ordinary`.
 
     Special tokens in a text are encoded as text, unless the caller passes
     split_special_tokens=False. A tokenizer of Hugging Face is copied with its settings.
+
+    chat_template  that the model was tuned with, as a Manifest has it; else the tokenizer's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
@@ -40,11 +45,17 @@ def write_hugging_face(
         to_hugging_face(tokenizer).save(str(folder / TABLE))
         settings["split_special_tokens"] = True
         settings["pad_token"] = settings["eos_token"]  # batches need one, and there is no other
+    if special := getattr(tokenizer, "special", None):  # absent in tiktoken's own encodings
+        settings = special.names | settings
+        if special.chat_template:
+            settings.setdefault("chat_template", special.chat_template)
+    if chat_template:
+        settings["chat_template"] = PLAIN_JINJA if chat_template == PLAIN else chat_template
     settings["model_max_length"] = model_max_length
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def to_hugging_face(tokenizer: tiktoken.Encoding) -> Tokenizer:
+def to_hugging_face(tokenizer: tiktoken.Encoding) -> Table:
     """Return a tokenizer with the same tokens, merges, pre-tokenization and ids."""
     # Private, but tiktoken's documentation uses them to extend an encoding.
     ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
@@ -52,7 +63,7 @@ def to_hugging_face(tokenizer: tiktoken.Encoding) -> Tokenizer:
     # Special tokens are in the vocabulary too: otherwise they would get new, consecutive ids.
     vocabulary = {as_characters(token): rank for token, rank in ranks.items()}
     vocabulary |= {name: id for id, name in names.items()}
-    found = Tokenizer(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
+    found = Table(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
     pieces = Regex(for_oniguruma(tokenizer._pat_str))
     # Text that the pattern does not match is dropped, as in tiktoken.
     cut = pre_tokenizers.Split(pieces, "removed", invert=True)

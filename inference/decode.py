@@ -1,14 +1,14 @@
-"""Incremental decoding with a cache of latents.
+"""Incremental decoding with a cache of earlier positions.
 
-A layer caches the latent and the rotary key of each earlier position: C + R values for all heads.
-Keys and values are not materialized. The matrix that would expand them is absorbed into query and
-output (arXiv:2405.04434, section 2.1.2). New positions are one token per sequence, or a prompt.
+The layers are those of model.py. `decoding_options` replaces attention, by attention over a cache,
+and the experts, by a loop over those that tokens choose. What is cached is the attention's own
+choice (attention.py). New positions are one token per sequence, or a prompt.
 
-Differences from training, model.py: a tensor rank has all new positions, as one position cannot be
-divided; no token is dropped by an expert; weights are gathered over fsdp once, not per step.
+Differences from training: a tensor rank has all new positions, as one position cannot be divided;
+no token is dropped by an expert; weights are gathered over fsdp once, not per step.
 
-Letters as in model.py; T new positions of a sequence, S positions of the cache, A = C + R,
-n tokens of this rank, m tokens of all fsdp ranks.
+Letters as in model.py; T new positions of a sequence, S positions of the cache, A width of cached
+keys, C of cached values, n tokens. Each of y heads of keys and values has g query heads.
 """
 
 import dataclasses
@@ -23,33 +23,29 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import model
 import utils
-from attention import MASKED
+from attention import MASKED, Attention, CacheArray, kind_of
 from model import (
-    Attention,
-    DenseLayer,
     ExpertParallelExperts,
-    Mlp,
-    Moe,
+    ForwardOptions,
+    LayerPosition,
     ShardedExperts,
     Transformer,
-    latents,
+    add_distinct,
     local_logits,
-    local_rows,
-    matmul,
-    rms_norm,
-    rotate,
-    route,
-    softmax_scale,
+    lookup,
+    read_rows,
+    sort_choices,
     swiglu,
 )
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
-from weights import Weight, vary, varying
+from weights import Weight, matmul, rms_norm, vary, varying
 
 BLOCK = 256  # cached positions that attention processes at once
-CACHE_SPEC = P(None, BATCH_AXES)
 Experts = ExpertParallelExperts | ShardedExperts
+Cache = tuple[jax.Array, ...]  # each [layers, B, S, heads, width]
 
 
 # --- weights and cache ----------------------------------------------------------------------------
@@ -67,7 +63,7 @@ def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Trans
 
     Weights are replicated over fsdp, but for the experts under expert parallelism.
     """
-    dtype, declared = jnp.dtype(config.model.compute_dtype), heads_first(declared, _transpose)
+    dtype, declared = jnp.dtype(config.model.compute_dtype), in_decoding_order(declared)
 
     def one(w: Any, stack: int = 0) -> jax.ShapeDtypeStruct:
         shape = (math.prod(w.shape[:stack]), *w.shape[stack:]) if stack else w.shape
@@ -82,24 +78,26 @@ def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Trans
     return Transformer(first=first, blocks=blocks, last=last)
 
 
-def heads_first(w: Any, transpose: Callable[[Any, tuple[int, ...]], Any]) -> Any:
-    """Transpose each kv_up [..., C, N, H + W] to [..., N, H + W, C].
+def in_decoding_order(w: Any) -> Any:
+    """Transpose the weights, or arrays, that the attention's DECODING_ORDER names.
 
-    Decoding contracts it in this order; the loop over layers would transpose it for every token.
+    The loop over layers would otherwise transpose them for every token.
     """
 
     def one(a: Any) -> Any:
-        if not isinstance(a, Attention):
-            return a
-        *stack, C, N, X = range(len(a.kv_up.shape))
-        return a.replace(kv_up=transpose(a.kv_up, (*stack, N, X, C)))
+        orders = getattr(a, "DECODING_ORDER", {})
+        new = {name: _transpose(getattr(a, name), order) for name, order in orders.items()}
+        return a.replace(**new) if new else a
 
-    return jax.tree.map(one, w, is_leaf=lambda a: isinstance(a, Attention))
+    return jax.tree.map(one, w, is_leaf=lambda a: hasattr(a, "DECODING_ORDER"))
 
 
-def _transpose(w: Weight, order: tuple[int, ...]) -> Weight:
-    cuts, sizes = (tuple(of[dim] for dim in order) for of in (w.dim_axes, w.sizes))
-    return dataclasses.replace(w, dim_axes=cuts, sizes=sizes)
+def _transpose(w: Weight | jax.Array, order: tuple[int, ...]) -> Weight | jax.Array:
+    order = (*range(len(w.shape) - len(order)), *order)
+    if not isinstance(w, Weight):
+        return jnp.transpose(w, order)
+    axes, sizes = (tuple(of[dim] for dim in order) for of in (w.dim_axes, w.sizes))
+    return dataclasses.replace(w, dim_axes=axes, sizes=sizes)
 
 
 def weight_converter(abstract: Transformer) -> Callable:
@@ -111,67 +109,64 @@ def weight_converter(abstract: Transformer) -> Callable:
 
     def convert(w: Any) -> Transformer:
         # By leaves, because the two layouts of experts are two classes.
-        pairs = zip(jax.tree.leaves(heads_first(w, jnp.transpose)), leaves, strict=True)
+        pairs = zip(jax.tree.leaves(in_decoding_order(w)), leaves, strict=True)
         return structure.unflatten([a.reshape(to.shape).astype(to.dtype) for a, to in pairs])
 
     return jax.jit(convert, out_shardings=structure.unflatten([a.sharding for a in leaves]))
 
 
-def abstract_cache(config: Config, mesh: Mesh, sequences: int, length: int) -> jax.ShapeDtypeStruct:
-    """Return the cache [layers, B, S, A] for texts of this length; S is a multiple of BLOCK."""
+def cache_arrays(config: Config) -> tuple[CacheArray, ...]:
+    return kind_of(config.model).cache(config.model, config.mesh.tensor)
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, sequences: int, length: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the cache of texts of this length; S is a multiple of BLOCK."""
     m, S = config.model, -(-length // BLOCK) * BLOCK
-    shape = (m.num_hidden_layers, sequences, S, values_per_token(m))
-    layout = NamedSharding(mesh, CACHE_SPEC)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
+
+    def one(array: CacheArray) -> jax.ShapeDtypeStruct:
+        shape = (m.num_hidden_layers, sequences, S, array.heads, array.width)
+        layout = NamedSharding(mesh, array.spec)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
+
+    return tuple(map(one, cache_arrays(config)))
 
 
-def bytes_per_device(arrays: Any) -> int:
-    """Return the bytes of a tree of arrays, which may be abstract, on one device."""
-    return sum(
-        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-        for a in jax.tree.leaves(arrays)
-    )
+def empty_cache(abstract: tuple[jax.ShapeDtypeStruct, ...]) -> Cache:
+    return tuple(jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract)
 
 
-def values_per_token(m: utils.Model) -> int:
-    """Return the width A of one layer's cache."""
-    return m.kv_lora_rank + m.qk_rope_head_dim
+def values_per_token(config: Config) -> int:
+    """Return the values that one layer caches of a token, on all tensor ranks."""
+    return sum(array.heads * array.width for array in cache_arrays(config))
 
 
-# --- layers ---------------------------------------------------------------------------------------
+# --- attention over the cache ---------------------------------------------------------------------
 
 
 class Past(NamedTuple):
     """Cached values of the earlier positions."""
 
-    cache_LbSA: jax.Array
+    cache: Cache  # of this rank
     start_b: jax.Array  # cached positions of each sequence; the first new one has this number
 
 
 # guide: cached_attention
-@jax.named_scope("attention")
-def attention(
-    w: Attention, x_bTD: jax.Array, past: Past, layer: jax.Array, m: utils.Model, rope: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return x + attention over cached and new positions, and the values to cache, [b, T, A].
-
-    Collectives  psum(tensor) of [b, T, D].
-    """
-    position_bT = positions(past, x_bTD.shape[1])
-    rotated = partial(rotate, m=m, position_bT=position_bT) if rope else lambda x: x
-    query_bTQ, latent_bTC, key_bTR = latents(w, x_bTD, m)
-    new_bTA = jnp.concatenate([latent_bTC, rotated(key_bTR[:, :, None])[:, :, 0]], axis=-1)
-    q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, w.query.up)
-    q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
-    to_key_nHC, to_value_nWC = jnp.split(w.kv_up, [m.qk_nope_head_dim], axis=1)
-    q_bTnC = matmul("bTnH,nHC->bTnC", q_bTnH, to_key_nHC)
-    q_bTnA = jnp.concatenate([q_bTnC, rotated(q_bTnR)], axis=-1) * softmax_scale(m)
-    y_bTnC = attend(q_bTnA, new_bTA, past, layer, m.kv_lora_rank)
-    y_bTnW = matmul("bTnC,nWC->bTnW", y_bTnC, to_value_nWC)
-    # Contracts one dimension: with two, XLA transposes the weights for every token.
-    y_bTX, out_XD = lax.collapse(y_bTnW, 2), lax.collapse(w.out, 0, 2)
-    partial_bTD = matmul("bTX,XD->bTD", y_bTX, out_XD)
-    return x_bTD + lax.psum(partial_bTD, "tensor"), new_bTA
+def attend_to_cache(
+    w: Attention,
+    inputs_bTX: jax.Array,
+    past: Past,
+    options: ForwardOptions,
+    layer: jax.Array,
+    rope: bool,
+) -> tuple[jax.Array, Cache]:
+    """Return the heads [b, T, n, W], and the values to cache: [b, T, heads, width] each."""
+    m = options.model
+    position_bT = positions(past, inputs_bTX.shape[1])
+    q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, rope)
+    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, w.cached_width(m), m.sliding_window)
+    return w.values(y_bTnC, m), new
 
 
 def positions(past: Past, T: int) -> jax.Array:
@@ -181,84 +176,92 @@ def positions(past: Past, T: int) -> jax.Array:
 class Softmax(NamedTuple):
     """Running softmax over blocks of scores (arXiv:1805.02867)."""
 
-    max_bTn: jax.Array
-    sum_bTn: jax.Array
-    y_bTnC: jax.Array
+    max_bTyg: jax.Array
+    sum_bTyg: jax.Array
+    y_bTygC: jax.Array
 
-    def update(self, q_bTnA: jax.Array, keys_bsA: jax.Array, visible_bTs: jax.Array) -> "Softmax":
-        """Add a block of keys, whose first C columns are the values."""
-        score_bTns = matmul("bTnA,bsA->bTns", q_bTnA, keys_bsA).astype(jnp.float32)
-        score_bTns = jnp.where(visible_bTs[:, :, None, :], score_bTns, MASKED)
-        max_bTn = jnp.maximum(self.max_bTn, score_bTns.max(-1))
-        p_bTns = jnp.exp(score_bTns - max_bTn[..., None])
-        scale_bTn = jnp.exp(self.max_bTn - max_bTn)
-        values_bsC = keys_bsA[..., : self.y_bTnC.shape[-1]]
-        new_bTnC = matmul("bTns,bsC->bTnC", p_bTns.astype(values_bsC.dtype), values_bsC)
-        y_bTnC = self.y_bTnC * scale_bTn[..., None] + new_bTnC.astype(jnp.float32)
-        return Softmax(max_bTn, self.sum_bTn * scale_bTn + p_bTns.sum(-1), y_bTnC)
+    def update(self, q_bTygA: jax.Array, block: Cache, visible_bTs: jax.Array) -> "Softmax":
+        """Add a block of positions. Its first array has keys, and its last begins with values."""
+        keys_bsyA, values_bsyC = block[0], block[-1][..., : self.y_bTygC.shape[-1]]
+        score_bTygs = matmul("bTygA,bsyA->bTygs", q_bTygA, keys_bsyA).astype(jnp.float32)
+        score_bTygs = jnp.where(visible_bTs[:, :, None, None, :], score_bTygs, MASKED)
+        max_bTyg = jnp.maximum(self.max_bTyg, score_bTygs.max(-1))
+        p_bTygs = jnp.exp(score_bTygs - max_bTyg[..., None])
+        scale_bTyg = jnp.exp(self.max_bTyg - max_bTyg)
+        new_bTygC = matmul("bTygs,bsyC->bTygC", p_bTygs.astype(values_bsyC.dtype), values_bsyC)
+        y_bTygC = self.y_bTygC * scale_bTyg[..., None] + new_bTygC.astype(jnp.float32)
+        return Softmax(max_bTyg, self.sum_bTyg * scale_bTyg + p_bTygs.sum(-1), y_bTygC)
 
 
 def attend(
-    q_bTnA: jax.Array, new_bTA: jax.Array, past: Past, layer: jax.Array, C: int
+    q_bTnA: jax.Array, new: Cache, past: Past, layer: jax.Array, C: int, window: int
 ) -> jax.Array:
-    """Return softmax(q keys^T) latents, [b, T, n, C], over new and cached positions.
+    """Return softmax(q keys^T) values, [b, T, n, C], over new and cached positions.
 
     Reads the cache in blocks up to the longest text; time does not depend on the cache's size.
+
+    window  positions that a query attends to, with its own; 0 for all earlier ones.
     """
     b, T, n, A = q_bTnA.shape
+    y = new[0].shape[2]
+    q_bTygA = q_bTnA.reshape(b, T, y, n // y, A)
+    position_bT1 = positions(past, T)[:, :, None]
+
+    def near(key_bTs: jax.Array) -> jax.Array:
+        return key_bTs > position_bT1 - window if window else jnp.bool_(True)
 
     def block(i: jax.Array, softmax: Softmax) -> Softmax:
-        block_bsA = lax.dynamic_slice(past.cache_LbSA, (layer, 0, i * BLOCK, 0), (1, b, BLOCK, A))
-        key_s = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        visible_b1s = key_s[None, None, :] < past.start_b[:, None, None]
-        return softmax.update(q_bTnA, block_bsA[0], visible_b1s)
+        found = tuple(
+            lax.dynamic_slice(a, (layer, 0, i * BLOCK, 0, 0), (1, b, BLOCK, *a.shape[3:]))[0]
+            for a in past.cache
+        )
+        key_11s = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None, None, :]
+        visible_bTs = (key_11s < past.start_b[:, None, None]) & near(key_11s)
+        return softmax.update(q_bTygA, found, visible_bTs)
 
-    zero = jnp.zeros((b, T, n), jnp.float32)
-    start = Softmax(zero + MASKED, zero, jnp.zeros((b, T, n, C), jnp.float32))
-    causal = jnp.tril(jnp.ones((T, T), bool))[None]
-    softmax = vary(start.update(q_bTnA, new_bTA, causal), varying((q_bTnA, past.cache_LbSA)))
+    zero = jnp.zeros(q_bTygA.shape[:-1], jnp.float32)
+    start = Softmax(zero + MASKED, zero, jnp.zeros((*q_bTygA.shape[:-1], C), jnp.float32))
+    causal = jnp.tril(jnp.ones((T, T), bool))[None] & near(position_bT1.swapaxes(1, 2))
+    softmax = vary(start.update(q_bTygA, new, causal), varying((q_bTnA, past.cache)))
     blocks = -(-past.start_b.max() // BLOCK)
-    softmax = lax.fori_loop(0, blocks, block, softmax)
-    return (softmax.y_bTnC / softmax.sum_bTn[..., None]).astype(q_bTnA.dtype)
+    # The window of the shortest text begins first.
+    first = jnp.maximum(past.start_b.min() - window + 1, 0) // BLOCK if window else 0
+    softmax = lax.fori_loop(first, blocks, block, softmax)
+    y_bTygC = softmax.y_bTygC / softmax.sum_bTyg[..., None]
+    return y_bTygC.astype(q_bTnA.dtype).reshape(b, T, n, C)
 
 
 # guide: end
 
 
-@jax.named_scope("mlp")
-def mlp(w: Mlp, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
-    """x + down(silu(gate x) * up x).
-
-    Collectives  psum(tensor) of [b, T, D].
-    """
-    h_bTD = rms_norm(x_bTD, w.norm, m.rms_norm_eps)
-    return x_bTD + lax.psum(swiglu(h_bTD, w.gate, w.up, w.down), "tensor")
+# --- experts --------------------------------------------------------------------------------------
 
 
-@jax.named_scope("moe")
-def moe(w: Moe, experts: Experts, block: jax.Array, x_bTD: jax.Array, m: utils.Model) -> jax.Array:
-    """x + shared experts of x + sum over each token's K experts of weight * expert(x).
+def run_experts(
+    experts: Experts,
+    m: utils.Model,
+    block: jax.Array,
+    _: Experts,
+    h_bTD: jax.Array,
+    choice_bTK: jax.Array,
+    weight_bTK: jax.Array,
+) -> jax.Array:
+    """Sum weight * expert(h) over each token's choices.
 
-    experts      of all blocks, stacked.
+    experts      of all blocks, stacked; the block's own, which would be a copy, are not used.
     Collectives  psum(tensor) of [b, T, D]; with expert parallelism, all_gather(fsdp) of all tokens
                  and psum_scatter(fsdp) of the output of this rank's experts.
     """
-    b, T, D = x_bTD.shape
-    h_bTD = rms_norm(x_bTD, w.norm, m.rms_norm_eps)
-    _, *choice = route(w, h_bTD, m)
-    h_nD, choice_nK, weight_nK = (a.reshape(b * T, -1) for a in (h_bTD, *choice))
-    if isinstance(experts, ExpertParallelExperts):
+    h_nD, choice_nK, weight_nK = (lax.collapse(a, 0, 2) for a in (h_bTD, choice_bTK, weight_bTK))
+    expert_parallel = isinstance(experts, ExpertParallelExperts)
+    if expert_parallel:
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
-        first = lax.axis_index(EXPERT_AXES) * experts.gate.shape[1]
-        tokens = gather(h_nD), gather(choice_nK) - first, gather(weight_nK)
-        partial_mD = apply_experts(experts, block, *tokens, m.n_routed_experts)
-        partial_nD = lax.psum_scatter(partial_mD, "fsdp", tiled=True)
-    else:
-        partial_nD = apply_experts(experts, block, h_nD, choice_nK, weight_nK, m.n_routed_experts)
-    partial_bTD = partial_nD.reshape(b, T, D).astype(x_bTD.dtype)
-    if w.shared is not None:
-        partial_bTD += swiglu(h_bTD, w.shared.gate, w.shared.up, w.shared.down)
-    return x_bTD + lax.psum(partial_bTD, "tensor")
+        h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
+        choice_nK -= lax.axis_index(EXPERT_AXES) * experts.gate.shape[1]
+    partial_nD = apply_experts(experts, block, h_nD, choice_nK, weight_nK, m.n_routed_experts)
+    if expert_parallel:
+        partial_nD = lax.psum_scatter(partial_nD, "fsdp", tiled=True)
+    return lax.psum(partial_nD.astype(h_bTD.dtype), "tensor").reshape(h_bTD.shape)
 
 
 def apply_experts(
@@ -273,35 +276,24 @@ def apply_experts(
 
     choice_nK  relative to this rank's first expert; experts of other ranks are skipped.
     experts    number of experts of all ranks.
-    Choices are sorted by expert and divided into tiles of one expert each. A loop over the tiles
-    reads the weights of chosen experts only, once per tile.
+    A loop over tiles of one expert each reads the weights of chosen experts only, once per tile.
     """
     n, K = choice_nK.shape
-    own = w.gate.shape[1]
     # About twice an even share. A few tokens are one tile, so an expert's weights are read once.
     tile = max(min(n, 8), 1 << max(0, (2 * n * K // experts).bit_length() - 1))
-    choice_r = choice_nK.reshape(-1)
-    choice_r = jnp.where((choice_r >= 0) & (choice_r < own), choice_r, own)
-    order_r = jnp.argsort(choice_r, stable=True).astype(jnp.int32)
-    numbers = jnp.arange(own + 1, dtype=choice_r.dtype)
-    start_e = (choice_r[None, :] < numbers[:, None]).sum(1, dtype=jnp.int32)
-    tiles_e = -(-jnp.diff(start_e) // tile)
-    stop_e = jnp.cumsum(tiles_e)  # tiles up to and including expert e
-    order_r = jnp.concatenate([order_r, jnp.zeros_like(order_r, shape=tile)])
-    weight_r = weight_nK.reshape(-1)
+    choices = sort_choices(choice_nK, w.gate.shape[1], 0, tile)
 
     def body(i: jax.Array, y_nD: jax.Array) -> jax.Array:
-        e = (stop_e <= i).sum(dtype=jnp.int32)
-        row = start_e[e] + (i - stop_e[e] + tiles_e[e]) * tile
-        rows = lax.dynamic_slice(order_r, (row,), (tile,))
-        is_own_t = row + jnp.arange(tile, dtype=jnp.int32) < start_e[e + 1]
+        e, choice_t = choices.tile(i, tile)
+        token_t = choice_t // K
         one = index(w, block, e)
-        y_tD = swiglu(h_nD[rows // K][None], one.gate, one.up, one.down)[0]
-        weight_t = jnp.where(is_own_t, weight_r[rows], 0)
-        return y_nD.at[rows // K].add(y_tD.astype(jnp.float32) * weight_t[:, None])
+        y_tD = swiglu(read_rows(h_nD, token_t)[None], one.gate, one.up, one.down)[0]
+        weight_t = read_rows(weight_nK.reshape(-1), choice_t)
+        y_tD = y_tD.astype(jnp.float32) * weight_t[:, None]
+        return add_distinct(y_nD, token_t, y_tD)
 
-    zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, w, choice_r)))
-    return lax.fori_loop(0, stop_e[-1], body, zero)
+    zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, w, choice_nK)))
+    return lax.fori_loop(0, choices.last_e[-1], body, zero)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -309,66 +301,63 @@ def apply_experts(
 
 def apply_layers(
     w: Transformer, x_bTD: jax.Array, past: Past, m: utils.Model
-) -> tuple[jax.Array, jax.Array]:
-    """Return x after all layers, and the values to cache, [L, b, T, A]."""
+) -> tuple[jax.Array, Cache]:
+    """Return x after all layers, and the values to cache, [L, b, T, heads, width] each."""
+    blocks, zero = w.blocks, jnp.int32(0)
+    options = ForwardOptions(m, 0, 0.0, sequence_parallel=False, attend_to=attend_to_cache)
 
-    def dense_layers(x_bTD: jax.Array, w: DenseLayer, first: jax.Array, *block: jax.Array) -> tuple:
-        """Apply the stacked dense layers w[*block]; the number of the first is `first`."""
+    # Weights are indexed once, where they are used: a slice of a slice would be copied.
+    def dense(stack: Any, *block: jax.Array) -> Callable:
+        def run(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Cache]:
+            position = LayerPosition(zero, zero, layer)
+            return model.dense_layer(index(stack, *block, i), x_bTD, past, options, position)
 
-        # Indexed once, where it is used: a slice of a slice would be copied.
-        def dense(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            one = index(w, *block, i)
-            x_bTD, new = attention(one.attention, x_bTD, past, first + i, m, rope=True)
-            return mlp(one.mlp, x_bTD, m), new
+        return run
 
-        return lax.scan(dense, x_bTD, jnp.arange(w.mlp.norm.shape[len(block)], dtype=jnp.int32))
+    def moe(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
+        here = options._replace(run_experts=partial(run_experts, blocks.moe.moe.experts, m, i))
+        position = LayerPosition(zero, zero, layer)
+        return model.moe_layer(index(blocks.moe, i), x_bTD, past, here, position)
 
-    def block(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        layer, new = m.first_k_dense_replace + i * m.decoder_sparse_step, []
-        if blocks.dense is not None:
-            x_bTD, new_dense = dense_layers(x_bTD, blocks.dense, layer, i)
-            new.append(new_dense)
-        if blocks.moe is not None:
-            moe_layer, layer = blocks.moe, layer + m.dense_layers
-            experts = moe_layer.moe.experts  # indexed where one is chosen
-            one = index(moe_layer.replace(moe=moe_layer.moe.replace(experts=None)), i)
-            x_bTD, new_moe = attention(one.attention, x_bTD, past, layer, m, m.rope_in_moe_layers)
-            x_bTD = moe(one.moe, experts, i, x_bTD, m)
-            new.append(new_moe[None])
-        return x_bTD, jnp.concatenate(new)
+    def block(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, Cache]:
+        numbers = jnp.arange(m.dense_layers, dtype=jnp.int32) if m.dense_layers else None
+        here = model.Block(dense=numbers, moe=i if m.moe_layers else None)
+        x_bTD, new, _ = model.block(here, x_bTD, i, m, dense(blocks.dense, i), moe)
+        return x_bTD, new
 
-    blocks, new = w.blocks, []
+    parts = []
     if w.first.prefix is not None:
-        x_bTD, new_prefix = dense_layers(x_bTD, w.first.prefix, jnp.int32(0))
-        new.append(new_prefix)
-    x_bTD, new_blocks = lax.scan(block, x_bTD, jnp.arange(m.blocks, dtype=jnp.int32))
-    new.append(lax.collapse(new_blocks, 0, 2))
-    return x_bTD, jnp.concatenate(new)
+        numbers = jnp.arange(m.first_k_dense_replace, dtype=jnp.int32)
+        x_bTD, new = model.dense_layers(numbers, x_bTD, zero, dense(w.first.prefix))
+        parts.append(new)
+    x_bTD, new = lax.scan(block, x_bTD, jnp.arange(m.blocks, dtype=jnp.int32))
+    parts.append(jax.tree.map(lambda a: lax.collapse(a, 0, 2), new))
+    return x_bTD, model.concatenated(parts)
 
 
 def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., Any]:
     """Return a function that appends tokens to the cache and computes the logits after them.
 
-    Arguments: weights of `weight_converter`, cache [L, B, S, A], tokens [B, T], the first position
-    of each row [B], and the columns of `tokens` after which logits are computed [B, P]. Results:
+    Arguments: weights of `weight_converter`, the cache, tokens [B, T], the first position of each
+    row [B], and the columns of `tokens` after which logits are computed [B, P]. Results:
     logits [B, P, V] in float32, -inf for padding rows of the vocabulary, and the cache. A row
     shorter than T is padded; later tokens overwrite the padding before it is visible.
     """
     m = config.model
 
     def local(
-        w: Transformer, cache: jax.Array, tokens_bT: jax.Array, start_b: jax.Array, at_bP: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        w: Transformer, cache: Cache, tokens_bT: jax.Array, start_b: jax.Array, at_bP: jax.Array
+    ) -> tuple[jax.Array, Cache]:
         past = Past(cache, start_b)
         with jax.named_scope("embedding"):
-            row_bT, held_bT = local_rows(tokens_bT, len(w.first.embedding))
-            partial_bTD = jnp.where(held_bT[:, :, None], w.first.embedding[row_bT], 0)
-            x_bTD = lax.psum(partial_bTD, VOCABULARY_AXES)
-        y_bTD, new_LbTA = apply_layers(w, x_bTD, past, m)
+            x_bTD = lax.psum(lookup(w.first.embedding, tokens_bT), VOCABULARY_AXES)
+        y_bTD, new = apply_layers(w, x_bTD, past, m)
         # Once, after all layers: a loop that reads and writes the cache would copy it each time.
         rows = jnp.arange(len(tokens_bT), dtype=jnp.int32)[:, None]
         columns = positions(past, tokens_bT.shape[1])
-        cache = cache.at[:, rows, columns].set(new_LbTA, mode="drop")
+        cache = tuple(
+            a.at[:, rows, columns].set(b, mode="drop") for a, b in zip(cache, new, strict=True)
+        )
         with jax.named_scope("loss"):
             y_bPD = jnp.take_along_axis(y_bTD, at_bP[:, :, None], axis=1)
             h_bPD = rms_norm(y_bPD, w.last.norm, m.rms_norm_eps)
@@ -376,12 +365,12 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
             logits_nv = local_logits(table, lax.collapse(h_bPD, 0, 2), m.vocab_size)
         return logits_nv.reshape(*at_bP.shape, -1), cache
 
-    batch = P(BATCH_AXES)
+    batch, cache = P(BATCH_AXES), tuple(array.spec for array in cache_arrays(config))
     specs = jax.tree.map(lambda a: a.sharding.spec, abstract_weights(config, declared, mesh))
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, CACHE_SPEC, batch, batch, batch),
-        out_specs=(P(BATCH_AXES, None, VOCABULARY_AXES), CACHE_SPEC),
+        in_specs=(specs, cache, batch, batch, batch),
+        out_specs=(P(BATCH_AXES, None, VOCABULARY_AXES), cache),
         check_vma=True,
     )

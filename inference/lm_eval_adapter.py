@@ -17,7 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
-from data.tokenizer import Tokenizer, text_of
+from data.tokenizer import TextTokens, text_of
 from inference.multiple_choice import Scorer
 from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
@@ -59,24 +59,21 @@ class Model(TemplateLM):
         declared: Transformer,
         mesh: Mesh,
         w: Transformer,
-        tokenizer: Tokenizer,
-        end_of_text: int,
-        begin: Sequence[int] = (),
+        tokens: TextTokens,
     ):
-        """begin  tokens that begin a document of the training data."""
         super().__init__()
         self.config, self.declared, self.mesh, self.w = config, declared, mesh, w
-        self.codec, self.end_of_text = tokenizer, end_of_text  # the harness has its own `tokenizer`
-        self.context, self.begin = config.train.seq_len, list(begin)
+        self.codec, self.begin, self.ends = tokens  # the harness has its own `tokenizer`
+        self.context = config.train.seq_len
 
     @property
     def eot_token_id(self) -> int:
-        return self.end_of_text
+        return self.ends[0]
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that has no prompt."""
-        return self.begin[0] if self.begin else self.end_of_text
+        return self.begin[0] if self.begin else self.ends[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
         begin = [] if add_special_tokens is False else self.begin
@@ -122,7 +119,7 @@ class Model(TemplateLM):
     def generator(self) -> Generator:
         config, mesh = generation_mesh(self.config, self.mesh)
         greedy = SamplingOptions(temperature=0.0)
-        generator = Generator(config, mesh, BATCH_SIZE, self.context, self.end_of_text, greedy)
+        generator = Generator(config, mesh, BATCH_SIZE, self.context, self.ends, greedy)
         self.decoding_weights = generator.convert_weights(self.w)
         return generator
 
@@ -136,7 +133,7 @@ class Model(TemplateLM):
                 f"generation_kwargs: max_gen_toks: {max(1, self.context // 2)} in the task's file."
             )
         left = self.context - tokens
-        texts = [self.tok_encode(prompt)[-left:] or [self.end_of_text] for prompt in prompts]
+        texts = [self.tok_encode(prompt)[-left:] or self.ends[:1] for prompt in prompts]
         made: list[list[int]] = [[] for _ in texts]
         generator.reset(range(len(texts)), 0)
         for new_B in generator.generate(self.decoding_weights, texts, tokens):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from data.manifest import Manifest
-from data.tokenizer import load_tokenizer, text_of
+from data.tokenizer import ends_of, load_tokenizer, text_of
 from inference import decode
 from model import Transformer
 from utils import GIB, MESH_AXES, Config, ConfigError
@@ -73,14 +73,15 @@ class Generator:
         mesh: Mesh,
         sequences: int,
         max_length: int,
-        end_of_text: int,
+        ends: Sequence[int],
         options: SamplingOptions,
     ):
         """config      from decode.decoding_config.
         sequences   texts of a batch; the batch B is rounded up to a multiple of --mesh.fsdp.
         max_length  tokens of a text that the cache has space for.
+        ends        tokens that end a text.
         """
-        self.max_length, self.end_of_text = max_length, end_of_text
+        self.max_length, self.ends = max_length, list(ends)
         self.B = -(-sequences // config.mesh.fsdp) * config.mesh.fsdp
         declared = model.declare(config)
         self.abstract_weights = decode.abstract_weights(config, declared, mesh)
@@ -103,7 +104,7 @@ class Generator:
             logits_B1V, cache = extend(w, cache, token_B[:, None], position_B, first_B1)
             return sample_tokens(logits_B1V[:, 0], key, number_B, position_B + 1, options), cache
 
-        shardings = tuple(NamedSharding(mesh, spec) for spec in (P(), decode.CACHE_SPEC))
+        shardings = NamedSharding(mesh, P()), tuple(a.sharding for a in self.abstract_cache)
         self._prefill, self._decode_one = (
             jax.jit(f, donate_argnums=1, out_shardings=shardings) for f in (prefill, decode_one)
         )
@@ -112,8 +113,7 @@ class Generator:
         """Empty the cache. The sampled tokens of a text depend on its number and the seed."""
         self.number = np.resize(np.asarray(numbers, np.int32), self.B)
         self.key = jax.random.key(seed)
-        empty = self.abstract_cache
-        self.cache = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
+        self.cache = decode.empty_cache(self.abstract_cache)
         self.length = np.zeros(self.B, np.int32)  # positions in the cache
         self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
 
@@ -121,7 +121,7 @@ class Generator:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""
         pending = [[t] if t != ENDED else [] for t in self.last.tolist()]
         texts = [old + list(new) for old, new in zip(pending, texts, strict=False)]
-        texts += [[self.end_of_text]] * (self.B - len(texts))
+        texts += [self.ends[:1]] * (self.B - len(texts))
         left_B = np.array([len(text) for text in texts], np.int32)
         T = min(1 << max(3, int(left_B.max() - 1).bit_length()), MAX_PREFILL_TOKENS)
         token_B = np.zeros(self.B, np.int32)
@@ -157,12 +157,20 @@ class Generator:
                 # Dispatched before the last token is read, so that the device does not wait.
                 next_B = self.decode_one(w, token_B, position)
             self.last = np.asarray(token_B)
-            ended |= self.last == self.end_of_text
+            ended |= np.isin(self.last, self.ends)
             yield np.where(ended, ENDED, self.last)
             ended |= full
             if ended.all() or next_B is None:
                 return
             token_B, self.length = next_B, np.where(full, position, position + 1)
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """Return the bytes of a tree of arrays, which may be abstract, on one device."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(arrays)
+    )
 
 
 def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
@@ -189,11 +197,11 @@ class Sampler:
             *generation_mesh(config, mesh),
             len(self.prompts),
             max_length,
-            manifest.end_of_text,
+            [manifest.end_of_text, *ends_of(self.tokenizer)],
             SamplingOptions(s.temperature),
         )
         arrays = self.generator.abstract_weights, self.generator.abstract_cache
-        needed = decode.bytes_per_device(arrays)
+        needed = bytes_per_device(arrays)
         if stats := mesh.local_devices[0].memory_stats():
             free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
             if needed > free:

@@ -86,9 +86,14 @@ def run_child(arguments: list[str], environment: dict[str, str]) -> None:
 def child_environment() -> dict[str, str]:
     """Return the environment of a child that does not search for devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    count = "--xla_force_host_platform_device_count="  # the child sets its own
+    # The child sets its own number of devices, and needs no flags for CPUs. libtpu aborts on most.
+    left_out = (
+        "--xla_force_host_platform_device_count=",
+        "--xla_cpu_",
+        "--xla_disable_hlo_passes=simplify-while-loops",
+    )
     return os.environ | {
-        "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(count)),
+        "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(left_out)),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # no queries to a cloud's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process fails on its lock file

@@ -71,8 +71,12 @@ class Step:
     """The traced functions of a config on one chip, and how often each runs in a step."""
 
     def __init__(self, config: Config, platform: str, shared: bool = False):
-        """shared  use traces that serve other batch sizes and stage counts too, for a search."""
+        """shared  use traces that serve other batch sizes and stage counts too, for a search.
+
+        Tiles of dropless experts do not grow evenly with the batch, so they are traced each time.
+        """
         t, mesh = config.train, config.mesh
+        shared = shared and not (config.model.moe_layers and not config.model.capacity_factor)
         self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
@@ -121,7 +125,7 @@ class Step:
                 break
         self.column = cuts.index(cut)
         self.block, self.prefix, self.first = found.block, found.prefix, found.first
-        self.last = trace.output_program(last, self.kernel, self.rows)
+        self.last = trace.output_program(last, self.platform, self.kernel, self.rows)
 
     def of_batch(self, count: np.ndarray | int) -> int:
         """Select this step's count from counts for each way to divide the batch."""
@@ -319,6 +323,9 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
         axes = step.axes_of(axes)
         if kind == "reduce-scatter" and is_all_reduce(step, chip, axes):
             kind, result = "all-reduce", result * step.size_of(axes)
+        elif kind == "reduce-scatter" and chip is not None and chip.is_tpu and len(axes) > 1:
+            # libtpu exchanges half of what it leaves, as seen on two axes of a v4 and a v5p.
+            found[cause, axes, "collective-permute"] += result // 2 * times
         if axes and result * times:
             found[cause, axes, kind] += result * times
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
+import model
 from utils import LANES, ConfigError
 
 Count = np.ndarray  # FLOPs or bytes, for each cut of Sizes
@@ -57,7 +58,7 @@ FUSED = frozenset([
 ])  # fmt: skip
 
 READS = FUSED | {"gather"}
-IN_PLACE = ("scan", "scatter", "scatter-add", "dynamic_update_slice")
+IN_PLACE = ("scan", "while", "scatter", "scatter-add", "dynamic_update_slice")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Value:
     """An array of a program."""
 
     bytes: Count
+    itemsize: int = 0  # bytes of an element, if an operand of another size cannot be overwritten
 
 
 @dataclass(eq=False)
@@ -173,11 +175,14 @@ class Reader:
 
     kernel_share  share of attention's scores that the kernel computes.
     skipped       prefix of the names of functions whose calls are counted elsewhere.
+    same_type     whether a result overwrites only operands of its element size. libtpu's logits in
+                  float32 and their gradient in bfloat16 are one buffer.
     """
 
     sizes: Sizes
     kernel_share: float
     skipped: str = ""
+    same_type: bool = False
 
     def read(self, closed: Any) -> Program:
         program = Program([self._value(v.aval) for v in closed.jaxpr.invars])
@@ -187,7 +192,8 @@ class Reader:
         return program
 
     def _value(self, aval: Any) -> Value:
-        return Value(self.sizes(aval.size * aval.dtype.itemsize))
+        itemsize = aval.dtype.itemsize
+        return Value(self.sizes(aval.size * itemsize), itemsize if self.same_type else 0)
 
     def _walk(self, closed: Any, args: Sequence[Value], ops: list[Op], scope: str) -> list[Value]:
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -230,7 +236,7 @@ class Reader:
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-        elif name in OPAQUE and _has_cost(eqn):
+        elif name in OPAQUE and _has_cost(eqn) and part.split()[-1:] != [model.OVERFLOW]:
             raise ConfigError(
                 f"{part or 'the model'} has a {name}, whose cost a trace does not show. Write "
                 "loops as lax.scan, choices as jnp.where, and products as einsum."
@@ -379,7 +385,9 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
         new = [v for v in op.outputs if v in made and v in last and v not in elsewhere]
         size = sum((value.bytes for value in new), 0)
         inside = op.body_peak if op.body else 0
-        over = np.minimum(freed, size) if op.in_place else 0
+        items = {value.itemsize for value in new}
+        usable = sum((v.bytes for v in ends.get(i, ()) if v.itemsize in items), 0)
+        over = np.minimum(usable, size) if op.in_place else 0
         most = np.maximum(most, live + size - over + inside + _scratch(op))
         live = live + size - freed
     return most

@@ -213,7 +213,7 @@ def stage_functions(
 
 
 @cache
-def output_program(config: Config, kernel: str, rows: tuple[int, ...]) -> Program:
+def output_program(config: Config, platform: str, kernel: str, rows: tuple[int, ...]) -> Program:
     """Trace what runs after the last stage, with its gradient.
 
     config  a result of `one_microbatch`.
@@ -229,7 +229,7 @@ def output_program(config: Config, kernel: str, rows: tuple[int, ...]) -> Progra
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
-        found.append(jaxpr.Reader(sizes, 1.0).read(last))
+        found.append(jaxpr.Reader(sizes, 1.0, same_type=platform != "tpu").read(last))
 
     with_executor(config, kernel, lambda layer: layer, visit)
     return found[0]

@@ -192,16 +192,17 @@ def seconds(text: str) -> int:
 
 MAY_BE_ZERO = {
     *("model.first_k_dense_replace", "model.q_lora_rank", "model.n_routed_experts"),
-    *("model.n_shared_experts", "optimizer.warmup_steps", "optimizer.schedule_steps"),
+    *(
+        "model.n_shared_experts",
+        "model.sliding_window",
+        "optimizer.warmup_steps",
+        "optimizer.schedule_steps",
+    ),
     *("train.seed", "data.seed", "eval.every_steps", "sample.every_steps", "sample.tokens"),
     *("checkpoint.every_steps", "checkpoint.keep_every_steps", "run.init_from_step"),
     *("run.check_replicas_every", "profile.first_step", "profile.steps"),
 }
-# Floats that must be above 0: time limits, and factors without which experts have no capacity.
-ABOVE_ZERO = {
-    *("run.peer_seconds", "run.stall_minutes"),
-    *("model.capacity_factor", "model.eval_capacity_factor"),
-}
+ABOVE_ZERO = {"run.peer_seconds", "run.stall_minutes"}  # floats that must be above 0
 
 
 def check(config: Config) -> None:
@@ -261,16 +262,30 @@ def _check_model(m: Model) -> None:
             f"{first} and a multiple of --model.decoder_sparse_step {step}. Use "
             f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
-    if m.qk_rope_head_dim % 2:
+    rotated = "head_dim" if m.attention == "gqa" else "qk_rope_head_dim"
+    if (width := getattr(m, rotated)) % 2:
         raise ConfigError(
-            f"--model.qk_rope_head_dim {m.qk_rope_head_dim} is odd, and rotary embedding rotates "
-            f"pairs. Use {m.qk_rope_head_dim + 1}."
+            f"--model.{rotated} {width} is odd, and rotary embedding rotates pairs. Use "
+            f"{width + 1}."
+        )
+    N, Y = m.num_attention_heads, m.num_key_value_heads
+    if m.attention == "gqa" and N % Y:
+        raise ConfigError(
+            f"--model.num_attention_heads {N} is not divisible by --model.num_key_value_heads {Y}: "
+            "each head of keys and values serves equally many query heads. Use "
+            f"--model.num_key_value_heads {math.gcd(N, Y)}."
         )
     rope = m.rope_scaling
     if rope.factor < 1:
         raise ConfigError(
-            f"--model.rope_scaling.factor {rope.factor} is below 1, and YaRN extends the context. "
+            f"--model.rope_scaling.factor {rope.factor} is below 1, and it extends the context. "
             "Use 1.0, which is plain rotary embedding, or more."
+        )
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.factor > 1 and rope.rope_type == "llama3" and not 0 < low < high:
+        raise ConfigError(
+            f"--model.rope_scaling.low_freq_factor {low} must be above 0 and below "
+            f"high_freq_factor {high}. Use 1.0 and 4.0, as Llama 3 does."
         )
     if rope.factor > 1 and not 0 < rope.beta_slow <= rope.beta_fast:
         raise ConfigError(

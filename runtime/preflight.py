@@ -28,10 +28,14 @@ MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE
 def check_host(host: str, replicas: int) -> None:
     """Raise ConfigError with what prevents this host from connecting to process 0 on `host`."""
     env, name, lines = os.environ, socket.gethostname(), ["this host cannot run the job:"]
+    on_cpu = env.get("JAX_PLATFORMS") == "cpu"
     with contextlib.suppress(FileNotFoundError):
-        try:  # libtpu does not start while another process locks this file
-            with TPU_LOCK.open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # libtpu does not start while another process locks this file. The lock is shared, so that
+        # the processes of one host may all try it at once.
+        try:
+            if not on_cpu:
+                with TPU_LOCK.open("r+") as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (PermissionError, BlockingIOError) as error:
             fix = "End the process that uses the TPU; if there is none, remove the file with sudo"
             lines += [f"{TPU_LOCK}: {error.strerror}. {fix}"]
@@ -48,7 +52,7 @@ def check_host(host: str, replicas: int) -> None:
         own, first = socket.gethostbyname(name), socket.gethostbyname(host or "localhost")
         # Collectives of CPUs use the address that a host's own name resolves to.
         local = own.startswith("127.") and not first.startswith("127.")
-        if local and env.get("JAX_PLATFORMS") == "cpu":
+        if local and on_cpu:
             lines += [f"{name} is {own}, where other hosts cannot reach it. Edit /etc/hosts"]
     if lines[1:]:
         raise ConfigError("\n  ".join(lines))

@@ -21,6 +21,7 @@ FREE_FIELDS = {
     *("data.mixture", "train.steps", "train.microbatches", "train.remat", "train.skip_spikes"),
     *("train.loss_chunk_tokens", "train.max_skipped_in_row", "tokens.tokenizer"),
     *("tokens.tokenizer_sha256", "tokens.end_of_text", "tokens.begin_of_text"),
+    "tokens.chat_template",
 }
 # These change only rounding.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention_kernel"}
@@ -194,7 +195,7 @@ def check_same_tokenizer(
 ) -> None:
     """Raise ConfigError if the data has another tokenizer than the run of the weights."""
     if tokens["tokenizer_sha256"] != manifest.tokenizer_sha256:
-        name = tokens["tokenizer"]
+        name = run.tokenizer(tokens["tokenizer"])
         raise ConfigError(
             f"--run.init_from {run} was trained with the tokenizer {name} (table sha256 "
             f"{tokens['tokenizer_sha256']}), and {data} was made with {manifest.tokenizer} "

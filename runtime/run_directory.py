@@ -30,6 +30,7 @@ from runtime.errors import TransientError
 from utils import Config, ConfigError
 
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"  # folder of a tokenizer that was given by its path
 WRITE_TRIES = 3
 
 
@@ -77,6 +78,15 @@ class RunDirectory:
         """Return the steps of complete checkpoints, damaged or not."""
         return checkpoint_directory.open_directory(self.checkpoints).steps()
 
+    def folder(self, name: str) -> Path:
+        """Return the local path of a folder of a few files, which may not exist."""
+        return self.files / name
+
+    def tokenizer(self, name: str) -> str:
+        """Return the path of the run's own tokenizer, or else the name in its checkpoint."""
+        own = self.folder(TOKENIZER)
+        return str(own) if own.is_dir() else name
+
     @contextmanager
     def synced(self) -> Iterator[None]:
         """Download the files at the start of the block, and upload all of them at its end. Only
@@ -123,6 +133,14 @@ class BucketRunDirectory(RunDirectory):
         for name, (content, generation) in zip(names, contents, strict=True):
             (self.files / name).write_bytes(content)
             self._uploaded[name] = _Uploaded(len(content), crc32(content), generation)
+
+    def folder(self, name: str) -> Path:
+        local = self.files / name
+        if not local.exists():
+            for file in self._objects.list_objects(f"{name}/"):
+                local.mkdir(exist_ok=True)
+                (self.files / file).write_bytes(self._objects.read(file))
+        return local
 
     @contextmanager
     def synced(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import model
 import sharded_model
 import utils
 from hf_case import model_with
+from inference import decode
 from planning import hlo
 
 # All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
@@ -34,14 +35,13 @@ SIZES = {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.7,
     "capacity_factor": 4.0,
-    "eval_capacity_factor": 4.0,
     "aux_loss_alpha": 0.1,
     "compute_dtype": "float32",
 }
 
 # One model and its meshes (shape, virtual) for several files, so that the compilation cache serves
 # all but the first.
-RUN = {"tie_word_embeddings": False}
+RUN = {"tie_word_embeddings": False, "capacity_factor": 0.0}
 RUN_MESHES = {
     "1x1x1": ((1, 1, 1), 1),
     "8x1x1": ((8, 1, 1), 1),
@@ -189,3 +189,26 @@ def errors(found, expected):
 def collective_bytes(text, branch_share=None):
     """Return the bytes of the results of collectives, by kind, over all executions."""
     return hlo.executed(text, hlo.collective_cost, branch_share)
+
+
+def decoded_logits(config, tree, tokens):
+    """Return [B, T, V] of incremental decoding on the config's mesh, from a canonical tree.
+
+    The first half of the tokens is a prompt, and the others follow one by one.
+    """
+    here = decode.decoding_config(config, config.mesh.fsdp, config.mesh.tensor)
+    declared, mesh = model.declare(here), mesh_of(here)
+    w = transformer_of(here, mesh, tree)
+    w = decode.weight_converter(decode.abstract_weights(here, declared, mesh))(w)
+    extend = jax.jit(decode.extend(here, declared, mesh), donate_argnums=1)
+    B, T = tokens.shape
+    cache = decode.empty_cache(decode.abstract_cache(here, mesh, B, T))
+    first = T // 2
+    every = np.broadcast_to(np.arange(first, dtype=np.int32), (B, first))
+    logits, cache = extend(w, cache, tokens[:, :first], np.zeros(B, np.int32), every)
+    found = [np.asarray(logits)]
+    for t in range(first, T):
+        at = np.full(B, t, np.int32)
+        logits, cache = extend(w, cache, tokens[:, t : t + 1], at, np.zeros((B, 1), np.int32))
+        found.append(np.asarray(logits))
+    return np.concatenate(found, axis=1)

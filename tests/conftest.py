@@ -1,6 +1,7 @@
 """Run every test on 8 CPU devices with strict types."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -16,11 +17,15 @@ XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
     "--xla_cpu_collective_timeout_seconds=3600",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # run.sh says why
+    "--xla_disable_hlo_passes=simplify-while-loops",
 )
 
-# A program of a test runs a few times, so XLA need not optimize its code. Fusions, sums and
-# collectives are the same.
+# A program of a test runs a few times, so XLA need not optimize its code. Sums and collectives are
+# the same.
 FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+# The older code generator takes a third of the time to compile. Later versions do not have it.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FAST += ("--xla_cpu_use_fusion_emitters=false",)
 
 
 def with_flags(given: str, flags: tuple[str, ...]) -> str:

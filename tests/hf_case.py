@@ -59,7 +59,6 @@ SIZES = {
     "topk_group": 1,
     "routed_scaling_factor": 1.7,
     "capacity_factor": 4.0,
-    "eval_capacity_factor": 4.0,
     "rms_norm_eps": 1e-6,
     "latent_rms_norm_eps": 1e-6,  # transformers' own, whatever its config says
     "compute_dtype": "float32",
@@ -168,6 +167,8 @@ class Maker:
         return {"attention": self.attention(model, stack), "moe": self.moe(model, stack)}
 
     def attention(self, model, stack):
+        if model.attention == "gqa":
+            return self.grouped(model, stack)
         D, N, C = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
         H, R, W = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         return {
@@ -177,6 +178,24 @@ class Maker:
             "kv_norm": self.norm(stack, C),
             "kv_up": self.normal(stack, C, N, H + W, std=C**-0.5),
             "out": self.normal(stack, N, W, D, std=(N * W) ** -0.5),
+        }
+
+    def grouped(self, model, stack):
+        D, N, A = model.hidden_size, model.num_attention_heads, model.head_dim
+        Y, biased, normed = model.num_key_value_heads, model.attention_bias, model.qk_norm
+        return {
+            "key_value": {
+                "key": self.normal(stack, D, Y, A, std=D**-0.5),
+                "value": self.normal(stack, D, Y, A, std=D**-0.5),
+                "key_bias": self.normal(stack, Y, A, std=0.3) if biased else None,
+                "value_bias": self.normal(stack, Y, A, std=0.3) if biased else None,
+            },
+            "norm": self.norm(stack, D),
+            "query": self.normal(stack, D, N, A, std=D**-0.5),
+            "query_bias": self.normal(stack, N, A, std=0.3) if biased else None,
+            "query_norm": self.norm(stack, A) if normed else None,
+            "key_norm": self.norm(stack, A) if normed else None,
+            "out": self.normal(stack, N, A, D, std=(N * A) ** -0.5),
         }
 
     def query(self, model, stack):

@@ -1,11 +1,14 @@
 """Runs with random weights, their logits, and published configs."""
 
+import base64
 import dataclasses
 import json
 import math
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 import checkpoint
@@ -77,6 +80,26 @@ def make_run(folder: Path, seed: int = 0, **fields) -> utils.Config:
     return config
 
 
+def write_moonshot(folder, **settings):
+    """Write a tiktoken.model as Kimi-K2 and Moonlight have it, with a small table."""
+    folder.mkdir(exist_ok=True)
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += ["中".encode(), b"is", "中文".encode(), b"lish", b"glish", b"English"]
+    tokens += [b"En", b" a", "混合".encode(), b"12", b"123"]
+    lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
+    (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>"}
+    added = {str(len(tokens) + i): {"content": name, "special": True} for i, name in names.items()}
+    fields = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
+    return len(tokens)
+
+
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """The weights of a run's newest checkpoint, as they are on disk."""
     with closing(checkpoint.Checkpoints(folder / "checkpoints")) as saved:
@@ -86,25 +109,42 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
         }
 
 
-def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
-    """Of ids [B, T] on one device, without pads of the vocabulary."""
+def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
+    """Of ids [B, T] on a mesh, without pads of the vocabulary."""
     config = cli.load(folder / "config.toml")
     B, T = ids.shape
-    of_model = dataclasses.replace(
-        config.model, compute_dtype="float32", capacity_factor=99.0, eval_capacity_factor=99.0
-    )
     config = dataclasses.replace(
         config,
-        model=of_model,
-        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
+        model=dataclasses.replace(config.model, compute_dtype="float32", capacity_factor=0.0),
+        mesh=utils.Mesh(fsdp=shape[0], pipeline=shape[1], tensor=shape[2]),
         train=dataclasses.replace(
             config.train, global_batch_size=B, microbatches=1, seq_len=T, loss_chunk_tokens=T
         ),
     )
-    declared, mesh = model.declare(config), train.make_mesh(config)
+    devices = jax.devices()[: math.prod(shape)]
+    declared, mesh = model.declare(config), train.make_mesh(config, devices)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, _ = checkpoint.load_weights(run_directory.at(folder), None, shapes)
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     run = full_logits(config, declared, mesh)
     return np.asarray(run(w, batch))[0, :, :, : config.model.vocab_size]
+
+
+def opened(folder: Path, own: bool = False) -> Any:
+    """The model in torch; no weight may be missing or unexpected."""
+    import torch  # late: only tests marked huggingface have it
+    import transformers
+
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=own, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return found.eval()
+
+
+def their_logits(found: Any, ids: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return found(torch.from_numpy(ids).long()).logits.numpy()

@@ -73,6 +73,22 @@ CASES = {
             "train.remat": "latents,attention_out,expert_in,expert_hidden",
         },
     ),
+    "moe-dropless-full-interleaved": (
+        "2x4x4",
+        "moe_1b",
+        {"train.remat": "full", "model.capacity_factor": 0.0},
+    ),
+    "moe-dropless-gathered-16x2x1": (
+        "2x4x4",
+        "moe_1b",
+        {
+            "mesh": (16, 2, 1),
+            "mesh.virtual": 1,
+            "model.capacity_factor": 0.0,
+            "model.experts_layout": "sharded",
+            "train.remat": "latents,attention_out,expert_in,expert_hidden",
+        },
+    ),
     "jaxformer-prefix-untied-gathered-4x2x4": (
         "2x4x4",
         "jaxformer_1b",
@@ -109,6 +125,8 @@ CASES = {
         "dense_1b",
         {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
     ),
+    "llama-interleaved": ("2x4x4", "llama_1b", {}),
+    "qwen3-moe-full-interleaved": ("2x4x4", "qwen3_moe_1b", {"train.remat": "full"}),
     "jaxformer-none-xla": (
         "2x4x4",
         "jaxformer_1b",
@@ -166,11 +184,22 @@ GPU_CASES = {
         },
     ),
     "gpu-moe-names-2x2x2-interleaved": ("", "moe_1b", {"mesh": (2, 2, 2)}),
+    "gpu-moe-dropless-names-2x2x2-interleaved": (
+        "",
+        "moe_1b",
+        {"mesh": (2, 2, 2), "model.capacity_factor": 0.0},
+    ),
     "gpu-dense-names-2x2x2-interleaved": (
         "",
         "dense_1b",
         {"mesh": (2, 2, 2), "mesh.virtual": 2, "train.microbatches": 16},
     ),
+    "gpu-llama-names-8x1x1": (
+        "",
+        "llama_1b",
+        {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.microbatches": 4},
+    ),
+    "gpu-qwen3-moe-names-2x2x2-interleaved": ("", "qwen3_moe_1b", {"mesh": (2, 2, 2)}),
     "gpu-moe-full-layer-16x1x1": (
         "",
         "moe_1b",

@@ -13,14 +13,14 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600  # of one process
 
-# A mesh changes only rounding here: experts have capacity for all tokens, and the balancing bias,
-# which depends on the sign of a difference, is constant.
+# A mesh changes only rounding here: experts are dropless, and the balancing bias, which depends on
+# the sign of a difference, is constant.
 SMALL_MODEL = """
 --model.hidden_size 32 --model.num_attention_heads 2 --model.kv_lora_rank 16
 --model.intermediate_size 64 --model.moe_intermediate_size 32
 --model.qk_nope_head_dim 16 --model.qk_rope_head_dim 8 --model.v_head_dim 16
---model.compute_dtype float32 --model.capacity_factor 4
---model.eval_capacity_factor 4 --model.router_bias_update_speed 0 --train.seq_len 32
+--model.compute_dtype float32 --model.capacity_factor 0
+--model.router_bias_update_speed 0 --train.seq_len 32
 """
 
 

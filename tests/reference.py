@@ -24,9 +24,10 @@ def rms_norm(x, scale, epsilon):
     return x / jnp.sqrt(mean_square + epsilon) * jnp.broadcast_to(scale, x.shape)
 
 
-def frequencies(model):
-    """Return theta^(-2i/R) of each pair i, with YaRN (arXiv:2309.00071, section 3.2)."""
-    R = model.qk_rope_head_dim
+def frequencies(model, R):
+    """Return theta^(-2i/R) of each pair i, with YaRN (arXiv:2309.00071, section 3.2) or llama3."""
+    if model.rope_scaling.rope_type == "llama3":
+        return llama3_frequencies(model, R)
     frequency = model.rope_theta ** (-2 * np.arange(R) / R)  # of twice as many pairs as there are
     turns = model.rope_scaling.original_max_position_embeddings * frequency / (2 * np.pi)
     first = max([i for i in range(R) if turns[i] >= model.rope_scaling.beta_fast], default=0)
@@ -35,8 +36,31 @@ def frequencies(model):
     return (frequency * (1 - slowed + slowed / model.rope_scaling.factor))[: R // 2]
 
 
+def llama3_frequencies(model, R):
+    """As apply_scaling of Llama 3's reference code has it, by wavelengths."""
+    scaling, found = model.rope_scaling, []
+    longest, shortest = (
+        scaling.original_max_position_embeddings / factor
+        for factor in (scaling.low_freq_factor, scaling.high_freq_factor)
+    )
+    for frequency in 1 / model.rope_theta ** (np.arange(0, R, 2) / R):
+        wavelength = 2 * np.pi / frequency
+        if shortest <= wavelength <= longest:
+            rotations = scaling.original_max_position_embeddings / wavelength
+            smooth = (rotations - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        elif wavelength > longest:
+            frequency = frequency / scaling.factor
+        found.append(frequency)
+    return np.array(found)
+
+
 def mscale(model, factor):
     """0.1 factor log(rope_factor) + 1 (arXiv:2309.00071, section 3.4)."""
+    if model.rope_scaling.rope_type == "llama3":
+        return 1.0
     return 0.1 * factor * np.log(model.rope_scaling.factor) + 1
 
 
@@ -48,8 +72,8 @@ def rotary_factor(model):
 
 def rotate(x_BTNR, model):
     """Turn each pair (x_i, x_{i + R/2}) by position * frequency."""
-    T = x_BTNR.shape[1]
-    frequency = jnp.asarray(frequencies(model), x_BTNR.dtype)
+    T, R = x_BTNR.shape[1], x_BTNR.shape[-1]
+    frequency = jnp.asarray(frequencies(model, R), x_BTNR.dtype)
     angle = jnp.outer(jnp.arange(T, dtype=x_BTNR.dtype), frequency)[None, :, None, :]
     first, second = jnp.split(x_BTNR, 2, axis=-1)
     factor = float(rotary_factor(model))
@@ -72,6 +96,8 @@ def latent_epsilon(model):
 
 def attention(w, x_BTD, model, segments_BT, rotary):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1), without the residual."""
+    if "key_value" in w:
+        return grouped_attention(w, x_BTD, model, segments_BT, rotary)
     H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
     epsilon = latent_epsilon(model)
     h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
@@ -86,16 +112,43 @@ def attention(w, x_BTD, model, segments_BT, rotary):
     scores = einsum("BTNH,BSNH->BNTS", q_nope, k_nope)
     scores += einsum("BTNR,BSR->BNTS", q_rope, k_rope[:, :, 0])
     scores *= (H + R) ** -0.5 * float(mscale(model, model.rope_scaling.mscale_all_dim)) ** 2
-    scores = jnp.where(visible(segments_BT), scores, -jnp.inf)
+    scores = jnp.where(visible(segments_BT, model), scores, -jnp.inf)
     mixed_BTNW = einsum("BNTS,BSNW->BTNW", jax.nn.softmax(scores, axis=-1), v_BTNW)
     return einsum("BTNW,NWD->BTD", mixed_BTNW, w["out"])
 
 
-def visible(segments_BT):
-    """[B, 1, T, S]: key S is not after query T and in the same document."""
+def grouped_attention(w, x_BTD, model, segments_BT, rotary):
+    """Grouped-query attention (arXiv:2305.13245), each query head by itself."""
+    N, A = w["query"].shape[1:]
+    kv = w["key_value"]
+    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
+    q, k, v = (einsum("BTD,DNA->BTNA", h_BTD, a) for a in (w["query"], kv["key"], kv["value"]))
+    if model.attention_bias:
+        biases = w["query_bias"], kv["key_bias"], kv["value_bias"]
+        q, k, v = (a + bias[None, None] for a, bias in zip((q, k, v), biases, strict=True))
+    if model.qk_norm:
+        q = rms_norm(q, w["query_norm"], model.rms_norm_eps)
+        k = rms_norm(k, w["key_norm"], model.rms_norm_eps)
+    if rotary:
+        q, k = rotate(q, model), rotate(k, model)
+    factor = A**-0.5 * float(mscale(model, model.rope_scaling.mscale_all_dim)) ** 2
+    y_BTD = jnp.zeros_like(x_BTD)
+    for n in range(N):
+        kv_head = n // (N // k.shape[2])
+        scores = factor * einsum("BTA,BSA->BTS", q[:, :, n], k[:, :, kv_head])
+        scores = jnp.where(visible(segments_BT, model)[:, 0], scores, -jnp.inf)
+        mixed = einsum("BTS,BSA->BTA", jax.nn.softmax(scores, axis=-1), v[:, :, kv_head])
+        y_BTD += einsum("BTA,AD->BTD", mixed, w["out"][n])
+    return y_BTD
+
+
+def visible(segments_BT, model):
+    """[B, 1, T, S]: key S is not after query T, in the same document, and in the window."""
     T = segments_BT.shape[1]
     same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-    return same & jnp.tril(jnp.ones((1, 1, T, T), bool))
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    near = behind < (model.sliding_window or T)
+    return same & ((behind >= 0) & near)[None, None]
 
 
 def swiglu(w, h_BTD):
@@ -136,7 +189,8 @@ def of_best_groups(ranking_BTE, model):
     """-inf but in the groups that fewer than groups_per_token have a higher sum of two than."""
     B, T, E = ranking_BTE.shape
     groups = ranking_BTE.reshape(B, T, model.n_group, E // model.n_group)
-    two = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
+    counted = 1 if model.topk_method == "group_limited_greedy" else 2
+    two = jnp.sort(groups, axis=-1)[..., -counted:].sum(-1)
     better = (two[:, :, None, :] > two[:, :, :, None]).sum(-1)
     seen = better[..., None] < model.topk_group
     return jnp.where(seen, groups, -jnp.inf).reshape(B, T, E)
@@ -294,7 +348,8 @@ def numpy_swiglu(gate, up, down, h):
 def numpy_choices(ranking, model):
     """The K best experts of the best groups, best first."""
     groups = np.split(np.arange(model.n_routed_experts), model.n_group)
-    groups.sort(key=lambda group: -sum(sorted(ranking[group])[-2:]))
+    counted = 1 if model.topk_method == "group_limited_greedy" else 2
+    groups.sort(key=lambda group: -sum(sorted(ranking[group])[-counted:]))
     seen = np.concatenate(groups[: model.topk_group])
     return sorted(seen, key=lambda e: (-ranking[e], e))[: model.num_experts_per_tok]
 

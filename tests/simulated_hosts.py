@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from conftest import FAST
 from processes import ROOT
 from utils import ConfigError
 
@@ -76,7 +77,7 @@ sed 's#^root:[^:]*:0:0:[^:]*:[^:]*:#root:x:0:0:root:/home/me:#' /etc/passwd >/ru
 mount --bind /run/passwd /etc/passwd
 """
 # sshd uses the first SetEnv alone.
-SSHD_CONFIG = """
+SSHD_CONFIG = f"""
 HostKey /run/sshd/host_key
 AuthorizedKeysFile /run/sshd/key.pub
 PermitRootLogin yes
@@ -85,7 +86,7 @@ UsePAM no
 PidFile none
 MaxStartups 100
 SetEnv PATH=/mnt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin \
-XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0" \
+XLA_FLAGS="--xla_force_host_platform_device_count=4 {" ".join(FAST)}" \
 JAX_COMPILATION_CACHE_DIR=/mnt/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 """
 

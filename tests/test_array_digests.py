@@ -116,6 +116,7 @@ def test_positions_above_32_bits_are_counted_in_rows(monkeypatch):
 @pytest.mark.skipif(not util.find_spec("libtpu"), reason="libtpu compiles for TPUs")
 def test_the_program_needs_no_copy_of_an_array_on_a_tpu(monkeypatch):
     """XLA fuses the hashes into the sums. Its CPU backend does not: it is for simulated devices."""
+    monkeypatch.delenv("XLA_FLAGS")  # libtpu aborts on those that it does not know
     for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
         monkeypatch.setenv(name, "1")
     devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices

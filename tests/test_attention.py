@@ -35,7 +35,9 @@ def documents():
 def written_out(q, k, v, segments):
     """softmax(SCALE q k^T) v with the full T x S scores."""
     scores = jnp.einsum("BTNA,BSNA->BNTS", q, k, precision="highest") * SCALE
-    probs = jax.nn.softmax(jnp.where(reference.visible(segments), scores, -jnp.inf), axis=-1)
+    probs = jax.nn.softmax(
+        jnp.where(reference.visible(segments, utils.Model()), scores, -jnp.inf), axis=-1
+    )
     return jnp.einsum("BNTS,BSNW->BTNW", probs, v, precision="highest")
 
 
@@ -103,6 +105,38 @@ def test_a_kernel_and_its_gradient_match_plain_attention_on_every_mesh(
     assert relative_error(found, expected) <= 1e-5
     for name, mine, theirs in zip("qkv", found_gradients, gradients, strict=True):
         assert relative_error(mine, theirs) <= 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [("xla", 0), ("xla", 37), ("splash", 0), ("splash", 200), ("cudnn", 0), ("cudnn", 200),
+     ("triton", 0)],
+)  # fmt: skip
+def test_fewer_key_heads_and_a_window_match_plain_attention(kernel, window):
+    random = np.random.default_rng(0)
+    shapes = (2, 256, 6, A), (2, 256, 2, A), (2, 256, 2, W), (2, 256, 6, W)
+    q, k, v, factors = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    fields = dataclasses.replace(utils.Model(), sliding_window=window)
+    mask = reference.visible(np.zeros((2, 256)), fields)[:, 0]
+
+    def plain(q, k, v):
+        """Each query head by itself."""
+        total = 0.0
+        for n in range(6):
+            scores = SCALE * jnp.einsum("BTA,BSA->BTS", q[:, :, n], k[:, :, n // 3])
+            share = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+            y = jnp.einsum("BTS,BSW->BTW", share, v[:, :, n // 3])
+            total += (y * factors[:, :, n]).sum()
+        return total
+
+    def mine(q, k, v):
+        return (attention.attend(q, k, v, None, kernel, SCALE, window) * factors).sum()
+
+    expected, found = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2))) for f in (plain, mine))
+    (loss, gradients), (found_loss, found_gradients) = expected(q, k, v), found(q, k, v)
+    assert relative_error(found_loss, loss) <= 1e-4  # of a sum that nearly cancels
+    for name, one, other in zip("qkv", found_gradients, gradients, strict=True):
+        assert relative_error(one, other) <= 1e-5, name
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
@@ -264,3 +298,28 @@ def test_kernels_compute_the_blocks_at_and_below_the_diagonal(length, blocks):
     wide = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     share = attention.computed_share(config(seq_len=length, **wide), "gpu9")
     assert share == (tiles + 1) / (2 * tiles)
+
+
+@pytest.mark.parametrize("window", [1, 128, 129, 130, 512, 700, 4096])
+def test_kernels_skip_the_blocks_that_a_window_covers(window):
+    length, size = 1024, 128
+    narrow = {"attention": "gqa", "head_dim": 64, "num_key_value_heads": 2}
+    share = attention.computed_share(
+        config(seq_len=length, sliding_window=window, **narrow), "gpu9"
+    )
+    behind = np.arange(length)[:, None] - np.arange(length)[None, :]
+    visible = (behind >= 0) & (behind < window)
+    blocks = visible.reshape(length // size, size, length // size, size).any((1, 3))
+    assert share == blocks.mean()
+
+
+def test_a_kernel_without_windows_gives_way_to_one_that_has_them():
+    fields = {"attention": "gqa", "head_dim": 64, "num_key_value_heads": 2, "sliding_window": 300}
+    packed = dataclasses.replace(config(**fields), data=utils.Data(segments=True))
+    reason = "triton: it does not support --model.sliding_window"
+    assert reason in attention.describe_kernel(packed, "gpu9")
+    assert attention.choose_kernel(packed, "gpu9") == "xla"
+    assert attention.choose_kernel(config(**fields), "gpu9") == "cudnn"
+    assert attention.choose_kernel(config(**fields), "tpu") == "splash"
+    long = config(**fields | {"sliding_window": 1024}, attention_kernel="triton")
+    assert attention.choose_kernel(long, "gpu9") == "triton"  # all positions are in the window

@@ -55,7 +55,7 @@ def test_no_other_file_uses_private_names_of_jax():
 
 @pytest.mark.parametrize("name", ["plain", "forward", "backward"])
 def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
-    kernel = splash_kernel(N, T)
+    kernel = splash_kernel(N, T, window=0)
     function = adapter.untyped(getattr(kernel, name), interpret=False)
 
     def precisions(dtype, default):
@@ -73,7 +73,7 @@ def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
 
 def test_a_kernel_whose_arguments_vary_along_different_axes_is_an_error():
     q, k, v = (jnp.zeros((B, T, N, w)) for w in (A, A, W))
-    kernel = splash_kernel(N, T)
+    kernel = splash_kernel(N, T, window=0)
 
     def local(*args):
         return adapter.foreign_p.bind(*args, function=kernel.plain)[0]

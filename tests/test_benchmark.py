@@ -8,7 +8,7 @@ import pytest
 import benchmark
 import checkpoint
 from benchmarks import checkpoint as checkpoint_benchmark
-from benchmarks import common, decode, mesh, reference, step
+from benchmarks import common, decode, experts, mesh, reference, step
 from benchmarks import data as data_benchmark
 from conftest import ROOT
 
@@ -81,6 +81,23 @@ def test_step_prints_rates_of_a_real_step(capsys):
     seconds, rate = float(lines["step"].split()[0]), float(lines["tokens/s"].replace(",", ""))
     assert rate * seconds == pytest.approx(32, rel=0.1)
     assert "MFU            unknown: hardware.py has no peak for 'cpu'" in text
+
+
+def test_experts_compares_dropless_with_capacity(capsys, monkeypatch):
+    sizes = "--model.num_hidden_layers 2 --model.hidden_size 32 --model.moe_intermediate_size 16"
+    small = f"{ONE_DEVICE} {sizes} --model.num_attention_heads 2 --model.vocab_size 256"
+    batch = "--train.global_batch_size 2 --train.seq_len 16 --train.microbatches 1"
+    words = f"{small} {batch} --eval.sequences 2 --factors 0 0.5".split()
+    monkeypatch.setattr(experts, "step_seconds", lambda programs: [3.0, 2.0])
+    experts.main(["--config", str(ROOT / "configs/tiny.toml"), *words])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows[0][:4] == ["dropless", "3.000", "1.500", "0.00%"]
+    assert rows[1][:3] == ["0.5", "2.000", "1.000"] and float(rows[1][3].rstrip("%")) > 40
+    assert float(rows[0][4]) > float(rows[1][4]) > 0  # FLOPs
+    with pytest.raises(ValueError, match=r"no experts. Use another --config"):
+        experts.main(["--config", str(ROOT / "configs/dense_124m.toml")])
+    with pytest.raises(ValueError, match=r"Use --factors 0 1.5"):
+        experts.main(["--factors"])
 
 
 def test_mesh_compares_one_device_with_eight_and_compile_times(fast_step, capsys):

@@ -27,6 +27,7 @@ from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
 from data.tokenizer import load_tokenizer
 from dataset import Dataset
+from hf.tokenizer_export import write_hugging_face
 from runtime import cli, jsonl, run_directory
 from test_dataset import alone
 from tiny_run import start
@@ -344,8 +345,6 @@ def talker(tmp_path):
     """A folder of a tokenizer with special tokens; the template is a test's own."""
     from tokenizers import AddedToken, Tokenizer
 
-    from hf.tokenizer_export import write_hugging_face
-
     folder = tmp_path / "talker"
     write_hugging_face(TOKENIZER, folder, 128)
     table = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -369,6 +368,36 @@ def talk(tmp_path, folder, messages):
     run(source, tmp_path / "out", *flags, "--overwrite")
     train_folder = tmp_path / "out" / "train"
     return joined(train_folder), joined(train_folder, ".weights"), load_tokenizer(str(folder))
+
+
+def exported_template(tokenizer, out, template=None):
+    write_hugging_face(tokenizer, out, 128, template)
+    return json.loads((out / "tokenizer_config.json").read_text()).get("chat_template")
+
+
+def test_a_model_is_exported_with_the_template_it_was_tuned_with(tmp_path, talker):
+    tokenizer = load_tokenizer(str(talker(CHATML)))
+    assert exported_template(tokenizer, tmp_path / "untuned") == CHATML
+    assert exported_template(tokenizer, tmp_path / "tuned", LLAMA3) == LLAMA3
+    assert exported_template(tokenizer, tmp_path / "plain", chat.PLAIN) == chat.PLAIN_JINJA
+    assert exported_template(TOKENIZER, tmp_path / "sample") is None
+    found = json.loads((tmp_path / "talker" / "tokenizer_config.json").read_text())
+    del found["chat_template"]
+    (tmp_path / "talker" / "tokenizer_config.json").write_text(json.dumps(found))
+    (tmp_path / "talker" / "chat_template.jinja").write_text(LLAMA3)
+    tokenizer = load_tokenizer(str(tmp_path / "talker"))
+    assert exported_template(tokenizer, tmp_path / "of a file") == LLAMA3
+
+
+def test_the_plain_template_writes_the_same_text_for_hugging_face():
+    messages = [{"role": role, "content": content} for role, content in TALK]
+    render = chat.compile_template(chat.PLAIN_JINJA).render
+    whole = "".join(chunk.text for chunk in chat.plain(TALK))
+    assert render(messages=messages) == whole
+    prompt = render(messages=messages, add_generation_prompt=True)
+    assert prompt == whole + "\n<|assistant|>\n"
+    longer = "".join(chunk.text for chunk in chat.plain([*TALK, ("assistant", "Yes.")]))
+    assert longer == prompt + "Yes.<|end|>"
 
 
 @pytest.mark.huggingface
@@ -423,7 +452,7 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
 def test_a_template_needs_no_special_tokens_and_always_has_add_generation_prompt():
     text = "{% for m in messages %}{{ m.content }}.{% endfor %}"
     text += "{{ '' if add_generation_prompt is defined else '!' }}"
-    found = chat.render(Special({}, {}, None, False, text), [("user", "a"), ("assistant", "b")])
+    found = chat.render(Special({}, {}, None, False, text, []), [("user", "a"), ("assistant", "b")])
     assert found == [Chunk("a.", 0), Chunk("b.", 1)]
 
 

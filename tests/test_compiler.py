@@ -6,6 +6,7 @@ import pytest
 
 import hardware
 from common import config_of
+from conftest import XLA_FLAGS
 from planning import compiler, cost, targets
 
 V4 = hardware.CHIPS["v4"]
@@ -152,7 +153,7 @@ def test_a_slice_of_another_size_than_the_mesh_is_refused():
 
 
 def test_the_child_queries_no_cloud_and_keeps_other_flags(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_a=1", *XLA_FLAGS]))
     environment = compiler.child_environment()
     assert environment["XLA_FLAGS"] == "--xla_a=1"
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"

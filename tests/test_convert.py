@@ -16,9 +16,9 @@ import pytest
 import convert
 import convert_memory
 from conftest import ROOT
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, token_bytes
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
-from hf_run import PUBLISHED, SIZES, make_run, stored
+from hf_run import PUBLISHED, SIZES, make_run, stored, write_moonshot
 from runtime import cli
 
 MODELS = {
@@ -106,7 +106,7 @@ def test_an_exported_run_that_is_imported_has_every_bit(name, runs_of, tmp_path)
         expected["latent_rms_norm_eps"] = 1e-6
     expected |= {"first_k_dense_replace": prefix, "decoder_sparse_step": step}
     if old.moe_layers:
-        expected |= {"capacity_factor": 8 / 2, "eval_capacity_factor": 8 / 2}
+        expected |= {"capacity_factor": 0.0, "eval_capacity_factor": 0.0}
     assert dataclasses.replace(old, **expected) == new
     if prefix != old.first_k_dense_replace:  # other arrays
         return
@@ -204,10 +204,48 @@ def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsy
     import_(runs_of("v3")[1], tmp_path / "back")
     printed = capsys.readouterr().out
     assert f"generate.py --run {tmp_path / 'back'}" in printed
-    shutil.rmtree(tmp_path / "back" / "no", ignore_errors=True)
+    (tmp_path / "back").rename(tmp_path / "moved")
     flags = ["--prompt", "def ", "--tokens", "3", "--temperature", "0"]
-    generate.main(["--run", str(tmp_path / "back"), "--model.compute_dtype", "float32", *flags])
+    generate.main(["--run", str(tmp_path / "moved"), "--model.compute_dtype", "float32", *flags])
     assert capsys.readouterr().out.startswith("def ")
+
+
+def test_an_imported_run_ends_its_texts_as_published_and_is_exported_so(
+    copied, tmp_path, capsys, monkeypatch
+):
+    import generate
+
+    printed = []
+
+    def recorded(tokenizer, token):
+        printed.append(token)
+        return token_bytes(tokenizer, token)
+
+    def summary(name):
+        import_(copied, tmp_path / name)
+        flags = ["--prompt", "def ", "--tokens", "9", "--temperature", "0"]
+        capsys.readouterr()
+        generate.main(["--run", str(tmp_path / name), "--model.compute_dtype", "float32", *flags])
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(generate, "token_bytes", recorded)
+    assert "9 tokens: " in summary("one")
+    third = printed[2]
+    ends = [load_tokenizer(str(copied)).eot_token, third]
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert f"{printed.index(third)} tokens: " in summary("several")
+    export(tmp_path / "several", tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
+
+
+def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_path):
+    (copied / "tokenizer.json").unlink()
+    count = write_moonshot(copied)
+    import_(copied, tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer" / "tiktoken.model").is_file()
+    export(tmp_path / "run", tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out")).eot_token == count + 1
 
 
 @pytest.mark.slow
@@ -232,7 +270,7 @@ def test_a_published_config_is_read(name):
         and m.moe_layers == 1
     )
     assert m.first_k_dense_replace == table["first_k_dense_replace"] and not m.tie_word_embeddings
-    assert m.capacity_factor * m.num_experts_per_tok == m.n_routed_experts  # room for all
+    assert m.capacity_factor == m.eval_capacity_factor == 0  # dropless
     assert m.q_lora_rank == (table["q_lora_rank"] or 0)
     assert (m.n_group, m.topk_group) == (table["n_group"], table["topk_group"])
     assert m.latent_rms_norm_eps == 1e-6 and m.rms_norm_eps == table["rms_norm_eps"]
@@ -337,6 +375,14 @@ def test_deepseek_v2_has_one_group():
     assert (m.n_group, m.topk_group) == (1, 1)
 
 
+def test_deepseek_v2_236b_has_groups_that_rank_by_their_best_expert():
+    m = read_model(**V2, n_group=4, topk_method="group_limited_greedy", topk_group=2)
+    assert (m.n_group, m.topk_group, m.topk_method) == (4, 2, "group_limited_greedy")
+    assert not model_config.unsupported(m)
+    other = dataclasses.replace(m, topk_method="noaux_tc")
+    assert any("noaux_tc" in reason for reason in model_config.unsupported(other))
+
+
 def test_nothing_is_overwritten(runs_of, tmp_path):
     run, out = runs_of("v3")
     (tmp_path / "full").mkdir()
@@ -395,7 +441,7 @@ def refused(folder, text, tmp_path):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"model_type": "llama", "architectures": ["Llama"]}, r"'llama' \(Llama\).*deepseek_v3"),
+        ({"model_type": "gpt2", "architectures": ["Gpt2"]}, r"'gpt2' \(Gpt2\).*llama.*deepseek_v3"),
         ({"model_type": None}, "has model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
@@ -405,7 +451,7 @@ def refused(folder, text, tmp_path):
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ({"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
         (V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
-        (V2 | {"n_group": 4, "topk_method": "group_limited_greedy"}, "topk_method 'group_limited"),
+        (V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
         ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
         ({"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
@@ -422,7 +468,7 @@ def test_another_architecture_is_refused(values, text, copied, tmp_path):
 def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path):
     import_(copied, tmp_path / "run", "--model.capacity_factor", "1.5", "--optimizer.lr", "0.1")
     config = cli.load(tmp_path / "run" / "config.toml")
-    assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 8 / 2)
+    assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 0.0)
     assert config.optimizer.lr == 0.1
     with pytest.raises(ValueError, match=r"--folder .*damaged is of another model: model.rope_the"):
         import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")

@@ -120,6 +120,12 @@ CPU_CASES = {
         (2, 1, 2), gather="layer", prefix_layers=2, train={"remat": "latents,hidden"}
     ),
     "2 replicas of 2x1x2": config_of((2, 2, 1, 2), n_shared_experts=1),
+    "2x1x4 dropless, names": config_of(
+        (2, 1, 4), capacity_factor=0.0, train={"remat": "latents,hidden,expert_in"}
+    ),
+    "2x2x2 dropless, sharded experts": config_of(
+        (2, 2, 2), capacity_factor=0.0, experts_layout="sharded", train={"remat": "full"}
+    ),
 }
 
 
@@ -151,6 +157,13 @@ def assert_planned_as_compiled(config, bound):
 @pytest.mark.parametrize("name", CPU_CASES)
 def test_flops_and_traffic_are_those_of_the_compiled_program(name):
     assert_planned_as_compiled(CPU_CASES[name], 0.02)
+
+
+@pytest.mark.parametrize("name", ["2x1x4 dropless, names", "2x2x2 dropless, sharded experts"])
+def test_a_search_predicts_dropless_experts_as_alone(name):
+    shared, own = (cost.predict(CPU_CASES[name], V4, shared=s) for s in (True, False))
+    assert shared.flops_per_chip == own.flops_per_chip
+    assert shared.memory_bytes_per_chip == own.memory_bytes_per_chip
 
 
 def kept_bytes(config, kernel):

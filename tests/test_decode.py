@@ -91,9 +91,8 @@ def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeyp
     declared = model.declare(config)
     extend = jax.jit(decode.extend(config, declared, mesh), donate_argnums=1)
     B, T = tokens.shape
-    empty = decode.abstract_cache(config, mesh, B, T)
-    cache = jnp.zeros(empty.shape, empty.dtype, device=empty.sharding)
-    assert cache.shape == (config.model.num_hidden_layers, B, T, 32 + 12)
+    cache = decode.empty_cache(decode.abstract_cache(config, mesh, B, T))
+    assert [a.shape for a in cache] == [(config.model.num_hidden_layers, B, T, 1, 32 + 12)]
     length = np.array([5, 9, 1, 7, 11, 3, 12, 2], np.int32)  # of the prompts
     prompt = tokens[:, :12] * (np.arange(12) < length[:, None])
     every = np.broadcast_to(np.arange(12, dtype=np.int32), (B, 12))

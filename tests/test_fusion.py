@@ -32,6 +32,13 @@ def test_intermediate_results_of_a_kernel_are_free():
     assert moved(lambda x: jnp.exp(jnp.tanh(2 * x)), (N, N)) == 2 * SQUARE
 
 
+def test_a_loop_of_unknown_length_moves_nothing():
+    def looped(x, w):
+        return lax.while_loop(lambda y: y[0, 0] < 1, jnp.tanh, x @ w)
+
+    assert moved(looped, (N, N), (N, N)) == 3 * SQUARE  # of the product
+
+
 def test_operands_of_two_results_are_read_once():
     assert moved(lambda x, y: (jnp.tanh(x + y), x * y), (N, N), (N, N)) == (2 + 2) * SQUARE
 

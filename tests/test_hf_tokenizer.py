@@ -1,8 +1,8 @@
 """Tokenizers as Hugging Face's files: written from tiktoken's, and read, by value."""
 
-import base64
 import hashlib
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -11,15 +11,23 @@ import pytest
 import tiktoken
 from tokenizers import Tokenizer, decoders, models
 
-import utils
 from conftest import ROOT
 from data import prepare
 from data.encode import encoder_of
 from data.hf_tokenizer import HuggingFace
 from data.manifest import read_manifest
-from data.tokenizer import load_tokenizer, table_sha256, text_of, token_bytes, tokenizer_of
+from data.tokenizer import (
+    keep_files,
+    load_tokenizer,
+    table_sha256,
+    text_of,
+    text_tokens,
+    token_bytes,
+)
 from hf.tokenizer_export import split_token, write_hugging_face
+from hf_run import write_moonshot
 from inference.sampling import ENDED
+from runtime import run_directory
 
 SPECIAL = "a<|endoftext|>b <|fim_prefix|>"
 
@@ -159,24 +167,63 @@ def test_data_made_with_another_end_of_text_is_not_accepted_as_prepared(folder, 
         prepare.main(flags)
 
 
-def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder):
-    sha256 = table_sha256(load_tokenizer(str(folder)))
-    tokens = {"tokenizer": str(folder), "tokenizer_sha256": sha256, "end_of_text": 4095}
-    tokenizer, end_of_text, begin = tokenizer_of(tokens, utils.Config())
-    assert end_of_text == 4095 and begin == []
+def of_run(folder):
+    """What a checkpoint has of the tokenizer of a folder."""
+    tokenizer = load_tokenizer(str(folder))
+    found = {"tokenizer": str(folder), "tokenizer_sha256": table_sha256(tokenizer)}
+    return found | {"end_of_text": tokenizer.eot_token}
+
+
+def test_a_checkpoint_names_the_file_and_a_changed_or_lost_one_is_refused(folder, tmp_path):
+    tokens, run = of_run(folder), run_directory.at(tmp_path / "run")
+    tokenizer, begin, ends = text_tokens(tokens, run)
+    assert begin == [] and ends == [4095]
     ids = tokenizer.encode_ordinary("def f(x):")
     assert text_of(tokenizer, [*ids, 4095, ENDED]) == "def f(x):<|endoftext|>"
     table = folder / "tokenizer.json"
     table.write_text(table.read_text() + "\n")
+    sha256 = tokens["tokenizer_sha256"]
     with pytest.raises(ValueError, match=f"and the data was made with {sha256}. Use the code, or"):
-        tokenizer_of(tokens, utils.Config())
+        text_tokens(tokens, run)
     table.unlink()
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
-        tokenizer_of(tokens, utils.Config())
+        text_tokens(tokens, run)
     table.parent.joinpath("tokenizer_config.json").unlink()
     folder.rmdir()
     with pytest.raises(ValueError, match="need the same file in the same place"):
-        tokenizer_of(tokens, utils.Config())
+        text_tokens(tokens, run)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer.json", "tokenizer/my.json"])
+def test_a_run_keeps_its_tokenizer_when_the_file_is_lost(name, folder, tmp_path):
+    (folder / "my.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    tokens, run = of_run(tmp_path / name), run_directory.at(tmp_path / "run")
+    for _ in range(2):  # a second start changes nothing
+        keep_files(str(tmp_path / name), run.folder(run_directory.TOKENIZER))
+        shutil.rmtree(folder, ignore_errors=True)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert text_tokens(tokens, run_directory.at(tmp_path / "moved")).ends == [4095]
+
+
+def test_the_name_of_a_tokenizer_is_not_copied(tmp_path):
+    keep_files("sample", tmp_path / "kept")
+    keep_files("lost/tokenizer.json", tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": [7, 4095, 9], "config.json": 3}, [4095, 7, 9]),
+        ({"generation_config.json": None, "config.json": [3]}, [4095, 3]),
+        ({"config.json": 4095}, [4095]),
+    ],
+)
+def test_a_text_ends_at_any_id_that_the_files_name(files, ends, folder, tmp_path):
+    tokens = of_run(folder)
+    for name, ids in files.items():
+        (folder / name).write_text(json.dumps({"eos_token_id": ids}))
+    assert text_tokens(tokens, run_directory.at(tmp_path / "run")).ends == ends
 
 
 def test_ids_without_a_token_have_no_text(folder):
@@ -247,26 +294,6 @@ def test_a_tokenizer_of_words_is_refused(tmp_path):
 # --- tiktoken.model, as Kimi-K2 and Moonlight have it ---------------------------------------------
 
 
-def write_moonshot(folder, **settings):
-    """Its files, with a small table."""
-    folder.mkdir()
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += ["中".encode(), b"is", "中文".encode(), b"lish", b"glish", b"English"]
-    tokens += [b"En", b" a", "混合".encode(), b"12", b"123"]
-    lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
-    (folder / "tiktoken.model").write_bytes(b"".join(lines))
-    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>"}
-    added = {str(len(tokens) + i): {"content": name, "special": True} for i, name in names.items()}
-    fields = {
-        "tokenizer_class": "TikTokenTokenizer",
-        "added_tokens_decoder": added,
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
-    return len(tokens)
-
-
 def test_a_tiktoken_model_is_read_with_its_special_tokens(tmp_path):
     count = write_moonshot(tmp_path / "kimi")
     for name in (tmp_path / "kimi", tmp_path / "kimi" / "tiktoken.model"):
@@ -285,6 +312,18 @@ def test_a_tiktoken_model_is_read_with_its_special_tokens(tmp_path):
     added = {str(count + 2): {"content": "<|other|>"}}
     write_moonshot(tmp_path / "other", eos_token="<|other|>", added_tokens_decoder=added)
     assert table_sha256(load_tokenizer(str(tmp_path / "other"))) != table_sha256(found)
+
+
+def test_a_tiktoken_model_is_written_with_the_same_ids_and_special_tokens(tmp_path, texts):
+    count = write_moonshot(tmp_path / "kimi", chat_template="{{ x }}")
+    theirs = load_tokenizer(str(tmp_path / "kimi"))
+    write_hugging_face(theirs, tmp_path / "written", 64)
+    found = HuggingFace(tmp_path / "written")
+    more = random_texts([*"中文混合Englishisa 12'sS,\n\r", "𠀀", "é", "É"], 2000, 30)
+    for text in [*texts, *more]:
+        assert found.encode_ordinary(text) == theirs.encode_ordinary(text), repr(text[:50])
+    assert (found.eot_token, found.special.bos) == (count + 1, count)
+    assert found.special.chat_template == "{{ x }}" and not found.special.adds_bos
 
 
 @pytest.mark.parametrize(

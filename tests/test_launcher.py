@@ -18,7 +18,7 @@ import pytest
 
 import simulated_hosts
 import tiny_run
-from conftest import ROOT
+from conftest import FAST, ROOT
 from simulated_hosts import FOLDER, SHARED, WAIT_S, wait_for, write_script
 
 SCRIPTS = ("launcher.sh", "debug_tpu.sh", "setup_tpu.sh", "launch/worker.sh")
@@ -694,7 +694,7 @@ def test_a_mesh_spans_hosts(two, undisturbed, whole, count, shape):
     name = f"mesh-{count}-{'-'.join(map(str, shape))}"
     env = two.tree / "devices.env"
     devices = f"--xla_force_host_platform_device_count={math.prod(shape) // count}"
-    env.write_text(f"XLA_FLAGS={devices} --xla_backend_optimization_level=0\n")
+    env.write_text(f"XLA_FLAGS={' '.join([devices, *FAST])}\n")
     fsdp, pipeline, tensor = shape
     mesh = f"--mesh.fsdp {fsdp} --mesh.pipeline {pipeline} --mesh.tensor {tensor}"
     flags = f"{mesh} --train.steps 3 --checkpoint.every_steps 0".split()

@@ -13,7 +13,7 @@ import inference
 import model
 import train
 import validate
-from data.tokenizer import tokenizer_of
+from data.tokenizer import text_tokens
 from inference import multiple_choice
 from runtime import resume, run_directory
 
@@ -60,12 +60,12 @@ def harness():
 
 @pytest.fixture(scope="module")
 def known(whole):
-    """(config, declared, mesh, weights, tokenizer, end of text, begin) of the tiny run."""
+    """(config, declared, mesh, weights, TextTokens) of the tiny run."""
     config = resume.config_of(run_directory.at(whole), [], validate.Flags)
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, stored = checkpoint.load_weights(run_directory.at(whole), None, shapes)
-    return config, declared, mesh, w, *tokenizer_of(stored["tokens"], config)
+    return config, declared, mesh, w, text_tokens(stored["tokens"], run_directory.at(whole))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_choices_have_the_likelihood_that_questions_have(adapter, known):
     found = adapter.loglikelihood(
         of(*((q["prompt"], c) for q in QUESTIONS for c in q["choices"])), True
     )
-    config, declared, mesh, w, tokenizer, *_ = known
+    config, declared, mesh, w, (tokenizer, *_) = known
     given = [multiple_choice.Question(**q) for q in QUESTIONS]
     ours = multiple_choice.evaluate(config, declared, mesh, w, given, tokenizer)["log_likelihoods"]
     assert [score for score, _ in found] == pytest.approx(
@@ -147,7 +147,8 @@ def test_choices_have_the_likelihood_that_questions_have(adapter, known):
 
 @pytest.mark.huggingface
 def test_texts_begin_as_documents_of_the_training_data_do(harness, known):
-    adapter, encode = harness.Model(*known[:-1], [7]), known[4].encode_ordinary
+    tokens = known[-1]._replace(begin=[7])
+    adapter, encode = harness.Model(*known[:-1], tokens), tokens.tokenizer.encode_ordinary
     found = adapter.loglikelihood(of(("def", " f"), ("", "import os")), True)
     pairs = [([7, *encode("def")], encode(" f")), ([7], encode("import os"))]
     assert [score for score, _ in found] == adapter.scores(pairs)[0].tolist()
@@ -163,7 +164,7 @@ def test_only_the_greedy_completion_is_greedy(adapter, known, texts):
     others = [[*greedy[:i], greedy[i] + 1, *greedy[i + 1 :]] for i in range(4)]
     found = adapter._loglikelihood_tokens([(None, prompt, ids) for ids in (greedy, *others)])
     assert [is_greedy for _, is_greedy in found] == [True, False, False, False, False]
-    assert texts[1].startswith(known[4].decode(greedy))
+    assert texts[1].startswith(known[4].tokenizer.decode(greedy))
 
 
 @pytest.mark.huggingface
@@ -179,7 +180,7 @@ def test_a_text_ends_before_the_first_of_its_stops(adapter, texts):
 @pytest.mark.huggingface
 def test_a_prompt_that_is_too_long_loses_its_start(adapter, known):
     words = " ".join(WORDS * 9)
-    kept = known[4].decode(adapter.tok_encode(words)[-(32 - 6) :])
+    kept = known[4].tokenizer.decode(adapter.tok_encode(words)[-(32 - 6) :])
     one, other = adapter.generate_until(of((words, GREEDY), (kept, GREEDY)))
     assert one == other
 

@@ -25,6 +25,7 @@ import reference
 import sharded_model
 import utils
 import weights
+from attention import rope_frequencies, rope_magnitude, softmax_scale
 from common import (
     batch_of,
     canonical,
@@ -419,7 +420,7 @@ class Layer(NamedTuple):
         how = model.ForwardOptions(m, 0, m.capacity_factor)
         w = weights.gather(self.declared, w)
         if self.kind == "attention":
-            return model.attention(w, x, segments, how, at, self.rope), None
+            return model.attention(w, x, segments, how, at, self.rope)
         if self.kind == "mlp":
             return model.mlp(w, x, how, at), None
         y, routing = model.moe(w, x, how, at)
@@ -529,12 +530,12 @@ def test_yarn_scales_the_same_frequencies_as_in_published_models(
     fields = {"rope_theta": theta, "rope_beta_fast": beta_fast, "qk_rope_head_dim": 64}
     plain = model_with(utils.Model(), **fields)
     yarn = model_with(plain, rope_factor=factor)
-    ratio = np.asarray(model.rope_frequencies(yarn) / model.rope_frequencies(plain))
+    ratio = np.asarray(rope_frequencies(yarn, 64) / rope_frequencies(plain, 64))
     np.testing.assert_allclose(ratio[: kept + 1], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[slowed:], 1 / factor, rtol=1e-6)
     share = np.arange(slowed - kept + 1) / (slowed - kept)
     np.testing.assert_allclose(ratio[kept : slowed + 1], 1 - share + share / factor, rtol=1e-5)
-    found = [model.rope_frequencies(yarn), reference.frequencies(yarn)]
+    found = [rope_frequencies(yarn, 64), reference.frequencies(yarn, 64)]
     found.append([reference.numpy_frequency(i, yarn) for i in range(32)])
     for other in found[1:]:
         np.testing.assert_allclose(found[0], other, rtol=2e-6)
@@ -552,9 +553,8 @@ def test_yarn_scales_the_same_frequencies_as_in_published_models(
 def test_yarn_scales_attention_by_the_logarithm_of_its_factor(mscale, all_dim, rotary, scores):
     """For a factor of 40: 1 + log(40) / 10 is 1.3688879."""
     m = model_with(utils.Model(), rope_factor=40.0, rope_mscale=mscale, rope_mscale_all_dim=all_dim)
-    width = m.qk_nope_head_dim + m.qk_rope_head_dim
-    np.testing.assert_allclose(model.rope_magnitude(m), rotary, rtol=1e-6)
-    np.testing.assert_allclose(model.softmax_scale(m) * width**0.5, scores**2, rtol=1e-6)
+    np.testing.assert_allclose(rope_magnitude(m), rotary, rtol=1e-6)
+    np.testing.assert_allclose(softmax_scale(m, 1), scores**2, rtol=1e-6)
 
 
 def test_experts_are_chosen_from_the_groups_whose_two_best_sum_highest():
@@ -840,6 +840,46 @@ def test_the_chunked_loss_matches_that_of_full_logits(chunk, shape):
     for g, e in zip(grads, wanted_grads, strict=True):
         assert relative_error(g, e) <= 5e-6
     assert not np.asarray(grads[0])[500:].any()
+
+
+def test_products_with_the_vocabulary_accumulate_in_float32():
+    """Compilers for TPUs and GPUs round a bfloat16 product; the one for CPUs may not."""
+    table, h, targets, token_weights = loss_inputs()
+    table, h = table.astype(jnp.bfloat16), h.astype(jnp.bfloat16)
+
+    def local(table, h, targets, token_weights):
+        table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
+        chunks = [model.in_chunks(a, 16) for a in (h, targets, token_weights)]
+        return model.chunked_loss(500, 0.01, table, *chunks)
+
+    specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
+    run = jax.shard_map(local, mesh=mesh_of(config_of()), in_specs=specs, out_specs=P())
+    step = jax.value_and_grad(run, (0, 1), has_aux=True)
+    products = re.findall(
+        r"dot_general .*: \(tensor<(\w+)>, tensor<(\w+)>\) -> tensor<(\w+)>",
+        jax.jit(step).lower(table, h, targets, token_weights).as_text(),
+    )
+    n, v, D = 12, 512, 6
+    logits = f"{n}x{D}xbf16", f"{v}x{D}xbf16", f"{n}x{v}xf32"
+    of_table = f"{n}x{v}xbf16", f"{n}x{D}xbf16", f"{v}x{D}xf32"
+    of_h = f"{n}x{v}xbf16", f"{v}x{D}xbf16", f"{n}x{D}xbf16"
+    assert sorted(products) == sorted([logits, of_table, of_h])
+
+
+def test_the_gradient_of_a_common_tokens_embedding_is_a_float32_sum():
+    """A sum in bfloat16 ends at 256."""
+    table, ids = jnp.ones((8, 4), jnp.bfloat16), jnp.full((2, 1000), 5, jnp.int32)
+
+    def run(table):
+        return model.lookup(weights.vary(table), ids).astype(jnp.float32).sum()
+
+    local = jax.shard_map(
+        jax.grad(run), mesh=mesh_of(config_of()), in_specs=P(utils.VOCABULARY_AXES),
+        out_specs=P(utils.VOCABULARY_AXES),
+    )  # fmt: skip
+    wanted = np.zeros((8, 4))
+    wanted[5] = 2000
+    np.testing.assert_array_equal(jax.jit(local)(table).astype(jnp.float32), wanted)
 
 
 @pytest.mark.parametrize(

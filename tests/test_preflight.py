@@ -21,6 +21,7 @@ def plain_host(monkeypatch, tmp_path):
     """A host on which nothing is wrong."""
     for name in (*preflight.MEGASCALE, "http_proxy", "https_proxy", "grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(preflight, "TPU_LOCK", tmp_path / "libtpu_lockfile")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: f"10.0.0.{len(name)}")
 
@@ -36,6 +37,21 @@ def test_a_tpu_that_another_process_holds_is_refused():
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"libtpu_lockfile: .*End the process that uses"):
             preflight.check_host("10.0.0.2", 1)
+
+
+def test_processes_of_one_host_try_the_lock_at_once():
+    preflight.TPU_LOCK.touch()
+    with preflight.TPU_LOCK.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as another process does in check_host
+        preflight.check_host("10.0.0.2", 1)
+
+
+def test_a_job_on_cpus_ignores_the_lock(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    preflight.TPU_LOCK.touch()
+    with preflight.TPU_LOCK.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        preflight.check_host("10.0.0.2", 1)
 
 
 def test_a_lock_of_another_user_is_refused(monkeypatch):

@@ -42,6 +42,18 @@ def test_a_folder_on_a_disk_has_no_copy(tmp_path):
         folder.upload()
 
 
+def test_a_run_in_a_bucket_has_its_tokenizer(bucket, url):
+    here = fresh(url)
+    assert here.tokenizer("sample") == "sample" and not here.folder("tokenizer").exists()
+    with here.synced():
+        here.folder("tokenizer").mkdir()
+        (here.folder("tokenizer") / "tokenizer.json").write_text("{}")
+    there = fresh(url)
+    assert not (there.files / "tokenizer").exists()  # not a record, fetched when it is needed
+    assert there.tokenizer("lost") == str(there.files / "tokenizer")
+    assert (there.files / "tokenizer" / "tokenizer.json").read_text() == "{}"
+
+
 def uploads(bucket):
     return [line for line in bucket.log if line.startswith("upload")]
 

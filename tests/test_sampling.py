@@ -155,7 +155,7 @@ def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkey
     mesh = train.make_mesh(config)
     shapes = train.abstract_state(config, model.declare(config), mesh).weights
     _, w, _ = checkpoint.load_weights(run_directory.at(whole), None, shapes)
-    generator = sampling.Generator(config, mesh, 2, 32, 4095, sampling.SamplingOptions(0.0))
+    generator = sampling.Generator(config, mesh, 2, 32, [4095], sampling.SamplingOptions(0.0))
     w = generator.convert_weights(w)
     parts = [tokenizer.encode_ordinary(text) for text in ("import jax", "def test_a(x):", "x")]
 

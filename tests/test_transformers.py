@@ -19,15 +19,24 @@ pytestmark = [
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import attention  # noqa: E402
 import convert  # noqa: E402
 import dataset  # noqa: E402
-import model  # noqa: E402
 import utils  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
 from hf import model_config, modeling_latent_moe, safetensors_files  # noqa: E402
 from hf_case import model_with  # noqa: E402
-from hf_run import PUBLISHED, SIZES, SMALL, logits, make_run, stored  # noqa: E402
+from hf_run import (  # noqa: E402
+    PUBLISHED,
+    SIZES,
+    SMALL,
+    logits,
+    make_run,
+    opened,
+    stored,
+    their_logits,
+)
 from runtime import cli  # noqa: E402
 
 T = 512
@@ -53,6 +62,14 @@ CASES = {
     },
     "no shared, dense first": {"n_shared_experts": 0, "dense_layers": 2, "blocks": 1},
     "softmax": {"scoring_func": "softmax", "norm_topk_prob": False, "qk_nope_head_dim": 10},
+    "softmax, groups by their best expert": {
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "qk_nope_head_dim": 10,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+    },
     "dense": {"dense_layers": 1, "moe_layers": 0, "q_lora_rank": 5},
 }
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -62,20 +79,6 @@ def tokens(vocabulary, texts=2):
     # With seed 1 the fourth and fifth best experts of one token of moonlight's are 6e-8 apart, less
     # than rounding, which chooses between them.
     return np.random.default_rng(2).integers(0, vocabulary, (texts, T)).astype(np.int32)
-
-
-def opened(folder, own=False):
-    """The model in torch; no weight may be missing or unexpected."""
-    found, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=own, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
-    return found.eval()
-
-
-def their_logits(found, ids):
-    with torch.no_grad():
-        return found(torch.from_numpy(ids).long()).logits.numpy()
 
 
 def export(run, out, own=False):
@@ -88,7 +91,7 @@ def test_logits_of_an_exported_folder_are_ours(name, tmp_path):
     make_run(tmp_path / "run", **CASES[name])
     ids = tokens(SIZES["vocab_size"])
     found = opened(export(tmp_path / "run", tmp_path / "out"))
-    wanted = "DeepseekV2ForCausalLM" if name == "softmax" else "DeepseekV3ForCausalLM"
+    wanted = "DeepseekV2ForCausalLM" if "softmax" in name else "DeepseekV3ForCausalLM"
     assert type(found).__name__ == wanted
     np.testing.assert_allclose(their_logits(found, ids), logits(tmp_path / "run", ids), atol=1e-4)
 
@@ -101,7 +104,7 @@ def scaled_down(m):
         if name not in ("blocks", "dense_layers", "num_experts_per_tok", "routed_scaling_factor")
     }
     small |= {"blocks": 2, "qk_rope_head_dim": 2 * math.ceil(m.qk_rope_head_dim / 16)}
-    small |= {"q_lora_rank": m.q_lora_rank // 8}
+    small |= {"q_lora_rank": m.q_lora_rank // 8, "num_key_value_heads": 1, "head_dim": 10}
     small |= {"n_routed_experts": max(m.n_routed_experts // 2, m.num_experts_per_tok)}
     return model_with(m, **small)
 
@@ -146,10 +149,9 @@ def test_the_modelling_file_has_the_rotary_frequencies_of_the_model(fields):
     turns, factor, scores = modeling_latent_moe.frequencies(
         modeling_latent_moe.LatentMoeConfig(**table)
     )
-    np.testing.assert_allclose(turns, model.rope_frequencies(m), rtol=1e-6)
-    assert factor == pytest.approx(model.rope_magnitude(m))
-    width = m.qk_nope_head_dim + m.qk_rope_head_dim
-    assert scores == pytest.approx(model.softmax_scale(m) * width**0.5)
+    np.testing.assert_allclose(turns, attention.rope_frequencies(m, 6), rtol=1e-6)
+    assert factor == pytest.approx(attention.rope_magnitude(m))
+    assert scores == pytest.approx(attention.softmax_scale(m, 1))
 
 
 def test_a_trained_run_has_the_same_loss_and_text_in_transformers(whole, tmp_path, capsys):
@@ -159,7 +161,7 @@ def test_a_trained_run_has_the_same_loss_and_text_in_transformers(whole, tmp_pat
     out = export(whole, tmp_path / "out", own=True)
     found = opened(out, own=True)
     capsys.readouterr()
-    validate.main(["--run", str(whole), "--json", "--model.eval_capacity_factor", "8"])
+    validate.main(["--run", str(whole), "--json"])
     found_here = json.loads(capsys.readouterr().out)
     assert found_here["moe/dropped"] == 0
     data = dataset.open_validation(cli.load(whole / "config.toml")).parts[""]
