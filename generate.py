@@ -24,7 +24,7 @@ import checkpoint
 import model
 import train
 import utils
-from data.tokenizer import Tokenizer, text_tokens, token_bytes
+from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_bytes
 from inference import decode
 from inference.sampling import ENDED, Generator, SamplingOptions, bytes_per_device
 from model import Transformer
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{mib:.2f} MiB per device for {generator.B} texts of up to {max_length} tokens"
         )
         if flags.interactive:
-            converse(generator, w, tokenizer, flags)
+            converse(generator, w, tokenizer, begin, flags)
         else:
             complete(generator, w, tokenizer, prompts, texts, flags)
 
@@ -204,15 +204,22 @@ def log_stderr(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def converse(generator: Generator, w: Transformer, tokenizer: Tokenizer, flags: Flags) -> None:
+def converse(
+    generator: Generator, w: Transformer, tokenizer: Tokenizer, begin: list[int], flags: Flags
+) -> None:
     """Continue each input line, with all earlier text as context.
+
+    begin  tokens before the first line.
 
     Ends at an empty line, at the end of the input, or when the context is full.
     """
     generator.reset([0], flags.seed)
     log_stderr("Write a line; an empty one ends.")
     while (line := sys.stdin.readline()).rstrip("\n"):
-        text = tokenizer.encode_ordinary(line)
+        if int(generator.length[0]):
+            text = encode_continuation(tokenizer, line)
+        else:
+            text = begin + tokenizer.encode_ordinary(line)
         left = generator.max_length - int(generator.length[0]) - len(text) - 1
         if left < 1:
             log_stderr(f"the context of {generator.max_length} tokens is full; start again.")

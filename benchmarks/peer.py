@@ -1,11 +1,13 @@
 """Compare training steps of one model with those of PyTorch on the same device.
 
     ./run.sh python benchmark.py peer           needs the packages of requirements-hf.txt
+    ./run.sh python benchmark.py peer --model llama
 
 The model is the mixture of experts of configs/reference.toml with its dense layers first, as in
-DeepseekV3ForCausalLM of transformers. That class trains from the same initial weights on the same
-tokens. The trainers take turns, so that a disturbance of the machine slows all of them. Each runs
-in its own process, where threads and memory of the others do not slow it.
+DeepseekV3ForCausalLM of transformers, or a Llama of its width. The class of transformers trains
+from the same initial weights on the same tokens. The trainers take turns, so that a disturbance of
+the machine slows all of them. Each runs in its own process, where threads and memory of the others
+do not slow it.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -54,6 +56,14 @@ if TYPE_CHECKING:  # imported late: it is optional
 # The first step of a turn is not timed. On a virtual machine, memory pages that were free for a
 # second are slow to return, and a training run never pauses that long.
 STEPS_PER_TURN = 3
+LLAMA = {
+    "attention": "gqa",
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "decoder_sparse_step": 1,
+    "n_routed_experts": 0,
+    "n_shared_experts": 0,
+}
 LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding may change routing
 
 
@@ -61,15 +71,18 @@ LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding ma
 class Flags:
     """Flags of `benchmark.py peer`."""
 
+    model: Literal["moe", "llama"] = "moe"
     turns: int = 8  # of each trainer, with two timed steps each
     compile: bool = True  # also measure torch.compile, which takes minutes
 
 
-def config_of_both() -> Config:
+def config_of_both(name: str) -> Config:
+    """Return the config of `moe` or `llama`, which both trainers have."""
     config = reference_config()
     m = config.model
-    layers = {"first_k_dense_replace": m.blocks * m.dense_layers, "decoder_sparse_step": 1}
-    return with_values(config, mesh=ONE_DEVICE, model=layers, train={"microbatches": 1})
+    moe = {"first_k_dense_replace": m.blocks * m.dense_layers, "decoder_sparse_step": 1}
+    values = {"moe": moe, "llama": LLAMA}[name]
+    return with_values(config, mesh=ONE_DEVICE, model=values, train={"microbatches": 1})
 
 
 class Project:
@@ -218,7 +231,7 @@ def main(arguments: list[str]) -> None:
     os.environ["PJRT_NPROC"] = str(len(os.sched_getaffinity(0)))
     if jax.default_backend() == "gpu" and not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU. Install a build of torch for CUDA.")
-    compare(config_of_both(), flags)
+    compare(config_of_both(flags.model), flags)
 
 
 def compare(config: Config, flags: Flags) -> None:
@@ -238,10 +251,13 @@ def compare(config: Config, flags: Flags) -> None:
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(
         f"On {jax.devices()[0].device_kind}, {config.model.compute_dtype}, "
-        f"{config.train.global_batch_size} x {config.train.seq_len} tokens: {versions}. This "
-        f"project dropped {trainers[0].dropped:.1%} of the routing choices at full experts. The "
-        "others drop none."
+        f"{config.train.global_batch_size} x {config.train.seq_len} tokens: {versions}."
     )
+    if config.model.n_routed_experts:
+        print(
+            f"This project dropped {trainers[0].dropped:.1%} of the routing choices at full "
+            "experts. The others drop none."
+        )
 
 
 def over_the_better(seconds: np.ndarray) -> list[float]:

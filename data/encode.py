@@ -22,7 +22,7 @@ from data.manifest import Shard, shard_of
 from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
 from data.shards import ShardWriter, folder_at
-from data.tokenizer import begin_of_text, load_tokenizer, token_bytes
+from data.tokenizer import begin_of_text, encode_continuation, load_tokenizer, token_bytes
 
 # tiktoken's patterns overflow the stack on a run of about a million spaces.
 CHUNK_CHARACTERS = 400_000
@@ -98,17 +98,18 @@ class Encoder:
         Each chunk is tokenized on its own, so no token spans a prompt and an answer. Special tokens
         in the text are plain text, so no document can end another one.
         """
-        weight, begun = None, not document.begins
+        weight, previous = None, None if document.begins else Chunk("")
         for chunk in resize(document.chunks):
-            ids, text = self.ids(chunk), "" if chunk.special or chunk.weight == 0 else chunk.text
-            if not begun and self.bos not in (None, *ids[:1]):
+            ids = self.ids(chunk, previous)
+            text = "" if chunk.special or chunk.weight == 0 else chunk.text
+            if previous is None and self.bos not in (None, *ids[:1]):
                 yield np.array([self.bos]), None if chunk.weight is None else 0, 0
-            weight, begun = chunk.weight, True
+            weight, previous = chunk.weight, chunk
             yield np.asarray(ids), weight, len(text.encode(errors="replace"))
-        if begun and document.ends:
+        if previous and document.ends:
             yield np.array([self.tokenizer.eot_token]), weight, 0
 
-    def ids(self, chunk: Chunk) -> np.ndarray | list[int]:
+    def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
         if chunk.special:
             return [self.tokenizer.special.ids[chunk.text]]
         if isinstance(self.tokenizer, tiktoken.Encoding):
@@ -116,7 +117,9 @@ class Encoder:
             # an error here; encode_ordinary replaces it.
             with contextlib.suppress(UnicodeEncodeError):
                 return self.tokenizer.encode_to_numpy(chunk.text, disallowed_special=())
-        return self.tokenizer.encode_ordinary(chunk.text)
+        if previous is None:
+            return self.tokenizer.encode_ordinary(chunk.text)
+        return encode_continuation(self.tokenizer, chunk.text, after_special=previous.special)
 
 
 encoder_of = functools.lru_cache(4)(Encoder)  # a worker loads a tokenizer once

@@ -1,11 +1,16 @@
-"""Read tokenizer.json of Hugging Face: byte-level BPE, which spells each byte as one character."""
+"""Read tokenizer.json of Hugging Face: byte-level BPE, or SentencePiece's with bytes as fallback.
+
+The first spells each byte as one character. The second spells a space as SPACE, puts one before
+a text, and spells bytes of characters that it does not know as <0x00> to <0xFF>.
+"""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from utils import ConfigError
 
@@ -27,6 +32,8 @@ def byte_characters() -> list[str]:
 
 
 BYTES = {character: byte for byte, character in enumerate(byte_characters())}
+SPACE = "\u2581"
+FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Special(NamedTuple):
@@ -76,7 +83,7 @@ class HuggingFace:
     def __init__(self, path: Path):
         """path  the file or its folder, which also has the settings.
 
-        Raises  ConfigError if it is missing, not byte-level, or has no end-of-text token.
+        Raises  ConfigError if it is missing, of another kind, or has no end-of-text token.
         """
         self.path = path / TABLE if path.is_dir() else path
         try:
@@ -88,6 +95,15 @@ class HuggingFace:
                 "the same file in the same place."
             ) from None
         self.table = open_table(self.content, self.path)
+        parts = json.loads(self.table.to_str())
+        self.is_byte_level = check_decoder(parts["decoder"] or {}, self.path)
+        first = {name: parts[name] for name in ("normalizer", "pre_tokenizer")}
+        # `inner` puts no space before a text. Some put one after a special token too.
+        inner = parts | without_prefix(first)
+        is_same = inner == parts
+        self.inner = self.table if is_same else open_table(json.dumps(inner).encode(), self.path)
+        always = ('"Prepend"', '"always"', '"add_prefix_space": true')
+        self.prefix_after_special = any(words in json.dumps(first) for words in always)
         self.settings = read_settings(self.path.with_name(SETTINGS))
         self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
         added = self.table.get_added_tokens_decoder()
@@ -100,11 +116,12 @@ class HuggingFace:
         self.eot_token = self.end_of_text()
 
     def encode_ordinary(self, text: str) -> list[int]:
-        try:
-            return self.table.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half a surrogate pair; replace it as tiktoken does
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self.encode_ordinary(whole)
+        return encode(self.table, text)
+
+    def encode_continuation(self, text: str, after_special: bool) -> list[int]:
+        """Encode text that follows other text, or a special token."""
+        has_prefix = after_special and self.prefix_after_special
+        return encode(self.table if has_prefix else self.inner, text)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """Raises KeyError for an id without a token."""
@@ -113,6 +130,9 @@ class HuggingFace:
         spelling = self.table.id_to_token(token) if token >= 0 else None
         if spelling is None:
             raise KeyError(f"no token has the id {token}")
+        if not self.is_byte_level:
+            byte = FALLBACK.fullmatch(spelling)
+            return bytes.fromhex(byte[1]) if byte else spelling.replace(SPACE, " ").encode()
         if set(spelling) <= BYTES.keys():
             return bytes(BYTES[character] for character in spelling)
         return spelling.encode()
@@ -139,7 +159,7 @@ class HuggingFace:
 
 
 def open_table(content: bytes, path: Path) -> Tokenizer:
-    """Raises ConfigError for malformed content, or a tokenizer that is not byte-level."""
+    """Raises ConfigError for malformed content."""
     try:
         table = Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises nothing narrower
@@ -147,12 +167,41 @@ def open_table(content: bytes, path: Path) -> Tokenizer:
             f"--tokenizer {path} is not a {TABLE} of Hugging Face ({error}). Use one that the "
             "tokenizers library opens."
         ) from None
-    if not isinstance(table.decoder, decoders.ByteLevel):
-        raise ConfigError(
-            f"--tokenizer {path} is not byte-level (its decoder is {table.decoder}), so single "
-            "tokens have no bytes. Use a tokenizer like that of GPT-2, Llama 3, Qwen or DeepSeek."
-        )
     table.no_truncation()
     table.no_padding()
     table.encode_special_tokens = True  # as text
     return table
+
+
+def encode(table: Tokenizer, text: str) -> list[int]:
+    try:
+        return table.encode(text, add_special_tokens=False).ids
+    except TypeError:  # half a surrogate pair; replace it as tiktoken does
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return encode(table, whole)
+
+
+def check_decoder(decoder: dict[str, Any], path: Path) -> bool:
+    """Return whether it is byte-level. Raises ConfigError if single tokens have no bytes."""
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    if kinds == {"ByteLevel"}:
+        return True
+    if "ByteFallback" in kinds and kinds & {"Replace", "Metaspace"}:
+        return False
+    raise ConfigError(
+        f"--tokenizer {path} is neither byte-level nor SentencePiece's with byte fallback (its "
+        f"decoder is {decoder or None}), so single tokens have no bytes. Use a tokenizer like that "
+        "of GPT-2, Llama, Qwen, Mistral or DeepSeek."
+    )
+
+
+def without_prefix(part: Any) -> Any:
+    """Return a part of a tokenizer.json that puts no space before a text."""
+    if isinstance(part, list):
+        kept = (p for p in part if not (isinstance(p, dict) and p.get("type") == "Prepend"))
+        return [without_prefix(p) for p in kept]
+    if not isinstance(part, dict):
+        return part
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+    changed = {name: never.get(name, without_prefix(value)) for name, value in part.items()}
+    return None if part.get("type") == "Prepend" else changed

@@ -189,6 +189,13 @@ def table_sha256(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def encode_continuation(tokenizer: Tokenizer, text: str, after_special: bool = False) -> list[int]:
+    """Encode text that follows other text, before which SentencePiece puts no space."""
+    if isinstance(tokenizer, HuggingFace):
+        return tokenizer.encode_continuation(text, after_special)
+    return tokenizer.encode_ordinary(text)
+
+
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """Return the bytes of a token; none for an id without a token, like vocabulary padding."""
     try:

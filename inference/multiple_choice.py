@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rich.progress import track
 
 import sharded_model
 import train
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, encode_continuation
 from model import Transformer
 from runtime.console import is_primary
 from utils import LANES, Config, ConfigError
@@ -143,7 +144,9 @@ def evaluate(
     pairs = []
     for q in questions:
         context = [*begin, *tokenizer.encode_ordinary(q.prompt)] or [tokenizer.eot_token]
-        pairs += [(context, tokenizer.encode_ordinary(choice)) for choice in q.choices]
+        # A choice without a prompt begins a text.
+        encode = partial(encode_continuation, tokenizer) if q.prompt else tokenizer.encode_ordinary
+        pairs += [(context, encode(choice)) for choice in q.choices]
     longest = max(len(context) + len(text) for context, text in pairs)
     scores = iter(Scorer(config, declared, mesh, longest)(w, pairs)[0].tolist())
     by_question = [list(itertools.islice(scores, len(q.choices))) for q in questions]

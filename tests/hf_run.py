@@ -10,12 +10,23 @@ from typing import Any
 
 import jax
 import numpy as np
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import checkpoint
 import model
 import train
 import utils
 from common import full_logits
+from conftest import ROOT
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
 from hf import model_config, tensors
 from hf_case import model_with
@@ -98,6 +109,54 @@ def write_moonshot(folder, **settings):
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
     return len(tokens)
+
+
+def write_sentencepiece(folder, scheme, **settings):
+    """Write a tokenizer.json as Llama 2, Mistral and Mixtral have it, with a small table.
+
+    scheme  where a space is put: "first" or "always" of Metaspace, or "segment", as older files do:
+            before a text and after each special token.
+    """
+    folder.mkdir(exist_ok=True)
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
+    learned.train([str(ROOT / "README.md")], trainer)
+    table = json.loads(learned.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*names, *(token for token in table["vocab"] if token.isascii() or "\u2581" in token)]
+    merges = [tuple(pair) for pair in table["merges"] if "".join(pair) in tokens]
+    model = models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token="<unk>",
+    )
+    found = Tokenizer(model)
+    replaced = normalizers.Replace(" ", "\u2581")
+    if scheme == "segment":
+        found.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replaced])
+    else:
+        found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    space = decoders.Replace("\u2581", " ")
+    found.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    found.add_special_tokens([AddedToken(name, normalized=False) for name in names[:3]])
+    found.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    found.save(str(folder / "tokenizer.json"))
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": True,
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
 
 
 def stored(folder: Path) -> dict[str, np.ndarray]:

@@ -10,22 +10,22 @@ import pytest
 
 from benchmarks import peer
 from benchmarks.common import reference_config, with_values
-from hf.model_config import unsupported
+from hf.families import LLAMA
+from hf.model_config import kind_of, unsupported
 
 
-def small(config):
+def small(config, **others):
     model = {
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
         "vocab_size": 256,
         "num_attention_heads": 2,
         "moe_intermediate_size": 32,
         "q_lora_rank": 0,
         "kv_lora_rank": 32,
         "compute_dtype": "float32",
-    }
+    } | others
     config = with_values(config, model=model)
     return with_values(config, train={"global_batch_size": 2, "seq_len": 32, "microbatches": 2})
 
@@ -42,15 +42,18 @@ def test_missing_packages_are_reported_with_the_command_that_installs_them(monke
 
 
 def test_the_model_is_that_of_the_reference_in_an_order_that_transformers_has():
-    ours, theirs = reference_config().model, peer.config_of_both().model
+    ours, theirs = reference_config().model, peer.config_of_both("moe").model
     assert not unsupported(theirs) and unsupported(ours)
     differ = {n for n, v in vars(theirs).items() if v != getattr(ours, n)}
     assert differ == {"first_k_dense_replace", "decoder_sparse_step"}
+    llama = peer.config_of_both("llama").model
+    assert not unsupported(llama) and kind_of(llama) == LLAMA
 
 
 @pytest.mark.slow
 @pytest.mark.huggingface
-def test_both_train_in_turns_from_the_same_first_loss(monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "theirs"), [("moe", "DeepseekV3"), ("llama", "Llama")])
+def test_both_train_in_turns_from_the_same_first_loss(monkeypatch, capsys, name, theirs):
     """In one process, which saves the start of others."""
     trainers = []
 
@@ -67,12 +70,13 @@ def test_both_train_in_turns_from_the_same_first_loss(monkeypatch, capsys):
         def close(self):
             pass
 
-    config = small(peer.config_of_both())
+    others = {"first_k_dense_replace": 1} if name == "moe" else {}
+    config = small(peer.config_of_both(name), **others)
     monkeypatch.setattr(peer, "TrainerProcess", InThisProcess)
     peer.compare(config, peer.Flags(turns=2, compile=False))
     text = capsys.readouterr().out
     assert "this project over the better of the others: " in text
-    assert "DeepseekV3ForCausalLM, eager" in text and "2 x 32 tokens" in text
+    assert f"{theirs}ForCausalLM, eager" in text and "2 x 32 tokens" in text
     for trainer in trainers:
         assert trainer.last_loss < trainer.first_loss and np.isfinite(trainer.last_loss)
 

@@ -25,9 +25,10 @@ from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
 from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, token_bytes
 from dataset import Dataset
 from hf.tokenizer_export import write_hugging_face
+from hf_run import write_sentencepiece
 from runtime import cli, jsonl, run_directory
 from test_dataset import alone
 from tiny_run import start
@@ -419,6 +420,29 @@ def test_ids_are_those_of_transformers_but_what_looks_special_in_a_message(
     learned = tokenizer.decode(ids[:-1][weights[:-1] == 1].tolist())
     assert all(content.strip() in learned for role, content in plain if role == "assistant")
     assert not any(content.strip() in learned for role, content in plain if role != "assistant")
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ ' ' + m.content + eos_token }}{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("scheme", ["segment", "first", "always"])
+def test_ids_of_sentencepiece_are_those_of_transformers(tmp_path, scheme):
+    from transformers import AutoTokenizer
+
+    write_sentencepiece(tmp_path / "pieces", scheme, chat_template=MISTRAL)
+    plain = [("user", "one  é"), ("assistant", "two"), ("user", " three"), ("assistant", "4\n")]
+    ids, weights, tokenizer = talk(tmp_path, tmp_path / "pieces", plain)
+    given = [{"role": role, "content": content} for role, content in plain]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "pieces")
+    expected = theirs.apply_chat_template(given, return_dict=False)
+    assert ids[:-1].tolist() == list(expected) and ids[-1] == tokenizer.eot_token
+    learned = b"".join(token_bytes(tokenizer, i) for i in ids[:-1][weights[:-1] == 1].tolist())
+    assert learned.decode() == " two</s> 4\n</s>"
 
 
 def test_a_template_with_the_generation_tag_of_transformers_is_accepted(tmp_path, talker):

@@ -4,6 +4,7 @@ test_transformers.py compares with its code.
 """
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 
 import convert
 import convert_memory
+import generate
 from conftest import ROOT
-from data.tokenizer import load_tokenizer, token_bytes
+from data.tokenizer import encode_continuation, load_tokenizer, token_bytes
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
-from hf_run import PUBLISHED, SIZES, make_run, stored, write_moonshot
+from hf_run import PUBLISHED, SIZES, make_run, stored, write_moonshot, write_sentencepiece
 from runtime import cli
 
 MODELS = {
@@ -199,8 +201,6 @@ def test_an_imported_run_can_start_a_run_and_is_not_resumed(runs_of, data, tmp_p
 
 
 def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsys):
-    import generate
-
     import_(runs_of("v3")[1], tmp_path / "back")
     printed = capsys.readouterr().out
     assert f"generate.py --run {tmp_path / 'back'}" in printed
@@ -213,8 +213,6 @@ def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsy
 def test_an_imported_run_ends_its_texts_as_published_and_is_exported_so(
     copied, tmp_path, capsys, monkeypatch
 ):
-    import generate
-
     printed = []
 
     def recorded(tokenizer, token):
@@ -246,6 +244,32 @@ def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_pat
     assert (tmp_path / "run" / "tokenizer" / "tiktoken.model").is_file()
     export(tmp_path / "run", tmp_path / "out")
     assert load_tokenizer(str(tmp_path / "out")).eot_token == count + 1
+
+
+def test_a_folder_with_sentencepiece_is_imported_continues_lines_and_is_exported(
+    copied, tmp_path, monkeypatch
+):
+    write_sentencepiece(copied, "segment")
+    import_(copied, tmp_path / "run")
+    given = []
+
+    def recorded(self, w, texts, tokens):
+        given.append(texts)
+        return generate_texts(self, w, texts, tokens)
+
+    generate_texts = generate.Generator.generate
+    monkeypatch.setattr(generate.Generator, "generate", recorded)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n"))
+    flags = ["--interactive", "--tokens", "3", "--model.compute_dtype", "float32"]
+    generate.main(["--run", str(tmp_path / "run"), *flags])
+    tokenizer = load_tokenizer(str(copied))
+    first, second = tokenizer.encode_ordinary("one\n"), encode_continuation(tokenizer, "two\n")
+    assert given == [[[1, *first]], [second]] and second != tokenizer.encode_ordinary("two\n")
+    export(tmp_path / "run", tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).is_file()
+    exported = load_tokenizer(str(tmp_path / "out"))
+    assert exported.content == tokenizer.content and exported.special.adds_bos
 
 
 @pytest.mark.slow
@@ -580,8 +604,6 @@ def test_a_run_without_checkpoint_is_named(runs_of, tmp_path):
 
 
 def test_a_folder_without_tokenizer_makes_no_text(copied, tmp_path):
-    import generate
-
     (copied / "tokenizer.json").write_text("{}")
     refused(copied, "is not a tokenizer.json", tmp_path)
     (copied / "tokenizer.json").unlink()

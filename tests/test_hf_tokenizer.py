@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -12,11 +13,12 @@ import tiktoken
 from tokenizers import Tokenizer, decoders, models
 
 from conftest import ROOT
-from data import prepare
+from data import encode, prepare
 from data.encode import encoder_of
 from data.hf_tokenizer import HuggingFace
 from data.manifest import read_manifest
 from data.tokenizer import (
+    encode_continuation,
     keep_files,
     load_tokenizer,
     table_sha256,
@@ -25,7 +27,7 @@ from data.tokenizer import (
     token_bytes,
 )
 from hf.tokenizer_export import split_token, write_hugging_face
-from hf_run import write_moonshot
+from hf_run import write_moonshot, write_sentencepiece
 from inference.sampling import ENDED
 from runtime import run_directory
 
@@ -287,8 +289,52 @@ def test_a_tokenizer_of_words_is_refused(tmp_path):
     words = Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="is not byte-level"):
+    with pytest.raises(ValueError, match="is neither byte-level nor"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+# --- SentencePiece's BPE, as in Llama 2, Mistral and Mixtral --------------------------------------
+
+
+@pytest.fixture(params=["segment", "first", "always"])
+def pieces(request, tmp_path):
+    write_sentencepiece(tmp_path / "pieces", request.param)
+    return tmp_path / "pieces"
+
+
+@pytest.mark.huggingface
+def test_sentencepiece_gives_the_ids_of_transformers(pieces, texts):
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(str(pieces)), AutoTokenizer.from_pretrained(pieces)
+    assert (ours.special.bos, ours.special.adds_bos, ours.eot_token) == (1, True, 2)
+    for text in [*texts, " one space", "  two", "\u2581", "été 漢字"]:
+        if not re.search("</?s>|<unk>", text):  # theirs recognizes special tokens
+            assert theirs(text)["input_ids"] == [1, *ours.encode_ordinary(text)], repr(text[:50])
+
+
+def test_tokens_of_sentencepiece_are_the_bytes_of_the_text_after_one_space(pieces, texts):
+    ours = load_tokenizer(str(pieces))
+    for text in [*texts, "a<s>b</s>", "<0x0A>"]:
+        if "\u2581" not in text:
+            ids = ours.encode_ordinary(text)
+            found = b"".join(token_bytes(ours, i) for i in ids).decode()
+            assert found == f" {text}" or (found == text and text[:1] in ("", " "))
+            assert not {0, 1, 2} & set(ids)  # special tokens stay text
+            found = b"".join(token_bytes(ours, i) for i in encode_continuation(ours, text))
+            assert found.decode() == text
+
+
+def test_a_text_in_pieces_has_no_space_before_later_pieces(pieces, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 10)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "hidden hidden " * 9}) + "\n")
+    encoder_of.cache_clear()
+    flags = ["--source", str(tmp_path / "rows.jsonl"), "--tokenizer", str(pieces)]
+    prepare.main([*flags, "--out", str(tmp_path / "out"), "--val-share", "0", "--workers", "1"])
+    shard = next((tmp_path / "out" / "train").glob("*.npy"))
+    ids = np.load(shard).tolist()
+    assert ids[0] == 1 and ids[-1] == 2
+    assert text_of(load_tokenizer(str(pieces)), ids[1:-1]) == " " + "hidden hidden " * 9
 
 
 # --- tiktoken.model, as Kimi-K2 and Moonlight have it ---------------------------------------------

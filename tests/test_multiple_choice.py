@@ -14,7 +14,8 @@ import reference
 import train
 import validate
 from common import canonical
-from data.tokenizer import load_tokenizer
+from data.tokenizer import encode_continuation, load_tokenizer
+from hf_run import write_sentencepiece
 from inference import multiple_choice
 from runtime import cli, resume, run_directory
 
@@ -91,19 +92,21 @@ def test_a_greedy_text_is_recognized(mesh, whole):
     assert found.tolist() == [True, False, False, False]
 
 
-def test_a_prompt_begins_as_documents_of_the_training_data_do(whole):
+@pytest.mark.parametrize("is_sample", [True, False])
+def test_a_prompt_begins_as_documents_of_the_training_data_do(whole, tmp_path, is_sample):
     config = resume.config_of(run_directory.at(whole), [], validate.Flags)
     declared, place = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, place).weights
     w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
-    tokenizer = load_tokenizer("sample")
-    questions = [multiple_choice.Question(prompt, [" f"], 0) for prompt in ("def", "")]
+    write_sentencepiece(tmp_path / "pieces", "segment")
+    tokenizer = load_tokenizer("sample" if is_sample else str(tmp_path / "pieces"))
+    questions = [multiple_choice.Question(prompt, [" a"], 0) for prompt in ("def", "")]
     found = multiple_choice.evaluate(config, declared, place, w, questions, tokenizer, [7])
-    pairs = [
-        ([7, *tokenizer.encode_ordinary(q.prompt)], tokenizer.encode_ordinary(" f"))
-        for q in questions
-    ]
-    scores = multiple_choice.Scorer(config, declared, place, 4)(w, pairs)[0].tolist()
+    first, after = tokenizer.encode_ordinary(" a"), encode_continuation(tokenizer, " a")
+    assert (first == after) == is_sample  # SentencePiece puts a space before a text
+    pairs = [([7, *tokenizer.encode_ordinary("def")], after), ([7], first)]
+    longest = max(len(context) + len(text) for context, text in pairs)
+    scores = multiple_choice.Scorer(config, declared, place, longest)(w, pairs)[0].tolist()
     assert found["log_likelihoods"] == [[score] for score in scores]
 
 
