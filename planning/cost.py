@@ -336,8 +336,9 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
             cause += ", backward" if kind.endswith("backward") else ""
             add(cause, op.send.axes, op.send.kind, count(op.send.bytes), times)
     ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1
-    # A cooldown of one tick is no loop, and compilers remove its send, which nothing reads.
-    sends = 2 * ticks - (step.schedule.stages == 2)
+    # A cooldown of one tick is no loop to compilers for chips. They remove its send, which nothing
+    # reads. On CPUs it stays a loop, by a flag of run.sh.
+    sends = 2 * ticks - (step.schedule.stages == 2 and chip is not None)
     add("pipeline sends", ("pipeline",), "collective-permute", step.x_bytes, sends)
     add("last stage to all", ("pipeline",), "all-reduce", step.x_bytes, step.M)
     _weight_sends(step, add, is_all_reduce(step, chip, ("fsdp",)))

@@ -128,7 +128,7 @@ def test_experts_multiply_few_more_rows_than_are_chosen(E, K, most):
 
     def run(*inputs):
         y_rD = model.local_experts(model.divide_load(n * K / E, E), *inputs)
-        return (y_rD**2).sum()  # its gradient needs y, so no product of the forward pass is left out
+        return (y_rD**2).sum()  # not linear, so that its gradient needs y
 
     shapes = [(n, D), (n, K), (n, K), (E, D, 2 * G), (E, G, D)]
     dtypes = [jnp.float32, jnp.int32, *[jnp.float32] * 3]
