@@ -99,6 +99,18 @@ def compare_permutations(browser: Browser, page: Path, data: Path) -> Iterator[s
     yield from found
 
 
+def compare_routings(browser: Browser, page: Path, data: Path) -> Iterator[str]:
+    found: list[str] = []
+    tab = opened(browser, page, 1280, "light", found)
+    compare = """cases => cases.filter(([choices, experts, capacity, tile, slots, tiles]) =>
+      JSON.stringify(guide.assignSlots(choices, experts, capacity)) !== JSON.stringify(slots) ||
+      guide.tiles(choices, experts, tile) !== tiles)"""
+    for case in tab.evaluate(compare, json.loads(data.read_text())):
+        yield f"dispatch.js differs from model.py for {case}"
+    tab.context.close()
+    yield from found
+
+
 def main(chromium: str, site: Path, arguments: list[str]) -> int:
     pages = sorted(page for page in site.glob("*.html") if page.name != "search.html")
     with sync_playwright() as playwright:
@@ -122,6 +134,8 @@ def main(chromium: str, site: Path, arguments: list[str]) -> int:
         )
         data = Path(os.environ["GUIDE_DATA"], "permutations.json")
         found += compare_permutations(browser, site / "dataset.html", data)
+        data = Path(os.environ["GUIDE_DATA"], "routings.json")
+        found += compare_routings(browser, site / "experts.html", data)
     print("\n".join(found) or f"{len(pages)} pages, no findings")
     return int(bool(found))
 

@@ -32,7 +32,10 @@ import numpy as np
 import pages
 from answers import Schedule
 
+import attention
 import dataset
+import hardware
+from hf import model_config
 from utils import MESH_AXES
 from weights import Size
 
@@ -75,6 +78,10 @@ def write_data() -> None:
     (DATA / "facts.json").write_text(json.dumps(facts.check(pages.facts_used())))
     (DATA / "answers.json").write_text(json.dumps(shown))
     (DATA / "mesh.json").write_text(json.dumps(mesh_data()))
+    (DATA / "plan.json").write_text(json.dumps(answers.plans()))
+    (DATA / "roofline.json").write_text(json.dumps(roofline_data()))
+    (DATA / "routings.json").write_text(json.dumps([*routings()]))
+    (DATA / "cache.json").write_text(json.dumps(cache_data()))
     (DATA / "merges.json").write_text(json.dumps({w: answers.merges(w) for w in WORDS}))
     (DATA / "permutation.json").write_text(json.dumps(permutation_keys()))
     (DATA / "permutations.json").write_text(json.dumps([*permutations()]))
@@ -124,6 +131,54 @@ def permutations() -> Iterator[tuple[int, int, int, list[int]]]:
     for size, seed, epoch in itertools.product((1, 2, 3, 5, 17, 64, 100, 257), SEEDS, EPOCHS):
         order = dataset.permute(np.arange(size), size, seed, epoch)
         yield size, seed, epoch, order.tolist()
+
+
+def roofline_data() -> dict[str, dict[str, float]]:
+    """Return the figures of chips, for a widget."""
+    names = {"TPU v4": "v4", "TPU v5p": "v5p", "TPU v6e": "v6e", "A100": "a100", "H100": "h100"}
+    chips = {shown: hardware.chip_named(name) for shown, name in names.items()}
+    return {
+        name: {"flops": chip.flops, "bandwidth": chip.memory_bandwidth}
+        for name, chip in chips.items()
+    }
+
+
+def routings() -> Iterator[tuple[list[list[int]], int, int, int, list[list[int]], int]]:
+    """Yield (choices, experts, capacity, tile, slots, tiles), to compare with dispatch.js."""
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        if number % 10 == 0:  # JAX compiles for each size
+            experts, K = int(rng.integers(2, 9)), int(rng.integers(1, 3))
+            tokens, capacity, tile = (int(n) for n in rng.integers(1, (33, 9, 6)))
+        popular = rng.dirichlet(np.ones(experts))
+        choices = [
+            rng.choice(experts, K, replace=False, p=popular * 0.9 + 0.1 / experts).tolist()
+            for _ in range(tokens)
+        ]
+        slots = answers.assigned(choices, experts, capacity)
+        yield choices, experts, capacity, tile, slots, answers.tiles_of(choices, experts, tile)
+
+
+def cache_data() -> dict[str, dict[str, int]]:
+    """Return, for a widget, layers and cached numbers of some models. Two are published configs."""
+    found = {}
+    for name in figures.CACHES:
+        layers = answers.config_of(name).model.num_hidden_layers
+        found[name] = {
+            "layers": layers,
+            "cached": answers.cached_values(name),
+            "plain": answers.plain_values(name),
+        }
+    published = json.loads((ROOT / "tests/published.json").read_text())
+    for name in ("deepseek-v3", "kimi-k2"):
+        m = model_config.from_hf(published[name], Path(f"{name}/config.json")).model
+        kind = attention.kind_of(m)
+        found[name] = {
+            "layers": m.num_hidden_layers,
+            "cached": sum(array.heads * array.width for array in kind.cache(m, 1)),
+            "plain": m.num_attention_heads * sum(kind.widths(m)),
+        }
+    return found
 
 
 def mesh_data() -> dict[str, Any]:

@@ -73,9 +73,11 @@ def describe(answer: Any) -> str:
             return f"{answer} = {float(answer):.1%}" if answer < 1 else f"{answer}"
         case float():
             return f"{answer:,.4g}"
+        case tuple() if all(isinstance(x, int) for x in answer):
+            return " x ".join(describe(x) for x in answer)
         case tuple() | list():
-            separator = " x " if all(isinstance(x, int) for x in answer) else ", "
-            return separator.join(describe(x) for x in answer)
+            is_words = all(isinstance(x, str) for x in answer)
+            return (", " if is_words else "; ").join(describe(x) for x in answer)
     return str(answer)
 
 

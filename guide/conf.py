@@ -24,6 +24,11 @@ html_js_files = [
     "permutation.js",
     "interval.js",
     "merges.js",
+    "cache.js",
+    "dispatch.js",
+    "singular.js",
+    "roofline.js",
+    "plan.js",
 ]
 html_show_search_summary = False
 html_show_sphinx = False

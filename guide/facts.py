@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,14 @@ import answers
 from answers import ROOT, Schedule, config_of, global_shape
 from pages import PageError
 
+import attention
 import dataset
 import hardware
+import optimizer
 import train
 import utils
 from data.settings import Prepare
+from inference import decode
 from planning import cost
 from utils import GIB
 
@@ -388,6 +392,46 @@ TOKENIZATION = [
     ),
 ]
 
+ROPE_LONGEST = "2 * pi / attention.rope_frequencies(model, 128)[-1]"
+
+
+def rope_longest() -> float:
+    m = jaxformer().model
+    return 2 * math.pi / float(attention.rope_frequencies(m, m.qk_rope_head_dim)[-1])
+
+
+def attention_share() -> float:
+    costs = answers.layer_costs("jaxformer_1b", jaxformer().train.seq_len)
+    flops = [(part, flops) for part, _, flops in costs]
+    return sum(f for part, f in flops if not part.startswith("mlp")) / sum(f for _, f in flops)
+
+
+BASE_MODEL = [
+    exact("layers", "{}", PLAN, lambda: jaxformer().model.num_hidden_layers),
+    exact("masked", "{:g}", "attention.MASKED", lambda: attention.MASKED),
+    exact("rope-longest", "{:,.0f} positions", ROPE_LONGEST, rope_longest),
+    exact(
+        "cached-plain",
+        "{:,}",
+        "answers.plain_values('jaxformer_1b')",
+        lambda: answers.plain_values("jaxformer_1b"),
+    ),
+    exact(
+        "cached-mla",
+        "{}",
+        "answers.cached_values('jaxformer_1b')",
+        lambda: answers.cached_values("jaxformer_1b"),
+    ),
+    exact("cache-block", "{}", "inference.decode.BLOCK", lambda: decode.BLOCK),
+    exact(
+        "attention-share",
+        "{}",
+        "answers.layer_costs('jaxformer_1b', 1024)",
+        lambda: percent(attention_share()),
+    ),
+    exact("embedding-rows", "{:,}", PLAN, lambda: embedding()[0]),
+]
+
 SHARDED_MODEL = [
     planned("memory-step", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB),
     planned("memory-layer", "{:.2f} GiB", lambda p: p.memory_bytes_per_chip / GIB, "layer"),
@@ -434,6 +478,65 @@ SHARDED_MODEL = [
     *(
         compiled(name, text, "| 9.09 GB, of which 6.46 are asynchronous and 6.28 have work")
         for name, text in (("compiled-sent", "9.09 GB"), ("compiled-hidden", "6.28 GB"))
+    ),
+]
+
+EXPERTS = [
+    exact("active", "{:.0f} million", PLAN, lambda: plan("step").active_parameters / 1e6),
+    *(
+        recorded(name, text, quote, "python benchmark.py experts", "cc6d282")
+        for name, text, quote in (
+            ("dropped-125", "2.60 %", "| 1.25 | 2.656 | 0.979 | 2.60 % |"),
+            ("dropped-150", "0.77 %", "| 1.5 | 2.714 | 1.000 | 0.77 % |"),
+            ("dropless-ratio", "1.033", "| dropless | 2.805 | 1.033 | 0 |"),
+        )
+    ),
+    exact(
+        "dropless-rows",
+        "{:.3f}",
+        "answers.dropless_rows(2048, 6, 64)",
+        lambda: answers.dropless_rows(2048, 6, 64),
+    ),
+    *(
+        recorded(
+            name,
+            text,
+            quote,
+            f"python plan.py --config configs/moe_1b.toml {flags} --compile",
+            "cc6d282",
+            "compiled",
+            chip,
+        )
+        for name, text, quote, flags, chip in (
+            (
+                "dropless-sent",
+                "33.4 GB",
+                "| 0 (dropless) | 8 H100 | 16.14 | 109.6 | 33.4 |",
+                "--chip h100 --chips 8",
+                "XLA's compiler for GPUs",
+            ),
+            (
+                "capacity-sent",
+                "50.3 GB",
+                "| 1.25 | 8 H100 | 17.02 | 113.8 | 50.3 |",
+                "--chip h100 --chips 8",
+                "XLA's compiler for GPUs",
+            ),
+            (
+                "dropless-sent-v4",
+                "19.8 GB",
+                "| 0 (dropless) | 32 v4 | 1.41 | 33.5 | 19.8 |",
+                "--chip v4 --train.remat full",
+                "libtpu 0.0.51",
+            ),
+            (
+                "capacity-sent-v4",
+                "16.7 GB",
+                "| 1.25 | 32 v4 | 1.38 | 34.8 | 16.7 |",
+                "--chip v4 --train.remat full",
+                "libtpu 0.0.51",
+            ),
+        )
     ),
 ]
 
@@ -594,12 +697,147 @@ DATASET = [
     ),
 ]
 
+
+def chip_fact(name: str, text: str, chip: str, value: Callable[[Any], Any]) -> Fact:
+    command = f"hardware.chip_named({chip!r})"
+    return exact(name, text, command, lambda: value(hardware.chip_named(chip)))
+
+
+def measured_over(column: int) -> list[float]:
+    """Return a column of ratios of the table "Predicted over compiled"."""
+    document = (ROOT / "docs/measured.md").read_text().partition("## Predicted over compiled")[2]
+    lines = document.partition("\n## ")[0].splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| ")]
+    table = [row for row in rows if len(row) == 8 and re.match(r" [\d.]+", row[3])]
+    return [float(x) for row in table for x in re.findall(r"\d\.\d+", row[column])]
+
+
+def traffic_worst() -> str:
+    return percent(max(abs(ratio - 1) for ratio in measured_over(5)))
+
+
+PLANNING = [
+    chip_fact("v4-flops", "{:.0f} TFLOP/s", "v4", lambda chip: chip.flops / 1e12),
+    *(
+        chip_fact(f"{chip}-{name}", "{:,.0f} GB/s", chip, value)
+        for chip in ("v4", "h100")
+        for name, value in (
+            ("bandwidth", lambda chip: chip.memory_bandwidth / 1e9),
+            ("link", lambda chip: chip.link_bandwidth / 1e9),
+        )
+    ),
+    exact(
+        "h100-intensity", "{:.0f}", "answers.intensity('h100')", lambda: answers.intensity("h100")
+    ),
+    planned("plan-step", "{:.3f} s", lambda p: p.step_s),
+    planned("plan-serial", "{:.3f} s", lambda p: p.serial_step_s),
+    exact("programs", "{}", "tests/make_compiled.py --print", lambda: len(measured_over(3))),
+    exact("traffic-worst", "{}", "tests/make_compiled.py --print", traffic_worst),
+    recorded(
+        "h100-slower",
+        "1.7 to 2.3 times",
+        "On one H100 a step takes 1.7 to 2.3 times as long",
+        "python benchmark.py gpu",
+        "856dad2",
+        hardware="one NVIDIA H100",
+    ),
+    recorded(
+        "h100-memory-over",
+        "3 to 10 %",
+        "The plan is 3 to 10 % above the memory that was used.",
+        "python benchmark.py gpu",
+        "856dad2",
+        hardware="one NVIDIA H100",
+    ),
+    recorded(
+        "h100-products",
+        "69 %",
+        "681 TFLOP/s in 8192 x 8192 x 8192 bfloat16 products, 69 % of the peak",
+        "python benchmark.py gpu machine",
+        "856dad2",
+        hardware="one NVIDIA H100",
+    ),
+]
+
+LADDER = "python main.py --config configs/ladder.toml, as docs/experiments.jsonl has it"
+
+
+def ladder_fact(name: str, text: str, quote: str) -> Fact:
+    """A number of docs/experiments.md."""
+    where = ("one CPU core", "acf62cd", "docs/experiments.md")
+    return Fact(name, "measured", text, f"./run.sh {LADDER}", None, *where, quote)
+
+
+MUON = "Muon is 1.5 % of the FLOPs and 0.3 % of the bytes sent"
+MUON_COMMAND = "python plan.py --config configs/moe_1b.toml --chip v4 --chips 32 --compile"
+
+OPTIMIZER = [
+    exact("update-rms", "{:g}", "optimizer.UPDATE_RMS", lambda: optimizer.UPDATE_RMS),
+    *(
+        recorded(name, text, MUON, MUON_COMMAND, "03f9736", "compiled", "libtpu 0.0.51")
+        for name, text in (("muon-flops", "1.5 %"), ("muon-sent", "0.3 %"))
+    ),
+    ladder_fact("ladder-muon", "0.3064 ± 0.0080", "3.1574 ± 0.0130 | AdamW | -0.3064 ± 0.0080 |"),
+    *(
+        ladder_fact(f"ladder-{size}", text, f"| AdamW | {difference} | {text} ±")
+        for size, text, difference in (
+            ("1m", "0.621", "-0.2853 ± 0.0060"),
+            ("5m", "0.613", "-0.3064 ± 0.0080"),
+            ("20m", "0.600", "-0.3787 ± 0.0138"),
+        )
+    ),
+]
+
+
+def run_hours() -> float:
+    p = plan("step")
+    return 6.5e9 / p.tokens_per_step * p.step_s / 3600
+
+
+BITS = "3.3898 / math.log(2) / 2.56"
+EXPORTED = "`validate.py --model.eval_capacity_factor 8` prints 3.4083 nats per token"
+
+FINAL_RUN = [
+    Fact(
+        "run-hours",
+        "predicted",
+        "{:.1f} hours",
+        f"{PLAN} --tokens 6.5e9",
+        run_hours,
+    ),
+    exact("tiny-bits", "{:.1f} bits", BITS, lambda: 3.3898 / math.log(2) / 2.56),
+    *(
+        recorded(name, text, "takes 1.89 bits a byte with `gzip -9` and 1.61 with `xz -9`", "", "")
+        for name, text in (("gzip-bits", "1.89 bits"), ("xz-bits", "1.61 bits"))
+    ),
+    recorded("our-loss", "3.4083", EXPORTED, "python validate.py --run runs/tiny", "d7c7bab"),
+    recorded(
+        "hf-loss",
+        "3.408285",
+        "The exported model in transformers 5.23 has a mean of 3.408285",
+        "python convert.py export --run runs/tiny --out exported --remote_code",
+        "d7c7bab",
+    ),
+    recorded(
+        "peer-ratio",
+        "0.76",
+        "this project has 0.76 of torch.compile's speed",
+        "python benchmark.py peer",
+        "d09b425",
+    ),
+]
+
 FACTS = [
     *INTRODUCTION,
     *TOKENIZATION,
+    *BASE_MODEL,
     *SHARDED_MODEL,
+    *EXPERTS,
     *SCHEDULES,
     *DISTRIBUTED,
     *RELIABILITY,
     *DATASET,
+    *PLANNING,
+    *OPTIMIZER,
+    *FINAL_RUN,
 ]

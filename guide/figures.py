@@ -5,6 +5,7 @@ figure inlined in a page follows its light or dark palette. Numbers come from th
 """
 
 import html
+import json
 import math
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ import numpy as np
 import pages
 from answers import ROOT, Schedule
 
+import hardware
 import utils
 from dataset import permute
 
@@ -121,6 +123,7 @@ def plot(
     ticks: tuple[Sequence[float], Sequence[float]],
     text: Callable[[float], str] = "{:g}".format,
     logarithmic: bool = False,
+    markers: bool = True,
 ) -> str:
     """Draw lines with markers, and their names at their ends."""
     width, height, left, bottom = 560, 300, 58, 42
@@ -143,7 +146,7 @@ def plot(
     ends: list[tuple[float, str]] = []
     for i, (name, points) in enumerate(series.items()):
         svg.line([at(*p) for p in points], f"line s{i}")
-        for p in points:
+        for p in points if markers or len(points) < 20 else ():
             x, y = at(*p)
             svg.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="3" class="c{i}"/>')
         ends.append((at(*points[-1])[1], name))
@@ -526,13 +529,243 @@ def hosts() -> str:
     return str(svg)
 
 
+def rope_distance() -> str:
+    distances = [2**i for i in range(13)]
+    scores = answers.rope_scores(distances)
+    return plot(
+        {"128 numbers, theta 10,000": list(zip(distances, scores, strict=True))},
+        "distance of two positions", "score, over that at distance 0",
+        "Score of a query and an equal key against their distance",
+        (distances[::2], (-0.25, 0, 0.25, 0.5, 0.75, 1)),
+    )  # fmt: skip
+
+
+CACHES = ("jaxformer_1b", "llama_1b", "qwen3_moe_1b")
+
+
+def cache_values() -> str:
+    rows = []
+    for name in CACHES:
+        rows.append((name, float(answers.cached_values(name))))
+        rows.append((f"{name}, plain", float(answers.plain_values(name))))
+    return bars(rows, "", "Numbers that a layer caches of a token", ("c0", "idle"))
+
+
+def latent_attention() -> str:
+    """Draw what queries, keys and values of latent attention are computed from."""
+    svg = Svg(620, 230, "Queries, keys and values of latent attention")
+    svg.rect(10, 88, 96, 44, "c5", 4)
+    svg.text(58, 102, "hidden", "on")
+    svg.text(58, 119, "D", "on")
+    middle = [("query latent, Q", 20, "c0"), ("latent, C", 96, "c1"), ("rotary key, R", 172, "c2")]
+    right = [
+        ("queries, H", 2, "c0", 0), ("rotated, R", 36, "c0", 0), ("keys, H", 84, "c1", 1),
+        ("values, W", 118, "c1", 1), ("rotated, R", 178, "c2", 2),
+    ]  # fmt: skip
+    for name, y, kind in middle:
+        svg.rect(190, y, 130, 30, kind, 4)
+        svg.text(255, y + 15, name, "on")
+        svg.arrow(108, 110, 186, y + 15)
+    for y in (90, 166):
+        svg.rect(184, y, 142, 42, "frame", 6)
+    svg.text(255, 222, "framed: cached", "faint")
+    svg.line([(360, 0), (360, 230)], "frame")
+    for name, y, kind, source in right:
+        svg.rect(400, y, 104, 28, kind, 4)
+        svg.text(452, y + 14, name, "on")
+        svg.arrow(322, middle[source][1] + 15, 396, y + 14)
+        svg.text(512, y + 14, "for all heads" if source == 2 else "of each head", "faint", "start")
+    return str(svg)
+
+
+def token_path() -> str:
+    """Draw one token that a router sends to two of eight experts, and the shared expert."""
+    svg = Svg(620, 250, "One token, its router, two of eight experts and the shared expert")
+    svg.rect(8, 104, 80, 40, "c5", 4)
+    svg.text(48, 124, "token", "on")
+    svg.rect(130, 104, 80, 40, "c0", 4)
+    svg.text(170, 124, "router", "on")
+    svg.arrow(90, 124, 126, 124)
+    for e in range(8):
+        y = 6 + 24 * e
+        chosen = e in (2, 5)
+        svg.rect(300, y, 120, 20, "c1" if chosen else "idle")
+        svg.text(360, y + 10, f"expert {e}", "on" if chosen else "faint")
+        if chosen:
+            svg.arrow(212, 124, 296, y + 10)
+            svg.arrow(422, y + 10, 516, 124)
+            svg.text(232, y + (10 if e < 4 else 6), "0.6" if e < 4 else "0.4")
+    svg.rect(300, 218, 120, 20, "c2")
+    svg.text(360, 228, "shared", "on")
+    svg.arrow(60, 146, 296, 228)
+    svg.arrow(422, 228, 516, 140)
+    svg.rect(520, 104, 90, 40, "c5", 4)
+    svg.text(565, 124, "sum", "on")
+    return str(svg)
+
+
+LOADS, SLOTS, TILE = (11, 6, 5, 2), 8, 4  # of 24 tokens among four experts
+
+
+def dispatch() -> str:
+    """Draw 24 choices among four experts: with eight slots each, and in tiles of four."""
+    svg = Svg(560, 300, "Choices with a fixed capacity, and in tiles")
+    for e, load in enumerate(LOADS):
+        x = 90 + 110 * e
+        svg.text(x + 44, 10, f"expert {e}")
+        for i in range(max(load, SLOTS)):
+            kind = "idle" if i >= load else f"c{e}" if i < SLOTS else "frame"
+            svg.rect(x + 22 * (i % 4), 24 + 22 * (i // 4), 20, 20, kind)
+        tiles = -(-load // TILE)
+        for i in range(tiles * TILE):
+            kind = f"c{e}" if i < load else "idle"
+            svg.rect(x + 22 * (i % 4), 150 + 26 * (i // 4), 20, 20, kind)
+    dropped, slots = sum(max(0, n - SLOTS) for n in LOADS), SLOTS * len(LOADS)
+    tiles = sum(-(-n // TILE) for n in LOADS)
+    svg.text(82, 46, "capacity 8", anchor="end")
+    svg.text(90, 112, f"{slots} rows, {dropped} choices dropped (dashed)", "faint", "start")
+    svg.text(82, 160, "tiles of 4", anchor="end")
+    svg.text(90, 266, f"{tiles * TILE} rows in {tiles} tiles, none dropped", "faint", "start")
+    svg.text(90, 290, "gray: empty rows, which are computed too", "faint", "start")
+    return str(svg)
+
+
+def balance_bias() -> str:
+    """Simulate the bias of a router whose experts start with different scores."""
+    rng, E, K, speed = np.random.default_rng(0), 16, 2, 0.01
+    favor, bias, loads = 0.5 * rng.normal(size=E), np.zeros(E), []
+    for _ in range(128):
+        scores = 1 / (1 + np.exp(-rng.normal(size=(1024, E)) - favor))
+        chosen = np.argsort(-(scores + bias), axis=1)[:, :K]
+        load = np.bincount(chosen.ravel(), minlength=E) * E / (K * len(scores))
+        loads.append((load.max(), load.min()))
+        bias += speed * np.sign(load.mean() - load)
+    steps = (1, 2, 4, 8, 16, 32, 64, 128)
+    series = {
+        name: [(step, loads[step - 1][i]) for step in steps]
+        for i, name in enumerate(("busiest", "idlest"))
+    }
+    return plot(
+        series, "step", "load over the mean", "Load of the busiest and the idlest of 16 experts",
+        (steps, (0, 1, 2, 3, 4)),
+    )  # fmt: skip
+
+
+def singular_values() -> str:
+    """Draw what five Newton-Schulz steps make of singular values."""
+    values = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    series = {
+        f"{steps} step{'s' * (steps > 1)}": [(v, answers.polynomial(v, steps)) for v in values]
+        for steps in (1, 3, 5)
+    }
+    return plot(
+        series, "singular value, over the norm of the matrix", "after", "Singular values after "
+        "Newton-Schulz steps", (values, (0, 0.25, 0.5, 0.75, 1, 1.25)),
+    )  # fmt: skip
+
+
+def ladder() -> str:
+    """Draw the validation loss of recipes by size, from docs/experiments.md."""
+    rows, names = [], ("AdamW", "Muon for matrices", "Muon, wsd and weight decay 1")
+    document = (ROOT / "docs/experiments.md").read_text()
+    for size in ("1M", "5M", "20M"):
+        for name in names:
+            loss = re.search(rf"\| {size} \| {name} \| [^|]* \| \d \| 3 \| ([\d.]+) ", document)
+            rows.append((f"{size}, {name}", float(loss[1])))
+    return bars(rows, "nats", "Validation loss of recipes, by size", ("c0", "c1", "c2"))
+
+
+def roofline() -> str:
+    series = {}
+    for name in ("v4", "h100"):
+        chip = hardware.chip_named(name)
+        corner = chip.flops / chip.memory_bandwidth
+        points = sorted([1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, corner])
+        series[{"v4": "TPU v4", "h100": "H100"}[name]] = [
+            (x, min(chip.flops, x * chip.memory_bandwidth) / 1e12) for x in points
+        ]
+    return plot(
+        series, "operations for a byte", "TFLOP/s at most", "Rooflines of a TPU v4 and an H100",
+        ((1, 4, 16, 64, 256, 1024, 4096), (1, 10, 100, 1000)), logarithmic=True,
+    )  # fmt: skip
+
+
+def plan_flops() -> str:
+    total: Counter = Counter()
+    for kinds in facts.plan("step").flops.values():
+        for kind, flops in kinds.items():
+            total[kind] += flops / 1e12
+    return bars([*total.items()], "TFLOP", "Operations of a device in a step, by kind")
+
+
+def plan_meshes() -> str:
+    found = answers.plans()
+    rows = [(f"({mesh})", 1e3 * found[mesh]["serial"]) for mesh in found]
+    rows.sort(key=lambda row: row[1])
+    label = "Planned time of a step without overlap, by mesh (fsdp, pipeline, tensor)"
+    return bars(rows[:12], "ms", label)
+
+
+def predicted_memory() -> str:
+    """Draw predicted over compiled memory, sorted, from docs/measured.md."""
+    ratios = sorted(facts.measured_over(3))
+    svg = Svg(70 + 9 * len(ratios), 230, "Predicted over compiled memory of each program, in order")
+    for ratio in (0.9, 1.0, 1.1):
+        y = 200 - 900 * (ratio - 0.88)
+        svg.line([(50, y), (60 + 9 * len(ratios), y)], "grid")
+        svg.text(44, y, f"{ratio:.1f}", "faint", "end")
+    for i, ratio in enumerate(ratios):
+        y = 200 - 900 * (ratio - 0.88)
+        svg.parts.append(f'<circle cx="{60 + 9 * i:g}" cy="{y:g}" r="3.5" class="c2"/>')
+    svg.text(50 + 4.5 * len(ratios), 220, f"{len(ratios)} programs", "faint")
+    return str(svg)
+
+
+RECORDS = pages.FOLDER / "tiny_run.json"  # losses and norms of one run of configs/tiny.toml
+
+
+def of_run(
+    names: dict[str, str], label: str, y_label: str, ys: Sequence[float], logarithmic: bool = False
+) -> str:
+    """Draw values of RECORDS against the step. names  of lines by their keys there."""
+    records = json.loads(RECORDS.read_text())
+    series = {name: [(step, value) for step, value in records[key]] for key, name in names.items()}
+    ticks = (1, 4, 16, 64, 400), ys
+    return plot(series, "step", y_label, label, ticks, logarithmic=logarithmic, markers=False)
+
+
+def tiny_loss() -> str:
+    names = {"loss": "training", "validation": "validation"}
+    label = "Losses of configs/tiny.toml against the step"
+    return of_run(names, label, "loss, nats for a token", (3, 4, 5, 6, 7, 8, 9))
+
+
+def tiny_norm() -> str:
+    label = "Norm of the gradient in a run of configs/tiny.toml"
+    return of_run({"grad_norm": "gradient"}, label, "norm", (0.1, 1, 10, 100), True)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "tiny-loss": tiny_loss,
+    "tiny-norm": tiny_norm,
+    "roofline": roofline,
+    "plan-flops": plan_flops,
+    "plan-meshes": plan_meshes,
+    "predicted-memory": predicted_memory,
+    "token-path": token_path,
+    "dispatch": dispatch,
+    "balance-bias": balance_bias,
+    "singular-values": singular_values,
+    "ladder": ladder,
     "schedule-4-1-8": lambda: schedule((4, 1, 8)),
     "schedule-4-2-8": lambda: schedule((4, 2, 8)),
     "schedule-4-1-4": lambda: schedule((4, 1, 4)),
     "schedule-1-1-4": lambda: schedule((1, 1, 4)),
     "bubbles": bubbles,
     "in-flight": in_flight,
+    "rope-distance": rope_distance,
+    "cache-values": cache_values,
+    "latent-attention": latent_attention,
     "mesh": mesh,
     "layer": layer,
     "gather-memory": gather_memory,
@@ -614,4 +847,49 @@ def memory() -> str:
     return table(("part", "what it is", "predicted"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"layouts": layouts, "memory": memory}
+def layer_costs() -> str:
+    """Return parameters and FLOPs of each part of a dense layer of the 1B model."""
+    costs = answers.layer_costs("jaxformer_1b", facts.jaxformer().train.seq_len)
+    rows = [(part, f"{size:,}", f"{flops / 1e6:,.2f} M") for part, size, flops in costs if flops]
+    norms = sum(size for _, size, flops in costs if not flops)
+    total = [sum(cost[i] for cost in costs) for i in (1, 2)]
+    rows += [("norms", f"{norms:,}", ""), ("all", f"{total[0]:,}", f"{total[1] / 1e6:,.2f} M")]
+    return table(("part", "parameters", "FLOPs forward"), rows)
+
+
+def plan_seconds() -> str:
+    """Return the predicted busy seconds of a step of the 1B model on (8, 2, 2)."""
+    meanings = {
+        "compute": "operations, at the peak of the chip",
+        "memory": "bytes through memory",
+        "fsdp": "gathers of weights, reductions of gradients",
+        "tensor": "activations of each layer",
+        "fsdp+tensor": "tokens to their experts and back",
+        "pipeline": "activations between stages",
+    }
+    seconds = facts.plan("step").seconds
+    rows = [
+        (name, meanings.get(name, "embedding and loss"), f"{1e3 * s:.1f} ms")
+        for name, s in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
+    return table(("busy", "with what", "predicted"), rows)
+
+
+def hf_names() -> str:
+    """Return the tensors of one layer with experts of the 1B model."""
+    rows = []
+    for name, mapping in answers.hf_mappings("jaxformer_1b").items():
+        if name.startswith("blocks.moe."):
+            theirs = next(iter(mapping.tensor_names.values()))
+            shape = " x ".join(map(str, mapping.hf_shape))
+            rows.append((name.removeprefix("blocks.moe."), theirs, shape))
+    return table(("here", "there, the first of its kind", "shape there"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "hf-names": hf_names,
+    "plan-seconds": plan_seconds,
+    "layouts": layouts,
+    "memory": memory,
+    "layer-costs": layer_costs,
+}

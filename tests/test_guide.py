@@ -193,6 +193,23 @@ SOLUTIONS = {
     "feistel_inverse": "return right ^ hashed(left), left",
     "lost_share": "return save_s / interval_s + interval_s / (2 * failure_s)",
     "owner": "return max(i for i, begin in enumerate(begins) if begin <= first_byte)",
+    "rotary": """half = len(x) // 2
+    angle = position * theta ** (-np.arange(half) / half)
+    a, b = x[:half], x[half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin])""",
+    "assign": """count, slots = [0] * experts, []
+    for chosen in choices:
+        slots.append([])
+        for e in chosen:
+            slots[-1].append(e * capacity + count[e] if count[e] < capacity else -1)
+            count[e] += 1
+    return slots""",
+    "newton_schulz": """x = x / np.linalg.norm(x)
+    for _ in range(5):
+        A = x @ x.T
+        x = FACTORS[0] * x + (FACTORS[1] * A + FACTORS[2] * A @ A) @ x
+    return x""",
 }
 MISTAKES = {
     "tensor_parallel_mlp": "return jax.nn.relu(x @ up) @ down",
@@ -200,6 +217,22 @@ MISTAKES = {
     "feistel_inverse": "return right, left ^ hashed(right)",
     "lost_share": "return save_s / interval_s + interval_s / failure_s",
     "owner": "return max(i for i, begin in enumerate(begins) if i == 0 or begin < first_byte)",
+    "rotary": """angle = position * theta ** (-np.arange(len(x) // 2) / len(x))
+    a, b = np.split(x, 2)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin])""",
+    "assign": """order = sorted(range(len(choices)), key=lambda t: -t)
+    count, slots = [0] * experts, [[] for _ in choices]
+    for token in order:
+        for e in choices[token]:
+            slots[token].append(e * capacity + count[e] if count[e] < capacity else -1)
+            count[e] += 1
+    return slots""",
+    "newton_schulz": """x = x / np.linalg.norm(x)
+    for _ in range(4):
+        A = x @ x.T
+        x = FACTORS[0] * x + (FACTORS[1] * A + FACTORS[2] * A @ A) @ x
+    return x""",
 }
 
 
