@@ -8,8 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import check
 import jax.numpy as jnp
 import numpy as np
-
-import optimizer
+from answers import optimizer
 
 answer = check.load_answer()
 rng = np.random.default_rng(0)
