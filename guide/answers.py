@@ -325,7 +325,7 @@ def plans() -> dict[str, dict[str, float]]:
     for mesh in search.meshes(32):
         values = dict(zip(MESH_FLAGS, mesh, strict=True))
         try:
-            plan = cost.predict(search.changed(config, values), chip, shared=True)
+            plan = cost.predict(search.changed(config, values), chip)
         except utils.ConfigError:
             continue
         links = {n: s for n, s in plan.seconds.items() if n not in ("compute", "memory")}

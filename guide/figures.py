@@ -533,7 +533,7 @@ def rope_distance() -> str:
     distances = [2**i for i in range(13)]
     scores = answers.rope_scores(distances)
     return plot(
-        {"128 numbers, theta 10,000": list(zip(distances, scores, strict=True))},
+        {"128 numbers": list(zip(distances, scores, strict=True))},
         "distance of two positions", "score, over that at distance 0",
         "Score of a query and an equal key against their distance",
         (distances[::2], (-0.25, 0, 0.25, 0.5, 0.75, 1)),
@@ -643,10 +643,10 @@ def balance_bias() -> str:
     steps = (1, 2, 4, 8, 16, 32, 64, 128)
     series = {
         name: [(step, loads[step - 1][i]) for step in steps]
-        for i, name in enumerate(("busiest", "idlest"))
+        for i, name in enumerate(("busiest", "least used"))
     }
     return plot(
-        series, "step", "load over the mean", "Load of the busiest and the idlest of 16 experts",
+        series, "step", "load over the mean", "Load of the busiest and least used of 16 experts",
         (steps, (0, 1, 2, 3, 4)),
     )  # fmt: skip
 
@@ -655,12 +655,14 @@ def singular_values() -> str:
     """Draw what five Newton-Schulz steps make of singular values."""
     values = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     series = {
-        f"{steps} step{'s' * (steps > 1)}": [(v, answers.polynomial(v, steps)) for v in values]
+        f"{steps} step{'s' * (steps > 1)}": [
+            (v, answers.polynomial(v, steps)) for v in np.geomspace(values[0], 1, 200)
+        ]
         for steps in (1, 3, 5)
     }
     return plot(
         series, "singular value, over the norm of the matrix", "after", "Singular values after "
-        "Newton-Schulz steps", (values, (0, 0.25, 0.5, 0.75, 1, 1.25)),
+        "Newton-Schulz steps", (values, (0, 0.25, 0.5, 0.75, 1, 1.25)), markers=False,
     )  # fmt: skip
 
 
@@ -711,11 +713,11 @@ def predicted_memory() -> str:
     ratios = sorted(facts.measured_over(3))
     svg = Svg(70 + 9 * len(ratios), 230, "Predicted over compiled memory of each program, in order")
     for ratio in (0.9, 1.0, 1.1):
-        y = 200 - 900 * (ratio - 0.88)
+        y = 210 - 850 * (ratio - 0.88)
         svg.line([(50, y), (60 + 9 * len(ratios), y)], "grid")
         svg.text(44, y, f"{ratio:.1f}", "faint", "end")
     for i, ratio in enumerate(ratios):
-        y = 200 - 900 * (ratio - 0.88)
+        y = 210 - 850 * (ratio - 0.88)
         svg.parts.append(f'<circle cx="{60 + 9 * i:g}" cy="{y:g}" r="3.5" class="c2"/>')
     svg.text(50 + 4.5 * len(ratios), 220, f"{len(ratios)} programs", "faint")
     return str(svg)
@@ -737,7 +739,7 @@ def of_run(
 def tiny_loss() -> str:
     names = {"loss": "training", "validation": "validation"}
     label = "Losses of configs/tiny.toml against the step"
-    return of_run(names, label, "loss, nats for a token", (3, 4, 5, 6, 7, 8, 9))
+    return of_run(names, label, "loss, nats for a token", (2, 3, 4, 5, 6, 7, 8, 9))
 
 
 def tiny_norm() -> str:
