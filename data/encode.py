@@ -106,7 +106,7 @@ class Encoder:
                 yield np.array([self.bos]), None if chunk.weight is None else 0, 0
             weight, previous = chunk.weight, chunk
             yield np.asarray(ids), weight, len(text.encode(errors="replace"))
-        if previous and document.ends:
+        if previous is not None and document.ends:
             yield np.array([self.tokenizer.eot_token]), weight, 0
 
     def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:

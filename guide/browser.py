@@ -5,8 +5,8 @@
     browser.py CHROMIUM SITE --shots FOLDER       pictures of all pages, to look through
 
 Pages are opened as files, with the network blocked. Findings are console errors, requests that do
-not name a file, a body that scrolls sideways, missing images, and low contrast (axe). The schedule
-of guide/static/schedule.js is compared with GUIDE_DATA/schedules.json, which Python wrote.
+not name a file, a body that scrolls sideways, missing images, and low contrast (axe). Results of
+the scripts of guide/static are compared with those of Python (COMPARED).
 """
 
 import json
@@ -20,8 +20,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 WIDTHS = (360, 768, 1280)
 CONTRAST = {"runOnly": ["color-contrast"]}
-# The digest is FNV-1a, as in build.py: one number for each schedule.
-SCHEDULES = """cases => {
+# Scripts of guide/static beside what Python computed: (file of GUIDE_DATA, page, function of the
+# cases that returns those that differ). The digest is FNV-1a, as in build.py.
+COMPARED = (
+    ("schedules", "schedules", """cases => {
   const digest = text => {
     let h = 0x811c9dc5;
     for (let i = 0; i < text.length; i++) h = Math.imul(h ^ text.charCodeAt(i), 0x01000193) >>> 0;
@@ -33,7 +35,17 @@ SCHEDULES = """cases => {
       for (let tick = 0; tick < s.ticks; tick++) found.push(s.tasksAt(tick, rank));
     return digest(JSON.stringify(found)) !== expected;
   }).map(one => one.slice(0, 3).join(", "));
-}"""
+}"""),
+    ("permutations", "dataset", """cases => cases.filter(([size, seed, epoch, order]) =>
+  JSON.stringify(guide.permutation(size, guide.permutationKeys[`${seed} ${epoch}`])) !==
+  JSON.stringify(order)).map(one => one.slice(0, 3))"""),
+    ("routings", "experts", """cases => cases.filter(
+  ([choices, experts, capacity, tile, slots, tiles]) =>
+    JSON.stringify(guide.assignSlots(choices, experts, capacity)) !== JSON.stringify(slots) ||
+    guide.tiles(choices, experts, tile) !== tiles)"""),
+    ("singular_values", "optimizer", """cases => cases.filter(([value, after]) =>
+  Math.abs(guide.singularValues(value)[5] - after) > 1e-12)"""),
+)  # fmt: skip
 
 
 def opened(browser: Browser, page: Path, width: int, scheme: str, found: list[str]) -> Page:
@@ -79,34 +91,12 @@ def inspect(browser: Browser, page: Path) -> Iterator[str]:
             yield from found
 
 
-def compare_schedules(browser: Browser, page: Path, data: Path) -> Iterator[str]:
+def compare(browser: Browser, site: Path, name: str, page: str, script: str) -> Iterator[str]:
     found: list[str] = []
-    tab = opened(browser, page, 1280, "light", found)
-    for case in tab.evaluate(SCHEDULES, json.loads(data.read_text())):
-        yield f"schedule.js differs from schedule.py for pipeline, virtual, microbatches = {case}"
-    tab.context.close()
-    yield from found
-
-
-def compare_permutations(browser: Browser, page: Path, data: Path) -> Iterator[str]:
-    found: list[str] = []
-    tab = opened(browser, page, 1280, "light", found)
-    for size, seed, epoch, order in json.loads(data.read_text()):
-        keys = f"guide.permutationKeys['{seed} {epoch}']"
-        if tab.evaluate(f"guide.permutation({size}, {keys})") != order:
-            yield f"permutation.js differs for size, seed, epoch = {size}, {seed}, {epoch}"
-    tab.context.close()
-    yield from found
-
-
-def compare_routings(browser: Browser, page: Path, data: Path) -> Iterator[str]:
-    found: list[str] = []
-    tab = opened(browser, page, 1280, "light", found)
-    compare = """cases => cases.filter(([choices, experts, capacity, tile, slots, tiles]) =>
-      JSON.stringify(guide.assignSlots(choices, experts, capacity)) !== JSON.stringify(slots) ||
-      guide.tiles(choices, experts, tile) !== tiles)"""
-    for case in tab.evaluate(compare, json.loads(data.read_text())):
-        yield f"dispatch.js differs from model.py for {case}"
+    tab = opened(browser, site / f"{page}.html", 1280, "light", found)
+    cases = json.loads(Path(os.environ["GUIDE_DATA"], f"{name}.json").read_text())
+    for case in tab.evaluate(script, cases):
+        yield f"{page}.html differs from {name} by Python for {case}"
     tab.context.close()
     yield from found
 
@@ -129,13 +119,8 @@ def main(chromium: str, site: Path, arguments: list[str]) -> int:
                         tab.screenshot(path=f"{arguments[1]}/{name}", full_page=True)
             return 0
         found = [finding for page in pages for finding in inspect(browser, page)]
-        found += compare_schedules(
-            browser, site / "schedules.html", Path(os.environ["GUIDE_DATA"], "schedules.json")
-        )
-        data = Path(os.environ["GUIDE_DATA"], "permutations.json")
-        found += compare_permutations(browser, site / "dataset.html", data)
-        data = Path(os.environ["GUIDE_DATA"], "routings.json")
-        found += compare_routings(browser, site / "experts.html", data)
+        for name, page, script in COMPARED:
+            found += compare(browser, site, name, page, script)
     print("\n".join(found) or f"{len(pages)} pages, no findings")
     return int(bool(found))
 

@@ -81,6 +81,8 @@ def write_data() -> None:
     (DATA / "plan.json").write_text(json.dumps(answers.plans()))
     (DATA / "roofline.json").write_text(json.dumps(roofline_data()))
     (DATA / "routings.json").write_text(json.dumps([*routings()]))
+    singular = [(value, answers.polynomial(value)) for value in np.geomspace(1e-3, 1, 50)]
+    (DATA / "singular_values.json").write_text(json.dumps(singular))
     (DATA / "cache.json").write_text(json.dumps(cache_data()))
     (DATA / "merges.json").write_text(json.dumps({w: answers.merges(w) for w in WORDS}))
     (DATA / "permutation.json").write_text(json.dumps(permutation_keys()))

@@ -5,20 +5,9 @@ guide.cacheBytes = (values, layers, tokens) => 2 * values * layers * tokens;
 
 guide.widgets.cache = (element) => {
   const models = JSON.parse(element.querySelector("script").textContent);
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
-  const label = document.createElement("label");
-  const choice = document.createElement("select");
-  for (const name of Object.keys(models)) choice.add(new Option(name, name));
-  label.append("model ", choice);
-  controls.append(label);
-  choice.addEventListener("input", draw);
+  const { controls, report, picture } = guide.frame(element);
+  const choice = guide.choice(controls, "model", Object.keys(models), draw);
   const length = guide.range(controls, "tokens", 8, 17, 12, draw);
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   const text = (bytes) => {
     const gib = bytes / 2 ** 30;
@@ -27,14 +16,9 @@ guide.widgets.cache = (element) => {
 
   function draw() {
     const model = models[choice.value], tokens = 2 ** Number(length.value);
-    const most = guide.cacheBytes(model.plain, model.layers, tokens), W = 300, parts = [];
-    [["this model", model.cached, "c0"], ["plain", model.plain, "idle"]].forEach(([name, values, kind], i) => {
-      const bytes = guide.cacheBytes(values, model.layers, tokens), y = 6 + 30 * i;
-      parts.push(`<text x="84" y="${y + 15}" text-anchor="end" class="ink">${name}</text>`);
-      parts.push(`<rect x="92" y="${y}" width="${Math.max(1, W * bytes / most)}" height="22" rx="2" class="${kind}"/>`);
-      parts.push(`<text x="${98 + W * bytes / most}" y="${y + 15}" class="ink">${text(bytes)}</text>`);
-    });
-    picture.innerHTML = `<svg viewBox="0 0 500 70" width="500" class="drawing" role="img"><title>Bytes of a cache</title>${parts.join("")}</svg>`;
+    const sizes = [model.cached, model.plain].map((values) => guide.cacheBytes(values, model.layers, tokens));
+    const row = (name, i, kind) => [name, sizes[i] / sizes[1], text(sizes[i]), kind];
+    picture.innerHTML = guide.bars("Bytes of a cache", [row("this model", 0, "c0"), row("plain", 1, "idle")]);
     report.textContent = `${choice.value}, ${tokens.toLocaleString("en")} tokens, ${model.layers} layers: ${model.cached.toLocaleString("en")} numbers of a token ` +
       `and layer, and ${model.plain.toLocaleString("en")} with a key and a value for each query head.`;
   }

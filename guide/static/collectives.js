@@ -12,10 +12,7 @@ guide.widgets.collectives = (element) => {
     "all-gather": "lax.all_gather", "reduce-scatter": "lax.psum_scatter", "all-reduce": "lax.psum",
     "all-to-all": "lax.all_to_all", "collective-permute": "lax.ppermute",
   };
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
+  const { controls, report, picture } = guide.frame(element);
   const box = (text, input) => {
     const label = document.createElement("label");
     label.append(text + " ", input);
@@ -28,9 +25,6 @@ guide.widgets.collectives = (element) => {
   const range = (min, max, value) => Object.assign(document.createElement("input"), { type: "range", min, max, value });
   const ranks = box("ranks", range(2, 8, 4));
   const size = box("complete array", range(0, 10, 4));
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   function draw() {
     const n = Number(ranks.value), mib = 2 ** Number(size.value), name = kind.value;

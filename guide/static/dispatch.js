@@ -19,15 +19,9 @@ guide.tiles = (choices, experts, tile) => {
 
 guide.widgets.dispatch = (element) => {
   const TOKENS = 24, EXPERTS = 4, TILE = 4;
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
+  const { controls, report, picture } = guide.frame(element);
   const uneven = guide.range(controls, "uneven", 0, 10, 4, draw);
   const factor = guide.range(controls, "capacity factor, tenths", 10, 40, 13, draw);
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   function draw() {
     const weights = Array.from({ length: EXPERTS }, (_, e) => Math.exp(-e * Number(uneven.value) / 5));

@@ -4,15 +4,9 @@
 guide.lostShare = (interval, save, failure) => save / interval + interval / (2 * failure);
 
 guide.widgets.interval = (element) => {
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
+  const { controls, report, picture } = guide.frame(element);
   const range = (...options) => guide.range(controls, ...options, draw);
   const save = range("save, s", 1, 60, 5), hours = range("failure every, hours", 1, 72, 6);
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   function draw() {
     const s = Number(save.value), failure = 3600 * Number(hours.value);

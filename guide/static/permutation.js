@@ -24,15 +24,9 @@ guide.permutation = (size, keyTexts) => {
 
 guide.widgets.permutation = (element) => {
   guide.permutationKeys = JSON.parse(element.querySelector("script").textContent);
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
+  const { controls, report, picture } = guide.frame(element);
   const range = (...options) => guide.range(controls, ...options, draw);
   const size = range("windows", 2, 64, 24), seed = range("seed", 0, 3, 0), epoch = range("epoch", 0, 3, 0);
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   function draw() {
     const n = Number(size.value), order = guide.permutation(n, guide.permutationKeys[`${seed.value} ${epoch.value}`]);

@@ -11,14 +11,8 @@ guide.singularValues = (value, steps = 5) => {
 };
 
 guide.widgets.singular = (element) => {
-  const controls = document.createElement("div");
-  controls.className = "controls";
-  const report = document.createElement("p");
-  report.setAttribute("aria-live", "polite");
+  const { controls, report, picture } = guide.frame(element);
   const slider = guide.range(controls, "singular value", -30, 0, -10, draw);
-  const picture = element.querySelector(".scroll");
-  element.prepend(controls);
-  element.append(report);
 
   function draw() {
     const start = 10 ** (Number(slider.value) / 10), found = guide.singularValues(start), parts = [];
