@@ -203,5 +203,4 @@ def without_prefix(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     never = {"prepend_scheme": "never", "add_prefix_space": False}
-    changed = {name: never.get(name, without_prefix(value)) for name, value in part.items()}
-    return None if part.get("type") == "Prepend" else changed
+    return {name: never.get(name, without_prefix(value)) for name, value in part.items()}

@@ -75,13 +75,15 @@ def random_weights(mapping: tensors.WeightMapping, random: np.random.Generator) 
     return inputs**-0.5 * numbers
 
 
-def make_run(folder: Path, seed: int = 0, **fields) -> utils.Config:
-    """Make a run with one checkpoint, of step 3."""
+def make_run(
+    folder: Path, seed: int = 0, more_tokens: dict[str, Any] | None = None, **fields
+) -> utils.Config:
+    """Make a run with one checkpoint, of step 3. more_tokens  of its config, as main.py adds."""
     config, random = config_of(folder, **fields), np.random.default_rng(seed)
     mappings = tensors.weight_mappings(config, model_config.kind_of(config.model))
     tokenizer = load_tokenizer(SAMPLE)
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
-    tokens["end_of_text"] = tokenizer.eot_token
+    tokens |= {"end_of_text": tokenizer.eot_token} | (more_tokens or {})
     arrays = {f"weights.{mapping.name}": random_weights(mapping, random) for mapping in mappings}
     stacked = {f"weights.{mapping.name}": mapping.stack_dims for mapping in mappings}
     folder.mkdir(parents=True)

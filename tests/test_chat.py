@@ -290,6 +290,12 @@ def mean_over_answers(tree, batch, config, folder):
     return losses[counted].mean()
 
 
+def test_a_checkpoint_records_the_template_of_its_data(flags):
+    config = cli.parse([*flags, "--train.seq_len", "32"])
+    tokens = main.checkpoint_config(config, dataset.open_training(config))["tokens"]
+    assert tokens["chat_template"] == chat.PLAIN
+
+
 def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
     whole, folder, flags, capsys
 ):

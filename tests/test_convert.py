@@ -18,6 +18,7 @@ import convert
 import convert_memory
 import generate
 from conftest import ROOT
+from data import chat
 from data.tokenizer import encode_continuation, load_tokenizer, token_bytes
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
 from hf_run import PUBLISHED, SIZES, make_run, stored, write_moonshot, write_sentencepiece
@@ -235,6 +236,13 @@ def test_an_imported_run_ends_its_texts_as_published_and_is_exported_so(
     export(tmp_path / "several", tmp_path / "out")
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
+
+
+def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
+    make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
+    export(tmp_path / "run", tmp_path / "out", "--remote_code")
+    exported = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert exported["chat_template"] == chat.PLAIN_JINJA
 
 
 def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_path):
