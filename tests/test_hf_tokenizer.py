@@ -337,6 +337,19 @@ def test_a_text_in_pieces_has_no_space_before_later_pieces(pieces, tmp_path, mon
     assert text_of(load_tokenizer(str(pieces)), ids[1:-1]) == " " + "hidden hidden " * 9
 
 
+def test_a_document_in_several_splits_begins_once(pieces, tmp_path):
+    text = "hidden layers\n" * 4000
+    (tmp_path / "long.txt").write_text(text)
+    encoder_of.cache_clear()
+    flags = ["--source", str(tmp_path / "long.txt"), "--tokenizer", str(pieces)]
+    flags += ["--split-mb", "0.02", "--val-share", "0", "--workers", "1"]
+    prepare.main([*flags, "--out", str(tmp_path / "out")])
+    shards = sorted((tmp_path / "out" / "train").glob("*.npy"))
+    ids = np.concatenate([np.load(shard) for shard in shards]).tolist()
+    assert len(shards) > 1 and (ids.count(1), ids.count(2)) == (1, 1)
+    assert text_of(load_tokenizer(str(pieces)), ids[1:-1]) == " " + text
+
+
 # --- tiktoken.model, as Kimi-K2 and Moonlight have it ---------------------------------------------
 
 
