@@ -376,7 +376,9 @@ def _section(cls: type, values: Mapping[str, Any]) -> Any:
 
 def _field(table: Mapping[str, Any], name: str, path: Path) -> Any:
     if table.get(name) is None:
-        raise ConfigError(f"{path} lacks {name}, which determines what the weights compute.")
+        raise ConfigError(
+            f"{path} lacks {name}, which determines what the weights compute. Download it again."
+        )
     return table[name]
 
 
