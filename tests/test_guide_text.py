@@ -116,6 +116,13 @@ def test_a_command_of_a_page_exists_and_takes_its_flags(line):
         cli.parse(words)  # run.sh starts main.py
 
 
+def test_tests_that_a_page_names_exist():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+)`", text)}
+    assert len(named) > 10
+    assert not {name for name in named if f"def {name}(" not in tests}
+
+
 def test_there_are_commands_of_each_kind():
     found = " ".join(commands().values())
     for part in ("./launcher.sh", "main.py", "python -c", "plan.py", "./run.sh --run.name"):
