@@ -281,6 +281,7 @@ class ForwardOptions(NamedTuple):
     capacity_factor: float  # capacity of an expert, over K n / E; 0: dropless
     dropout: float = 0.0
     attention_kernel: str = "xla"  # see attention.choose_kernel
+    ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py
     # What decoding replaces: activations of all positions on every tensor rank, attention over a
     # cache, and experts read where they are.
     sequence_parallel: bool = True

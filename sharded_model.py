@@ -24,6 +24,7 @@ import pipeline
 import utils
 import weights
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
+from runtime.collective_order import after, in_turn
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
 from weights import vary
@@ -92,9 +93,11 @@ def pipeline_functions(
         """Return (w, x, index) -> `layer`, under `wrap`; it gathers weights if so configured."""
         segments = data.segments if config.data.segments else None
 
-        def run(w: Any, *args: Any, **options: Any) -> Any:
-            w = weights.gather(declared, w) if config.fsdp.gather == "layer" else w
-            return layer(w, *args, **options)
+        def run(w: Any, x_btD: jax.Array, *args: Any, **keywords: Any) -> Any:
+            if config.fsdp.gather == "layer":
+                w, x_btD = in_turn(w, x_btD) if options.ordered else (w, x_btD)
+                w = weights.gather(declared, w)
+            return layer(w, x_btD, *args, **keywords)
 
         run = wrap(run)
 
@@ -149,7 +152,9 @@ def final_hidden(config: Config, outer: EmbeddingAndHead, y_btD: jax.Array) -> j
 # --- weights and gradients ------------------------------------------------------------------------
 
 
-def gather_params(config: Config, declared: Transformer, w: Transformer) -> pipeline.Parameters:
+def gather_params(
+    config: Config, declared: Transformer, w: Transformer, ordered: bool = False
+) -> pipeline.Parameters:
     """Cast a rank's weights, gather them over fsdp, and type them as varying along every axis.
 
     Because replicated weights are varying here, their gradients accumulate locally and are reduced
@@ -162,10 +167,10 @@ def gather_params(config: Config, declared: Transformer, w: Transformer) -> pipe
     if config.fsdp.gather == "step":
         w = weights.gather(declared, w)
     else:
-        embedding = weights.gather(declared.first.embedding, w.first.embedding)
-        w = w.replace(
-            first=w.first.replace(embedding=embedding), last=weights.gather(declared.last, w.last)
-        )
+        last = weights.gather(declared.last, w.last)
+        embedding = after(w.first.embedding, last) if ordered else w.first.embedding
+        embedding = weights.gather(declared.first.embedding, embedding)
+        w = w.replace(first=w.first.replace(embedding=embedding), last=last)
     w = vary(w)
     blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
     return pipeline.Parameters(EmbeddingAndHead(w.first, w.last), blocks)
@@ -270,7 +275,8 @@ def forward_options(
     config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
     kernel = attention.choose_kernel(config, platform(mesh))
-    return ForwardOptions(config.model, config.train.seed, capacity_factor, dropout, kernel)
+    m, seed, ordered = config.model, config.train.seed, platform(mesh) == "cpu"
+    return ForwardOptions(m, seed, capacity_factor, dropout, kernel, ordered)
 
 
 def over_mesh(
@@ -295,8 +301,9 @@ def loss_and_gradients(
         data = with_microbatch_index(data)
         token_scale, balance_scale = scales(data, m.aux_loss_alpha)
         run = pipeline_functions(config, declared, options, step, token_scale, balance_scale)
-        w = gather_params(config, declared, w)
+        w = gather_params(config, declared, w, options.ordered)
         grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
+        routing = after(routing, grads) if options.ordered else routing
         grads = reduce_gradients(config, declared, grads)
         return grads, summarize(config, sums, routing, balance_scale)
 
@@ -320,7 +327,7 @@ def evaluate(
         run = pipeline_functions(
             config, declared, options, jnp.int32(0), token_scale, balance_scale
         )
-        w = gather_params(config, declared, w)
+        w = gather_params(config, declared, w, options.ordered)
         routing, sums = pipeline.forward(run, w, data, schedule_of(config))
         return summarize(config, sums.sum(0), routing, balance_scale)
 
@@ -341,7 +348,7 @@ def after_layers(
             return None, make(outer, data, final_hidden(config, outer, y_btD))
 
         run = pipeline_functions(config, declared, options, jnp.int32(0), jnp.float32(1), 0.0)
-        run, w = run._replace(last=last), gather_params(config, declared, w)
+        run, w = run._replace(last=last), gather_params(config, declared, w, options.ordered)
         return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))[1]
 
     return over_mesh(declared, mesh, local, out=BATCH_SPEC)

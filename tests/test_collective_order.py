@@ -1,9 +1,11 @@
 """XLA for CPUs starts a collective once the loop before it has started, unless data connects them.
 
-Devices that run both at once can wait for each other in different ones. `run.sh` says which flags
-keep the two apart.
+If the loop has a collective of the same kind and ranks, devices that run both at once can send the
+one what the other waits for. `run.sh` says which flags keep loops and collectives apart, and
+runtime/collective_order.py orders the rest.
 """
 
+import jax
 import pytest
 
 import model
@@ -15,41 +17,62 @@ from planning import hlo
 BODIES = ("body", "branch_computations", "true_computation", "false_computation", "to_apply")
 
 
+def kinds(program, instruction):
+    """Return the (kind, ranks) of the collectives of an instruction and of what it calls."""
+    if instruction.opcode in hlo.COLLECTIVES:
+        groups = hlo.device_groups(instruction.attributes)
+        if groups and max(map(len, groups)) == 1:
+            return set()
+        permutes = instruction.opcode == "collective-permute"  # XLA takes all ranks as one group
+        return {(instruction.opcode, () if permutes else tuple(map(tuple, groups)))}
+    if instruction.opcode not in ("while", "conditional", "call"):
+        return set()
+    called = [program.computations[name] for name in instruction.computations(*BODIES)]
+    return {kind for c in called for inner in c.values() for kind in kinds(program, inner)}
+
+
 def unordered(text):
-    """Return (collective, loop) of the main computation that may run at once."""
+    """Return the (collective or loop, loop before it) that can run at once and be mistaken."""
     program = hlo.parse(text)
-
-    def communicates(instruction):
-        if instruction.opcode in hlo.COLLECTIVES:
-            return True
-        if instruction.opcode not in ("while", "conditional", "call"):
-            return False
-        names = instruction.computations(*BODIES)
-        return any(communicates(i) for name in names for i in program.computations[name].values())
-
-    loops_before, found, loops = {}, [], []
-    for instruction in program.computations[program.entry].values():  # in the order of execution
-        before = set().union(*(loops_before.get(name, ()) for name in instruction.operands))
-        if communicates(instruction):
-            found += [(instruction.name, loop) for loop in loops if loop not in before]
-            if instruction.opcode not in hlo.COLLECTIVES:
-                loops.append(instruction.name)
-                before = before | {instruction.name}
-        loops_before[instruction.name] = before
-    assert loops
+    found, all_loops = [], 0
+    for computation in program.computations.values():
+        loops_before, loops = {}, {}
+        for name, instruction in computation.items():  # in the order of execution
+            before = set().union(*(loops_before.get(o, ()) for o in instruction.operands))
+            if own := kinds(program, instruction):
+                found += [
+                    (name, loop) for loop, of in loops.items() if loop not in before and of & own
+                ]
+                if instruction.opcode not in hlo.COLLECTIVES:
+                    loops[name] = own
+                    before = before | {name}
+            loops_before[name] = before
+        all_loops += len(loops)
+    assert all_loops
     return found
 
 
+MIXED = {"prefix_layers": 1, "tie_word_embeddings": False}  # blocks with dense layers and experts
+MUON = {
+    "prefix_layers": 2,
+    "train": {"microbatches": 1, "global_batch_size": 4},
+    "optimizer": {"name": "muon"},
+}
+
+DROPLESS = MIXED | {"capacity_factor": 0.0, "train": {"remat": "full"}}
+
+
 @pytest.mark.parametrize("gather", ["step", "layer"])
-def test_collectives_outside_the_loop_over_microbatches_wait_for_it(gather):
-    c = config_of(
-        (2, 1, 2),
-        gather=gather,
-        prefix_layers=2,
-        train={"microbatches": 1, "global_batch_size": 4},
-        optimizer={"name": "muon"},
-    )
+@pytest.mark.parametrize(
+    "shape, virtual, fields",
+    [((2, 1, 2), 1, MUON), ((2, 1, 2), 1, MIXED), ((2, 2, 2), 1, MIXED), ((1, 2, 2), 2, DROPLESS)],
+    ids=["muon", "one stage", "pipeline", "virtual"],
+)
+def test_a_collective_waits_for_the_loops_before_it(shape, virtual, fields, gather):
+    c = config_of(shape, virtual, gather, **fields)
     mesh, declared = mesh_of(c), model.declare(c)
-    arguments = train.abstract_state(c, declared, mesh), sharded_model.abstract_batch(c, mesh)
-    step = train.jitted_step(c, declared, mesh).lower(*arguments).compile()
+    state, batch = train.abstract_state(c, declared, mesh), sharded_model.abstract_batch(c, mesh)
+    step = train.jitted_step(c, declared, mesh).lower(state, batch).compile()
     assert not unordered(step.as_text())
+    evaluate = jax.jit(sharded_model.evaluate(c, declared, mesh))
+    assert not unordered(evaluate.lower(state.weights, batch).compile().as_text())
