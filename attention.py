@@ -253,8 +253,8 @@ class LatentAttention:
         The matrix that would expand them is absorbed into query and output (section 2.1.2).
         """
         query_bTQ, latent_bTC, key_bTR = _split_inputs(inputs_bTX, m)
-        q_bTnX = matmul("bTQ,QnX->bTnX", query_bTQ, self.query.up)
-        q_bTnH, q_bTnR = jnp.split(q_bTnX, [m.qk_nope_head_dim], axis=-1)
+        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
+        q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
         key_bT1R = key_bTR[:, :, None, :]
         if rope:
             q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
