@@ -153,6 +153,7 @@ def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path
     assert files_of(out) == whole
 
 
+@pytest.mark.long
 def test_a_preparation_whose_driver_dies_can_continue_with_or_without_the_cluster(
     nodes,
     source,  # noqa: F811
@@ -191,6 +192,7 @@ def test_a_cluster_that_loses_all_nodes_waits_for_others(nodes, source, whole, t
     assert files_of(out) == whole
 
 
+@pytest.mark.long
 def test_a_token_limit_and_a_validation_share_are_as_in_one_process(
     nodes,
     source,  # noqa: F811
@@ -207,6 +209,7 @@ def test_a_token_limit_and_a_validation_share_are_as_in_one_process(
         assert files_of(tmp_path / name) == files_of(tmp_path / f"{name}-cluster")
 
 
+@pytest.mark.long
 def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bucket):  # noqa: F811
     url, out = f"{bucket.url}/source", f"{bucket.url}/data/books"
     for path in source.iterdir():

@@ -94,6 +94,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data, runs, monkeypatch):
     """After step 3 an evaluation is due, after step 4 samples; neither is waited for."""
     for last in (3, 4):
@@ -133,6 +134,7 @@ def test_a_stopped_run_without_a_checkpoint_says_so(at, flags, message, data, ru
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypatch):
     """The next one is not begun before: it would have to end, too."""
     wait = main.Loop._wait

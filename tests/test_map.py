@@ -95,6 +95,7 @@ def test_processes_write_the_same_bits_as_one(source, whole, tmp_path, workers):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_after_any_kill_the_bits_are_the_same(source, whole, tmp_path):
     chance, kills, preparations = random.Random(0), 0, 0
     while kills < KILLS:
