@@ -159,7 +159,7 @@ def gather_params(
 
     Because replicated weights are varying here, their gradients accumulate locally and are reduced
     once, in `reduce_gradients`. With `fsdp.gather = "layer"`, blocks and prefix stay sharded and
-    each layer gathers its own; embedding and output are gathered here in either case.
+    each layer gathers its own. Output and embedding are gathered in any case, if `ordered` in turn.
 
     Collectives  as weights.gather.
     """

@@ -2,8 +2,9 @@
 
 XLA for CPUs starts a collective while a loop before it still runs, unless the collective needs a
 result of the loop. If the loop has a collective of the same kind and ranks, one can receive what
-the other sent. So results are connected here. lax.optimization_barrier does not help, as XLA
-removes it before the program runs. TPUs and GPUs need nothing of this.
+the other sent. The functions of this file make a collective need such a result, and change no
+value. lax.optimization_barrier does not help, as XLA removes it before the program runs. TPUs and
+GPUs do not need this.
 """
 
 from typing import Any

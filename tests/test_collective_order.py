@@ -6,6 +6,8 @@ runtime/collective_order.py orders the rest.
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import model
@@ -13,6 +15,7 @@ import sharded_model
 import train
 from common import config_of, mesh_of
 from planning import hlo
+from runtime.collective_order import after, in_turn
 
 BODIES = ("body", "branch_computations", "true_computation", "false_computation", "to_apply")
 
@@ -76,3 +79,14 @@ def test_a_collective_waits_for_the_loops_before_it(shape, virtual, fields, gath
     assert not unordered(step.as_text())
     evaluate = jax.jit(sharded_model.evaluate(c, declared, mesh))
     assert not unordered(evaluate.lower(state.weights, batch).compile().as_text())
+
+
+@pytest.mark.parametrize("first", [2.0, jnp.nan, jnp.inf])
+def test_no_value_and_no_gradient_changes(first):
+    w, x = {"a": jnp.array([first, 3.0]), "n": jnp.array([4])}, jnp.array([[first], [5.0]])
+    for got, tree in ((after(w, x), w), (in_turn(w, x), (w, x))):
+        jax.tree.map(np.testing.assert_array_equal, got, tree)
+    loss = lambda a, x: (in_turn({"a": a}, x)[0]["a"] * x[:, 0] ** 2).sum()  # noqa: E731
+    gradients = jax.grad(loss, argnums=(0, 1))(w["a"], x)
+    np.testing.assert_array_equal(gradients[0], x[:, 0] ** 2)
+    np.testing.assert_array_equal(gradients[1][:, 0], 2 * w["a"] * x[:, 0])
