@@ -108,7 +108,14 @@ def main(chromium: str, site: Path, arguments: list[str]) -> int:
         if arguments[:1] == ["--pdf"]:
             tab = opened(browser, Path(arguments[1]), 1280, "light", [])
             tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-            tab.pdf(path=arguments[2], format="A4", margin=dict.fromkeys(("top", "bottom"), "15mm"))
+            tab.pdf(
+                path=arguments[2],
+                format="A4",
+                prefer_css_page_size=True,
+                print_background=True,
+                outline=True,
+                tagged=True,
+            )
             return 0
         if arguments[:1] == ["--shots"]:
             for page in pages:

@@ -8,7 +8,8 @@ Prints FILE:LINE, the reason and the sentence of each finding. Exit code 1 if th
 Words are counted outside code blocks, tables, headings and indented lines. Inline code is one word.
 A sentence ends at . ! or ? before a space, at a blank line, and where a list item or a field of a
 docstring begins. Fewer than three words are no sentence. Phrases are also found in comments,
-strings, tables and shell scripts, but not in code blocks of Markdown.
+strings, tables and shell scripts, but not in code blocks of Markdown. In Markdown a line that was
+wrapped before - or another marker is found too, since it begins a list or a quotation.
 """
 
 import ast
@@ -173,6 +174,24 @@ def phrases(text: str) -> Iterator[tuple[int, str, str]]:
             yield text.count("\n", 0, match.start()) + 1, f"{found!r}: write {term}", sentence
 
 
+# --- lines ----------------------------------------------------------------------------------------
+
+MARKER = re.compile(r" {0,3}(?:[-*+>]|1[.)]|#{1,6})\s")  # begins a list, quotation or heading
+
+
+def markers(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each marker that continues a paragraph of Markdown."""
+    before, in_list = "", False
+    for number, line in enumerate(without_code_blocks(text).split("\n"), 1):
+        if not line.strip():
+            in_list = False
+        elif MARKER.match(line):
+            if before.strip() and not in_list and not before.startswith((*NO_PROSE, "    ")):
+                yield number, line
+            in_list = True
+        before = line
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -202,6 +221,9 @@ def findings(path: Path) -> Iterator[Finding]:
             yield Finding(path, line, reason, sentence)
     for line, reason, sentence in phrases(searched):
         yield Finding(path, line, reason, sentence)
+    if bounds:
+        for line, marked in markers(text):
+            yield Finding(path, line, "begins a list or heading within a paragraph", marked)
     if bounds and measured:
         mean = statistics.fmean(s.words for s in measured)
         long = sum(s.words > LONG_WORDS for s in measured) / len(measured)

@@ -104,3 +104,11 @@ def test_a_finding_ends_the_command_with_1_and_is_printed_with_its_line(tmp_path
         lint_prose.main([str(page)])
     assert ended.value.code
     assert f"{page}:2: " in capsys.readouterr().out
+
+
+def test_a_line_that_was_wrapped_before_a_marker_is_found(tmp_path):
+    good = "The sum is\n\n- one\n- two, which\n  is long\n\n1. first\n2. second\n\n# Title\ntext\n"
+    assert found(tmp_path, "page.md", good) == []
+    for marker in ("- b", "* b", "+ b", "> b", "1. b", "## b"):
+        [(line, reason)] = found(tmp_path, "page.md", f"The result is `a\n{marker}` and c.\n")
+        assert line == 2 and reason == "begins a list or heading within a paragraph"
