@@ -29,7 +29,6 @@ import checkpoint
 import hardware
 import model
 import optimizer
-import plot
 import sharded_model
 import train
 import utils
@@ -114,8 +113,7 @@ def load_init_weights(
     """Load the weights of --run.init_from. Return them and the config with their step filled in."""
     source = run_directory.at(config.run.init_from)
     shapes = train.abstract_state(config, declared, mesh).weights
-    step = config.run.init_from_step or None
-    step, w, settings = checkpoint.load_weights(source, step, shapes)
+    step, w, settings = checkpoint.load_weights(source, config.run.init_from_step or None, shapes)
     resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
     return utils.changed(config, {"run.init_from_step": step}), w
 
@@ -228,6 +226,8 @@ def _train(
         if lines := goodput.read(directory.files):
             log(goodput.summary(lines))
         if (directory.files / "metrics.jsonl").exists():
+            import plot  # late, so that a run starts fast
+
             plot.plot_run(directory.files, overwrite=not finished)
         log(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
 

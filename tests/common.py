@@ -9,6 +9,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from jax import lax
 
 import model
@@ -38,6 +39,13 @@ SIZES = {
     "aux_loss_alpha": 0.1,
     "compute_dtype": "float32",
 }
+
+
+def mostly_long(names, *always):
+    """Return parameters of a test: the others than `always` have the mark `long`."""
+    assert set(always) <= set(names)
+    return [n if n in always else pytest.param(n, marks=pytest.mark.long) for n in names]
+
 
 # One model and its meshes (shape, virtual) for several files, so that the compilation cache serves
 # all but the first.

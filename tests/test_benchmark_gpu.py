@@ -74,7 +74,7 @@ def test_the_command_runs_a_row_in_a_process_without_optional_packages(without_p
         assert name in record
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_is_the_median_of_eight_and_the_rates_follow_from_it(measured):
     found = measured[0]["dense_124m-none"]
     config = gpu.config_of("dense_124m-none", toy=True)
@@ -89,7 +89,7 @@ def test_a_step_is_the_median_of_eight_and_the_rates_follow_from_it(measured):
     assert "nan" in gpu.describe(found) and f"{found['step_s']:.4f}" in gpu.describe(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_check_reports_the_error_of_each_weight(measured):
     found = measured[0]["check"]
     assert found["float32_loss_error"] == 0  # both are this CPU
@@ -98,7 +98,7 @@ def test_the_check_reports_the_error_of_each_weight(measured):
     assert 1e-4 < max(errors.values()) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shares_of_layers_sum_to_one(measured):
     found = measured[0]["dense_124m-profile"]
     assert sum(found["shares"].values()) == pytest.approx(1)
@@ -110,7 +110,7 @@ def test_shares_of_layers_sum_to_one(measured):
         assert 0 < sum(kernels.values()) <= found["shares"][layer] + 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_trace_has_the_names_of_layers(measured):
     [file] = (measured[1] / "dense_124m-profile").rglob("perfetto_trace.json.gz")
     names = [event.get("name", "") for event in timeline.read(file)["traceEvents"]]

@@ -175,6 +175,7 @@ def test_a_preparation_whose_driver_dies_can_continue_with_or_without_the_cluste
         assert files_of(out) == whole
 
 
+@pytest.mark.long
 def test_a_cluster_that_loses_all_nodes_waits_for_others(nodes, source, whole, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     process = start(nodes, 0.3, flags(source, out))

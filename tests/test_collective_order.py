@@ -13,7 +13,7 @@ import pytest
 import model
 import sharded_model
 import train
-from common import config_of, mesh_of
+from common import config_of, mesh_of, mostly_long
 from planning import hlo
 from runtime.collective_order import after, in_turn
 
@@ -65,13 +65,20 @@ MUON = {
 DROPLESS = MIXED | {"capacity_factor": 0.0, "train": {"remat": "full"}}
 
 
-@pytest.mark.parametrize("gather", ["step", "layer"])
-@pytest.mark.parametrize(
-    "shape, virtual, fields",
-    [((2, 1, 2), 1, MUON), ((2, 1, 2), 1, MIXED), ((2, 2, 2), 1, MIXED), ((1, 2, 2), 2, DROPLESS)],
-    ids=["muon", "one stage", "pipeline", "virtual"],
-)
-def test_a_collective_waits_for_the_loops_before_it(shape, virtual, fields, gather):
+CASES = {
+    "muon": ((2, 1, 2), 1, MUON),
+    "one stage": ((2, 1, 2), 1, MIXED),
+    "pipeline": ((2, 2, 2), 1, MIXED),
+    "virtual": ((1, 2, 2), 2, DROPLESS),
+}
+PER_LAYER = [f"{name}, layer" for name in CASES]  # what collective_order.py is for
+PER_STEP = [f"{name}, step" for name in CASES]
+
+
+@pytest.mark.parametrize("name", PER_LAYER + mostly_long(PER_STEP, "one stage, step"))
+def test_a_collective_waits_for_the_loops_before_it(name):
+    name, gather = name.split(", ")
+    shape, virtual, fields = CASES[name]
     c = config_of(shape, virtual, gather, **fields)
     mesh, declared = mesh_of(c), model.declare(c)
     state, batch = train.abstract_state(c, declared, mesh), sharded_model.abstract_batch(c, mesh)

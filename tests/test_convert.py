@@ -122,6 +122,7 @@ def test_an_exported_run_that_is_imported_has_every_bit(name, runs_of, tmp_path)
         assert np.array_equal(array[:rows], after[leaf][:rows])
 
 
+@pytest.mark.long
 def test_a_run_of_any_mesh_is_exported(whole, tmp_path):
     tensors = export(whole, tmp_path / "out", "--remote_code", "--step", "3")
     before = convert.Checkpoints(whole / "checkpoints")

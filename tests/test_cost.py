@@ -19,7 +19,7 @@ import pipeline
 import sharded_model
 import train
 import utils
-from common import config_of, mesh_of
+from common import config_of, mesh_of, mostly_long
 from hf_case import model_with
 from planning import compiler, cost, fusion, hlo, results, targets, trace
 
@@ -50,7 +50,7 @@ def test_predictions_match_what_compilers_planned(key):
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not LIBTPU, reason="libtpu is not installed")
 @pytest.mark.parametrize("name", ["small-none-8x1x1", "dense-full-8x1x4"])
 def test_libtpu_still_plans_what_is_recorded(name):
@@ -154,7 +154,15 @@ def assert_planned_as_compiled(config, bound):
             assert predicted.collective_bytes_per_chip[axes] == pytest.approx(size, rel=bound), axes
 
 
-@pytest.mark.parametrize("name", CPU_CASES)
+OFTEN = (
+    "2x2x2, groups, YaRN",
+    "2x1x4 sharded experts, per layer",
+    "1x2x2 interleaved, prefix, query latent, names",
+    "2x1x4 dropless, names",
+)
+
+
+@pytest.mark.parametrize("name", mostly_long(CPU_CASES, *OFTEN))
 def test_flops_and_traffic_are_those_of_the_compiled_program(name):
     assert_planned_as_compiled(CPU_CASES[name], 0.02)
 

@@ -82,8 +82,11 @@ def pair(name, fields, shape):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("YaRN, query latent, prefix, untied", shape) for shape in MESHES]
-    + [(name, MESHES[-1]) for name in MODELS if "prefix" not in name],
+    [
+        pytest.param("YaRN, query latent, prefix, untied", shape, marks=pytest.mark.long)
+        for shape in MESHES[:-1]
+    ]
+    + [(name, MESHES[-1]) for name in MODELS],
 )
 def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 8)  # several blocks

@@ -145,7 +145,7 @@ def test_the_age_of_this_process_is_plausible():
     assert 0 < goodput._process_age_s() < 24 * 3600
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_killed_accounts_for_all_its_starts(data, runs, monkeypatch, capsys):
     """Ends with an error after step 5, and resumes from step 3."""
     began = time.time()

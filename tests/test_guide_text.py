@@ -1,5 +1,6 @@
 """The text of the guide: terms are introduced, numbers have a source, commands exist."""
 
+import functools
 import re
 import shlex
 import subprocess
@@ -82,12 +83,17 @@ def commands():
     return found
 
 
-def check_flags(arguments, *program):
+@functools.cache
+def help_of(*program):
     done = subprocess.run([*program, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_flags(arguments, *program):
     for word in arguments:
         if word.startswith("--"):
-            assert re.search(rf"{re.escape(word)}\b", done.stdout), f"{program} has no {word}"
+            assert re.search(rf"{re.escape(word)}\b", help_of(*program)), f"no {word}: {program}"
 
 
 def check_python(arguments):

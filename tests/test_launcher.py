@@ -683,13 +683,12 @@ def test_two_hosts_train_as_one_process_does(two, undisturbed, whole):
 
 
 # The first mesh has one device per host: the pipeline and the tensor axis both cross hosts. fsdp
-# crosses hosts in `undisturbed`. ALL_MESHES=1 adds meshes whose axes are partly inside a host.
+# crosses hosts in `undisturbed`. The axes of the others are partly inside a host.
 MESHES = [(4, (1, 2, 2)), (2, (1, 2, 2)), (2, (2, 2, 2)), (4, (2, 2, 2)), (4, (8, 1, 1))]
 
 
-@pytest.mark.parametrize(
-    ("count", "shape"), MESHES if os.environ.get("ALL_MESHES") == "1" else MESHES[:1], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "shape"), MESHES, ids=str)
 def test_a_mesh_spans_hosts(two, undisturbed, whole, count, shape):
     name = f"mesh-{count}-{'-'.join(map(str, shape))}"
     env = two.tree / "devices.env"
@@ -705,6 +704,7 @@ def test_a_mesh_spans_hosts(two, undisturbed, whole, count, shape):
     assert len(losses) == 3 and losses == pytest.approx(tiny_run.losses(whole)[:3], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_that_restarts_after_a_kill_ends_with_the_bits_of_an_undisturbed_one(
     two, undisturbed
 ):

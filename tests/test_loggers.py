@@ -293,7 +293,7 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(small_disk, capsys):
     assert capsys.readouterr().out.count(f"warning: TensorBoard {NO_MORE}: OSError") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_in_a_bucket_has_the_events_of_all_its_starts_and_its_goodput_there(data, bucket):
     flags = [*tiny_run.FLAGS, *data, "--run.dir", f"{bucket.url}/runs", "--run.name", "events"]
     for steps in (3, 6):  # of a new process, so with a new copy of the folder

@@ -93,7 +93,6 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
         np.testing.assert_array_equal(resumed, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data, runs, monkeypatch):
     """After step 3 an evaluation is due, after step 4 samples; neither is waited for."""
@@ -133,7 +132,6 @@ def test_a_stopped_run_without_a_checkpoint_says_so(at, flags, message, data, ru
     assert stopped.value.code == 143
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_request_during_a_step_waits_for_this_step_alone(data, runs, monkeypatch):
     """The next one is not begun before: it would have to end, too."""
@@ -158,7 +156,7 @@ def recorded(folder):
     return kept, (folder / "samples.jsonl").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_continues_on_another_mesh_with_the_same_data(data, runs, whole):
     start(data, runs, "moved", "--train.steps", "3")
     mesh = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2 --train.microbatches 2"
@@ -244,7 +242,7 @@ def test_invalid_settings_are_refused_in_one_line_with_the_fix(whole, data, runs
     assert not (runs / "a").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_logs_its_plan_first_and_measurements_last(data, runs, capsys):
     folder = start(data, runs, "recorded", "--train.steps", "3", "--eval.every_steps", "0")
     lines = capsys.readouterr().out.splitlines()
@@ -262,7 +260,7 @@ def test_a_run_logs_its_plan_first_and_measurements_last(data, runs, capsys):
     assert float(found[1]) == pytest.approx(predicted, rel=0.25)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_stops_after_so_many_steps_in_a_row_that_are_not_finite(data, runs, capsys):
     flags = "--optimizer.lr 1e38 --optimizer.warmup_steps 0 --train.max_skipped_in_row 2"
     with pytest.raises(ValueError, match="2 steps in a row had a loss or gradient norm"):
@@ -572,7 +570,7 @@ errors.run_command(lambda: main.run(main.parse(sys.argv[2:])))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_after_the_last_step_is_named(data, tmp_path):
     flags = "--run.dir", str(tmp_path), "--train.steps", "1", "--run.peer_seconds", "6"
     program = "-c", KILLED_AT_THE_END, str(tmp_path / "leaves")
@@ -646,7 +644,7 @@ def faulty_in_two_processes(data, runs, whole):
     return in_two_processes("tests/faulty_run.py", *FLAGS, *data, *flags)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_skip_the_same_steps_as_one(faulty_in_two_processes, with_nan, runs):
     (folder, _), (_, logged) = with_nan, faulty_in_two_processes
     assert skipped(runs / "faulty") == skipped(folder), logged
@@ -658,7 +656,7 @@ def test_two_processes_skip_the_same_steps_as_one(faulty_in_two_processes, with_
     assert "step 2 is not applied (not finite)" in logged[0] and "is not applied" not in logged[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_saved(
     faulty_in_two_processes, runs
 ):

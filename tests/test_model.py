@@ -34,6 +34,7 @@ from common import (
     full_logits,
     like,
     mesh_of,
+    mostly_long,
     on_mesh,
     put,
     relative_error,
@@ -142,6 +143,15 @@ CASES = {
     ),
 }
 SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual", "2x2x2x1"]
+WITH_EXPERTS = [name for name in CASES if CASES[name].model.moe_layers]
+OFTEN = (
+    "1x1x1",
+    "2x2x2_virtual",
+    "2x2x2_dense",
+    "2x2x2_virtual_moe",
+    "1x1x4_splash",
+    "2x1x2x2_virtual",
+)
 
 
 class Trained(NamedTuple):
@@ -192,7 +202,7 @@ def expected(config):
     return expected_of(config.model, config.data.segments, train.global_batch_size, train.seq_len)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, *OFTEN))
 def test_loss_and_gradients_match_the_one_device_reference(name):
     config, grads, stats, _ = trained(name)
     (loss, parts), reference_grads = expected(config)
@@ -203,7 +213,9 @@ def test_loss_and_gradients_match_the_one_device_reference(name):
     assert not worst, f"relative errors of gradients: {worst}"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].model.moe_layers])
+@pytest.mark.parametrize(
+    "name", mostly_long(WITH_EXPERTS, *(name for name in OFTEN if name in WITH_EXPERTS))
+)
 def test_every_choice_of_an_expert_is_counted_and_none_is_dropped_with_full_capacity(name):
     config, _, stats, _ = trained(name)
     counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
@@ -216,16 +228,16 @@ def gradient_norm(grads):
     return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(grads)))
 
 
-def test_balance_loss_and_gradient_norm_depend_on_neither_mesh_nor_microbatches():
-    runs = [trained(name) for name in SAME_MODEL]
-    assert len({(r.config.mesh.shape, r.config.train.microbatches) for r in runs}) == 4
-    for other in runs[1:]:
-        assert relative_error(other.stats.balance, runs[0].stats.balance) <= BOUND
-        norms = gradient_norm(other.grads), gradient_norm(runs[0].grads)
-        assert relative_error(*norms) <= BOUND
+@pytest.mark.parametrize("name", mostly_long(SAME_MODEL[1:], "2x2x2_virtual"))
+def test_balance_loss_and_gradient_norm_depend_on_neither_mesh_nor_microbatches(name):
+    one, other = trained(SAME_MODEL[0]), trained(name)
+    assert one.config.mesh.shape != other.config.mesh.shape
+    assert one.config.train.microbatches != other.config.train.microbatches or name == "2x2x2x1"
+    assert relative_error(other.stats.balance, one.stats.balance) <= BOUND
+    assert relative_error(gradient_norm(other.grads), gradient_norm(one.grads)) <= BOUND
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, *OFTEN))
 def test_padding_of_the_vocabulary_has_no_gradient(name):
     config, grads, _, _ = trained(name)
     for table in ("embedding", "output"):
@@ -245,7 +257,10 @@ def evaluated(name):
     return jax.jit(sharded_model.evaluate(config, model.declare(config), mesh))(w, data)
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "2x2x2_virtual", "2x2x2_virtual_splash"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_long(["1x1x1", "2x2x2_virtual", "2x2x2_virtual_splash"], "1x1x1", "2x2x2_virtual"),
+)
 def test_evaluation_matches_the_reference_without_dropout_and_with_its_own_capacity(name):
     config, found = CASES[name], evaluated(name)
     (_, parts), _ = expected(config)
@@ -651,7 +666,7 @@ def scarce(shape):
     return config, mesh, w, jax.jit(lambda w, batch: step(w, batch)[1])
 
 
-@pytest.mark.parametrize("shape", BOTH, ids=str)
+@pytest.mark.parametrize("shape", mostly_long(BOTH, (2, 2, 2)), ids=str)
 def test_no_later_token_changes_an_earlier_logit_when_tokens_are_dropped(shape):
     """The loss is of the earlier positions of all sequences, while later tokens change."""
     config, mesh, w, stats_of = scarce(shape)

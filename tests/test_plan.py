@@ -88,7 +88,7 @@ def test_a_number_of_chips_without_a_slice_is_reported(capsys):
     assert "No usual slice of v4 has 3 chips" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_number_of_chips_searches_for_the_best_mesh(capsys):
     found = planned(capsys, *JAXFORMER, "--chip", "v5e", "--chips", "16")
     flags = found["flags"]
@@ -237,7 +237,7 @@ def test_attention_that_cannot_run_is_refused_before_the_search(flags, message):
         plan.main([*JAXFORMER, *flags, "--search", "--model.attention_kernel", "splash"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_config_that_fits_nowhere_reports_the_missing_memory():
     with pytest.raises(ValueError, match=r"GiB per chip are missing.*Use more chips"):
         plan.main([*JAXFORMER, *LARGE])

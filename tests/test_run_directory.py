@@ -10,6 +10,7 @@ import pytest
 
 import main
 import metrics
+from common import mostly_long
 from conftest import ROOT
 from runtime import buckets, cli, jsonl, resume, run_directory, writer_lock
 from runtime.buckets import AccessDenied, Prefix, Unavailable
@@ -395,7 +396,7 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", mostly_long([False, True], True))
 def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
     bucket, data, tmp_path, mixed
 ):

@@ -139,7 +139,7 @@ def test_impossible_numbers_of_chips_are_refused_quickly(chips_wanted, fixed, me
         search.search(config, V4, chips_wanted, frozenset(fixed))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search_without_a_fit_returns_the_smallest_candidate():
     large = utils.changed(JAXFORMER, {"model.hidden_size": 8192, "model.num_hidden_layers": 384})
     found = search.search(large, V5E, 8)
@@ -151,7 +151,7 @@ def test_a_search_without_a_fit_returns_the_smallest_candidate():
     assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search_without_a_chip_ranks_by_flops():
     found = search.search(JAXFORMER, None, 8)
     assert found.best and found.best[0].predicted.seconds is None

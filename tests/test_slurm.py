@@ -159,6 +159,7 @@ def test_bad_input_is_refused_with_one_line(tmp_path, words, job, message):
 # --- jobs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_nodes_train_as_one_process_even_after_a_requeue(slurm, limited, data, whole):
     subprocess.run(["cp", "-r", Path(data[1]).parent, slurm.net.shared / "data"], check=True)
     otherwise = f"""

@@ -20,7 +20,7 @@ import optimizer
 import train
 import weights
 from benchmarks.common import with_values
-from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, on_mesh
+from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, mostly_long, on_mesh
 from conftest import ROOT
 from runtime import cli
 
@@ -116,6 +116,9 @@ def run(name, bias_speed=0.0):
     )
 
 
+OTHERS = mostly_long(list(RUN_MESHES)[1:], "2x2x2_virtual", "2x1x2x2_virtual")
+
+
 @pytest.mark.slow
 def test_the_run_that_compares_meshes_learns_and_drops_nothing():
     one = run("1x1x1")
@@ -124,14 +127,14 @@ def test_the_run_that_compares_meshes_learns_and_drops_nothing():
     assert one.counts.sum() == STEPS * 4 * SEQUENCES * 16 * 2
 
 
-@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+@pytest.mark.parametrize("name", OTHERS)
 def test_losses_of_a_run_are_the_same_on_every_mesh(name):
     one, other = run("1x1x1"), run(name)
     assert np.abs(one.losses - other.losses).max() <= 1e-4
     np.testing.assert_allclose(one.norms, other.norms, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+@pytest.mark.parametrize("name", OTHERS)
 def test_gradient_norm_of_the_first_step_is_that_of_the_whole_model_on_every_mesh(name):
     one, other = run("1x1x1"), run(name)
     np.testing.assert_allclose(one.norms[0], other.norms[0], rtol=2e-5)
@@ -142,7 +145,7 @@ def routing_differences(one, other):
     return int(np.abs(one.counts - other.counts).sum()) // 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["2x2x2_virtual"])
 def test_losses_with_the_router_bias_agree_until_routing_differs(name, capsys):
     one, other = run("1x1x1", 1e-3), run(name, 1e-3)
@@ -153,7 +156,7 @@ def test_losses_with_the_router_bias_agree_until_routing_differs(name, capsys):
     assert differ <= choices // 1000
 
 
-@pytest.mark.parametrize("name", list(RUN_MESHES)[1:])
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_replica_of_every_weight_has_the_same_bits_after_10_steps(name):
     replicas = run(name).replicas
     assert max(len(group) for _, group in replicas) == 8
