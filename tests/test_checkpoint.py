@@ -111,6 +111,7 @@ def stacked(canonical, shape):
     return out
 
 
+@pytest.mark.long
 def test_a_training_state_keeps_bits_and_digests_over_meshes_and_virtual_stages(tmp_path):
     meshes = [((2, 2, 2), 1), ((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1), ((1, 2, 2), 2)]
     meshes.append(((2, 2, 2), 2))

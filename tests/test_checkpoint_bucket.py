@@ -293,7 +293,7 @@ def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatc
     assert all(fault.done == 2 for fault in faults), [fault.done for fault in faults]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", ["*/state/*/d/*", "*/state/d/*", "*/state/manifest.ocdbt", f"*/{checkpoint.RECORD}"]
 )

@@ -257,6 +257,7 @@ def test_a_node_with_other_versions_is_refused():
         cluster.on_node(None, versions | {"tiktoken": "0.0"})
 
 
+@pytest.mark.long
 def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path, monkeypatch):  # noqa: F811
     before = "from data import cluster\nfrom data.shards import DiskFolder\n"
     before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"

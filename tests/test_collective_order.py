@@ -71,11 +71,10 @@ CASES = {
     "pipeline": ((2, 2, 2), 1, MIXED),
     "virtual": ((1, 2, 2), 2, DROPLESS),
 }
-PER_LAYER = [f"{name}, layer" for name in CASES]  # what collective_order.py is for
-PER_STEP = [f"{name}, step" for name in CASES]
+NAMES = [f"{name}, {gather}" for name in CASES for gather in ("step", "layer")]
 
 
-@pytest.mark.parametrize("name", PER_LAYER + mostly_long(PER_STEP, "one stage, step"))
+@pytest.mark.parametrize("name", mostly_long(NAMES, "muon, layer", "virtual, layer"))
 def test_a_collective_waits_for_the_loops_before_it(name):
     name, gather = name.split(", ")
     shape, virtual, fields = CASES[name]

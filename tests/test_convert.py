@@ -281,7 +281,7 @@ def test_a_folder_with_sentencepiece_is_imported_continues_lines_and_is_exported
     assert exported.content == tokenizer.content and exported.special.adds_bos
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_export_takes_little_memory():
     config = ROOT / "configs" / "dense_124m.toml"
     found = convert_memory.measured(convert_memory.Flags(config=config))

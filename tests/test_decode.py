@@ -31,6 +31,7 @@ MODELS = {
     },
     "dense": {"moe_layers": 0},
 }
+EVERY = "YaRN, query latent, prefix, untied"
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2)]
 
 
@@ -83,10 +84,13 @@ def pair(name, fields, shape):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param("YaRN, query latent, prefix, untied", shape, marks=pytest.mark.long)
-        for shape in MESHES[:-1]
-    ]
-    + [(name, MESHES[-1]) for name in MODELS],
+        *(pytest.param(EVERY, shape, marks=pytest.mark.long) for shape in MESHES[:-1]),
+        *((name, MESHES[-1]) for name in (EVERY, "softmax, cut experts, groups", "dense")),
+        *(
+            pytest.param(name, MESHES[-1], marks=pytest.mark.long)
+            for name in ("moe", "no position in expert layers")
+        ),
+    ],
 )
 def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 8)  # several blocks

@@ -23,6 +23,7 @@ import convert  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
 import utils  # noqa: E402
+from common import mostly_long  # noqa: E402
 from hf_run import logits, make_run, opened, their_logits  # noqa: E402
 from inference import sampling  # noqa: E402
 from runtime import cli, run_directory  # noqa: E402
@@ -69,6 +70,7 @@ CASES = {
         {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 41},
     ),
 }  # fmt: skip
+OFTEN = ("qwen3_moe, dense layers", "mixtral, window")
 
 
 def tokens(texts=2):
@@ -103,7 +105,7 @@ def published(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, *OFTEN, "llama, tied, multi-head", "mistral"))
 def test_a_family_is_imported_and_exported_with_the_same_logits(name, published, tmp_path):
     folder, found = published(name)
     convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
@@ -134,7 +136,10 @@ def completion(run, prompts, count):
     return np.stack(list(generator.generate(w, prompts, count)), axis=1).tolist()
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "," in n or n in ("qwen3_moe", "mixtral")])
+@pytest.mark.parametrize(
+    "name",
+    mostly_long([n for n in CASES if "," in n or n in ("qwen3_moe", "mixtral")], *OFTEN),
+)
 def test_greedy_text_is_the_same(name, published, tmp_path):
     folder, found = published(name)
     convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])

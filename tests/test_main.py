@@ -118,7 +118,12 @@ def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data,
 @pytest.mark.parametrize(
     ("at", "flags", "message"),
     [
-        ("_stop_if_diverged", "--checkpoint.every_steps 0", "Nothing is saved, as --checkpoint"),
+        pytest.param(
+            "_stop_if_diverged",
+            "--checkpoint.every_steps 0",
+            "Nothing is saved, as --checkpoint",
+            marks=pytest.mark.long,
+        ),
         ("_evaluate_and_sample", "", "No step is saved yet. Start the run again"),
     ],
 )
@@ -608,7 +613,7 @@ def skipped(folder):
     return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_that_are_not_finite_are_skipped_counted_and_listed_with_their_windows(
     with_nan, whole
 ):
@@ -627,7 +632,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_listed_with_their_win
     assert not (whole / "skipped.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumed_across_a_skipped_step_ends_with_the_same_bits(
     with_nan,
 ):
@@ -728,7 +733,7 @@ def test_a_spike_is_logged_with_the_median_before_it(tmp_path, capsys, data):
     assert recorded in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_profiled_step_leaves_a_trace_with_its_layers_named(data, runs):
     flags = "--train.steps 3 --profile.first_step 1 --profile.steps 1 --checkpoint.every_steps 0"
     folder = start(data, runs, "profiled", *flags.split(), "--sample.prompts")

@@ -243,7 +243,7 @@ def test_bits_per_byte_of_a_mixture_are_its_bits_over_its_bytes(folders, tmp_pat
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_a_mixture_records_each_dataset_and_resumes(data, runs, tmp_path):
     out = data[1].rpartition("/")[0]
     mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]

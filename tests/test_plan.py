@@ -210,9 +210,10 @@ def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
             ["--chips=4", "--mesh.fsdp=2", "--mesh.pipeline=2", "--mesh.tensor=2"],
             "--chips 4 does not match --mesh.fsdp 2 --mesh.pipeline 2 --mesh.tensor 2",
         ),
-        (
+        pytest.param(
             [*JAXFORMER, *LARGE],
             "the config fits on no mesh of 8 v5e: at best",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 
 import main
 import metrics
-from common import mostly_long
 from conftest import ROOT
 from runtime import buckets, cli, jsonl, resume, run_directory, writer_lock
 from runtime.buckets import AccessDenied, Prefix, Unavailable
@@ -395,8 +394,8 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     assert [start["step"] for start in jsonl.read(done.files / "starts.jsonl")] == [0, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixed", mostly_long([False, True], True))
+@pytest.mark.long
+@pytest.mark.parametrize("mixed", [False, True])
 def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
     bucket, data, tmp_path, mixed
 ):

@@ -54,7 +54,11 @@ def test_shared_traces_predict_what_separate_traces_predict(found):
         assert shared.serial_step_s == pytest.approx(own.serial_step_s, rel=0.02)
 
 
-@pytest.mark.parametrize("memory", [1, 1 / 4], ids=["v4", "quarter of its memory"])
+@pytest.mark.parametrize(
+    "memory",
+    [1, pytest.param(1 / 4, marks=pytest.mark.long)],
+    ids=["v4", "quarter of its memory"],
+)
 def test_no_neighbour_of_the_best_is_faster(found, memory):
     """Each setting that a search chooses is changed by hand."""
     chip = dataclasses.replace(V4, memory_bytes=int(V4.memory_bytes * memory))

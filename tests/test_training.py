@@ -265,7 +265,7 @@ def test_without_skip_spikes_state_and_report_have_no_norms():
     assert train.detect_spike(0.0, None, np.float32(1), np.True_) == (np.True_, None, {})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_spike_changes_only_the_counters_and_skip_spikes_no_other_step():
     config, mesh, _ = step_of("2x2x2")
     on = dataclasses.replace(config.train, skip_spikes=3.0)
