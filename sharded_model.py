@@ -303,7 +303,7 @@ def loss_and_gradients(
         run = pipeline_functions(config, declared, options, step, token_scale, balance_scale)
         w = gather_params(config, declared, w, options.ordered)
         grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
-        routing = after(routing, grads) if options.ordered else routing
+        grads, routing = after((grads, routing), grads) if options.ordered else (grads, routing)
         grads = reduce_gradients(config, declared, grads)
         return grads, summarize(config, sums, routing, balance_scale)
 
@@ -322,13 +322,13 @@ def evaluate(
     options = forward_options(config, mesh, m.eval_capacity_factor)
 
     def local(w: Transformer, data: Batch) -> Stats:
-        data = with_microbatch_index(data)
         token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
         run = pipeline_functions(
             config, declared, options, jnp.int32(0), token_scale, balance_scale
         )
         w = gather_params(config, declared, w, options.ordered)
-        routing, sums = pipeline.forward(run, w, data, schedule_of(config))
+        routing, sums = pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))
+        routing = after(routing, sums) if options.ordered else routing
         return summarize(config, sums.sum(0), routing, balance_scale)
 
     return over_mesh(declared, mesh, local, out=stats_specs(m))

@@ -1,10 +1,10 @@
 """Collectives of CPU devices in the order of the program.
 
 XLA for CPUs starts a collective while a loop before it still runs, unless the collective needs a
-result of the loop. If the loop has a collective of the same kind and ranks, one can receive what
-the other sent. The functions of this file make a collective need such a result, and change no
-value. lax.optimization_barrier does not help, as XLA removes it before the program runs. TPUs and
-GPUs do not need this.
+result that the loop computes. A value that the loop returns unchanged is none. If the loop has a
+collective of the same kind and ranks, one can receive what the other sent. The functions of this
+file make a collective need such a result, and change no value. lax.optimization_barrier does not
+help, as XLA removes it before the program runs. TPUs and GPUs do not need this.
 """
 
 from typing import Any
