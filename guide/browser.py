@@ -5,8 +5,9 @@
     browser.py CHROMIUM SITE --shots FOLDER       pictures of all pages, to look through
 
 Pages are opened as files, with the network blocked. Findings are console errors, requests that do
-not name a file, a body that scrolls sideways, missing images, and low contrast (axe). Results of
-the scripts of guide/static are compared with those of Python (COMPARED).
+not name a file, a body that scrolls sideways, missing images, and low contrast (axe); in print also
+what is cut or covered. Results of the scripts of guide/static are compared with those of Python
+(COMPARED).
 """
 
 import json
@@ -19,6 +20,18 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 WIDTHS = (360, 768, 1280)
+PAPER = 673  # pixels of an A4 page between the margins of guide.css
+# In print nothing scrolls, and what has a fixed position covers text on each page.
+PRINT_FAULTS = """() => {
+  const shown = [...document.querySelectorAll("body *")].filter(e => e.getClientRects().length);
+  return shown.flatMap(e => {
+    const name = `${e.tagName} ${e.className} ${e.textContent.trim().slice(0, 40)}`;
+    const style = getComputedStyle(e);
+    if (style.position === "fixed") return [`${name} has a fixed position`];
+    const cut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+    return cut ? [`${name} is cut on the right`] : [];
+  });
+}"""
 CONTRAST = {"runOnly": ["color-contrast"]}
 # Scripts of guide/static beside what Python computed: (file of GUIDE_DATA, page, function of the
 # cases that returns those that differ). The digest is FNV-1a, as in build.py.
@@ -89,6 +102,13 @@ def inspect(browser: Browser, page: Path) -> Iterator[str]:
                         found.append(f"{name}: low contrast: {node['html'][:120]}")
             tab.context.close()
             yield from found
+    found = []
+    tab = opened(browser, page, PAPER, "light", found)
+    tab.emulate_media(media="print")
+    for fault in tab.evaluate(PRINT_FAULTS):
+        found.append(f"{page.name} in print: {fault}")
+    tab.context.close()
+    yield from found
 
 
 def compare(browser: Browser, site: Path, name: str, page: str, script: str) -> Iterator[str]:

@@ -42,7 +42,7 @@ SIZES = {
 
 
 def mostly_long(names, *always):
-    """Return parameters of a test: the others than `always` have the mark `long`."""
+    """Return parameters for parametrize. All but `always` have the mark `long`."""
     assert set(always) <= set(names)
     return [n if n in always else pytest.param(n, marks=pytest.mark.long) for n in names]
 
