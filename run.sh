@@ -33,6 +33,8 @@
 #   JAX_PLATFORMS              without an accelerator: cpu, so that libtpu does not look for a TPU
 #   GLIBC_TUNABLES             without an accelerator: keep freed memory, in large pages. Otherwise
 #                              each step requests its memory from the kernel page by page
+#   UV_COMPILE_BYTECODE        with PYTHONDONTWRITEBYTECODE: 1, so that packages are compiled when they
+#                              are installed, and not at each start
 #   XLA_PYTHON_CLIENT_MEM_FRACTION
 #                              with a GPU: the share of its memory that jax uses; 0.92, since jax's
 #                              default of 0.75 leaves a quarter unused
@@ -229,6 +231,11 @@ main() {
     return
   fi
   local extra locks
+  # If Python may not write the bytecode of packages, as in many container images, each start would
+  # compile them again, in 6 s. So uv does it.
+  if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then
+    export UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
+  fi
   extra=$(machine)
   locks=$(needed_locks "$extra" "$@")
   is_ready "$locks" || set_up "$locks"

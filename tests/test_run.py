@@ -20,6 +20,7 @@ DRIVER = {"cpu": "470.82.01", "cuda12": "550.54.14", "cuda13": "580.65.06"}
 # Stand-ins, so that nothing is installed and no device is looked for.
 UV = """#!/bin/sh
 echo "uv $*" >>calls
+echo "${UV_COMPILE_BYTECODE:-no}" >>bytecode
 if [ "$1" = venv ]; then mkdir -p .venv/bin && cp "$STUBS/in-venv" .venv/bin/python; fi
 if [ -e "killed-in-$1" ]; then kill -9 $PPID; fi
 if [ -e "fails-in-$1" ]; then echo "no route to host"; exit 1; fi
@@ -122,6 +123,22 @@ def test_the_environment_is_set_up_once(checkout):
     second = checkout.run("true")
     assert checkout.calls == []
     assert "setting up" not in second.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, compiled",
+    [
+        ({}, "no"),
+        ({"PYTHONDONTWRITEBYTECODE": ""}, "no"),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, "1"),
+        ({"PYTHONDONTWRITEBYTECODE": "1", "UV_COMPILE_BYTECODE": "0"}, "0"),
+    ],
+)
+def test_packages_are_compiled_at_their_installation_if_python_may_not_do_it_later(
+    checkout, environment, compiled
+):
+    assert checkout.run("true", **environment).returncode == 0
+    assert (checkout.folder / "bytecode").read_text().split() == [compiled, compiled]
 
 
 def test_two_that_start_at_once_set_up_one_environment(checkout):
