@@ -126,6 +126,7 @@ def bucket(bucket_server, abandoned_connections, monkeypatch):
     made = bucket_server.bucket()
     yield made
     made.clear_faults()
+    bucket_server.remove_buckets()
 
 
 # --- a small disk ---------------------------------------------------------------------------------

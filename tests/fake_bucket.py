@@ -267,6 +267,12 @@ class Server:
         self._buckets[bucket.name] = bucket
         return bucket
 
+    def remove_buckets(self) -> None:
+        """Remove all buckets. The emulator writes a list of all objects whenever one is added."""
+        with self._one:
+            removed = self._emulated("GET", "/wipe", {}, b"")
+        assert removed.status == 200, removed
+
     def answer(
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> tuple[Answer | None, bool]:

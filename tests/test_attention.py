@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import attention
 import reference
 import utils
-from common import config_of, mesh_of, relative_error
+from common import config_of, mesh_of, mostly_long, relative_error
 
 B, T, N, A, W = 4, 640, 4, 24, 16  # five blocks of 128 positions
 SCALE = 0.3  # of scores: not 1 / sqrt(A)
@@ -69,12 +69,12 @@ def rematted(layer, remat):
     [
         ((1, 1, 1), "none", "splash", True),
         ((2, 1, 4), "attention", "splash", True),
-        ((2, 2, 2), "full", "splash", False),
+        pytest.param((2, 2, 2), "full", "splash", False, marks=pytest.mark.long),
         ((4, 1, 2), "none", "splash", False),
         ((1, 1, 1), "none", "cudnn", False),
         ((2, 1, 4), "attention", "cudnn", False),
         ((2, 2, 2), "full", "cudnn", False),
-        ((1, 1, 1), "none", "triton", True),
+        pytest.param((1, 1, 1), "none", "triton", True, marks=pytest.mark.long),
         ((2, 1, 4), "attention", "triton", True),
         ((2, 2, 2), "full", "triton", False),
     ],
@@ -139,7 +139,7 @@ def test_fewer_key_heads_and_a_window_match_plain_attention(kernel, window):
         assert relative_error(one, other) <= 1e-5, name
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
+@pytest.mark.parametrize("kernel", mostly_long(["splash", "cudnn", "triton"], "cudnn", "triton"))
 def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
     ids = None if kernel == "cudnn" else documents()
 

@@ -83,6 +83,7 @@ def test_step_prints_rates_of_a_real_step(capsys):
     assert "MFU            unknown: hardware.py has no peak for 'cpu'" in text
 
 
+@pytest.mark.long
 def test_experts_compares_dropless_with_capacity(capsys, monkeypatch):
     sizes = "--model.num_hidden_layers 2 --model.hidden_size 32 --model.moe_intermediate_size 16"
     small = f"{ONE_DEVICE} {sizes} --model.num_attention_heads 2 --model.vocab_size 256"

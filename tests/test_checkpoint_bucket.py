@@ -1,5 +1,6 @@
 """Checkpoints in a bucket: as in a folder, with requests that fail or change on the way."""
 
+import functools
 import gc
 import shutil
 import types
@@ -45,8 +46,10 @@ def folder(bucket, monkeypatch):
     at_once = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 1000))
     monkeypatch.setattr(gcsfs.retry, "asyncio", at_once)
     monkeypatch.setattr(buckets, "RETRY_S", 0.5)
+    gc.freeze()  # the collection below, of what this test leaves, need not search all else
     yield f"{bucket.url}/run/checkpoints"
     gc.collect()  # what late writes leave is collected here, and not in another test
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,13 @@ def steps_1_2(bucket, folder, contents):
     return folder
 
 
+@functools.cache
+def client():
+    return storage.Client(project=None)
+
+
 def blob(bucket, name):
-    return storage.Client(project=None).bucket(bucket.name).blob(name)
+    return client().bucket(bucket.name).blob(name)
 
 
 def put(bucket, name, content):
@@ -82,7 +90,7 @@ def put(bucket, name, content):
 
 
 def names_in(bucket, below="run/checkpoints/"):
-    return {b.name for b in storage.Client(project=None).list_blobs(bucket.name, prefix=below)}
+    return {b.name for b in client().list_blobs(bucket.name, prefix=below)}
 
 
 def steps_in(bucket):

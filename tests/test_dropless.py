@@ -84,9 +84,7 @@ def expected(routing):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(
-    "name", mostly_long(MESHES, "2x1x4", "1x2x4", "2x2x2_virtual", "2x1x2x2_virtual")
-)
+@pytest.mark.parametrize("name", mostly_long(MESHES, "2x1x4", "2x2x2_virtual"))
 def test_loss_and_gradients_match_the_reference_under_any_routing(name, routing):
     config, mesh = dropless_config(name), mesh_of(dropless_config(name))
     w = transformer_of(config, mesh, tree_of(routing))

@@ -102,7 +102,7 @@ def trained(name):
     return config, canonical(config, grads), stats, wanted(tree, batch, config.model)
 
 
-@pytest.mark.parametrize("name", mostly_long(CASES, "1x1x4", "2x2x2", "1x1x2_splash"))
+@pytest.mark.parametrize("name", mostly_long(CASES, "2x2x2", "1x1x2_splash"))
 def test_loss_and_gradients_match_the_one_device_reference(name):
     _, grads, stats, ((loss, _), wanted) = trained(name)
     assert relative_error(stats.loss, loss) <= BOUND
@@ -138,9 +138,14 @@ def decoded(config, tree):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("Llama 3", (2, 1, 2)), ("Qwen2", (1, 1, 1)), ("Qwen3", (1, 1, 4)), ("Mistral", (2, 1, 2)),
-     ("all", (1, 1, 4))],
-)  # fmt: skip
+    [
+        ("Llama 3", (2, 1, 2)),
+        pytest.param("Qwen2", (1, 1, 1), marks=pytest.mark.long),
+        pytest.param("Qwen3", (1, 1, 4), marks=pytest.mark.long),
+        pytest.param("Mistral", (2, 1, 2), marks=pytest.mark.long),
+        ("all", (1, 1, 4)),
+    ],
+)
 def test_decoding_gives_the_logits_of_the_full_forward_pass(name, shape, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 8)
     train = {"microbatches": 1, "global_batch_size": 4, "seq_len": 24}

@@ -722,6 +722,7 @@ def test_a_run_that_restarts_after_a_kill_ends_with_the_bits_of_an_undisturbed_o
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.long
 def test_a_stop_ends_all_processes_with_a_checkpoint(two, undisturbed):
     two.start("--", *train("stopped", "--train.steps", "500"))
     folder = wait_for_checkpoint(two, "stopped", SAVES).parent.parent

@@ -144,14 +144,7 @@ CASES = {
 }
 SAME_MODEL = ["1x1x1", "2x2x2", "2x2x2_virtual", "2x2x2x1"]
 WITH_EXPERTS = [name for name in CASES if CASES[name].model.moe_layers]
-OFTEN = (
-    "1x1x1",
-    "2x2x2_virtual",
-    "2x2x2_dense",
-    "2x2x2_virtual_moe",
-    "1x1x4_splash",
-    "2x1x2x2_virtual",
-)
+OFTEN = "1x1x1", "2x2x2_virtual", "2x2x2_virtual_moe", "2x1x2x2_virtual"
 
 
 class Trained(NamedTuple):

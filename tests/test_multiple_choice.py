@@ -13,7 +13,7 @@ import model
 import reference
 import train
 import validate
-from common import canonical
+from common import canonical, mostly_long
 from data.tokenizer import encode_continuation, load_tokenizer
 from hf_run import write_sentencepiece
 from inference import multiple_choice
@@ -24,6 +24,8 @@ QUESTIONS = [
     {"prompt": "", "choices": ["def", "class A:\n    pass"], "answer": 0},
     {"prompt": "x = 1\n" * 30, "choices": ["return", "for i in range(9):"], "answer": 0},
 ]
+
+OTHER_MESH = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def expected(whole):
     return [[score(q["prompt"], choice) for choice in q["choices"]] for q in QUESTIONS]
 
 
-@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+@pytest.mark.parametrize("mesh", mostly_long(["", OTHER_MESH], OTHER_MESH))
 def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expected, capsys):
     flags = ["--run", str(whole), "--questions", str(file), "--json", *mesh.split()]
     validate.main([*flags, "--train.microbatches", "2"])
@@ -74,7 +76,7 @@ def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expecte
     assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
 
 
-@pytest.mark.parametrize("mesh", ["", "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"])
+@pytest.mark.parametrize("mesh", mostly_long(["", OTHER_MESH], OTHER_MESH))
 def test_a_greedy_text_is_recognized(mesh, whole):
     flags = [*mesh.split(), "--train.microbatches=2"]
     config = resume.config_of(run_directory.at(whole), flags, validate.Flags)

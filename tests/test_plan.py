@@ -169,7 +169,7 @@ def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(
     assert "autotunes kernels" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_picture_has_a_bar_for_each_mesh(tmp_path):
     _, config = make_compiled.config_of("jaxformer")
     chip = hardware.CHIPS["v4"]

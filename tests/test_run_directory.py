@@ -412,7 +412,7 @@ def test_a_corpus_in_a_bucket_trains_with_the_losses_of_one_on_a_disk(
     assert len(jsonl.read(tmp_path / "bucket" / "metrics.jsonl")) > 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
     bucket, url, data, monkeypatch
 ):
@@ -433,7 +433,7 @@ def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
     assert len(losses(fresh(url).files)) == 3 and fresh(url).saved_steps() == [2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(bucket, url, data, monkeypatch):
     flags = ["--run.dir", f"{bucket.url}/runs", "--run.name", "x", "--checkpoint.every_steps", "2"]
     here = main.Loop._record

@@ -177,7 +177,7 @@ def test_the_router_bias_moves_by_the_sign_of_mean_load_minus_load():
 
 
 def test_the_router_bias_does_not_move_if_its_speed_is_0():
-    assert not run("2x2x2").states[-1]["blocks"]["moe"]["moe"]["bias"].any()
+    assert not run("2x2x2_virtual").states[-1]["blocks"]["moe"]["moe"]["bias"].any()
 
 
 # --- one step ----------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def test_the_modelling_file_has_the_rotary_frequencies_of_the_model(fields):
     assert scores == pytest.approx(attention.softmax_scale(m, 1))
 
 
+@pytest.mark.long
 def test_a_trained_run_has_the_same_loss_and_text_in_transformers(whole, tmp_path, capsys):
     import generate
     import validate
