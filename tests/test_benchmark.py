@@ -101,6 +101,7 @@ def test_experts_compares_dropless_with_capacity(capsys, monkeypatch):
         experts.main(["--factors"])
 
 
+@pytest.mark.long
 def test_mesh_compares_one_device_with_eight_and_compile_times(fast_step, capsys):
     mesh.main([])
     text = capsys.readouterr().out

@@ -179,6 +179,7 @@ def test_a_finished_run_started_again_prints_its_result_and_trains_nothing(
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_finished_run_without_plots_draws_the_missing_ones(whole, data, runs, monkeypatch):
     monkeypatch.setattr(main, "Loop", None)
     files = sorted((whole / "plots").iterdir())

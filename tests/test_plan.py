@@ -46,7 +46,8 @@ def planned(capsys, *flags):
 @pytest.mark.slow
 def test_a_plan_starts_no_device():
     """A platform that does not exist is an error when jax looks for devices."""
-    flags = [*JAXFORMER, "--chip", "v4", "--chips", "32", "--search", "--json"]
+    config = str(ROOT / "configs" / "dense_124m.toml")
+    flags = ["--config", config, "--chip", "v4", "--chips", "32", "--search", "--json"]
     environment = os.environ | {"JAX_PLATFORMS": "none_such"}
     command = [sys.executable, str(ROOT / "plan.py"), *flags]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -99,6 +100,7 @@ def test_another_number_of_chips_searches_for_the_best_mesh(capsys):
     assert same["predicted"] == found["predicted"]
 
 
+@pytest.mark.long
 def test_sizes_that_only_the_mesh_of_the_file_forbids_are_accepted(capsys):
     """32 sequences are too few for 8 microbatches on 8 fsdp ranks, which 4 chips do not have."""
     found = planned(capsys, *JAXFORMER, "--chips", "4", "--train.global_batch_size", "32")

@@ -496,6 +496,7 @@ def test_a_run_that_would_remove_records_without_a_checkpoint_is_refused(
         resume.resolve(cli.parse([*flags, str(now)]))
 
 
+@pytest.mark.long
 def test_a_run_that_saves_no_checkpoints_keeps_its_records_when_it_is_started_again(data, tmp_path):
     flags = ["--train.steps", "2", "--checkpoint.every_steps", "0", "--sample.prompts"]
     folder = start(data, tmp_path, "x", *flags)
