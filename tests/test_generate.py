@@ -36,7 +36,7 @@ def test_a_completion_does_not_depend_on_the_batch_or_the_mesh(printed, file):
     assert printed(*file, "--mesh.fsdp", "4", "--mesh.tensor", "2") == alone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampled_completion_does_not_depend_on_the_batch(printed, file):
     warm = [*file[:2], "--tokens", "9", "--seed", "3", "--top_k", "50", "--top_p", "0.9"]
     assert printed(*warm) == printed(*warm, "--batch", "3")

@@ -115,15 +115,11 @@ def test_a_stopped_run_saves_at_once_and_catches_up_when_it_resumes(whole, data,
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "flags", "message"),
     [
-        pytest.param(
-            "_stop_if_diverged",
-            "--checkpoint.every_steps 0",
-            "Nothing is saved, as --checkpoint",
-            marks=pytest.mark.long,
-        ),
+        ("_stop_if_diverged", "--checkpoint.every_steps 0", "Nothing is saved, as --checkpoint"),
         ("_evaluate_and_sample", "", "No step is saved yet. Start the run again"),
     ],
 )

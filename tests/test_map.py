@@ -356,7 +356,8 @@ def test_a_preparation_into_a_bucket_resumes_after_a_kill(source, whole, bucket,
         ("c.parquet", 403, AccessDenied),
         ("a.jsonl", 403, AccessDenied),
         ("d.jsonl.gz", 403, AccessDenied),
-        ("d.jsonl.gz", 503, Unavailable),  # gcsfs retries for half a minute
+        # gcsfs retries for half a minute
+        pytest.param("d.jsonl.gz", 503, Unavailable, marks=pytest.mark.long),
     ],
 )
 def test_an_unavailable_bucket_is_not_a_damaged_source(source, bucket, name, status, raised):

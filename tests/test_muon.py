@@ -351,8 +351,8 @@ def run(name):
     return config, canonical(config, state.weights), state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_long(list(MESHES)[1:], "2x2x2_virtual"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(MESHES)[1:])
 def test_five_steps_end_at_the_same_weights_on_every_mesh(name):
     (_, one, _), (_, other, state) = run("1x1x1"), run(name)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
