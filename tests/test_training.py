@@ -116,7 +116,7 @@ def run(name, bias_speed=0.0):
     )
 
 
-OTHERS = mostly_long(list(RUN_MESHES)[1:], "2x2x2_virtual", "2x1x2x2_virtual")
+OTHERS = mostly_long(list(RUN_MESHES)[1:], "2x2x2_virtual")
 
 
 @pytest.mark.slow
