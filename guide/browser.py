@@ -34,7 +34,8 @@ PRINT_FAULTS = """() => {
 }"""
 CONTRAST = {"runOnly": ["color-contrast"]}
 # The contrast of a text depends on its color and size and on what is behind it. Of the texts that
-# share these, such as the words of listings, axe sees one, and takes a fifth of the time.
+# share these, such as the words of listings, axe sees one, and takes a fifth of the time. It does
+# not judge texts of one character, nor hidden ones, so these do not stand for others.
 KEEP_ONE_OF_A_KIND = """() => {
   document.querySelectorAll("details").forEach(d => d.open = true);
   const kinds = new Set(), looks = new Map();
@@ -48,8 +49,10 @@ KEEP_ONE_OF_A_KIND = """() => {
     return looks.get(e);
   };
   for (const e of document.querySelectorAll("body *")) look(e);
-  for (const e of document.querySelectorAll("body *"))
-    if (!e.children.length) kinds.has(look(e)) ? e.remove() : kinds.add(look(e));
+  const words = [...document.querySelectorAll("body *")].filter(
+    e => !e.children.length && e.textContent.trim().length > 1 && e.checkVisibility({
+      opacityProperty: true, visibilityProperty: true, contentVisibilityAuto: true }));
+  for (const e of words) kinds.has(look(e)) ? e.remove() : kinds.add(look(e));
 }"""
 # Scripts of guide/static beside what Python computed: (file of GUIDE_DATA, page, function of the
 # cases that returns those that differ). The digest is FNV-1a, as in build.py.

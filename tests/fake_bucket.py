@@ -268,7 +268,7 @@ class Server:
         return bucket
 
     def remove_buckets(self) -> None:
-        """Remove all buckets. The emulator writes a list of all objects whenever one is added."""
+        """Remove all buckets. The emulator writes a list of all objects with each new one."""
         with self._one:
             removed = self._emulated("GET", "/wipe", {}, b"")
         assert removed.status == 200, removed

@@ -43,15 +43,25 @@ def planned(capsys, *flags):
     return json.loads(capsys.readouterr().out)
 
 
+SEARCH = ["--chips", "32", "--search"]
+
+
 @pytest.mark.slow
-def test_a_plan_starts_no_device():
+@pytest.mark.parametrize(
+    ("config", "flags", "found"),
+    [
+        ("jaxformer_1b", [], "predicted"),
+        ("dense_124m", SEARCH, "search"),
+        pytest.param("jaxformer_1b", SEARCH, "search", marks=pytest.mark.long),
+    ],
+)
+def test_a_plan_starts_no_device(config, flags, found):
     """A platform that does not exist is an error when jax looks for devices."""
-    config = str(ROOT / "configs" / "dense_124m.toml")
-    flags = ["--config", config, "--chip", "v4", "--chips", "32", "--search", "--json"]
     environment = os.environ | {"JAX_PLATFORMS": "none_such"}
+    flags = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--chip", "v4", *flags, "--json"]
     command = [sys.executable, str(ROOT / "plan.py"), *flags]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert len(json.loads(run.stdout)["search"]) > 5
+    assert len(json.loads(run.stdout)[found]) > 5
 
 
 def test_json_has_the_figures_of_the_tables(capsys):
