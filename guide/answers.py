@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from pages import PageError, Problem
 
@@ -50,7 +52,6 @@ def config_of(name: str, fsdp: int = 1, pipeline: int = 1, tensor: int = 1, virt
 
 def weights_of(config: utils.Config) -> dict[str, object]:
     """Return {name: Weight} of a config."""
-    import jax
 
     return {w.name: w for w in jax.tree.leaves(model.declare(config))}
 
@@ -100,8 +101,6 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
     part      mlp or attention.
     backward  whether the gradients of weights and input are computed as well.
     """
-    import jax
-    import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
     import sharded_model
@@ -161,7 +160,6 @@ def line_starts(content: bytes, begins: Sequence[int]) -> list[int]:
 
 def equal_scores(first: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[str]:
     """Return whether the scores of a query and a key at these positions equal that of `first`."""
-    import jax.numpy as jnp
 
     m, rng = config_of("jaxformer_1b").model, np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, m.qk_rope_head_dim)), jnp.float32)
@@ -224,7 +222,6 @@ def experts_config(experts: int, K: int) -> utils.Model:
 
 def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> list[float]:
     """Return the experts of a token with these scores, the best first, and then their weights."""
-    import jax.numpy as jnp
 
     E = len(scores)
     logits = np.log(scores) - np.log1p(-np.array(scores))
@@ -248,16 +245,21 @@ def enough_tiles(tokens: int, K: int, experts: int, tile: int) -> int:
     return tokens * K // tile + experts
 
 
+# Compiled once for each size, and not operation by operation.
+ASSIGN_SLOTS = jax.jit(model.assign_slots, static_argnums=(1, 2))
+SORT_CHOICES = jax.jit(model.sort_choices, static_argnums=(1, 2, 3))
+
+
 def assigned(choice: Sequence[Sequence[int]], experts: int, capacity: int) -> list[list[int]]:
     """Return the slot of each choice [tokens, K] of one sequence; -1 for a dropped one."""
-    slot_nK, _ = model.assign_slots(np.asarray(choice, np.int32)[None], experts, capacity)
+    slot_nK, _ = ASSIGN_SLOTS(np.asarray(choice, np.int32)[None], experts, capacity)
     found = np.asarray(slot_nK)
     return np.where(found == experts * capacity, -1, found).tolist()
 
 
 def tiles_of(choice: Sequence[Sequence[int]], experts: int, tile: int) -> int:
     """Return how many tiles the choices [tokens, K] fill."""
-    choices = model.sort_choices(np.asarray(choice, np.int32), experts, 0, tile)
+    choices = SORT_CHOICES(np.asarray(choice, np.int32), experts, 0, tile)
     return int(choices.last_e[-1])
 
 

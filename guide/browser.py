@@ -10,6 +10,7 @@ what is cut or covered. Results of the scripts of guide/static are compared with
 (COMPARED).
 """
 
+import itertools
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 WIDTHS, HEIGHT = (360, 768, 1280), 900
+SCHEMES = "light", "dark"
 PAPER = 673  # pixels of an A4 page between the margins of guide.css
 # In print nothing scrolls, and what has a fixed position covers text on each page.
 PRINT_FAULTS = """() => {
@@ -32,27 +34,30 @@ PRINT_FAULTS = """() => {
     return cut ? [`${name} is cut on the right`] : [];
   });
 }"""
-CONTRAST = {"runOnly": ["color-contrast"]}
+CONTRAST = {"runOnly": ["color-contrast"], "resultTypes": ["violations"]}
 # The contrast of a text depends on its color and size and on what is behind it. Of the texts that
-# share these, such as the words of listings, axe sees one, and takes a fifth of the time. It does
-# not judge texts of one character, nor hidden ones, so these do not stand for others.
-KEEP_ONE_OF_A_KIND = """() => {
+# share these in both color schemes, such as the words of listings, axe sees one, and takes a fifth
+# of the time. It does not judge texts of one character, nor hidden ones, so these do not stand for
+# others.
+NOTE_LOOKS = """() => {
   document.querySelectorAll("details").forEach(d => d.open = true);
-  const kinds = new Set(), looks = new Map();
-  const look = e => {
-    if (!e) return "";
-    if (!looks.has(e)) {
-      const s = getComputedStyle(e);
-      const own = [s.color, s.fontSize, s.fontWeight, s.opacity, s.backgroundColor];
-      looks.set(e, `${own} ${s.backgroundImage} ${s.position}; ${look(e.parentElement)}`);
-    }
-    return looks.get(e);
-  };
-  for (const e of document.querySelectorAll("body *")) look(e);
-  const words = [...document.querySelectorAll("body *")].filter(
-    e => !e.children.length && e.textContent.trim().length > 1 && e.checkVisibility({
-      opacityProperty: true, visibilityProperty: true, contentVisibilityAuto: true }));
-  for (const e of words) kinds.has(look(e)) ? e.remove() : kinds.add(look(e));
+  const scheme = document.body.looks?.length ?? 0;
+  for (const e of document.querySelectorAll("html, body, body *")) {
+    const s = getComputedStyle(e);
+    const shown = e.checkVisibility({
+      opacityProperty: true, visibilityProperty: true, contentVisibilityAuto: true });
+    const own = [shown, s.color, s.fontSize, s.fontWeight, s.opacity, s.backgroundColor];
+    (e.looks ??= [])[scheme] =
+      `${own} ${s.backgroundImage} ${s.position}; ${e.parentElement?.looks[scheme]}`;
+  }
+}"""
+KEEP_ONE_OF_A_LOOK = """() => {
+  const seen = new Set();
+  for (const e of document.querySelectorAll("body *")) {
+    if (e.children.length || e.textContent.trim().length < 2) continue;
+    const look = e.looks.join(" ");
+    seen.has(look) ? e.remove() : seen.add(look);
+  }
 }"""
 # Scripts of guide/static beside what Python computed: (file of GUIDE_DATA, page, function of the
 # cases that returns those that differ). The digest is FNV-1a, as in build.py.
@@ -82,70 +87,64 @@ COMPARED = (
 )  # fmt: skip
 
 
-def opened(browser: Browser, page: Path, scheme: str, found: list[str]) -> Page:
-    """Open a page, and append its errors and requests to `found`."""
-    context = browser.new_context(
-        viewport={"width": max(WIDTHS), "height": HEIGHT}, color_scheme=scheme, offline=True
-    )
-    tab = context.new_page()
-    name = f"{page.name}, {scheme}"
+def new_tab(browser: Browser, found: list[str]) -> Page:
+    """Return a tab that appends errors and requests of its pages to `found`."""
+    tab = browser.new_page(viewport={"width": max(WIDTHS), "height": HEIGHT}, offline=True)
+
+    def note(what: str) -> None:
+        found.append(f"{Path(tab.url).name}: {what}")
 
     def request(seen: object) -> None:
         if not seen.url.startswith(("file:", "data:")):
-            found.append(f"{name}: requests {seen.url}")
-
-    def failed(seen: object) -> None:
-        found.append(f"{name}: {seen.url} is missing")
+            note(f"requests {seen.url}")
 
     tab.on("request", request)
-    tab.on("requestfailed", failed)
-    tab.on("console", lambda m: m.type == "error" and found.append(f"{name}: console: {m.text}"))
-    tab.on("pageerror", lambda error: found.append(f"{name}: {error}"))
-    tab.goto(page.as_uri())
+    tab.on("requestfailed", lambda seen: note(f"{seen.url} is missing"))
+    tab.on("console", lambda seen: seen.type == "error" and note(f"console: {seen.text}"))
+    tab.on("pageerror", lambda error: note(str(error)))
     return tab
 
 
-def inspect(browser: Browser, page: Path) -> Iterator[str]:
-    found: list[str] = []
-    for scheme in ("light", "dark"):
-        tab = opened(browser, page, scheme, found)
-        if tab.evaluate("[...document.images].some(i => !i.naturalWidth)"):
-            found.append(f"{page.name}: an image is missing")
+def inspect(tab: Page, page: Path) -> Iterator[str]:
+    tab.goto(page.as_uri())
+    if tab.evaluate("[...document.images].some(i => !i.naturalWidth)"):
+        yield f"{page.name}: an image is missing"
+    for scheme in SCHEMES:
+        tab.emulate_media(media="screen", color_scheme=scheme)
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": HEIGHT})
             over = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if over > 0:
-                found.append(f"{page.name} is {over} px wider than {width} px, {scheme}")
+                yield f"{page.name} is {over} px wider than {width} px, {scheme}"
+        tab.evaluate(NOTE_LOOKS)
         tab.set_viewport_size({"width": PAPER, "height": HEIGHT})
         tab.emulate_media(media="print")
         for fault in tab.evaluate(PRINT_FAULTS):
-            found.append(f"{page.name} in print, {scheme}: {fault}")
-        tab.set_viewport_size({"width": max(WIDTHS), "height": HEIGHT})
-        tab.emulate_media(media="screen")
-        tab.evaluate(KEEP_ONE_OF_A_KIND)
+            yield f"{page.name} in print, {scheme}: {fault}"
+    tab.set_viewport_size({"width": max(WIDTHS), "height": HEIGHT})
+    tab.evaluate(KEEP_ONE_OF_A_LOOK)
+    for scheme in SCHEMES:
+        tab.emulate_media(media="screen", color_scheme=scheme)
         for violation in Axe().run(tab, options=CONTRAST).response["violations"]:
             for node in violation["nodes"][:5]:
-                found.append(f"{page.name}, {scheme}: low contrast: {node['html'][:120]}")
-        tab.context.close()
-    yield from found
+                yield f"{page.name}, {scheme}: low contrast: {node['html'][:120]}"
 
 
-def compare(browser: Browser, site: Path, name: str, page: str, script: str) -> Iterator[str]:
-    found: list[str] = []
-    tab = opened(browser, site / f"{page}.html", "light", found)
+def compare(tab: Page, site: Path, name: str, page: str, script: str) -> Iterator[str]:
+    tab.goto((site / f"{page}.html").as_uri())
     cases = json.loads(Path(os.environ["GUIDE_DATA"], f"{name}.json").read_text())
     for case in tab.evaluate(script, cases):
         yield f"{page}.html differs from {name} by Python for {case}"
-    tab.context.close()
-    yield from found
 
 
 def main(chromium: str, site: Path, arguments: list[str]) -> int:
     pages = sorted(page for page in site.glob("*.html") if page.name != "search.html")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        found: list[str] = []
+        tab = new_tab(browser, found)
         if arguments[:1] == ["--pdf"]:
-            tab = opened(browser, Path(arguments[1]), "light", [])
+            tab.goto(Path(arguments[1]).as_uri())
             tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             tab.pdf(
                 path=arguments[2],
@@ -157,17 +156,17 @@ def main(chromium: str, site: Path, arguments: list[str]) -> int:
             )
             return 0
         if arguments[:1] == ["--shots"]:
-            for page in pages:
-                for scheme in ("light", "dark"):
-                    tab = opened(browser, page, scheme, [])
-                    for width in WIDTHS:
-                        tab.set_viewport_size({"width": width, "height": HEIGHT})
-                        name = f"{page.stem}-{width}-{scheme}.png"
-                        tab.screenshot(path=f"{arguments[1]}/{name}", full_page=True)
+            for page, scheme, width in itertools.product(pages, SCHEMES, WIDTHS):
+                tab.emulate_media(color_scheme=scheme)
+                tab.set_viewport_size({"width": width, "height": HEIGHT})
+                tab.goto(page.as_uri())
+                name = f"{page.stem}-{width}-{scheme}.png"
+                tab.screenshot(path=f"{arguments[1]}/{name}", full_page=True)
             return 0
-        found = [finding for page in pages for finding in inspect(browser, page)]
+        for page in pages:
+            found += [*inspect(tab, page)]
         for name, page, script in COMPARED:
-            found += compare(browser, site, name, page, script)
+            found += [*compare(tab, site, name, page, script)]
     print("\n".join(found) or f"{len(pages)} pages, no findings")
     return int(bool(found))
 

@@ -1,14 +1,12 @@
 """Run every test on 8 CPU devices with strict types."""
 
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import warnings
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from processes import FAST, ROOT, with_flags
 
 # Devices that share two cores reach a collective late: long timeouts, so that a slow test passes.
 XLA_FLAGS = (
@@ -19,20 +17,6 @@ XLA_FLAGS = (
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # run.sh says why
     "--xla_disable_hlo_passes=simplify-while-loops",
 )
-
-# A program of a test runs a few times, so XLA need not optimize its code. Sums and collectives are
-# the same.
-FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
-# The older code generator takes a third of the time to compile. Later versions do not have it.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FAST += ("--xla_cpu_use_fusion_emitters=false",)
-
-
-def with_flags(given: str, flags: tuple[str, ...]) -> str:
-    """Return the given flags, and those of `flags` whose name is not among them."""
-    names = {flag.split("=")[0] for flag in given.split()}
-    return " ".join([*given.split(), *(f for f in flags if f.split("=")[0] not in names)])
-
 
 # Read once, when jax is imported, so set before that.
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,6 +1,7 @@
 """Start the processes of a job on this machine with CPU devices; a small model for them."""
 
 import contextlib
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -12,6 +13,13 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600  # of one process
+
+# A program of a test runs a few times, so XLA need not optimize its code. Sums and collectives are
+# the same.
+FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+# The older code generator takes a third of the time to compile. Later versions do not have it.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FAST += ("--xla_cpu_use_fusion_emitters=false",)
 
 # A mesh changes only rounding here: experts are dropless, and the balancing bias, which depends on
 # the sign of a difference, is constant.
@@ -30,9 +38,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def with_flags(given: str, flags: tuple[str, ...]) -> str:
+    """Return the given flags, and those of `flags` whose name is not among them."""
+    names = {flag.split("=")[0] for flag in given.split()}
+    return " ".join([*given.split(), *(f for f in flags if f.split("=")[0] not in names)])
+
+
 def environments(count: int, devices: int, **more: str) -> list[dict[str, str]]:
     """Return the environment of each process of a job; `devices` are those of one process."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = with_flags(os.environ.get("XLA_FLAGS", ""), FAST).split()
     flags = [f for f in flags if "host_platform_device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     shared = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"} | more

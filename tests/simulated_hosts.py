@@ -26,8 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from conftest import FAST
-from processes import ROOT
+from processes import FAST, ROOT
 from utils import ConfigError
 
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")

@@ -18,7 +18,7 @@ import pytest
 
 import simulated_hosts
 import tiny_run
-from conftest import FAST, ROOT
+from processes import FAST, ROOT
 from simulated_hosts import FOLDER, SHARED, WAIT_S, wait_for, write_script
 
 SCRIPTS = ("launcher.sh", "debug_tpu.sh", "setup_tpu.sh", "launch/worker.sh")

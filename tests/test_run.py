@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import conftest
+import processes
 
 # Programs that macOS has too, and flock, which it has not.
 TOOLS = (
@@ -385,7 +386,7 @@ def test_flags_that_are_given_are_kept(ready):
     assert flags.startswith(given)
     assert flags.count("device_count") == 1
     assert sorted(flags.split()[2:]) == sorted(conftest.XLA_FLAGS[1:])
-    assert conftest.with_flags(given, conftest.XLA_FLAGS) == flags
+    assert processes.with_flags(given, conftest.XLA_FLAGS) == flags
 
 
 def test_a_gpu_machine_gets_no_simulated_devices_unless_jax_uses_the_cpu(checkout):
