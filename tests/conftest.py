@@ -55,6 +55,13 @@ def pytest_runtest_setup(item):
             )
 
 
+@pytest.fixture(autouse=True)
+def cached_programs():
+    """A test file or a test that turns the compilation cache off makes all later tests slow."""
+    yield
+    assert jax.config.jax_enable_compilation_cache
+
+
 # --- a tiny run that several files of tests inspect (tiny_run.py) ---------------------------------
 
 

@@ -51,8 +51,6 @@ from common import mesh_of, relative_error, transformer_of  # noqa: E402
 from inference import decode  # noqa: E402
 from runtime import cli, jsonl  # noqa: E402
 
-jax.config.update("jax_enable_compilation_cache", False)  # no program is compiled twice
-
 BOUND = 2e-5  # relative, of a loss or of the largest gradient of an array
 LOGITS = 1e-4
 STEPS = 1e-4  # of losses after steps on another mesh
@@ -408,4 +406,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_enable_compilation_cache", False)  # no program is compiled twice
     sys.exit(main())

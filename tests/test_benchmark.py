@@ -2,8 +2,11 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from functools import partial
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import benchmark
 import checkpoint
@@ -51,6 +54,28 @@ def test_the_rate_of_a_product_is_the_median_of_its_measurements(monkeypatch):
     monkeypatch.setattr(common.time, "perf_counter", lambda: next(ticks))
     rate = common.matmul_flops_per_s(64, common.jnp.float32, in_flight=2)
     assert rate == pytest.approx(2 * 64**3 * 2 / 2)  # a median of 2 s for two products
+
+
+def test_a_timed_compilation_reads_no_cache_and_a_later_one_does(tmp_path, request):
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    for name, value in zip(names, (str(tmp_path), 0), strict=True):
+        request.addfinalizer(partial(jax.config.update, name, getattr(jax.config, name)))
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    request.addfinalizer(compilation_cache.reset_cache)
+    hits = []
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+    )
+
+    def compiled():
+        jax.jit(lambda x: 3 * x + 1).lower(1.0).compile()
+        return len(hits)
+
+    assert compiled() == 0 and list(tmp_path.iterdir())
+    with common.without_compilation_cache():
+        assert compiled() == 0
+    assert compiled() == 1
 
 
 # --- step, mesh and reference, with a step that compiles at once ----------------------------------
