@@ -1,8 +1,11 @@
 """Run every test on 8 CPU devices with strict types."""
 
+import contextlib
+import fcntl
 import gc
 import importlib.util
 import os
+import shutil
 import subprocess
 import warnings
 
@@ -65,13 +68,26 @@ def cached_programs():
 # --- a tiny run that several files of tests inspect (tiny_run.py) ---------------------------------
 
 
+@contextlib.contextmanager
+def shared(tmp_path_factory, name):
+    """Yield a path that is the same in all processes of the tests, in one of them at a time."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / name
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Flags for shards of this project's own files."""
     from data import prepare
 
-    out = tmp_path_factory.mktemp("data")
-    prepare.main(["--source", str(ROOT), "--glob", "*.py", "--out", str(out), "--val-share", "0.2"])
+    with shared(tmp_path_factory, "data") as out:
+        if not out.exists():
+            source = ["--source", str(ROOT), "--glob", "*.py", "--val-share", "0.2"]
+            prepare.main([*source, "--out", str(out)])
     return ["--data.train", str(out / "train"), "--data.val", str(out / "val")]
 
 
@@ -81,11 +97,14 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(data, runs):
-    """The directory of a run of six steps that was never stopped."""
+def whole(data, runs, tmp_path_factory):
+    """The directory of a run of six steps that was never stopped; each process has a copy."""
     from tiny_run import start  # late: other files need not wait for main
 
-    return start(data, runs, "whole")
+    with shared(tmp_path_factory, "whole") as made:
+        if not made.exists():
+            shutil.copytree(start(data, runs, "whole"), made)
+        return shutil.copytree(made, runs / "whole", dirs_exist_ok=True)
 
 
 # --- an emulated bucket whose requests can fail (fake_bucket.py) ----------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 import generate
 
-LINES = ["import jax", "def test_a", "class A:", "return"]
+LINES = ["import jax", "def test_a", "return"]
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def test_a_completion_does_not_depend_on_the_batch_or_the_mesh(printed, file):
         printed("--prompt", line, "--temperature", "0", "--tokens", "9") for line in LINES
     )
     assert all(line in alone for line in LINES)
-    assert printed(*file) == printed(*file, "--batch", "3") == alone
+    assert printed(*file) == printed(*file, "--batch", "2") == alone
     assert printed(*file, "--mesh.fsdp", "4", "--mesh.tensor", "2") == alone
 
 
 @pytest.mark.long
 def test_a_sampled_completion_does_not_depend_on_the_batch(printed, file):
     warm = [*file[:2], "--tokens", "9", "--seed", "3", "--top_k", "50", "--top_p", "0.9"]
-    assert printed(*warm) == printed(*warm, "--batch", "3")
+    assert printed(*warm) == printed(*warm, "--batch", "2")
     assert printed(*warm) != printed(*warm, "--seed", "4")
 
 
