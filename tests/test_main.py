@@ -672,7 +672,10 @@ def test_a_device_that_differs_is_named_by_all_processes_and_its_state_is_not_sa
     assert saved == ["3"]
 
 
-@pytest.mark.parametrize(("before", "now"), [(5.0, 5.0), (5.0, 0.0), (0.0, 5.0)])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [pytest.param(5.0, 5.0, marks=pytest.mark.long), (5.0, 0.0), (0.0, 5.0)],
+)
 def test_a_run_resumes_with_skip_spikes_turned_on_or_off(before, now, tmp_path):
     config = config_of((2, 2, 2))
     mesh, declared = mesh_of(config), model.declare(config)

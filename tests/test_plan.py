@@ -51,7 +51,7 @@ SEARCH = ["--chips", "32", "--search"]
     ("config", "flags", "found"),
     [
         ("jaxformer_1b", [], "predicted"),
-        ("dense_124m", SEARCH, "search"),
+        pytest.param("dense_124m", SEARCH, "search", marks=pytest.mark.long),
         pytest.param("jaxformer_1b", SEARCH, "search", marks=pytest.mark.long),
     ],
 )
