@@ -74,7 +74,8 @@ ASK = {
 
 @pytest.mark.parametrize("on", ASK)
 @pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
-def test_a_transient_failure_is_retried(bucket, prefix, on, kind):
+def test_a_transient_failure_is_retried(bucket, prefix, on, kind, monkeypatch):
+    monkeypatch.setattr(buckets, "RETRY_S", 20.0)  # the first pause is up to 1 s
     prefix.write("x", b"old")
     fault = bucket.fault(kind, on=on, times=1)
     ASK[on](prefix)

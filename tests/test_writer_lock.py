@@ -299,7 +299,8 @@ def test_a_bucket_that_does_not_exist_is_reported(bucket):
 
 
 @pytest.mark.parametrize("on", ["read", "upload", "look", "delete"])
-def test_a_transient_failure_changes_nothing(bucket, url, on):
+def test_a_transient_failure_changes_nothing(bucket, url, on, monkeypatch):
+    monkeypatch.setattr(buckets, "RETRY_S", 20.0)  # the first pause is up to 1 s
     fault = bucket.fault(503, on=on, times=1)
     with take(url) as stack:
         stack.held.check()
