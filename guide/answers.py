@@ -52,7 +52,6 @@ def config_of(name: str, fsdp: int = 1, pipeline: int = 1, tensor: int = 1, virt
 
 def weights_of(config: utils.Config) -> dict[str, object]:
     """Return {name: Weight} of a config."""
-
     return {w.name: w for w in jax.tree.leaves(model.declare(config))}
 
 
@@ -160,7 +159,6 @@ def line_starts(content: bytes, begins: Sequence[int]) -> list[int]:
 
 def equal_scores(first: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[str]:
     """Return whether the scores of a query and a key at these positions equal that of `first`."""
-
     m, rng = config_of("jaxformer_1b").model, np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, m.qk_rope_head_dim)), jnp.float32)
 
@@ -222,7 +220,6 @@ def experts_config(experts: int, K: int) -> utils.Model:
 
 def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> list[float]:
     """Return the experts of a token with these scores, the best first, and then their weights."""
-
     E = len(scores)
     logits = np.log(scores) - np.log1p(-np.array(scores))
     w = model.Moe(

@@ -58,11 +58,14 @@ def pytest_runtest_setup(item):
             )
 
 
+CACHE_ENABLED = jax.config.jax_enable_compilation_cache
+
+
 @pytest.fixture(autouse=True)
-def cached_programs():
-    """A test file or a test that turns the compilation cache off makes all later tests slow."""
+def compilation_cache_stays_enabled():
+    """Fail if a test, or the import of its file, disabled the cache: later tests would be slow."""
     yield
-    assert jax.config.jax_enable_compilation_cache
+    assert jax.config.jax_enable_compilation_cache == CACHE_ENABLED
 
 
 # --- a tiny run that several files of tests inspect (tiny_run.py) ---------------------------------
@@ -70,7 +73,7 @@ def cached_programs():
 
 @contextlib.contextmanager
 def shared(tmp_path_factory, name):
-    """Yield a path that is the same in all processes of the tests, in one of them at a time."""
+    """Yield a path that all processes of the tests share, to one of them at a time."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
