@@ -81,6 +81,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
         tokens = import_checkpoint.copy_tokenizer(
             flags.folder, flags.out / run_directory.TOKENIZER, table.get("eos_token_id")
         )
+        import_checkpoint.copy_settings(flags.folder, flags.out / run_directory.HF)
         arrays = import_checkpoint.read_arrays(found, mappings, files, Path(scratch))
         saved.made_by = provenance.describe_start(0)
         stacked = {f"weights.{mapping.name}": mapping.stack_dims for mapping in mappings}

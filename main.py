@@ -12,6 +12,7 @@ state, schedule and step count are new. The validation loss before the first ste
 
 import dataclasses
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -198,6 +199,11 @@ def _train(
             if is_primary():
                 kept = directory.folder(run_directory.TOKENIZER)
                 keep_files(data[0].manifest.tokenizer, kept)
+                if w is not None:
+                    base = run_directory.at(config.run.init_from).folder(run_directory.HF)
+                    if base.is_dir():
+                        kept = directory.folder(run_directory.HF)
+                        shutil.copytree(base, kept, dirs_exist_ok=True)
                 directory.upload(directory.files.rglob("*"))
             log(plan_line)
             if stop.reached():

@@ -39,8 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained({arguments})
 tokenizer = AutoTokenizer.from_pretrained({arguments})
-ids = tokenizer("def ", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))
+{prompt}
 ```
 
 No token is dropped by an expert here; training may drop tokens beyond an expert's capacity.
@@ -53,6 +52,14 @@ No token is dropped by an expert here; training may drop tokens beyond an expert
 ```toml
 {toml}```
 """
+
+PROMPT = """ids = tokenizer("def ", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))"""
+CHAT_PROMPT = """chat = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +127,28 @@ def write_folder(
                 bar.update(w.nbytes)
     if kind == OWN:
         shutil.copy(MODELING_FILE, out)
-    if tokenizer:
-        write_hugging_face(tokenizer, out, config.train.seq_len, tokens.get("chat_template"))
-    (out / "README.md").write_text(model_card(flags, run, config, step))
-    generation = {"eos_token_id": end_of_text, "pad_token_id": tokens["end_of_text"]}
-    generation["do_sample"] = True
-    write_json(out / "generation_config.json", generation)
+    base, generation = (_kept(run, name) for name in ("config.json", "generation_config.json"))
     table = model_config.to_hf(config, kind, flags.dtype, end_of_text)
+    table = model_config.with_base(table, base, config.train.seq_len)
+    is_chat = False
+    if tokenizer:
+        length, template = table["max_position_embeddings"], tokens.get("chat_template")
+        is_chat = write_hugging_face(tokenizer, out, length, template)
+    (out / "README.md").write_text(model_card(flags, run, config, step, is_chat))
+    if base:
+        ids = ("bos_token_id", "pad_token_id")
+        generation = {n: table[n] for n in ids if table[n] is not None} | generation
+    else:
+        generation = {"pad_token_id": tokens["end_of_text"], "do_sample": True}
+    write_json(out / "generation_config.json", generation | {"eos_token_id": end_of_text})
     write_json(out / "config.json", table)
     return CLASSES[kind]
+
+
+def _kept(run: run_directory.RunDirectory, name: str) -> dict[str, Any]:
+    """Return a file of the imported base that the run was started from; empty if none."""
+    file = run.folder(run_directory.HF) / name
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
 def _check_arrays(
@@ -154,7 +174,9 @@ def _check_arrays(
             )
 
 
-def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, step: int) -> str:
+def model_card(
+    flags: Export, run: run_directory.RunDirectory, config: Config, step: int, is_chat: bool
+) -> str:
     """Return the README of the exported folder: size, how to load it, results, config."""
     parameters, active = weights.count(model.declare(tensors.on_one_device(config)))
     m, t = config.model, config.train
@@ -174,6 +196,7 @@ def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, s
         trained=trained if step else "These are imported weights, without further training.",
         dtype=flags.dtype,
         arguments=flags.arguments,
+        prompt=CHAT_PROMPT if is_chat else PROMPT,
         results="\n".join([*rows, ""]) if losses else "Not validated.\n",
         toml=cli.to_toml(config),
     )

@@ -1,5 +1,6 @@
 """Import of a checkpoint of Hugging Face transformers: its config, tensors and tokenizer."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,14 @@ def read_float32(
         return w
     rows, columns = (np.arange(n) // size for n, size in zip(w.shape, block, strict=True))
     return w * scale.read().astype(np.float32)[rows[:, None], columns[None, :]]
+
+
+def copy_settings(folder: Path, out: Path) -> None:
+    """Keep what no weight holds, such as the context length and the sampling, for export."""
+    out.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            shutil.copy(folder / name, out)
 
 
 def copy_tokenizer(folder: Path, out: Path, end_of_text: Any) -> dict[str, Any]:

@@ -48,6 +48,11 @@ OWN_FIELDS = (
     *("first_k_dense_replace", "decoder_sparse_step", "attention", "head_dim", "qk_norm"),
     *("rope_in_moe_layers", "latent_rms_norm_eps"),
 )
+# Settings that no weight holds, and training does not change.
+NO_WEIGHT = (
+    *("max_position_embeddings", "bos_token_id", "pad_token_id", "initializer_range"),
+    *("attention_dropout", "router_aux_loss_coef"),
+)
 EXPERTS = {MIXTRAL: "num_local_experts", QWEN3_MOE: "num_experts"}  # name of n_routed_experts
 
 
@@ -169,6 +174,13 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
         "first_k_dense_replace": layers - m.blocks if m.moe_layers else layers,
         "n_shared_experts": max(1, m.n_shared_experts),
     }
+
+
+def with_base(table: dict[str, Any], base: Mapping[str, Any], tuned_length: int) -> dict[str, Any]:
+    """Return a config.json with what no weight holds from that of the imported base."""
+    kept = {name: base[name] for name in NO_WEIGHT if base.get(name) is not None}
+    length = max(kept.get("max_position_embeddings", 0), tuned_length)
+    return table | kept | ({"max_position_embeddings": length} if base else {})
 
 
 def _scaling_to_hf(scaling: utils.RopeScaling) -> dict[str, Any]:

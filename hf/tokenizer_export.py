@@ -24,8 +24,10 @@ def as_characters(token: bytes) -> str:
 
 def write_hugging_face(
     tokenizer: Tokenizer, folder: Path, model_max_length: int, chat_template: str | None = None
-) -> None:
+) -> bool:
     """Write files for AutoTokenizer.from_pretrained that give the ids of `encode_ordinary`.
+
+    Return whether they have a chat template.
 
     Special tokens in a text are encoded as text, unless the caller passes
     split_special_tokens=False. A tokenizer of Hugging Face is copied with its settings.
@@ -53,6 +55,7 @@ def write_hugging_face(
         settings["chat_template"] = PLAIN_JINJA if chat_template == PLAIN else chat_template
     settings["model_max_length"] = model_max_length
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    return "chat_template" in settings
 
 
 def to_hugging_face(tokenizer: tiktoken.Encoding) -> Table:

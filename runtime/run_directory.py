@@ -31,6 +31,7 @@ from utils import Config, ConfigError
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"  # folder of a tokenizer that was given by its path
+HF = "hf"  # folder with config.json and generation_config.json of the imported base
 WRITE_TRIES = 3
 
 

@@ -239,6 +239,39 @@ def test_an_imported_run_ends_its_texts_as_published_and_is_exported_so(
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
 
 
+FACTS = {"max_position_embeddings": 8192, "bos_token_id": 7, "pad_token_id": 5}
+
+
+def of_a_base(copied):
+    """Give a folder facts that no weight holds. Return its generation_config.json."""
+    change(copied, **FACTS)
+    generation = {"bos_token_id": 7, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    generation |= {"pad_token_id": 5, "eos_token_id": load_tokenizer(str(copied)).eot_token}
+    (copied / "generation_config.json").write_text(json.dumps(generation))
+    return generation
+
+
+def has_facts(folder, generation):
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert {name: settings(folder)[name] for name in FACTS} == FACTS
+    assert json.loads((folder / "generation_config.json").read_text()) == generation
+    assert tokenizer["model_max_length"] == 8192
+
+
+@pytest.mark.parametrize("flags", [[], ["--remote_code"]])
+def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(flags, copied, tmp_path):
+    generation = of_a_base(copied)
+    import_(copied, tmp_path / "run", "--train.seq_len", "64")
+    export(tmp_path / "run", tmp_path / "out", *flags)
+    has_facts(tmp_path / "out", generation)
+
+
+def test_the_card_of_a_model_with_a_chat_template_shows_a_chat(tmp_path):
+    make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
+    export(tmp_path / "run", tmp_path / "out", "--remote_code")
+    assert "apply_chat_template" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
     make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
     export(tmp_path / "run", tmp_path / "out", "--remote_code")
