@@ -167,6 +167,7 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
             "attention_window": m.sliding_window,
             "auto_map": {
                 "AutoConfig": f"{file}.LatentMoeConfig",
+                "AutoModel": f"{file}.LatentMoeModel",
                 "AutoModelForCausalLM": f"{file}.{CLASSES[OWN]}",
             },
         }

@@ -9,16 +9,22 @@ embedding. Weights have the names of DeepSeek-V3 and, in grouped-query attention
 import math
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 class LatentMoeConfig(PretrainedConfig):
     model_type = "latent_moe"
     # transformers 5.24 renames the output `past_key_values` to `cache`.
     keys_to_ignore_at_inference = ("cache", "past_key_values")
+    attention_window = 0
 
 
 def has_experts(config: LatentMoeConfig, layer: int) -> bool:
@@ -84,6 +90,22 @@ def rotate_halves(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
+def attend(q, k, v, visible, scale, with_weights):
+    """Return the values [B, N, T, A] that are attended to, and the weights if requested.
+
+    visible  [B, 1 or N, T, S]  booleans, or numbers that are added to the scores.
+    """
+    if not with_weights:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale), None
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    if visible.dtype == torch.bool:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + visible
+    weights = scores.softmax(-1).to(v.dtype)
+    return weights @ v, weights
+
+
 class GroupedAttention(nn.Module):
     def __init__(self, config: LatentMoeConfig, layer: int):
         super().__init__()
@@ -101,8 +123,8 @@ class GroupedAttention(nn.Module):
             self.k_norm = nn.RMSNorm(A, config.rms_norm_eps)
         self.scale = A**-0.5 * frequencies(config)[2]
 
-    def forward(self, x, angle, factor, visible, cache):
-        """x [B, T, D]; visible [B, 1, T, S] is the attention mask."""
+    def forward(self, x, angle, factor, visible, position, cache, with_weights):
+        """x [B, T, D]; visible as in `attend`; position [T] are the indices in the cache."""
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, -1).transpose(1, 2)
         k, v = (
@@ -114,10 +136,10 @@ class GroupedAttention(nn.Module):
         if self.rope:
             q, k = rotate_halves(q, angle, factor), rotate_halves(k, angle, factor)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer)
+            k, v = cache.update(k, v, self.layer, {"cache_position": position})
         k, v = (a.repeat_interleave(self.heads // self.key_heads, dim=1) for a in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        y, weights = attend(q, k, v, visible, self.scale, with_weights)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1)), weights
 
 
 class Attention(nn.Module):
@@ -142,8 +164,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.value, D, bias=False)
         self.scale = A**-0.5 * frequencies(config)[2]
 
-    def forward(self, x, angle, factor, visible, cache):
-        """x [B, T, D]; visible [B, 1, T, S] is the attention mask."""
+    def forward(self, x, angle, factor, visible, position, cache, with_weights):
+        """x [B, T, D]; visible as in `attend`; position [T] are the indices in the cache."""
         B, T, _ = x.shape
         if hasattr(self, "q_proj"):
             q = self.q_proj(x)
@@ -157,12 +179,12 @@ class Attention(nn.Module):
             q = torch.cat([q_plain, rotate(q_rotary, angle, factor)], dim=-1)
             key = rotate(key, angle, factor)
         if cache is not None:  # holds latents and rotary keys only
-            latent, key = cache.update(latent, key, self.layer)
+            latent, key = cache.update(latent, key, self.layer, {"cache_position": position})
         kv = self.kv_b_proj(latent[:, 0]).view(B, key.shape[2], self.heads, -1).transpose(1, 2)
         k_plain, v = kv.split([self.plain, self.value], dim=-1)
         k = torch.cat([k_plain, key.expand(-1, self.heads, -1, -1)], dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        y, weights = attend(q, k, v, visible, self.scale, with_weights)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1)), weights
 
 
 class Mlp(nn.Module):
@@ -225,7 +247,7 @@ class Moe(nn.Module):
         return y.view_as(x)
 
 
-class Layer(nn.Module):
+class Layer(GradientCheckpointingLayer):
     def __init__(self, config: LatentMoeConfig, layer: int):
         super().__init__()
         D, is_moe = config.hidden_size, has_experts(config, layer)
@@ -235,8 +257,9 @@ class Layer(nn.Module):
         self.mlp = Moe(config) if is_moe else Mlp(D, config.intermediate_size)
 
     def forward(self, x, *args):
-        x = x + self.self_attn(self.input_layernorm(x), *args)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y, weights = self.self_attn(self.input_layernorm(x), *args)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), weights
 
 
 class LatentMoePreTrainedModel(PreTrainedModel):
@@ -244,12 +267,22 @@ class LatentMoePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ("Layer",)
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     # Rounding could select another expert.
     _keep_in_fp32_modules_strict = ("e_score_correction_bias",)
+
+    def __init__(self, config: LatentMoeConfig):
+        super().__init__(config)
+        if not any(has_experts(config, i) for i in range(config.num_hidden_layers)):
+            self._keep_in_fp32_modules_strict = None  # transformers 4 refuses an absent name
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding, Router)):
             nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
+        if isinstance(module, Router):
+            nn.init.zeros_(module.e_score_correction_bias)
+        if isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
 
 
 class LatentMoeModel(LatentMoePreTrainedModel):
@@ -258,27 +291,94 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
         self.post_init()
 
-    def forward(self, x, attention_mask, position_ids, cache):
+    def visible(self, mask, position, length):
+        """Return the attention mask of queries at `position` [T] for `length` keys, as `attend`.
+
+        mask  [B, S] of text and padding, or [B, 1 or N, T, S], which replaces the causal mask.
+        """
+        key, query = torch.arange(length, device=position.device), position[:, None]
+        near = key > query - (self.config.attention_window or math.inf)
+        if mask is not None and mask.dim() == 4:
+            mask = mask[..., :length]
+            if mask.dtype == torch.bool:
+                return mask & near
+            return mask.masked_fill(~near, torch.finfo(mask.dtype).min)
+        causal = ((key <= query) & near)[None, None]
+        if mask is None:
+            return causal
+        # Padding attends to itself: softmax over no position would be NaN.
+        is_text = F.pad(mask[:, :length], (0, max(0, length - mask.shape[1])))[:, None, None]
+        return causal & (is_text.bool() | (key == query))
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        output_hidden_states=None,
+        output_attentions=None,
+        return_dict=None,
+        cache=None,
+        **_,
+    ):
+        config = self.config
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either input_ids or inputs_embeds, not both or none.")
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        # transformers 5.24 renames the argument `past_key_values` to `cache`.
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = getattr(config, "use_cache", True) and not self.training
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if use_cache or cache is not None:
+                logger.warning_once("Gradient checkpointing uses no cache: use_cache=False.")
+            use_cache, cache = False, None
+        if use_cache and cache is None:
+            cache = DynamicCache()
         B, T, _ = x.shape
         past = cache.get_seq_length() if cache is not None else 0
-        key = torch.arange(past + T, device=x.device)
-        query = key[past:, None]
-        visible = (key <= query)[None, None]
-        if window := getattr(self.config, "attention_window", 0):
-            visible = visible & (key > query - window)
-        if attention_mask is not None:
-            # Padding attends to itself: softmax over no position would be NaN.
-            is_text = attention_mask[:, None, None, : past + T].bool()
-            visible = visible & (is_text | (key == query))
+        position = past + torch.arange(T, device=x.device)
+        # A static cache returns all of its keys, of which the last ones are not written yet.
+        kept = cache.layers[0] if cache is not None and cache.layers else None
+        length = getattr(kept, "max_cache_len", past + T)
+        old = transformers.__version__.startswith("4.")
+        if old and hasattr(kept, "max_cache_len") and not grouped(config):
+            raise ValueError(
+                "A static cache of transformers 4 holds keys and values of one width, and latents "
+                "and rotary keys differ. Use a dynamic cache, or transformers 5."
+            )
+        visible = self.visible(attention_mask, position, length)
+        if visible.dtype != torch.bool:
+            visible = visible.to(x.dtype)
         if position_ids is None:
-            position_ids = key[None, past:].expand(B, T)
-        frequency, factor, _ = frequencies(self.config)
+            position_ids = position[None].expand(B, T)
+        frequency, factor, _ = frequencies(config)
         angle = position_ids[..., None].float() * frequency.to(x.device)
+        states, attentions = [], []
         for layer in self.layers:
-            x = layer(x, angle, factor, visible, cache)
-        return self.norm(x)
+            states.append(x)
+            x, weights = layer(x, angle, factor, visible, position, cache, output_attentions)
+            attentions.append(weights)
+        x = self.norm(x)
+        # By position: before transformers 5.24 the second field is `past_key_values`.
+        out = BaseModelOutputWithPast(
+            x,
+            cache,
+            (*states, x) if output_hidden_states else None,
+            tuple(attentions) if output_attentions else None,
+        )
+        is_dict = config.return_dict if return_dict is None else return_dict
+        return out if is_dict else out.to_tuple()
 
 
 class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
@@ -301,18 +401,32 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        output_hidden_states=None,
+        output_attentions=None,
+        return_dict=None,
         cache=None,
         **_,
     ):
-        # transformers 5.24 renames the argument `past_key_values` to `cache`.
-        cache = past_key_values if cache is None else cache
-        if use_cache and cache is None:
-            cache = DynamicCache()
-        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = self.model(x, attention_mask, position_ids, cache)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        found = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+            cache=cache,
+        )
+        is_count = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None
         if labels is not None:  # shifted by one here; -100 is ignored
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        cache = getattr(found, "cache", None) or getattr(found, "past_key_values", None)
         # By position: before transformers 5.24 the third field is `past_key_values`.
-        return CausalLMOutputWithPast(loss, logits, cache)
+        out = CausalLMOutputWithPast(loss, logits, cache, found.hidden_states, found.attentions)
+        is_dict = self.config.return_dict if return_dict is None else return_dict
+        return out if is_dict else out.to_tuple()
