@@ -69,8 +69,9 @@ def export_run(flags: Export) -> None:
 def import_folder(flags: Import, rest: Sequence[str]) -> None:
     """Raises ConfigError for an unsupported architecture, or tensors that do not match it."""
     found, table = import_checkpoint.read_config(flags.folder)
-    config = _run_config(found, flags, rest)
     files = safetensors_files.read_folder(flags.folder)
+    found = import_checkpoint.untied(found, files)
+    config = _run_config(found, flags, rest)
     mappings = tensors.weight_mappings(config, found.kind, found.interleaved)
     import_checkpoint.check_tensors(flags.folder, found, mappings, files)
     with (
