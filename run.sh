@@ -252,6 +252,7 @@ main() {
   fi
   unset PYTHONPATH PYTHONHOME PYTHONPLATLIBDIR PYTHONSAFEPATH
   unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_DRY_RUN PIP_CONSTRAINT PIP_REQUIREMENT
+  export PYTHONUTF8=1 # files are UTF-8, also where the locale has another charset
   export PIP_USER=0 # also over user = true in pip.conf
   extra=$(machine)
   locks=$(needed_locks "$extra" "$@")

@@ -1,6 +1,7 @@
 """Import of a checkpoint of Hugging Face transformers: its config, tensors and tokenizer."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def read_arrays(
     with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
         for mapping in mappings:
             file = scratch / mapping.name
-            array = np.memmap(file, np.float32, "w+", shape=mapping.shape)  # zeros
+            with file.open("wb") as reserved:  # on a full disk a write to a sparse map is SIGBUS
+                os.posix_fallocate(reserved.fileno(), 0, mapping.size * 4)
+            array = np.memmap(file, np.float32, "r+", shape=mapping.shape)  # zeros
             for index, name in mapping.tensor_names.items():
                 array[index] = mapping.from_hf(read_float32(tensors, name, found.scale_block))
                 bar.update(array[index].nbytes)

@@ -375,6 +375,7 @@ def test_variables_that_change_what_python_and_pip_use_reach_neither_set_up_nor_
     assert "PIP_INDEX_URL=https://mirror" in seen  # where to find packages is the user's
     for text in (seen, done.stdout):
         assert "/elsewhere" not in text and "PIP_USER=0" in text and "PIP_USER=1" not in text
+        assert "PYTHONUTF8=1" in text
     assert "PYTHONPATH is not used" in done.stderr
 
 
