@@ -104,8 +104,11 @@ def read_arrays(
     with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
         for mapping in mappings:
             file = scratch / mapping.name
-            with file.open("wb") as reserved:  # on a full disk a write to a sparse map is SIGBUS
-                os.posix_fallocate(reserved.fileno(), 0, mapping.size * 4)
+            with file.open("wb") as reserved:
+                reserved.truncate(mapping.size * 4)
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    # Otherwise a write to the map would end the process by SIGBUS on a full disk.
+                    os.posix_fallocate(reserved.fileno(), 0, mapping.size * 4)
             array = np.memmap(file, np.float32, "r+", shape=mapping.shape)  # zeros
             for index, name in mapping.tensor_names.items():
                 array[index] = mapping.from_hf(read_float32(tensors, name, found.scale_block))

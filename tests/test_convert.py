@@ -585,6 +585,12 @@ def test_redundant_tensors_are_ignored(runs_of, tmp_path):
     assert not cli.load(tmp_path / "untied" / "config.toml").model.tie_word_embeddings
 
 
+def test_an_import_on_a_full_disk_is_refused_and_leaves_nothing(runs_of, small_disk):
+    disk, _ = small_disk
+    refused(runs_of("v3")[1], r"run was not written: .*No space left on device", disk)
+    assert not any(disk.iterdir())
+
+
 def test_damaged_files_are_named(copied, tmp_path):
     first, second, *_ = sorted(copied.glob("*.safetensors"))
     whole = first.read_bytes()
