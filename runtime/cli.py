@@ -372,7 +372,7 @@ def check_writable(name: str, path: Path) -> None:
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(
             f"--{name} {path} cannot be written: {error.strerror}. Name another file."
