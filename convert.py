@@ -88,7 +88,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
         saved.save(0, arrays, dataclasses.asdict(config) | {"tokens": tokens}, stacked=stacked)
         saved.wait()
         # Last: a folder without it is not a run.
-        (flags.out / "config.toml").write_text(cli.to_toml(config))
+        (flags.out / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
     layers = found.model.num_hidden_layers
     log(f"imported {flags.folder} as the run {flags.out}: {layers} layers")
     if found.skipped_layers:

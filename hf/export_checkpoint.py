@@ -122,7 +122,8 @@ def write_folder(
         shutil.copy(MODELING_FILE, out)
     if tokenizer:
         write_hugging_face(tokenizer, out, config.train.seq_len, tokens.get("chat_template"))
-    (out / "README.md").write_text(model_card(flags, run, config, step))
+    card = model_card(flags, run, config, step)
+    (out / "README.md").write_text(card, encoding="utf-8")
     generation = {"eos_token_id": end_of_text, "pad_token_id": tokens["end_of_text"]}
     generation["do_sample"] = True
     write_json(out / "generation_config.json", generation)
@@ -180,4 +181,4 @@ def model_card(flags: Export, run: run_directory.RunDirectory, config: Config, s
 
 
 def write_json(path: Path, table: dict[str, Any]) -> None:
-    path.write_text(json.dumps(table, indent=2) + "\n")
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
