@@ -23,7 +23,7 @@ def help_text() -> str:
     lines = [__doc__]
     for name in NAMES:
         # Parsed and not imported, because a benchmark may need optional packages.
-        doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
+        doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")))
         lines.append(f"  {name:12}{doc.splitlines()[0]}")
     return "\n".join(lines)
 

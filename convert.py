@@ -69,8 +69,9 @@ def export_run(flags: Export) -> None:
 def import_folder(flags: Import, rest: Sequence[str]) -> None:
     """Raises ConfigError for an unsupported architecture, or tensors that do not match it."""
     found, table = import_checkpoint.read_config(flags.folder)
-    config = _run_config(found, flags, rest)
     files = safetensors_files.read_folder(flags.folder)
+    found = import_checkpoint.untied(found, files)
+    config = _run_config(found, flags, rest)
     mappings = tensors.weight_mappings(config, found.kind, found.interleaved)
     import_checkpoint.check_tensors(flags.folder, found, mappings, files)
     with (
@@ -88,7 +89,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
         saved.save(0, arrays, dataclasses.asdict(config) | {"tokens": tokens}, stacked=stacked)
         saved.wait()
         # Last: a folder without it is not a run.
-        (flags.out / "config.toml").write_text(cli.to_toml(config))
+        (flags.out / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
     layers = found.model.num_hidden_layers
     log(f"imported {flags.folder} as the run {flags.out}: {layers} layers")
     if found.skipped_layers:

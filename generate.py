@@ -112,7 +112,7 @@ def read_prompts(flags: Flags) -> list[str]:
         return [] if flags.prompt is None else [flags.prompt]
     try:
         # splitlines would split at U+2028 too.
-        lines = [line for line in flags.prompts.read_text().split("\n") if line]
+        lines = [line for line in flags.prompts.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {flags.prompts} cannot be read: {error}.") from None
     if not lines:

@@ -269,7 +269,8 @@ def start_state(
         f"{config.mesh} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, attention "
         f"{kernel}; {config.train.global_batch_size} x {config.train.seq_len} tokens per step"
     )
-    log(hardware.MFU_RULE)
+    if hardware.chip_of_kind(mesh.devices.flat[0].device_kind):
+        log(hardware.MFU_RULE)
     if warning := optimizer.learning_rate_warning(config):
         log(warning)
     if is_primary():
@@ -342,6 +343,7 @@ class Loop:
         shapes = train.abstract_state(config, declared, mesh)
         self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
         watchdog.phase("compile")
+        log("compiling the step")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
         self.step = errors.compile_program(step, shapes, sharded_model.abstract_batch(config, mesh))

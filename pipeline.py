@@ -139,7 +139,7 @@ class Executor:
     def empty_last_stats(self, x: jax.Array, *sizes: int) -> Tree:
         """Return zeros [*sizes, ...] like the statistics of `last`."""
         last = partial(self.functions.last, self.w.outer)
-        shapes = jax.eval_shape(lambda x: last(self.microbatch(0), x)[1], x)
+        shapes = jax.eval_shape(lambda x: last(self.microbatch(0), lax.psum(x, "pipeline"))[1], x)
         return zeros(shapes, *sizes, axes=BATCH_AXES)
 
     # --- one block

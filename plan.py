@@ -164,7 +164,7 @@ def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     )
     compiled, text = compiler.compile_step(config, chip, topology)
     if flags.hlo:
-        flags.hlo.write_text(text)
+        flags.hlo.write_text(text, encoding="utf-8")
     return compiled
 
 

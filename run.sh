@@ -12,7 +12,8 @@
 # hashes: the packages of a run, jax's plugin for this machine (NVIDIA GPU, TPU or neither), and for
 # pytest, ruff, shellcheck and the scripts in tests/ their packages. Without uv on the PATH, python3
 # creates .venv and pip installs uv there. A changed lock updates .venv; an interrupted set-up
-# starts over. To install more packages: ./run.sh uv pip install PACKAGE
+# starts over, and .venv in a folder that was moved is created anew. To install more packages:
+# ./run.sh uv pip install PACKAGE
 #
 # Works on Linux and on macOS, with its bash 3.2 and its tools.
 #
@@ -23,6 +24,9 @@
 #
 # Environment variables, with the value that this script sets if there is none:
 #   PYTHON                     the Python for .venv, 3.11 to 3.14
+#   PYTHONPATH, PYTHONHOME, PYTHONPLATLIBDIR, PYTHONSAFEPATH, PIP_USER, PIP_TARGET, ...
+#                              without effect: they would mix other packages into .venv, hide the
+#                              files of this folder, or install elsewhere
 #   JAX_COMPILATION_CACHE_DIR  cache of compiled programs; a folder in .cache/jax for each CPU
 #                              model, since a program for another CPU ends with an illegal
 #                              instruction
@@ -114,10 +118,16 @@ needed_locks() {
   echo "$names"
 }
 
+# Tests if the folder was moved since .venv was created: its programs name the old place. A link to
+# another folder's .venv is left to that folder.
+moved() {
+  [[ ! -L .venv && -e .venv/.folder && $(<.venv/.folder) != "$root" ]]
+}
+
 # Tests if .venv has the packages of the locks $1. An installed lock has a copy in .venv/.locks.
 is_ready() {
   local lock
-  [[ -x .venv/bin/python ]] || return
+  [[ -x .venv/bin/python ]] && ! moved || return
   for lock in $1; do
     cmp -s "locks/$lock.txt" ".venv/.locks/$lock.txt" || return
   done
@@ -135,9 +145,10 @@ set_up() ( # a subshell, which releases the file lock when it ends
   mkdir -p .cache
   log "setting up .venv with the locks $1; the log is .cache/install.log"
   : >.cache/install.log
-  if [[ -e .venv-unfinished || ! -x .venv/bin/python ]]; then
+  if [[ -e .venv-unfinished || ! -x .venv/bin/python ]] || moved; then
     touch .venv-unfinished
     logged create
+    [[ -L .venv ]] || echo "$root" >.venv/.folder
   fi
   touch .venv-unfinished
   rm -rf .venv/.locks # until all packages are installed
@@ -236,6 +247,13 @@ main() {
   if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then
     export UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
   fi
+  if [[ -n ${PYTHONPATH:-} ]]; then
+    log "PYTHONPATH is not used: its packages would replace those of .venv"
+  fi
+  unset PYTHONPATH PYTHONHOME PYTHONPLATLIBDIR PYTHONSAFEPATH
+  unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_DRY_RUN PIP_CONSTRAINT PIP_REQUIREMENT
+  export PYTHONUTF8=1 # files are UTF-8, also where the locale has another charset
+  export PIP_USER=0 # also over user = true in pip.conf
   extra=$(machine)
   locks=$(needed_locks "$extra" "$@")
   is_ready "$locks" || set_up "$locks"

@@ -27,7 +27,7 @@ from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition,
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
-from weights import vary
+from weights import reduced, vary
 
 BATCH_SPEC = P(None, BATCH_AXES)
 
@@ -112,7 +112,7 @@ def pipeline_functions(
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
-        x_btD = model.embed(w.embedding, data.tokens)
+        x_btD = reduced(model.embed(w.embedding, data.tokens), "pipeline")
         if w.prefix is not None:
             run = wrapped(dense_layer, declared.first.prefix, data)
             x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
@@ -145,6 +145,7 @@ def last_loss(
 @jax.named_scope("loss")
 def final_hidden(config: Config, outer: EmbeddingAndHead, y_btD: jax.Array) -> jax.Array:
     """Return the input [b, T, D] of the output matrix.  Collectives: all_gather(tensor) of it."""
+    y_btD = reduced(y_btD, "pipeline")  # before the norm's weight, which varies
     h_btD = model.rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps)
     return model.gather_sequence(h_btD, "input")
 

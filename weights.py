@@ -298,6 +298,13 @@ def vary(tree: Tree, axes: tuple[str, ...] = MESH_AXES) -> Tree:
     return jax.tree.map(one, tree)
 
 
+def reduced(x: jax.Array, axis: str) -> jax.Array:
+    """Return x. A type that varies along `axis` is a collective that is missing before."""
+    if axis in varying(x):
+        raise TypeError(f"a {jax.typeof(x)} varies along {axis}: its psum({axis}) is missing")
+    return x
+
+
 def cast(declared: Tree, arrays: Tree, dtype: jnp.dtype) -> Tree:
     """Cast weights to the compute dtype, before they are gathered."""
     return jax.tree.map(lambda w, a: a if w.float32 else a.astype(dtype), declared, arrays)

@@ -1,6 +1,7 @@
 """Run third-party attention kernels under a shard_map that checks types.
 
-Private names of JAX occur only in this file.
+The paths of JAX's private modules occur only in this file. The kernels' files look up names in
+them with `private`.
 """
 
 import importlib

@@ -103,7 +103,7 @@ def write_shards(folder: Path, tokens: int, shards: int) -> Path:
         command="",
         settings={},
     )
-    (folder / INDEX).write_text(index_text(manifest))
+    (folder / INDEX).write_text(index_text(manifest), encoding="utf-8")
     return folder
 
 

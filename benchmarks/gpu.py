@@ -300,7 +300,7 @@ def run_row(row: str, toy: bool, folder: Path, limit_s: float) -> Record:
     folder  gets ROW.log, and ROW.jsonl with the fields measured so far
     """
     fields, log = folder / f"{row}.jsonl", folder / f"{row}.log"
-    fields.write_text("")
+    fields.write_text("", encoding="utf-8")
     command = [sys.executable, str(ROOT / "benchmark.py"), "gpu", row, "--child", str(fields)]
     command += ["--toy"] * toy
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ  # as run.sh sets it
@@ -311,11 +311,11 @@ def run_row(row: str, toy: bool, folder: Path, limit_s: float) -> Record:
         flags = environment.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
     code = None
-    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+    with log.open("w", encoding="utf-8") as file, contextlib.suppress(subprocess.TimeoutExpired):
         run = subprocess.run(command, stdout=file, stderr=file, env=environment, timeout=limit_s)
         code = run.returncode
     found = {name: value for part in jsonl.read(fields) for name, value in part.items()}
-    return found | status_of(code, log.read_text(errors="replace"), limit_s)
+    return found | status_of(code, log.read_text(encoding="utf-8", errors="replace"), limit_s)
 
 
 def status_of(code: int | None, log: str, limit_s: float) -> Record:

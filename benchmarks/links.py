@@ -107,7 +107,7 @@ def work(config: Config) -> None:
 
     The answer to `step` is the seconds of a step, that to `collectives` their seconds.
     """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # gloo writes to stdout, which is for answers
     try:
         distributed.start()
@@ -169,7 +169,7 @@ class Job:
     def __init__(self, name: str, config: Config, hosts: Sequence[Host], port: int, folder: Path):
         """port  of the first process, which the others connect to; 0: each host is alone"""
         self.name, file = name, folder / f"{name}.toml"
-        file.write_text(cli.to_toml(config))
+        file.write_text(cli.to_toml(config), encoding="utf-8")
         self._logs = [folder / f"{name}.{host.name}.log" for host in hosts]
         self._processes: list[subprocess.Popen] = []
         command = (sys.executable, "benchmark.py", "links", "work", str(file))
@@ -181,7 +181,7 @@ class Job:
                 "JAX_NUM_PROCESSES": str(len(hosts)),
                 "JAX_PROCESS_ID": str(number),
             }
-            with self._logs[number].open("w") as errors:
+            with self._logs[number].open("w", encoding="utf-8") as errors:
                 started = subprocess.Popen(
                     host.command(*command, folder=ROOT),
                     env=os.environ | flags | (process if port else {}),
@@ -197,7 +197,7 @@ class Job:
         lines = [process.stdout.readline() for process in self._processes]
         for line, file in zip(lines, self._logs, strict=True):
             if not line:
-                end = file.read_text().strip().splitlines()[-5:]
+                end = file.read_text(encoding="utf-8").strip().splitlines()[-5:]
                 raise TransientError(f"a process of {self.name} ended: " + "\n".join(end))
         return [json.loads(line) for line in lines]
 

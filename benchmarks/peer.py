@@ -111,7 +111,7 @@ def export_initial_weights(config: Config, folder: Path) -> Path:
     """Export the initial weights for transformers; return the new folder within `folder`."""
     run, out = folder / "run", folder / "exported"
     run.mkdir()
-    (run / "config.toml").write_text(cli.to_toml(config))
+    (run / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
     state = {"weights": weights.initialize(model.declare(config), train.make_mesh(config), 0)}
     saved_config = dataclasses.asdict(config) | {"tokens": {"tokenizer": "", "end_of_text": 0}}
     with closing(Checkpoints(run / "checkpoints", keep=1)) as checkpoints:

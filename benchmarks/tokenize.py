@@ -66,13 +66,13 @@ def texts(source: str) -> Iterator[str]:
     yield from (text for _, text in documents(Prepare(source=source or STDLIB, out="")))
     if not source:
         for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
-            yield path.read_text(errors="replace")
+            yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def write_text(flags: Flags, file: Path) -> int:
     """Write JSON lines, and return the bytes of their texts."""
     size = 0
-    with file.open("w") as lines:
+    with file.open("w", encoding="utf-8") as lines:
         for text in filter(None, texts(flags.source)):
             if size >= flags.mb * 1e6:
                 break
@@ -83,7 +83,7 @@ def write_text(flags: Flags, file: Path) -> int:
 
 @functools.cache
 def read_text(file: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def tiktoken_rate(tokenizer: str, file: Path) -> float:
@@ -114,7 +114,7 @@ def measure(flags: Flags, file: Path, pool: ProcessPoolExecutor, processes: int)
     calls = [(flags.tokenizer, file)] * processes
     alone = sum(pool.map(tiktoken_rate, *zip(*calls, strict=True)))
     short = file.with_name("short.jsonl")
-    short.write_text(json.dumps({"text": "short"}) + "\n")
+    short.write_text(json.dumps({"text": "short"}) + "\n", encoding="utf-8")
     start_s = prepare(flags.tokenizer, short, processes)[1]
     tokens, seconds = prepare(flags.tokenizer, file, processes)
     if seconds < 2 * start_s:

@@ -55,7 +55,7 @@ def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> S
     if isinstance(template, list):  # several templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (file := folder / CHAT_TEMPLATE).is_file():
-        template = file.read_text()
+        template = file.read_text(encoding="utf-8")
     bos = ids.get(names.get("bos_token", ""))
     ends = (read_settings(folder / name).get("eos_token_id") for name in MODEL_SETTINGS)
     found = next((end for end in ends if end is not None), [])
@@ -68,7 +68,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}). Correct it.") from None
     return found if isinstance(found, dict) else {}

@@ -34,6 +34,7 @@ NOT_SOURCE = rf"{HIDDEN}|tests?|idle_test|(site|dist)-packages|__pycache__|_sysc
 HEAD_BYTES = 1 << 16  # of a file, to detect its kind
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 EXPANSION = 4  # estimated bytes of text per byte of a compressed file
+MOST_UNREAD = 0.2  # of the bytes of a folder with rows; a README or a license has less
 TEXTS, LINES = (".txt", ".md", ".rst", ".tex", ".py"), (".jsonl", ".ndjson")
 KINDS = {".parquet": PARQUET, ".csv": "", ".tsv": "", **dict.fromkeys(TEXTS, TEXT)}
 
@@ -115,7 +116,8 @@ def in_bucket(config: Prepare) -> Iterator[FilePart]:
 def select_kinds(files: list[FilePart], config: Prepare) -> tuple[list[FilePart], str]:
     """Return (files to read, message about the others). Files with rows exclude plain text.
 
-    Raises  ConfigError for a file of unknown kind, and for text with --chat.
+    Raises  ConfigError for a file of unknown kind, for text with --chat, and for more text beside
+            files with rows than a README and a license have.
     """
     with_rows = any(file.kind in readers.READERS for file in files)
     wanted = set(readers.READERS) if with_rows else {TEXT}
@@ -133,6 +135,15 @@ def select_kinds(files: list[FilePart], config: Prepare) -> tuple[list[FilePart]
         raise ConfigError(
             f"--chat reads conversations, one per line of JSON or row, not {files[0].path}. Use "
             "--source chat.jsonl, or --glob '**/*.jsonl'."
+        )
+    unread = sum(file.size for file in others if file.kind == TEXT)
+    if unread > MOST_UNREAD * sum(file.size for file in files) and not config.skip_bad:
+        first = next(file for file in others if file.kind == TEXT)
+        raise ConfigError(
+            f"{config.source} has files with rows and files of plain text, such as {first.name}. "
+            "One call reads one kind. Choose it by --glob, as --glob '**/*.jsonl' or --glob "
+            "'**/*.txt', and prepare the other into another folder (docs/data.md, mixtures). "
+            "--skip-bad leaves plain text out."
         )
     names = ", ".join(file.name for file in others[:5]) + ", .." * (len(others) > 5)
     why = "are left out, as they are plain text beside files with rows, or of unknown kind"

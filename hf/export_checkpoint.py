@@ -134,7 +134,8 @@ def write_folder(
     if tokenizer:
         length, template = table["max_position_embeddings"], tokens.get("chat_template")
         is_chat = write_hugging_face(tokenizer, out, length, template)
-    (out / "README.md").write_text(model_card(flags, run, config, step, is_chat))
+    card = model_card(flags, run, config, step, is_chat)
+    (out / "README.md").write_text(card, encoding="utf-8")
     if base:
         ids = ("bos_token_id", "pad_token_id")
         generation = {n: table[n] for n in ids if table[n] is not None} | generation
@@ -148,7 +149,7 @@ def write_folder(
 def _kept(run: run_directory.RunDirectory, name: str) -> dict[str, Any]:
     """Return a file of the imported base that the run was started from; empty if none."""
     file = run.folder(run_directory.HF) / name
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _check_arrays(
@@ -203,4 +204,4 @@ def model_card(
 
 
 def write_json(path: Path, table: dict[str, Any]) -> None:
-    path.write_text(json.dumps(table, indent=2) + "\n")
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,7 @@
 """Import of a checkpoint of Hugging Face transformers: its config, tensors and tokenizer."""
 
+import dataclasses
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from data.tokenizer import RANKS, begin_of_text, keep_files, load_tokenizer, tab
 from hf import model_config
 from hf.model_config import HfModel
 from hf.safetensors_files import Tensor
-from hf.tensors import WeightMapping
+from hf.tensors import OUTSIDE_LAYERS, WeightMapping
 from utils import ConfigError
 
 MAX_NAMES = 10  # in an error message
@@ -27,6 +29,18 @@ def read_config(folder: Path) -> tuple[HfModel, dict[str, Any]]:
         raise ConfigError(f"--folder {folder} has no config.json. Give the folder of a model.")
     table = hf_tokenizer.read_settings(file)
     return model_config.from_hf(table, file), table
+
+
+def untied(found: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
+    """Return the model with an output matrix of its own if its files have one that differs from the
+    embedding. transformers then ignores `tie_word_embeddings`, too.
+    """
+    output, embedding = (tensors.get(OUTSIDE_LAYERS[n]) for n in ("last.output", "first.embedding"))
+    if not found.model.tie_word_embeddings or not (output and embedding):
+        return found
+    if output.shape == embedding.shape and np.array_equal(output.read(), embedding.read()):
+        return found
+    return found._replace(model=dataclasses.replace(found.model, tie_word_embeddings=False))
 
 
 def check_tensors(
@@ -91,7 +105,12 @@ def read_arrays(
     with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
         for mapping in mappings:
             file = scratch / mapping.name
-            array = np.memmap(file, np.float32, "w+", shape=mapping.shape)  # zeros
+            with file.open("wb") as reserved:
+                reserved.truncate(mapping.size * 4)
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    # Otherwise a write to the map would end the process by SIGBUS on a full disk.
+                    os.posix_fallocate(reserved.fileno(), 0, mapping.size * 4)
+            array = np.memmap(file, np.float32, "r+", shape=mapping.shape)  # zeros
             for index, name in mapping.tensor_names.items():
                 array[index] = mapping.from_hf(read_float32(tensors, name, found.scale_block))
                 bar.update(array[index].nbytes)

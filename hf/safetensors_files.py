@@ -78,7 +78,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError):
         raise ConfigError(f"{index} has no valid weight_map. Download it again.") from None
 
@@ -154,5 +154,5 @@ def make_folder(
         weight_map = {name: tensor.file.name for name, tensor in found.items()}
         total = sum(tensor.bytes for tensor in found.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return found

@@ -54,7 +54,8 @@ def write_hugging_face(
     if chat_template:
         settings["chat_template"] = PLAIN_JINJA if chat_template == PLAIN else chat_template
     settings["model_max_length"] = model_max_length
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / SETTINGS).write_text(text, encoding="utf-8")
     return "chat_template" in settings
 
 

@@ -43,7 +43,7 @@ class Question:
 def read_questions(file: Path) -> list[Question]:
     """Raises ConfigError that names an invalid line, and why."""
     try:
-        lines = file.read_text().split("\n")  # splitlines also splits at U+2028
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions {file} cannot be read: {error}.") from None
     found = [parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]

@@ -50,15 +50,15 @@ def compile_step(config: utils.Config, chip: Chip | None, topology: str) -> tupl
     targets.check(chip)
     with tempfile.TemporaryDirectory() as name:
         folder, arguments = Path(name), [name, chip.name if chip else "cpu", topology]
-        (folder / "config.toml").write_text(cli.to_toml(config))
+        (folder / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
         run_child(arguments, targets.environment(chip))
         if not (folder / "program.hlo").exists():
             # JAX cannot read back some programs of a newer libtpu: libtpu writes its own text.
             dump = DUMP_FLAGS.format(folder=folder / "dump")
             flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
             run_child(arguments, {"LIBTPU_INIT_ARGS": flags.strip()})
-        text = (folder / "program.hlo").read_text()
-        found = json.loads((folder / "compiled.json").read_text())
+        text = (folder / "program.hlo").read_text(encoding="utf-8")
+        found = json.loads((folder / "compiled.json").read_text(encoding="utf-8"))
     return Compiled(**found, **count_costs(config, chip, text)), text
 
 
@@ -166,9 +166,9 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         "compiler": targets.compiler_of(chip),
     }
     if not figures.exists():  # a second compilation, which writes a dump, is not timed
-        figures.write_text(json.dumps(found))
+        figures.write_text(json.dumps(found), encoding="utf-8")
     if text := program_text(compiled, folder / "dump"):
-        (folder / "program.hlo").write_text(text)
+        (folder / "program.hlo").write_text(text, encoding="utf-8")
 
 
 def program_text(compiled: Any, dump: Path) -> str | None:
@@ -176,7 +176,7 @@ def program_text(compiled: Any, dump: Path) -> str | None:
     import jax
 
     if dumped := list(dump.glob("*-hlo.txt")):
-        return max((path.read_text() for path in dumped), key=len)
+        return max((path.read_text(encoding="utf-8") for path in dumped), key=len)
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import tomllib
@@ -21,6 +22,22 @@ from utils import (
     fields_of,
     get,
 )
+
+PATHS = ("data.train", "data.val", "data.mixture", "run.dir", "run.init_from")
+# Names of other programs, with ours.
+FOREIGN = {
+    **dict.fromkeys(("n_embd", "d_model", "dim", "n_embed", "embed_dim"), "model.hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "model.num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "model.num_attention_heads"),
+    **dict.fromkeys(("n_kv_head", "n_kv_heads"), "model.num_key_value_heads"),
+    **dict.fromkeys(("block_size", "max_seq_len", "context_length", "n_ctx"), "train.seq_len"),
+    **dict.fromkeys(("batch_size", "global_batch"), "train.global_batch_size"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps", "n_steps"), "train.steps"),
+    **dict.fromkeys(("d_ff", "ffn_dim", "n_inner"), "model.intermediate_size"),
+    **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "optimizer.warmup_steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "train.microbatches"),
+}
 
 DESCRIPTION = (
     "Train a sharded transformer. --config FILE.toml gives other defaults. --run.init_from FOLDER "
@@ -66,9 +83,24 @@ def parse(
             f"{unused[0]} has no effect with a mixture, whose folders contain train/ and val/. "
             f"Remove {unused[0]}, or disable the mixture: --data.mixture without values."
         )
+    config = _expanded(config)
     if checked:
         check(config)
     return config
+
+
+def _expanded(config: Config) -> Config:
+    """Return the config with a home folder for `~` in its paths."""
+    found = {}
+    for name in PATHS:
+        value = get(config, name)
+        many = type(value) is tuple
+        found[name] = tuple(map(_home, value)) if many else _home(value)
+    return changed(config, found)
+
+
+def _home(path: str) -> str:
+    return os.path.expanduser(path) if path.startswith("~") else path
 
 
 def sets_mesh(arguments: list[str]) -> bool:
@@ -117,7 +149,8 @@ def load(path: str | Path) -> Config:
         if name not in known:
             inside = f" in [{section}]" * bool(section)
             raise ConfigError(f"{path}: unknown key {key}{inside}{_suggestion(name, [*known])}")
-    return changed(Config(), {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()})
+    typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}
+    return _expanded(changed(Config(), typed))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -131,8 +164,14 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # a BOM is skipped
+        text = Path(path).read_text(encoding="utf-8-sig")  # a BOM is skipped
+        return tomllib.loads(text + "\n")  # so that an error in the last line has its number
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if place := re.search(r"(overwrite|twice).*at line (\d+)", str(error)):
+            raise ConfigError(
+                f"--config {path} gives a key twice: line {place[2]}, "
+                f"{text.splitlines()[int(place[2]) - 1].strip()!r}. Remove one of the two."
+            ) from None
         raise ConfigError(
             f"--config {path} cannot be read: {error}. Name a TOML file, such as configs/tiny.toml."
         ) from None
@@ -154,6 +193,7 @@ def _suggestion(word: str, known: list[str]) -> str:
     """Return the end of a message about an unknown flag, section or key."""
     name = word.removeprefix("--").rpartition(".")[2].replace("-", "_")
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    same = same or [setting for setting in known if setting.lstrip("-") == FOREIGN.get(name)]
     close = same or difflib.get_close_matches(word, known, 1, 0.5)
     if close:
         return f": did you mean {' or '.join(close)}?"
@@ -332,7 +372,7 @@ def check_writable(name: str, path: Path) -> None:
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(
             f"--{name} {path} cannot be written: {error.strerror}. Name another file."

@@ -1,6 +1,7 @@
-"""Print to the console from the primary process only."""
+"""Print to the console, from the primary process only, and whatever becomes of its reader."""
 
-import contextlib
+import sys
+from typing import Any, TextIO
 
 import jax
 from rich.console import Console
@@ -16,8 +17,46 @@ def is_primary() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
+class TolerantStream:
+    """A text stream whose errors are ignored, such as of a closed pipe, a full disk or a terminal
+    that hung up. What its charset lacks is written as an escape.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            return
+
+
+def tolerate_errors() -> None:
+    """Make the streams of a command ignore errors, and its input UTF-8.
+
+    Python flushes stdout when it exits, and would replace the exit code by 120 if that fails.
+    """
+    sys.stdout, sys.stderr = (
+        stream if stream is None or isinstance(stream, TolerantStream) else TolerantStream(stream)
+        for stream in (sys.stdout, sys.stderr)
+    )
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+
+
 def log(text: str) -> None:
-    """Print a line, above the progress bar if there is one. It is lost if stdout's disk is full."""
+    """Print a line, above the progress bar if there is one."""
     if is_primary():
-        with contextlib.suppress(OSError):
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -65,7 +65,13 @@ def _slurm_step() -> ProcessInfo | None:
     if tasks in ("", "1"):
         return None
     listed = ["scontrol", "show", "hostnames", nodes]
-    hosts = nodes and subprocess.run(listed, capture_output=True, text=True).stdout.split()
+    try:
+        hosts = nodes and subprocess.run(listed, capture_output=True, text=True).stdout.split()
+    except OSError as error:  # as in a container
+        raise ConfigError(
+            f"this is a step of Slurm, and scontrol, which names its hosts, cannot be started: "
+            f"{error.strerror}. Mount Slurm's programs, or set {', '.join(JAX_VARIABLES)}."
+        ) from None
     if not hosts:
         raise ConfigError(f"scontrol names no host for SLURM_STEP_NODELIST {nodes!r}. Use srun.")
     job, step, index, local = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from runtime import console
 from utils import ConfigError
 
 # Statuses of devices and networks that may be transient.
@@ -79,6 +80,7 @@ def compile_program(program: Any, *arguments: Any) -> Any:
 
 def run_command(function: Callable[[], None]) -> None:
     """Run a command. Any error but a bug is printed in one line and sets the exit code."""
+    console.tolerate_errors()
     try:
         function()
     except Exception as error:

@@ -32,7 +32,7 @@ WRITE_S, MAX_DOWN_S = 10.0, 7 * 24 * 3600.0
 def _process_age_s() -> float:
     """Return the seconds since this process was started; 0 without /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, AttributeError, ValueError, IndexError):
         return 0.0

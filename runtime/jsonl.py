@@ -23,7 +23,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     kill or a full disk.
     """
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records

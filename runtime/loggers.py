@@ -130,7 +130,7 @@ class Wandb:
         self._run = wandb.init(
             project=config.wandb.project,
             name=config.run.name,
-            id=identity.read_text(),
+            id=identity.read_text(encoding="utf-8"),
             dir=folder,
             config=dataclasses.asdict(config),
             mode=mode,

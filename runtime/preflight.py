@@ -34,7 +34,7 @@ def check_host(host: str, replicas: int) -> None:
         # the processes of one host may all try it at once.
         try:
             if not on_cpu:
-                with TPU_LOCK.open("r+") as file:
+                with TPU_LOCK.open("rb+") as file:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (PermissionError, BlockingIOError) as error:
             fix = "End the process that uses the TPU; if there is none, remove the file with sudo"

@@ -2,7 +2,9 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +17,12 @@ import jax
 from runtime import jsonl
 
 PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"}
+# Variables that change programs, devices or communication, without what may be a secret.
+VARIABLES = re.compile(
+    "(JAX|XLA|LIBTPU|TPU|PJRT|TF|CUDA|NVIDIA|NCCL|NVTE|UCX|GLOO|MEGASCALE|OMP|MALLOC)_"
+    "|PYTHON|LD_LIBRARY_PATH|LD_PRELOAD|GLIBC_TUNABLES"
+)
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 GIT_TIMEOUT_S = 10.0
 
 
@@ -28,6 +36,11 @@ def describe_start(step: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "processes": jax.process_count(),
         "devices": dict(sorted(Counter(device.device_kind for device in jax.devices()).items())),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.match(name) and not SECRET.search(name)
+        },
         "versions": {"python": platform.python_version()} | _versions(),
     }
 

@@ -597,18 +597,31 @@ def test_missing_and_extra_tensors_are_named(copied, tmp_path):
 
 def test_redundant_tensors_are_ignored(runs_of, tmp_path):
     folder = shutil.copytree(runs_of("v2")[1], tmp_path / "more")  # tied
-    names = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    embedding = safetensors_files.read_folder(folder)["model.embed_tokens.weight"].read()
     (tmp_path / "part").mkdir()
-    safetensors_files.make_folder(
-        tmp_path / "part", [(name, np.dtype(np.float32), (2,)) for name in names], 2**30
-    )
+    added = {
+        "lm_head.weight": embedding,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+    }
+    shapes = [(name, w.dtype, w.shape) for name, w in added.items()]
+    part = safetensors_files.make_folder(tmp_path / "part", shapes, 2**30)
+    for name, tensor in part.items():
+        tensor.write(added[name])
     shutil.copy(tmp_path / "part" / safetensors_files.SINGLE, folder / "more.safetensors")
     index = json.loads((folder / safetensors_files.INDEX).read_text())
-    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    index["weight_map"] |= dict.fromkeys(added, "more.safetensors")
     (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     import_(folder, tmp_path / "run")
-    change(folder, tie_word_embeddings=False)
-    refused(folder, r"lm_head.weight is \(2,\), and by the config \(4097, 48\)", tmp_path / "no")
+    other = safetensors_files.read_folder(folder)["lm_head.weight"]
+    other.write(1 + embedding)
+    import_(folder, tmp_path / "untied")
+    assert not cli.load(tmp_path / "untied" / "config.toml").model.tie_word_embeddings
+
+
+def test_an_import_on_a_full_disk_is_refused_and_leaves_nothing(runs_of, small_disk):
+    disk, _ = small_disk
+    refused(runs_of("v3")[1], r"run was not written: .*No space left on device", disk)
+    assert not any(disk.iterdir())
 
 
 def test_damaged_files_are_named(copied, tmp_path):

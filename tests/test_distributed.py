@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import utils
 from conftest import ROOT
 from processes import environments, free_port, run_all
 from runtime import distributed
@@ -82,6 +83,13 @@ def slurm(monkeypatch, folder, names, **step):
 def test_a_task_of_slurm_connects_to_the_first_host_of_its_step(monkeypatch, tmp_path, names):
     first = names.split()[0]
     assert slurm(monkeypatch, tmp_path, names) == (f"{first}:61455", 4, 2, None)
+
+
+def test_a_step_of_slurm_without_scontrol_is_refused_with_the_fix(monkeypatch, tmp_path):
+    slurm(monkeypatch, tmp_path, "a")
+    monkeypatch.setenv("PATH", str(tmp_path / "absent"))
+    with pytest.raises(utils.ConfigError, match=r"scontrol, .* cannot be started.*or set JAX"):
+        distributed.process_info()
 
 
 def test_steps_of_one_job_use_different_ports(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Exit codes, for who starts runs again."""
 
+import os
 import subprocess
 import sys
 
@@ -75,3 +76,54 @@ errors.run_command(stop)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (143, "it has saved\n")
+
+
+UNREAD = """
+import sys
+from rich.progress import Progress
+from runtime import errors
+from runtime.console import console, log
+
+def command():
+    with Progress(console=console, disable=sys.argv[1] != "bar"):
+        for line in range(20_000):
+            log(f"step {line}: \u00fcber")
+        print("print, too", flush=True)
+        print("and warnings", file=sys.stderr, flush=True)
+    open(sys.argv[2], "w").close()
+    raise errors.Stopped("SIGTERM: stopped", 143)
+
+errors.run_command(command)
+"""
+
+
+@pytest.mark.parametrize("streams", ["stdout", "both", "full", "closed"])
+@pytest.mark.parametrize("bar", ["bar", "lines"])
+def test_a_command_outlives_the_readers_of_its_output(streams, bar, tmp_path):
+    redirection = {
+        "stdout": "| true",
+        "both": "2>&1 | true",
+        "full": ">/dev/full 2>&1",
+        "closed": ">&- 2>&-",
+    }[streams]
+    script, done = tmp_path / "script.py", tmp_path / "done"
+    script.write_text(UNREAD, encoding="utf-8")
+    line = f'"{sys.executable}" "{script}" {bar} "{done}" {redirection}; exit ${{PIPESTATUS[0]}}'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
+    ended = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
+    assert (ended.returncode, done.exists()) == (143, True), ended.stderr.decode()
+
+
+def test_characters_that_a_terminal_cannot_show_are_escapes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from runtime import errors\n"
+        "from runtime.console import log\n"
+        "errors.run_command(lambda: (log('\u65e5'), print('\u65e5', input())))\n",
+        encoding="utf-8",
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, input="\u00fc".encode(), capture_output=True
+    )
+    assert ended.stdout == b"\\u65e5\n\\u65e5 \\xfc\n", ended.stderr.decode()

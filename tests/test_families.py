@@ -5,6 +5,7 @@ Needs requirements-hf.txt.
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ pytestmark = [
 ]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import checkpoint  # noqa: E402
 import convert  # noqa: E402
@@ -119,6 +122,26 @@ def test_a_family_is_imported_and_exported_with_the_same_logits(name, published,
     expected_class = "LlamaForCausalLM" if name == "mistral" else type(found).__name__
     assert type(again).__name__ == expected_class
     np.testing.assert_array_equal(their_logits(again, ids), expected)
+
+
+def test_a_tied_model_with_another_output_matrix_is_imported_as_transformers_loads_it(
+    published, tmp_path
+):
+    source, _ = published("llama, tied, multi-head")
+    tensors = {}
+    for part in source.glob("*.safetensors"):
+        tensors |= load_file(part)
+    assert "lm_head.weight" not in tensors
+    ids, embedding = tokens(), tensors["model.embed_tokens.weight"]
+    for name, output in {"equal": embedding.clone(), "other": torch.randn_like(embedding)}.items():
+        folder, run = tmp_path / name, tmp_path / f"run-{name}"
+        folder.mkdir()
+        shutil.copy(source / "config.json", folder)
+        both = tensors | {"lm_head.weight": output}
+        save_file(both, folder / "model.safetensors", metadata={"format": "pt"})
+        convert.main(["import", "--folder", str(folder), "--out", str(run)])
+        assert cli.load(run / "config.toml").model.tie_word_embeddings == (name == "equal")
+        np.testing.assert_allclose(logits(run, ids), their_logits(opened(folder), ids), atol=1e-4)
 
 
 def completion(run, prompts, count):

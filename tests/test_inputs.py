@@ -13,6 +13,7 @@ import prepared
 from data import readers
 from data.settings import Prepare
 from data.sources import open_source
+from utils import ConfigError
 
 try:
     from compression import zstd  # Python 3.14
@@ -121,6 +122,14 @@ def test_files_that_are_left_out_are_reported(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "3 files are left out, as they are plain text beside files with rows, or" in out
     assert "LICENSE, README.md, table.csv" in out
+
+
+def test_a_folder_that_would_lose_much_of_its_text_is_refused(tmp_path):
+    files = {"a.jsonl": LINES, "b.txt": b"More than a fifth. " * 9}
+    with pytest.raises(ConfigError, match=r"files of plain text, such as b.txt.*--glob"):
+        texts(tmp_path / "refused", files)
+    assert texts(tmp_path / "rows", files, "--glob", "*.jsonl") == TEXTS
+    assert texts(tmp_path / "skipped", files, "--skip-bad") == TEXTS
 
 
 def test_as_text_reads_all_files_as_text(tmp_path):

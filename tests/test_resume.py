@@ -36,7 +36,10 @@ def copy(run, to):
 
 @pytest.fixture(scope="module")
 def source(whole, tmp_path_factory):
-    return copy(whole, tmp_path_factory.mktemp("source"))
+    folder = copy(whole, tmp_path_factory.mktemp("source"))
+    (folder / run_directory.HF).mkdir()
+    (folder / run_directory.HF / "config.json").write_text('{"bos_token_id": 7}')
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,11 @@ def started(data, runs, source):
         patch.setattr(main, "log", logged.append)
         folder = start(data, runs, "started", "--run.init_from", str(source), *SHORT.split())
     return folder, logged
+
+
+def test_a_run_keeps_the_settings_of_the_imported_base_for_its_export(started):
+    file = started[0] / run_directory.HF / "config.json"
+    assert file.read_text() == '{"bos_token_id": 7}'
 
 
 def evaluations(folder):

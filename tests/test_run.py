@@ -360,6 +360,57 @@ def test_an_environment_that_uv_made_gets_pip_first_where_uv_is_gone(ready):
     assert [call.split()[2] for call in ready.calls] == ["pip", "ensurepip", "pip", "install"]
 
 
+LEAKS = "PYTHONPATH PYTHONHOME PYTHONPLATLIBDIR PYTHONSAFEPATH PIP_TARGET PIP_PREFIX PIP_ROOT"
+LEAKS += " PIP_PYTHON PIP_DRY_RUN PIP_CONSTRAINT PIP_REQUIREMENT"
+
+
+def test_variables_that_change_what_python_and_pip_use_reach_neither_set_up_nor_command(checkout):
+    see = '#!/bin/sh\nenv >>"$STUBS/seen"\n'
+    checkout.without_uv(PYTHON.replace("#!/bin/sh\n", see))
+    script(checkout.stubs / "in-venv", IN_VENV.replace("#!/bin/sh\n", see))
+    leaks = dict.fromkeys(LEAKS.split(), "/elsewhere")
+    done = checkout.run("env", PIP_INDEX_URL="https://mirror", PIP_USER="1", **leaks)
+    assert done.returncode == 0, done.stderr
+    seen = (checkout.stubs / "seen").read_text()
+    assert "PIP_INDEX_URL=https://mirror" in seen  # where to find packages is the user's
+    for text in (seen, done.stdout):
+        assert "/elsewhere" not in text and "PIP_USER=0" in text and "PIP_USER=1" not in text
+        assert "PYTHONUTF8=1" in text
+    assert "PYTHONPATH is not used" in done.stderr
+
+
+def test_pip_installs_into_the_environment_although_its_config_says_user(checkout, tmp_path):
+    """PIP_USER of run.sh has precedence over `user = true` in pip.conf, for the real pip."""
+    pytest.importorskip("pip")
+    (tmp_path / "pip.conf").write_text("[install]\nuser = true\n")
+    found = environment_of(checkout.run("env", PIP_CONFIG_FILE=str(tmp_path / "pip.conf")))
+    code = "import sys; from pip._internal.commands import create_command as c"
+    code += "; print(c('install').parse_args([])[0].use_user_site)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=found, capture_output=True, text=True)
+    assert done.stdout.split() in (["0"], ["False"]), done.stderr
+
+
+def test_an_environment_in_a_folder_that_was_moved_is_created_again(tmp_path):
+    (tmp_path / "old").mkdir()
+    assert Checkout(tmp_path / "old").run("true").returncode == 0
+    (tmp_path / "old").rename(tmp_path / "new folder")
+    moved = object.__new__(Checkout)
+    moved.folder, moved.stubs = tmp_path / "new folder", tmp_path / "new folder" / "stubs"
+    assert [call.split()[1] for call in moved.calls] == ["venv", "pip"]
+    assert moved.run("true").returncode == 0
+    assert [call.split()[1] for call in moved.calls] == ["venv", "pip"]
+    moved.run("true")
+    assert moved.calls == []
+
+
+def test_a_link_to_the_environment_of_another_folder_is_used_as_it_is(ready, tmp_path_factory):
+    other = Checkout(tmp_path_factory.mktemp("other"))
+    (other.folder / ".venv").symlink_to(ready.folder / ".venv")
+    assert other.run("true").returncode == 0
+    assert other.calls == []
+
+
 def test_a_system_without_venv_is_refused_with_the_fix(checkout):
     checkout.without_uv(PYTHON)
     done = checkout.run("true", VENV_CODE="1")

@@ -252,3 +252,43 @@ def test_help_shows_the_comment_of_each_setting(capsys):
     assert len(comments) > 60
     missing = [c for c in comments if "".join(c.split()) not in text]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    "name, ours",
+    [
+        ("n_embd", "model.hidden_size"),
+        ("n_layer", "model.num_hidden_layers"),
+        ("n_head", "model.num_attention_heads"),
+        ("block_size", "train.seq_len"),
+        ("batch_size", "train.global_batch_size"),
+        ("learning_rate", "optimizer.lr"),
+        ("max_iters", "train.steps"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_ours(tmp_path, name, ours):
+    with pytest.raises(utils.ConfigError, match=f"did you mean --{ours}"):
+        cli.parse([f"--{name}", "1"])
+    (tmp_path / "a.toml").write_text(f"{name} = 1\n")
+    with pytest.raises(utils.ConfigError, match=f"did you mean {ours}"):
+        cli.load(tmp_path / "a.toml")
+
+
+def test_every_answer_to_a_foreign_name_is_a_setting():
+    assert set(cli.FOREIGN.values()) <= set(cli.fields_of())
+    assert not {name.rpartition(".")[2] for name in cli.fields_of()} & set(cli.FOREIGN)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    (tmp_path / "a.toml").write_text('[data]\ntrain = "~/x"\n[sample]\nprompts = ["~/y"]\n')
+    found = cli.parse(["--config", str(tmp_path / "a.toml"), "--run.dir=~/runs"], checked=False)
+    assert (found.data.train, found.run.dir) == ("/home/a/x", "/home/a/runs")
+    assert found.sample.prompts == ("~/y",)
+
+
+@pytest.mark.parametrize("text", ["[run]\nname = 'a'\nname = 'b'", "[run]\n[data]\n[run]"])
+def test_a_key_that_a_file_gives_twice_is_named_with_its_line(tmp_path, text):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(utils.ConfigError, match=r"a key twice: line 3, .*(name = 'b'|\[run\])"):
+        cli.load(tmp_path / "a.toml")
