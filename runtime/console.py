@@ -1,5 +1,6 @@
 """Print to the console, from the primary process only, and whatever becomes of its reader."""
 
+import errno
 import sys
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ class TolerantStream:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self.lost = ""  # why text was lost, unless its reader has gone
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -33,14 +35,19 @@ class TolerantStream:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: the stream is closed
+        except (OSError, ValueError) as error:
+            self._lose(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except (OSError, ValueError):
-            return
+        except (OSError, ValueError) as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError | ValueError) -> None:
+        if isinstance(error, OSError) and error.errno != errno.EPIPE:  # ValueError: it is closed
+            self.lost = str(error)
 
 
 def tolerate_errors() -> None:
@@ -54,6 +61,14 @@ def tolerate_errors() -> None:
     )
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+
+
+def report_lost() -> None:
+    """Warn on stderr if text for stdout was lost, as on a full disk."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    if lost := getattr(sys.stdout, "lost", ""):
+        print(f"warning: a part of the output is lost: {lost}", file=sys.stderr)
 
 
 def log(text: str) -> None:

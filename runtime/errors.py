@@ -93,6 +93,8 @@ def run_command(function: Callable[[], None]) -> None:
             signal.signal(number, signal.SIG_IGN)
         print(line(error), file=sys.stderr)
         raise SystemExit(int(code_of(error))) from None
+    finally:
+        console.report_lost()
 
 
 def line(error: BaseException) -> str:

@@ -114,6 +114,15 @@ def test_a_command_outlives_the_readers_of_its_output(streams, bar, tmp_path):
     assert (ended.returncode, done.exists()) == (143, True), ended.stderr.decode()
 
 
+def test_output_that_a_full_disk_does_not_take_is_a_warning():
+    code = "from runtime import errors; errors.run_command(lambda: print('result'))"
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert "a part of the output is lost: [Errno 28] No space left on device" in ended.stderr
+
+
 def test_characters_that_a_terminal_cannot_show_are_escapes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
