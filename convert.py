@@ -69,7 +69,7 @@ def export_run(flags: Export) -> None:
 def import_folder(flags: Import, rest: Sequence[str]) -> None:
     """Raises ConfigError for an unsupported architecture, or tensors that do not match it."""
     found, table = import_checkpoint.read_config(flags.folder)
-    files = safetensors_files.read_folder(flags.folder)
+    files = import_checkpoint.with_prefix(safetensors_files.read_folder(flags.folder))
     found = import_checkpoint.untied(found, files)
     config = _run_config(found, flags, rest)
     mappings = tensors.weight_mappings(config, found.kind, found.interleaved)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from runtime.files import check_not_pointer
 from utils import ConfigError
 
 TABLE = "tokenizer.json"
@@ -67,6 +68,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file, empty if the file does not exist."""
     if not file.is_file():
         return {}
+    check_not_pointer(file)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -160,6 +162,7 @@ class HuggingFace:
 
 def open_table(content: bytes, path: Path) -> Tokenizer:
     """Raises ConfigError for malformed content."""
+    check_not_pointer(path, content)
     try:
         table = Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises nothing narrower

@@ -25,12 +25,14 @@ from data import readers
 from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, FilePart, InputError
 from data.settings import Prepare
 from runtime import buckets
+from runtime.files import check_not_pointer
 from utils import ConfigError
 
 STDLIB = "python-stdlib"
 HIDDEN = r"\..*"
 # Of the standard library: tests, installed packages, and what each build of Python generates.
 NOT_SOURCE = rf"{HIDDEN}|tests?|idle_test|(site|dist)-packages|__pycache__|_sysconfigdata.*"
+POINTER_BYTES = 1024  # more than a pointer of Git LFS has
 HEAD_BYTES = 1 << 16  # of a file, to detect its kind
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 EXPANSION = 4  # estimated bytes of text per byte of a compressed file
@@ -152,7 +154,13 @@ def select_kinds(files: list[FilePart], config: Prepare) -> tuple[list[FilePart]
 
 
 def detect_kind(file: FilePart, config: Prepare) -> FilePart:
-    """Set kind and compression, from the name or else from the content."""
+    """Set kind and compression, from the name or else from the content.
+
+    Raises  ConfigError for a pointer of Git LFS, whose text is no data
+    """
+    if file.size < POINTER_BYTES and config.source != STDLIB:
+        with readers.open_part(file, POINTER_BYTES) as (content, _):
+            check_not_pointer(file.path, content.read(POINTER_BYTES))
     path = PurePosixPath(file.name.lower())
     compression = COMPRESSIONS.get(path.suffix)
     suffix = PurePosixPath(path.stem).suffix if compression else path.suffix

@@ -18,7 +18,9 @@ from hf.safetensors_files import Tensor
 from hf.tensors import OUTSIDE_LAYERS, WeightMapping
 from utils import ConfigError
 
+PREFIX = "model."  # of all weights but the output matrix
 MAX_NAMES = 10  # in an error message
+ADAPTER = "adapter_config.json"
 SCALE = "_scale_inv"  # suffix of the scales of a float8 tensor
 
 
@@ -26,9 +28,19 @@ def read_config(folder: Path) -> tuple[HfModel, dict[str, Any]]:
     """Return the model of a folder, and its config.json."""
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"--folder {folder} has no config.json. Give the folder of a model.")
+        fix = "Give the folder of a model."
+        if (folder / ADAPTER).is_file():
+            fix = "It is an adapter. Merge it into its base model (merge_and_unload of peft)."
+        raise ConfigError(f"--folder {folder} has no config.json. {fix}")
     table = hf_tokenizer.read_settings(file)
     return model_config.from_hf(table, file), table
+
+
+def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the prefix that a model saved without its output matrix lacks."""
+    if any(name.startswith(PREFIX) for name in tensors):
+        return tensors
+    return {n if n.startswith("lm_head.") else f"{PREFIX}{n}": t for n, t in tensors.items()}
 
 
 def untied(found: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
@@ -49,7 +61,12 @@ def check_tensors(
     """Raises ConfigError unless names, shapes and scales of the tensors are those of the model."""
     expected = {name: mapping for mapping in mappings for name in mapping.tensor_names.values()}
     missing = [name for name in expected if name not in tensors]
-    extra = [name for name in tensors if name not in expected and not _is_unused(name, found)]
+    scales = {f"{name}{SCALE}" for name in expected}  # read with their tensors
+    extra = [
+        name
+        for name in tensors
+        if name not in expected and name not in scales and not _is_unused(name, found)
+    ]
     problems, fix = [], "Download the folder again."
     if missing:
         lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config"
@@ -83,11 +100,11 @@ def _scale_shape(tensor: Tensor, block: tuple[int, int] | None) -> tuple[int, ..
 
 
 def _is_unused(name: str, found: HfModel) -> bool:
-    """Return whether a tensor is redundant: scales, frequencies, tied output, skipped layers."""
+    """Return whether a tensor is redundant: frequencies, tied output, skipped layers."""
     first = found.model.num_hidden_layers
     skipped = [f"model.layers.{first + i}." for i in range(found.skipped_layers)]
     return (
-        name.endswith((SCALE, "rotary_emb.inv_freq"))  # scales are read with their tensor
+        name.endswith("rotary_emb.inv_freq")
         or (found.model.tie_word_embeddings and name == "lm_head.weight")
         or name.startswith(tuple(skipped))
     )

@@ -253,6 +253,7 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
             f"{path} has model_type {named!r} ({what}). Supported are "
             f"{', '.join([*CLASSES, *ALIASES])}."
         )
+    _refuse({"is_causal": table.get("is_causal") is False}, table, path)
     if kind in GROUPED_FAMILIES:
         return _grouped_from_hf(table, kind, path)
     layers = _field(table, "num_hidden_layers", path)
@@ -308,7 +309,7 @@ def _found(
         interleaved,
         table.get("max_position_embeddings") or 4096,
         tuple(quantized.get("weight_block_size") or (128, 128)) if quantized else None,
-        table.get("num_nextn_predict_layers") or 0,
+        (table.get("num_nextn_predict_layers") or 0) * (kind == V3),
     )
 
 
@@ -323,15 +324,15 @@ def _grouped_from_hf(table: Mapping[str, Any], kind: str, path: Path) -> HfModel
         "head_dim": table.get("head_dim") or values["hidden_size"] // heads,
         "qk_norm": kind in (QWEN3, QWEN3_MOE),
         "attention_bias": kind == QWEN2,
-        "sliding_window": table.get("sliding_window", 4096 * (kind == MISTRAL)) or 0,
+        "sliding_window": 0,
         "rms_norm_eps": table.get("rms_norm_eps", 1e-5 if kind == MIXTRAL else 1e-6),
         "tie_word_embeddings": bool(table.get("tie_word_embeddings", False)),
         "n_routed_experts": 0,
         "decoder_sparse_step": 1,
         "router_bias_update_speed": 0.0,
     }
-    if kind in (QWEN2, QWEN3, QWEN3_MOE):
-        values["sliding_window"] = 0  # see _check_grouped
+    if kind in (MISTRAL, MIXTRAL):  # other classes ignore it; for Qwen see _check_grouped
+        values["sliding_window"] = table.get("sliding_window", 4096 * (kind == MISTRAL)) or 0
     if kind in EXPERTS:
         # transformers 5 saves both under the name of Mixtral.
         table = {EXPERTS[kind]: table.get("num_local_experts"), **table}
@@ -363,7 +364,9 @@ def _check_grouped(table: Mapping[str, Any], kind: str, path: Path) -> None:
         "mlp_bias": table.get("mlp_bias"),
         # A window in some layers only.
         "use_sliding_window": qwen and table.get("use_sliding_window"),
-        "layer_types": len(types) > 1 or (qwen and types - {"full_attention"}),
+        "layer_types": len(types) > 1
+        or (qwen and types - {"full_attention"})
+        or (kind in (MISTRAL, MIXTRAL) and types - {"sliding_attention"}),
         "mlp_only_layers": table.get("mlp_only_layers"),
         "rope_scaling": scaling.get("mscale") or scaling.get("mscale_all_dim"),
         "decoder_sparse_step": kind == QWEN3_MOE and layers % step,
@@ -410,6 +413,10 @@ def _rope(table: Mapping[str, Any], path: Path, theta: float = 1e4) -> dict[str,
             "llama3, and yarn without attention_factor and with truncate."
         )
     known = {name: value for name, value in scaling.items() if value is not None}
+    # As in transformers, the outer setting has precedence, and the context is the default.
+    original = "original_max_position_embeddings"
+    if length := table.get(original) or known.get(original) or table.get("max_position_embeddings"):
+        known[original] = length
     required = ["factor", "original_max_position_embeddings"]
     if kind == "llama3":
         required += ["low_freq_factor", "high_freq_factor"]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from runtime.files import check_not_pointer
 from utils import ConfigError
 
 SINGLE = "model.safetensors"
@@ -53,12 +54,13 @@ class Tensor(NamedTuple):
 def read_folder(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name. Reads the headers only.
 
-    Raises  ConfigError for files that are missing or truncated, or types other than TYPES.
+    Raises  ConfigError for files that are missing or truncated, types other than TYPES, or a tensor
+            that two files have with different values.
     """
-    if (folder / INDEX).is_file():
-        files = _indexed_files(folder / INDEX)
-    elif (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file():  # has precedence, as in transformers
         files = [SINGLE]
+    elif (folder / INDEX).is_file():
+        files = _indexed_files(folder / INDEX)
     else:
         raise ConfigError(
             f"{folder} has neither {SINGLE} nor {INDEX}. Give a folder whose weights are "
@@ -72,7 +74,14 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         )
     found = {}
     for name in files:
-        found |= _tensors(folder / name, *_read_header(folder / name))
+        part = _tensors(folder / name, *_read_header(folder / name))
+        for twice in found.keys() & part.keys():
+            if not np.array_equal(found[twice].read(), part[twice].read()):
+                raise ConfigError(
+                    f"{folder} has two tensors {twice} with other values, in "
+                    f"{found[twice].file.name} and {name}. Download the folder again."
+                )
+        found |= part
     return found
 
 
@@ -86,6 +95,7 @@ def _indexed_files(index: Path) -> list[str]:
 def _read_header(path: Path) -> tuple[dict[str, dict], int]:
     """Return the header of a file, and the offset of the tensors' bytes."""
     size = path.stat().st_size
+    check_not_pointer(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

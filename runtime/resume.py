@@ -53,7 +53,15 @@ def config_file(run: run_directory.RunDirectory, flag: str) -> Path:
     file = run.files / "config.toml"
     if not file.is_file():
         what = "has no config.toml" if run.exists() else "does not exist"
-        raise ConfigError(f"{flag} {run} {what}. Give the folder of a run, as {flag} runs/tiny.")
+        fix = f"Give the folder of a run, as {flag} runs/tiny."
+        if (run.files / "config.json").is_file():
+            fix = (
+                "It is a model of Hugging Face. Import it first: python convert.py import --folder "
+                f"{run} --out runs/base, and use {flag} runs/base."
+            )
+        elif (run.files / "adapter_config.json").is_file():
+            fix = "It is an adapter. Merge it into its base model, and import that by convert.py."
+        raise ConfigError(f"{flag} {run} {what}. {fix}")
     return file
 
 

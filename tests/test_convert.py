@@ -557,9 +557,11 @@ def test_rotary_positions_are_read_where_transformers_reads_them():
         m = read_model(rope_scaling=less)
         assert (m.rope_scaling.beta_fast, m.rope_scaling.beta_slow) == (32, 1)
         assert m.rope_scaling.mscale == m.rope_scaling.mscale_all_dim == 0
-    for name in few.keys() - {"type"}:
-        with pytest.raises(ValueError, match=f"lacks {name}"):
-            read_model(rope_scaling=YARN | {name: None})
+    with pytest.raises(ValueError, match="lacks factor"):
+        read_model(rope_scaling=YARN | {"factor": None})
+    original = "original_max_position_embeddings"
+    fallback = {"rope_scaling": YARN | {original: None}, "max_position_embeddings": 77}
+    assert read_model(**fallback).rope_scaling.original_max_position_embeddings == 77
 
 
 @pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "topk_group"])

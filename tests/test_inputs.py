@@ -132,6 +132,14 @@ def test_a_folder_that_would_lose_much_of_its_text_is_refused(tmp_path):
     assert texts(tmp_path / "skipped", files, "--skip-bad") == TEXTS
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a"])
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+    for flags in ([], ["--as", "text"]):
+        with pytest.raises(ConfigError, match=rf"{name} is a pointer of Git LFS.*git lfs pull"):
+            texts(tmp_path, {name: pointer}, *flags)
+
+
 def test_as_text_reads_all_files_as_text(tmp_path):
     files = {"a.jsonl": LINES, "b.csv": b"a,b"}
     assert texts(tmp_path, files, "--as", "text") == [LINES.decode(), "a,b"]

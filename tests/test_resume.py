@@ -20,6 +20,7 @@ from data import manifest
 from runtime import cli, jsonl, resume, run_directory
 from saved_state import CONFIG
 from tiny_run import FLAGS, arrays, losses, start
+from utils import ConfigError
 from validate import Validation
 
 # As in other files, so that its programs are compiled once.
@@ -217,6 +218,24 @@ def test_another_model_is_refused_by_its_first_ten_fields(source, data, runs):
     assert str(refused.value).count("there and None here") == 10
     assert " and 2 more. " in str(refused.value)
     assert not (runs / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "config.json",
+            r"It is a model of Hugging Face. Import it first: python convert.py import",
+        ),
+        ("adapter_config.json", r"It is an adapter. Merge it into its base model"),
+    ],
+)
+def test_weights_of_hugging_face_are_refused_with_the_command_that_imports_them(
+    name, message, tmp_path
+):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"--run.init_from .* has no config.toml. {message}"):
+        resume.config_file(run_directory.at(str(tmp_path)), "--run.init_from")
 
 
 @pytest.mark.parametrize(
