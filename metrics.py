@@ -35,7 +35,7 @@ TRAIN = (
 MIXED = ("data/", "loss/val/")  # prefixes of the keys of single datasets
 MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu")
 EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
-PLAIN_EVERY_S = 10.0  # between lines on a console that is not a terminal
+LINE_EVERY_S = 10.0  # between lines of steps, above the bar of a terminal
 
 
 def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
@@ -135,12 +135,12 @@ class Metrics:
                 log(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
 
     def _show(self, record: dict[str, Any]) -> None:
-        """Update the progress bar; without a terminal, print the first, the last and some lines."""
+        """Update the progress bar of a terminal; print the first line, the last and some others."""
         now, step = self._clock(), record["step"]
         text = summary(record, self._steps, self._left_s(now, step))
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
-        elif self._shown is None or step >= self._steps or now - self._shown >= PLAIN_EVERY_S:
+        if self._shown is None or step >= self._steps or now - self._shown >= LINE_EVERY_S:
             log(text)
             self._shown = now
 
