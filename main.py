@@ -1,7 +1,7 @@
 """Train a model: read the settings, connect the processes, resume, run the loop, report.
 
     ./run.sh python main.py --config configs/tiny.toml --run.name longer --train.steps 500
-    ./run.sh python main.py --run.init_from runs/tiny --run.name chat --data.train data/chat/train
+    ./run.sh python main.py --config configs/tune.toml --run.init_from runs/tiny --run.name chat
 
 Every setting is a flag and a key of the TOML file (utils.py, or --help). A run is a directory
 DIR/NAME; DIR may be gs://BUCKET/FOLDER. docs/usage.md lists its files.
@@ -69,8 +69,9 @@ RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
 def parse(arguments: list[str] | None = None) -> Config:
     """Return the config from flags and --config, as `cli.parse` does.
 
-    With --run.init_from and without --config, [model] defaults to that of the other run, or, when
-    this run resumes, to its own. A mesh that neither flags nor --config set is utils.UNSET_MESH.
+    With --run.init_from and no [model] in --config, [model] defaults to that of the other run, or,
+    when this run resumes, to its own. A mesh that neither flags nor --config set is
+    utils.UNSET_MESH.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     config, model = cli.parse(arguments, checked=False), None

@@ -189,10 +189,12 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
     chunks = mesh.virtual * mesh.pipeline
     if m.blocks % chunks:
         layers = m.first_k_dense_replace + -(-m.blocks // chunks) * chunks * m.decoder_sparse_step
+        fit = [str(n) for n in range(1, m.blocks + 1) if m.blocks % (n * mesh.virtual) == 0]
         raise ConfigError(
             f"--model.num_hidden_layers {m.num_hidden_layers} is {m.blocks} blocks of "
             f"{m.decoder_sparse_step}, which are not divisible by --mesh.pipeline {mesh.pipeline} "
-            f"x --mesh.virtual {mesh.virtual}. Use --model.num_hidden_layers {layers}."
+            f"x --mesh.virtual {mesh.virtual}. Use --model.num_hidden_layers {layers}, or "
+            f"--mesh.pipeline {' or '.join(fit) or '1 --mesh.virtual 1'}."
         )
     out |= kind_of(m).sizes(m)
     padded = f"{m.vocab_size} (the tokenizer's; {m.padded_vocab_size} with padding)"

@@ -78,18 +78,26 @@ def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
     return rate
 
 
+TUNING_WARNING = (
+    "warning: --optimizer.lr {lr:g} is in the range of pretraining, and this run starts from "
+    "trained weights. To tune them, use a rate below {low:.2g}, as configs/tune.toml does."
+)
+
+
 def learning_rate_warning(config: Config) -> str:
     """Return a warning about a learning rate far outside the tuned range, or an empty string.
 
-    Runs from given weights (--run.init_from) have no tuned range, nor has an optimizer that is not
-    in TUNED_LR.
+    An optimizer that is not in TUNED_LR has no such range. For a run from given weights
+    (--run.init_from) the range is one of pretraining, which undoes what the weights have learned.
     """
     o = config.optimizer
     if o.name not in TUNED_LR:
         return ""
     best = TUNED_LR[o.name] * min(1, TUNED_WIDTH / config.model.hidden_size)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
-    if config.run.init_from or low <= o.lr <= high:
+    if config.run.init_from:
+        return TUNING_WARNING.format(lr=o.lr, low=low) if o.lr >= low else ""
+    if low <= o.lr <= high:
         return ""
     return (
         f"warning: --optimizer.lr {o.lr:g} is far from what was tuned (docs/experiments.md): with "

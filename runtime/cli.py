@@ -41,7 +41,7 @@ FOREIGN = {
 
 DESCRIPTION = (
     "Train a sharded transformer. --config FILE.toml gives other defaults. --run.init_from FOLDER "
-    "starts from the weights of another run and, without --config, uses its [model]."
+    "starts from the weights of another run and uses its [model], unless --config has one."
 )
 
 
@@ -55,7 +55,7 @@ def parse(
 
     others   other flags of the command, for messages about unknown flags
     checked  whether to call `check`
-    model    default of [model] without `--config`
+    model    default of [model], unless `--config` has that section
     """
     import tyro  # late: not needed by programs that only read files
 
@@ -64,7 +64,7 @@ def parse(
     config, unknown = tyro.cli(
         Config,
         args=_switches(arguments),
-        default=Config(model=model or Model()) if path is None else load(path),
+        default=Config(model=model or Model()) if path is None else load(path, model),
         description=DESCRIPTION,
         return_unknown_args=True,
         use_underscores=True,
@@ -136,9 +136,14 @@ def _switches(arguments: list[str]) -> list[str]:
     return out
 
 
-def load(path: str | Path) -> Config:
-    """Return the config of a TOML file. Missing settings have their defaults."""
-    known, table = fields_of(), flat(_read(path))
+def load(path: str | Path, model: Model | None = None) -> Config:
+    """Return the config of a TOML file. Missing settings have their defaults.
+
+    model  default of [model] if the file has no such section
+    """
+    read = _read(path)
+    default = Config() if model is None or "model" in read else Config(model=model)
+    known, table = fields_of(), flat(read)
     sections = sorted({name.rpartition(".")[0] for name in known})
     values = {name: value for name, value in table.items() if name not in sections}  # not empty
     for name in values:
@@ -150,7 +155,7 @@ def load(path: str | Path) -> Config:
             inside = f" in [{section}]" * bool(section)
             raise ConfigError(f"{path}: unknown key {key}{inside}{_suggestion(name, [*known])}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}
-    return _expanded(changed(Config(), typed))
+    return _expanded(changed(default, typed))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -751,6 +751,16 @@ def test_a_run_that_resumes_within_the_traced_steps_ends_no_trace(tmp_path):
     assert not loop.tracing and not list(tmp_path.iterdir())
 
 
+def test_a_pipeline_that_does_not_divide_the_blocks_names_those_that_do():
+    config = cli.parse(
+        [*TINY, "--model.num_hidden_layers", "24", "--mesh.pipeline", "5"], checked=False
+    )
+    with pytest.raises(
+        ValueError, match=r"layers 30, or --mesh.pipeline 1 or 2 or 3 or 4 or 6 or 12\."
+    ):
+        model.declare(config)
+
+
 def test_the_example_configs_describe_runs_that_can_start():
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = cli.load(path)

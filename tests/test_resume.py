@@ -16,6 +16,7 @@ import model
 import train
 import utils
 from common import canonical
+from conftest import ROOT
 from data import manifest
 from runtime import cli, jsonl, resume, run_directory
 from saved_state import CONFIG
@@ -167,6 +168,8 @@ def test_without_a_config_the_model_section_is_that_of_the_other_run(source, tmp
         ["--run.init_from", str(source), "--run.dir", str(tmp_path), "--config", str(file)]
     )
     assert config.model == utils.Model(hidden_size=96)
+    flags = ["--run.init_from", str(source), "--run.dir", str(tmp_path)]
+    assert main.parse([*flags, "--config", str(ROOT / "configs/tune.toml")]).model == theirs
     assert main.parse(["--run.dir", str(tmp_path)]).model == utils.Model()
 
 

@@ -361,12 +361,19 @@ def test_a_learning_rate_far_outside_the_tuned_range_causes_a_warning_with_the_r
     config = config_of(optimizer={"name": matrices, "lr": rate}, hidden_size=width)
     found = optimizer.learning_rate_warning(config)
     assert re.search(report, found) if report else found == ""
-    begun_with_weights = with_values(config, run={"init_from": "runs/a"})
-    assert optimizer.learning_rate_warning(begun_with_weights) == ""
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-3, True), (1e-4, False)])
+def test_a_rate_of_pretraining_causes_a_warning_if_trained_weights_are_tuned(rate, warned):
+    config = config_of(optimizer={"name": "adamw", "lr": rate}, hidden_size=576)
+    tuned = optimizer.learning_rate_warning(with_values(config, run={"init_from": "runs/a"}))
+    assert ("in the range of pretraining" in tuned and "configs/tune.toml" in tuned) == warned
 
 
 def test_example_configs_have_learning_rates_in_the_tuned_range():
-    for path in sorted((ROOT / "configs").glob("*.toml")):
+    tune = with_values(cli.load(ROOT / "configs/tune.toml"), run={"init_from": "runs/a"})
+    assert optimizer.learning_rate_warning(tune) == ""
+    for path in sorted({*(ROOT / "configs").glob("*.toml")} - {ROOT / "configs/tune.toml"}):
         assert optimizer.learning_rate_warning(cli.load(path)) == "", path
 
 
