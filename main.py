@@ -11,12 +11,13 @@ state, schedule and step count are new. The validation loss before the first ste
 """
 
 import dataclasses
+import itertools
 import math
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -377,8 +378,9 @@ class Loop:
         ended, so that a request to stop waits for one step, or two with several processes.
         """
         last = self.config.train.steps
-        self._stop_if_requested(state, self.first)
-        self._evaluate_and_sample(state, self.first, *self._missing(self.first))
+        missing = self._missing(self.first)
+        self._stop_if_requested(state, self.first, missing)
+        self._evaluate_and_sample(state, self.first, *missing)
         self.done_at = time.perf_counter()
         for number in range(self.first, last):
             self._wait()
@@ -395,7 +397,7 @@ class Loop:
             if any(self._due(number + 1)):
                 self._read_report()
                 if number + 1 < last:  # the last step ends the run anyway
-                    self._stop_if_requested(state, number + 1)
+                    self._stop_if_requested(state, number + 1, self._due(number + 1)[:2])
                 self._between_steps(state, number + 1)
                 self.done_at = time.perf_counter()  # not counted in the next step's time
         self._read_report()
@@ -546,9 +548,11 @@ class Loop:
         settings = checkpoint_config(self.config, self.train_data)
         self.saved.save(step, state, settings, before=records_first)
 
-    def _stop_if_requested(self, state: State, step: int) -> None:
-        """Save and raise Stopped, on all processes, after a request to stop."""
-        if not self.stop.reached():
+    def _stop_if_requested(self, state: State, step: int, follows: Sequence[bool] = ()) -> None:
+        """Save and raise Stopped, on all processes, after a request to stop, or if the time limit
+        does not suffice for what follows: (whether an evaluation, whether samples).
+        """
+        if not self.stop.reached(*itertools.compress(("evaluation", "samples"), follows)):
             return
         self._read_report()
         if self.saved:

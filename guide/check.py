@@ -12,6 +12,7 @@ Exit code: 0 for a right answer, 1 for a wrong one, 2 for one that cannot be rea
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from fractions import Fraction
@@ -185,4 +186,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--list | head` ends without a message
     sys.exit(main(sys.argv[1:]))

@@ -65,20 +65,28 @@ class StopRequest:
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def reached(self) -> bool:
-        """Return whether to save and stop here. All processes call this at the same points."""
-        if self._limit_s is not None and self._left_s() < 0:
+    def reached(self, *phases: str) -> bool:
+        """Return whether to save and stop here. All processes call this at the same points.
+
+        phases  evaluation or samples that follow here, for the time limit
+        """
+        if self._limit_s is not None and self._left_s(phases) < 0:
             self.request("--run.time_limit")
         if not self._reached and self._several:  # JAX returns True at one point only
             self._reached = multihost_utils.reached_preemption_sync_point(self._point)
             self._point += 1
         return self._reached or (bool(self._why) and not self._several)
 
-    def _left_s(self) -> float:
-        """Return the time left until the run must begin to stop: one more phase, and a save."""
+    def _left_s(self, phases: tuple[str, ...]) -> float:
+        """Return the time left until the run must begin to stop: one more phase, or these, and a
+        save. The first evaluation and the first samples compile, so they count as the compilation
+        of the step.
+        """
         longest = self._watchdog.longest_s
         save = max(30.0, longest.get("save", 0.0), self.save_s)  # the next may be slower
         work = max(longest.get(kind, 0.0) for kind in ("step", "evaluation", "samples"))
+        compile_s = longest.get("compile", 0.0)
+        work = max(work, sum(longest.get(kind, compile_s) for kind in phases))
         work *= 1 + self._several  # several processes agree on the point after the next
         return self._limit_s - (time.monotonic() - self._started) - 1.2 * (work + save)
 

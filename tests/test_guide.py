@@ -295,3 +295,10 @@ def test_the_commands_have_help():
         command = [sys.executable, str(ROOT / "guide" / f"{name}.py"), "--help"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0 and f"guide/{name}.py" in done.stdout
+
+
+def test_the_list_of_problems_ends_without_a_message_if_its_reader_does():
+    line = f"'{sys.executable}' '{ROOT / 'guide/check.py'}' --list | true"
+    for _ in range(3):  # a reader may be in time
+        ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert ended.stderr == ""

@@ -69,6 +69,12 @@ def test_the_time_limit_leaves_time_for_a_step_and_a_save():
     assert stop.stopped("x").code == Exit.TERMINATED and "--run.time_limit" in str(
         stop.stopped("x")
     )
+    with StopRequest(dog, 5000.0) as stop:  # the first evaluation compiles, as the step did
+        assert not stop.reached() and stop.reached("evaluation")
+    dog.longest_s |= {"compile": 90.0, "samples": 30.0}
+    for phases, stops in (("evaluation",), False), (("evaluation", "samples"), True):
+        with StopRequest(dog, 1.2 * (110 + 40)) as stop:
+            assert stop.reached(*phases) == stops
     dog.longest_s |= {"evaluation": 300.0}
     with StopRequest(dog, 200.0) as stop:
         assert stop.reached()
