@@ -1,6 +1,7 @@
 """Exit codes, for who starts runs again."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,16 @@ from conftest import ROOT
 from runtime import errors
 from runtime.errors import Exit, Stopped, TransientError
 from utils import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def signals_are_restored():
+    """After Stopped, `run_command` ignores signals, which later processes would inherit."""
+    numbers = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
