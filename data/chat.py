@@ -127,9 +127,12 @@ def render(special: Special, messages: list[Message]) -> list[Chunk]:
             before = to_text(messages[:number], prompt=True)
             upto = to_text(messages[: number + 1])
             if not (text.startswith(upto) and upto.startswith(before)):
+                what = "changes earlier turns when others follow"
+                if text.startswith(upto) and upto.startswith(to_text(messages[:number])):
+                    what = f"ends a prompt with {before[-40:]!r}, and an answer does not begin so"
                 raise ConfigError(
-                    "the chat template changes earlier turns when others follow, so answers cannot "
-                    "be located. Use --chat-template plain."
+                    f"the chat template {what}, so answers cannot be located. Use --chat-template "
+                    "plain."
                 )
             weights[len(before) : len(upto)] = b"\1" * (len(upto) - len(before))
 

@@ -17,9 +17,10 @@ from utils import ConfigError
 
 TABLE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"  # beside it; names the end-of-text token
+SPECIAL_NAMES = "special_tokens_map.json"  # names of special tokens that SETTINGS lacks
 CHAT_TEMPLATE = "chat_template.jinja"  # if it is not in the settings
 MODEL_SETTINGS = ("generation_config.json", "config.json")  # ids of the tokens that end a text
-SETTINGS_FILES = (SETTINGS, CHAT_TEMPLATE, *MODEL_SETTINGS)
+SETTINGS_FILES = (SETTINGS, SPECIAL_NAMES, CHAT_TEMPLATE, *MODEL_SETTINGS)
 
 
 def byte_characters() -> list[str]:
@@ -106,7 +107,9 @@ class HuggingFace:
         self.inner = self.table if is_same else open_table(json.dumps(inner).encode(), self.path)
         always = ('"Prepend"', '"always"', '"add_prefix_space": true')
         self.prefix_after_special = any(words in json.dumps(first) for words in always)
-        self.settings = read_settings(self.path.with_name(SETTINGS))
+        settings = read_settings(self.path.with_name(SETTINGS))
+        given = {name: value for name, value in settings.items() if value is not None}
+        self.settings = read_settings(self.path.with_name(SPECIAL_NAMES)) | given
         self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
         added = self.table.get_added_tokens_decoder()
         self.added = {id: token.content for id, token in added.items()}

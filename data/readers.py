@@ -245,6 +245,12 @@ def chunks_of(row: Any, location: Any, to_chunks: ToChunks) -> list[Chunk]:
     """Convert a row, which is a value or a line of JSON in bytes. Raises InputError."""
     if isinstance(row, bytes):
         check_size(len(row), location)
+        if b"\0" in row:
+            raise InputError(
+                f"{location} has NUL bytes, as UTF-16 has, and a file that was not written to its "
+                "end. Convert it to UTF-8, or leave the line out with --skip-bad.",
+                "lines that are not JSON",
+            )
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
@@ -271,8 +277,28 @@ def text_of_field(row: Any, location: Any, field: str) -> list[Chunk]:
     value = row
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, bytes):  # a column of Parquet that is not declared as text
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{location} has bytes in the field {field!r} that are not UTF-8 (byte "
+                f"{error.start}). Choose another by --text-field, or use --skip-bad.",
+                "rows without text",
+            ) from None
     if isinstance(value, str):
         return [Chunk(value)]
+    if isinstance(row, dict) and field in row and value is None:
+        raise InputError(
+            f"{location} has null in the field {field!r}. Leave such rows out with --skip-bad.",
+            "rows without text",
+        )
+    if isinstance(value, dict) and "0" in value:
+        raise InputError(
+            f"{location} is a table by columns, as pandas writes it by to_json(). Write a line for "
+            'each row: to_json(orient="records", lines=True).',
+            "rows without text",
+        )
     raise InputError(
         f"{location} has no text in the field {field!r}; fields with text: "
         f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, or select "

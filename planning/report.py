@@ -15,6 +15,7 @@ import attention
 import hardware
 from planning.results import (
     FLOPS_KINDS,
+    MEASURED_OVER_PLAN,
     Compiled,
     MeshShape,
     Plan,
@@ -163,6 +164,10 @@ def time_table(plan: Plan, p: Prediction, title: str, kernels: str) -> Group:
         line = f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
         line += f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens"
         steps.append((line, f"{1e3 * seconds:,.3g}"))
+    if p.chip.name in MEASURED_OVER_PLAN:
+        low, high = (p.step_s * factor for factor in MEASURED_OVER_PLAN[p.chip.name])
+        label = f"as steps of four models took: MFU {p.mfu(high):.1%} to {p.mfu(low):.1%}"
+        steps.append((label, f"{1e3 * low:,.3g} to {1e3 * high:,.3g}"))
     rule = TIME_RULE.format(kernels=kernels)
     note = f"Bound by {resource(p.bound_by)}. {rule} {hardware.MFU_RULE}"
     return table(title, ("resource", "ms"), rows, steps, note=note)

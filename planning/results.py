@@ -26,6 +26,9 @@ SEARCHED_FLAGS = (
 # Recomputed is what train.remat does not save. Bubble is what runs in ticks without a task.
 FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
+# Times of measured steps over the plan's best, by chip: four models on one H100 (docs/measured.md).
+MEASURED_OVER_PLAN = {"h100": (1.7, 2.3)}
+
 MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
 
 
@@ -142,10 +145,15 @@ class Prediction:
         if self.seconds is None:
             return f"{memory}; no step time, for no figures of this device are known"
         fits = self.memory_bytes_per_chip <= self.chip.memory_bytes
+        measured = ""
+        if self.chip.name in MEASURED_OVER_PLAN:
+            measured = "; measured steps took {} to {} times the best".format(
+                *MEASURED_OVER_PLAN[self.chip.name]
+            )
         return (
             f"{memory}{' of' if fits else ', which does not fit: it has'} "
             f"{self.chip.memory_bytes / GIB:.0f}; {self.step_s:.3g} s per step at best, "
-            f"{self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}"
+            f"{self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}{measured}"
         )
 
     def tokens_per_s(self, step_s: float) -> float:

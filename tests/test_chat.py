@@ -494,6 +494,11 @@ def test_a_template_needs_no_special_tokens_and_always_has_add_generation_prompt
             "{% for m in messages %}{{ m.content if loop.last else '' }}.{% endfor %}",
             "changes earlier turns",
         ),
+        (
+            "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+            "{% if add_generation_prompt %}<think>{% endif %}",
+            "ends a prompt with .*<think>.*, and an answer does not begin so",
+        ),
         ("{{ raise_exception('roles must alternate') }}", "refuses .*roles must alternate"),
         ("{% nonsense %}", "refuses .*nonsense"),
         ("{{ 1 + '1' }}", "refuses .*unsupported operand"),

@@ -259,6 +259,21 @@ def test_truncation_and_padding_of_a_file_are_ignored(folder):
         ({"tokenizer_config.json": {"eos_token": {"content": "b"}}}, 98),
         ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 3}}, 3),
         ({"generation_config.json": {"eos_token_id": [5, 6]}, "config.json": {}}, 5),
+        ({"special_tokens_map.json": {"eos_token": {"content": "b"}}}, 98),
+        (
+            {
+                "special_tokens_map.json": {"eos_token": "b"},
+                "tokenizer_config.json": {"eos_token": None},
+            },
+            98,
+        ),
+        (
+            {
+                "special_tokens_map.json": {"eos_token": "b"},
+                "tokenizer_config.json": {"eos_token": "a"},
+            },
+            97,
+        ),
     ],
 )
 def test_the_end_of_text_is_what_the_files_beside_it_say(folder, files, expected):

@@ -103,6 +103,7 @@ READ = {
         {"a.py": b"x = 1", "package.json": b'{\n "a": 1\n}'},
         ["x = 1", '{\n "a": 1\n}'],
     ),
+    "bytes in a column": ({"a.parquet": parquet([{"text": b"\xc3\xa4"}])}, ["ä"]),
     "kinds with rows mixed": (
         {"a.jsonl": LINES, "b.parquet": parquet(ROWS), "c.json": ARRAY},
         TEXTS * 3,
@@ -195,7 +196,22 @@ REFUSED = {
         {"a.jsonl": b'{"text": ["a"], "body": "b"}\n'},
         r"a.jsonl:1 has no text in the field 'text'; fields with text: body",
     ),
-    "no field": ({"a.jsonl": b'{"text": null}\n'}, "fields with text: none"),
+    "no text": ({"a.jsonl": b'{"text": 1}\n'}, "fields with text: none"),
+    "null": ({"a.jsonl": b'{"text": null}\n'}, "a.jsonl:1 has null in the field 'text'"),
+    "null in a column": (
+        {"a.parquet": parquet([{"text": None}, {"text": "a"}])},
+        "a.parquet, row 1, has null in the field 'text'",
+    ),
+    "bytes that are no text": (
+        {"a.parquet": parquet([{"text": b"ab\xff"}])},
+        r"row 1, has bytes in the field 'text' that are not UTF-8 \(byte 2",
+    ),
+    "lines in UTF-16": ({"a.jsonl": LINES.decode().encode("utf-16")}, "a.jsonl:1 has NUL bytes"),
+    "lines that end in NULs": ({"a.jsonl": LINES + b"\0" * 99}, "a.jsonl:6 has NUL bytes"),
+    "columns of pandas": (
+        {"a.json": b'{"text": {"0": "a", "1": "b"}}'},
+        r"a.json:1 is a table by columns, .* to_json\(orient=",
+    ),
     "a list": ({"a.jsonl": b'{"text": "a"}\n["x"]\n'}, "a.jsonl:2 has no text"),
     "Latin-1": ({"a.txt": b"ab\xff"}, r"a.txt cannot be read as text \(byte 2 is not UTF-8"),
     "UTF-16": ({"a.txt": "hello".encode("utf-16")}, "byte 0 is not UTF-8"),

@@ -93,6 +93,17 @@ def test_tables_show_every_part(capsys):
         assert words in text, words
 
 
+def test_the_range_of_measured_steps_stands_beside_a_planned_mfu(capsys):
+    words = [*JAXFORMER, "--mesh.fsdp", "8", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
+    plan.main([*words, "--chip", "h100"])
+    text = " ".join(capsys.readouterr().out.split())
+    best = float(re.search(r"at best: .*? MFU ([\d.]+)%", text)[1])
+    low, high = map(float, re.search(r"models took: MFU ([\d.]+)% to ([\d.]+)%", text).groups())
+    assert low == pytest.approx(best / 2.3, abs=0.1) and high == pytest.approx(best / 1.7, abs=0.1)
+    plan.main([*words, "--chip", "v4"])
+    assert "models took" not in capsys.readouterr().out
+
+
 def test_a_number_of_chips_without_a_slice_is_reported(capsys):
     sizes = ["--mesh.fsdp=1", "--mesh.pipeline=3", "--mesh.tensor=1", "--model.num_hidden_layers=3"]
     plan.main([*SMALL, *sizes, "--model.vocab_size=768"])
