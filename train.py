@@ -49,12 +49,16 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     Elsewhere it is the one with the most fsdp ranks, then the most tensor ranks, which communicates
     least.
 
-    Returns  (config, description of the chosen mesh; empty if one was set).
+    Returns  (config, description of the chosen mesh, or a warning of idle devices; else empty).
     Raises   ConfigError if devices of several processes fit no mesh.
     """
     config = utils.for_platform(config, devices[0].platform)
     if config.mesh != utils.UNSET_MESH:
-        return config, ""
+        used = math.prod(config.mesh.shape)
+        return config, (
+            f"warning: the mesh has {used} of {len(devices)} devices; the others stay idle. Use "
+            "larger --mesh.fsdp, --mesh.pipeline or --mesh.tensor, or set none of them."
+        ) * (used < len(devices))
     slices = len({slice_of(device) for device in devices})
     per_slice, balanced = len(devices) // slices, devices[0].platform == "cpu"
     # The mesh must include devices of every process.

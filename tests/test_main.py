@@ -389,6 +389,8 @@ def test_a_mesh_that_is_set_is_kept_and_refused_if_it_does_not_fit(tmp_path):
         assert config.mesh == utils.Mesh(tensor=1)
         made, why = train.for_devices(config, devices)
         assert made.mesh == config.mesh and not why
+        more = [OnHost("cpu", number) for number in range(8)]
+        assert train.for_devices(config, more)[1].startswith("warning: the mesh has 4 of 8 devices")
         with pytest.raises(ValueError, match="is 4 devices, and there are 3"):
             train.make_mesh(made, devices)
 
