@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +15,7 @@ import pytest
 import utils
 from conftest import ROOT
 from processes import environments, free_port, run_all
-from runtime import distributed
+from runtime import distributed, native_output
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +158,7 @@ ON_A_POD = """
 import os, sys
 import jax
 os.environ.pop("TPU_SKIP_MDS_QUERY", None)  # jax sets it where there are no chips
-from runtime import distributed
+from runtime import distributed, native_output
 with distributed.job():
     names = [name.decode() for name in distributed.gather(f"worker {jax.process_index()}".encode())]
     print("gathered", names)
@@ -189,7 +191,7 @@ SHARED = """
 import sys
 import jax
 from runtime import errors
-from runtime import distributed
+from runtime import distributed, native_output
 from runtime.errors import TransientError
 from utils import ConfigError
 
@@ -227,7 +229,7 @@ ALONE = """
 import os, sys
 import jax
 from runtime import errors
-from runtime import distributed
+from runtime import distributed, native_output
 
 def main():
     with distributed.job(6.0):
@@ -250,6 +252,51 @@ def test_an_error_of_one_process_ends_it_with_its_code_and_the_other_with_one_th
     assert codes[index] == 1 and "KeyError: 'a bug'" in printed[index]
     assert codes[1 - index] in (75, -signal.SIGABRT), printed
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_last_line_names_the_process_that_was_killed(index):
+    program = ALONE.format(error="SystemExit(os.kill(os.getpid(), 9))")
+    codes, printed = run_all(environments(2, 1), "-c", program, str(index))
+    assert codes[index] == -signal.SIGKILL and codes[1 - index] == -signal.SIGABRT, printed
+    text = printed[1 - index]
+    assert text.endswith(native_output.LOST.format(index) + "\n"), text
+    assert "[Gloo]" not in text and "    @ 0x" not in text
+
+
+STACK_TRACE = """*** Check failure stack trace: ***
+    @     0x7fe2b9440634  absl::LogMessage::SendToLog()
+"""
+UNHEALTHY = """F1129 client.h:80] The following tasks are unhealthy (stopped sending heartbeats):
+3, 12
+The tasks have crashed.
+"""
+UNREACHED = "E1129 agent.cc:1] Failed to send RPC to coordination service. Either\n"
+IS_CONNECTED = " is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+GLOO = f"[Gloo] Rank 1[Gloo] Rank 0{IS_CONNECTED}{IS_CONNECTED}1\n"
+FAILED = "F1129 Check failed: a == b\n" + STACK_TRACE
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (UNHEALTHY + STACK_TRACE, UNHEALTHY + native_output.LOST.format("3, 12") + "\n"),
+        (UNREACHED + STACK_TRACE, UNREACHED + native_output.LOST.format("0") + "\n"),
+        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, None),
+        (
+            "F1129 Check failed: a == b\n" + STACK_TRACE,
+            "F1129 Check failed: a == b\n" + STACK_TRACE,
+        ),
+        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB"),
+    ],
+)
+def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left):
+    left = left or UNHEALTHY + UNREACHED + native_output.LOST.format("3, 12") + "\n"
+    program = [sys.executable, "-S", native_output.__file__]
+    found = subprocess.run(program, input=text.encode("latin-1"), capture_output=True)
+    assert (found.returncode, found.stdout) == (0, b"")
+    assert found.stderr.decode("latin-1") == left
 
 
 def test_processes_that_are_started_differently_report_the_difference():
@@ -275,7 +322,7 @@ def test_data_that_one_host_cannot_read_ends_all_with_2_and_the_reason(data, tmp
 import os, pathlib, sys, time
 import main
 from runtime import errors
-from runtime import distributed
+from runtime import distributed, native_output
 hidden, start = os.environ.get("HIDDEN"), distributed.start
 if hidden:
     exists, opened = os.path.exists, pathlib.Path.open
