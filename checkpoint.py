@@ -455,8 +455,9 @@ def _writer(from_files: bool, committing: Callable[[], None]) -> ocp.AsyncCheckp
     options = {"use_compression": False, "enable_pinned_host_transfer": True}
     if from_files:
         handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
-        options["type_handler_registry"] = registry
+        # Without the second, which has nothing to do, Orbax logs a warning.
+        handlers = (np.ndarray, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
+        options["type_handler_registry"] = ocp.type_handlers.create_type_handler_registry(*handlers)
     state = ocp.PyTreeCheckpointHandler(**options)
     config = ocp.JsonCheckpointHandler(filename=RECORD)
     return ocp.AsyncCheckpointer(

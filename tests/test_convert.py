@@ -660,11 +660,12 @@ def test_a_run_without_checkpoint_is_named(runs_of, tmp_path):
         export(run, tmp_path / "out", "--step", "9")
 
 
-def test_a_folder_without_tokenizer_makes_no_text(copied, tmp_path):
+def test_a_folder_without_tokenizer_makes_no_text_and_no_warning(copied, tmp_path, caplog):
     (copied / "tokenizer.json").write_text("{}")
     refused(copied, "is not a tokenizer.json", tmp_path)
     (copied / "tokenizer.json").unlink()
     import_(copied, tmp_path / "run")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     with pytest.raises(ValueError, match="run has no tokenizer: the folder it was imported from"):
         generate.main(["--run", str(tmp_path / "run"), "--prompt", "def"])
     export(tmp_path / "run", tmp_path / "again")
