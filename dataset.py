@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,10 +134,16 @@ def check_fits(data: Dataset, vocab_size: int | None) -> None:
             f"--model.vocab_size {m.vocab_size}, or prepare the data with another --tokenizer."
         )
     if data.seq_len > longest:
+        rows = f", or data/prepare.py --chat --row-tokens {data.seq_len}, which pads conversations"
         raise ConfigError(
             f"--train.seq_len {data.seq_len} is longer than the data: {data.folder} has {m.tokens} "
             f"tokens, and each sequence needs one more than its length. Use --train.seq_len "
-            f"{longest} or less, or more data."
+            f"{longest} or less, or more data{rows * bool(m.template)}."
+        )
+    if (rows := m.settings.get("row_tokens")) and data.seq_len % rows:
+        raise ConfigError(
+            f"{data.folder} was prepared with --row-tokens {rows}, one conversation in each row. "
+            f"Use --train.seq_len {rows}, or prepare it with --row-tokens {data.seq_len}."
         )
 
 
@@ -292,6 +299,16 @@ class Mixture:
         content = json.dumps([*zip(self.counts.tolist(), each, strict=True)])
         return each[0] if len(each) == 1 else hashlib.sha256(content.encode()).hexdigest()
 
+    def stored(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of the data: its identity, tokenizer and template."""
+        m, templates = self.manifest, [data.manifest.template for data in self._datasets]
+        tokens = {"train": self.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
+        if m.begin_of_text is not None:
+            tokens["begin_of_text"] = [m.begin_of_text]
+        if template := next(filter(None, templates), None):
+            tokens["chat_template"] = template
+        return {"tokens": tokens | {"tokenizer_sha256": m.tokenizer_sha256}}
+
     # guide: mixture
     def rows(self, step: int, rows: np.ndarray) -> Rows:
         """Return these rows of the global batch of this step; a pure function."""
@@ -354,9 +371,15 @@ class Mixture:
         ]
 
 
-def open_datasets(config: Config) -> tuple[Mixture, Mixture]:
-    """Return (training data, validation data), checked against the config and each other."""
-    train, val = open_training(config), open_validation(config)
+def open_datasets(config: Config) -> tuple[Mixture, Mixture | None]:
+    """Return (training data, validation data), checked against the config and each other.
+
+    Without evaluation (--eval.sequences 0) there is no validation data.
+    """
+    train = open_training(config)
+    if not config.eval.sequences:
+        return train, None
+    val = open_validation(config)
     check_same_tokenizer(train, val)
     return train, val
 
@@ -366,6 +389,8 @@ def open_training(config: Config) -> Mixture:
 
 
 def open_validation(config: Config) -> Mixture:
+    if not config.eval.sequences:
+        raise ConfigError("--eval.sequences 0 is no evaluation. Use --eval.sequences 64.")
     val = open_subset(config, "val", config.eval.sequences, "windows")
     for data in val.parts.values():
         check_eval(data, config.eval.sequences)

@@ -179,7 +179,7 @@ def _train(
     config: Config,
     declared: Transformer,
     mesh: Mesh,
-    data: tuple[Mixture, Mixture],
+    data: tuple[Mixture, Mixture | None],
     watchdog: PhaseTimes,
     stop: StopRequest,
     w: Transformer | None,
@@ -192,7 +192,7 @@ def _train(
     try:
         if saved:
             shapes = train.abstract_state(config, declared, mesh)
-            state = restore(saved, shapes, checkpoint_config(config, data[0]))
+            state = restore(saved, shapes, dataclasses.asdict(config) | data[0].stored())
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
             state = start_state(config, declared, mesh, state, w)
@@ -233,7 +233,7 @@ def _train(
             goodput_log.write(ended=True)
         if lines := goodput.read(directory.files):
             log(goodput.summary(lines))
-        if (directory.files / "metrics.jsonl").exists():
+        if config.eval.sequences and (directory.files / "metrics.jsonl").exists():
             import plot  # late, so that a run starts fast
 
             plot.plot_run(directory.files, overwrite=not finished)
@@ -293,18 +293,6 @@ def start_state(
     return state
 
 
-def checkpoint_config(config: Config, data: Mixture) -> dict[str, Any]:
-    """Return what a checkpoint stores of its run: the config, and the identity of its tokens."""
-    m, templates = data.manifest, [part.manifest.template for part in data.parts.values()]
-    tokens = {"train": data.identity, "tokenizer": m.tokenizer, "end_of_text": m.end_of_text}
-    if m.begin_of_text is not None:
-        tokens["begin_of_text"] = [m.begin_of_text]
-    if template := next(filter(None, templates), None):
-        tokens["chat_template"] = template
-    tokens["tokenizer_sha256"] = m.tokenizer_sha256
-    return dataclasses.asdict(config) | {"tokens": tokens}
-
-
 def sampler(config: Config, mesh: Mesh, data: Mixture) -> Sampler | None:
     """Return the sampler; None on all processes without prompts, or if one lacks the memory."""
     if not config.sample.prompts:
@@ -330,7 +318,7 @@ class Loop:
         config: Config,
         declared: Transformer,
         mesh: Mesh,
-        data: tuple[Mixture, Mixture],
+        data: tuple[Mixture, Mixture | None],
         saved: Checkpoints | None,
         watchdog: PhaseTimes,
         stop: StopRequest,
@@ -340,7 +328,7 @@ class Loop:
         self.watchdog, self.stop, self.goodput_log = watchdog, stop, goodput_log
         self.train_data, val = data
         self.directory = run_directory.of(config)
-        self.validation = Validation(config, declared, mesh, val)
+        self.validation = val and Validation(config, declared, mesh, val)
         self.sample = sampler(config, mesh, self.train_data)
         shapes = train.abstract_state(config, declared, mesh)
         self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
@@ -497,8 +485,9 @@ class Loop:
         def due(every: int) -> bool:
             return step == self.config.train.steps or (every > 0 and step % every == 0)
 
-        evaluate, sample = due(self.config.eval.every_steps), due(self.config.sample.every_steps)
-        save, every = due(self.config.checkpoint.every_steps), self.config.run.check_replicas_every
+        c, every = self.config, self.config.run.check_replicas_every
+        evaluate = self.validation is not None and due(c.eval.every_steps)
+        sample, save = due(c.sample.every_steps), due(c.checkpoint.every_steps)
         return evaluate, sample, save, self.replicas is not None and (save or step % every == 0)
 
     def _missing(self, step: int) -> tuple[bool, bool]:
@@ -508,7 +497,7 @@ class Loop:
         at this step and is not recorded is done now.
         """
         if step == 0:
-            return bool(self.config.run.init_from), False
+            return bool(self.config.run.init_from and self.validation), False
         due = np.array(self._due(step)[:2])
         if is_primary():
             done = [jsonl.has(self.directory.files / name, step, key) for name, key in RECORDED]
@@ -545,7 +534,7 @@ class Loop:
             self.recorder.sync()
             self.directory.upload()
 
-        settings = checkpoint_config(self.config, self.train_data)
+        settings = dataclasses.asdict(self.config) | self.train_data.stored()
         self.saved.save(step, state, settings, before=records_first)
 
     def _stop_if_requested(self, state: State, step: int, follows: Sequence[bool] = ()) -> None:

@@ -231,7 +231,7 @@ class Data:
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     every_steps: int = 100  # 0: only after the last step
-    sequences: int = 64  # validation windows, always the same; a multiple of global_batch_size
+    sequences: int = 64  # validation windows, always the same; 0: no evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,11 +42,15 @@ from utils import Config, ConfigError
 
 
 class Validation:
-    """Computes loss and expert balance on fixed windows, in microbatches of the training size."""
+    """Computes loss and expert balance on fixed windows, in microbatches of the training size.
+
+    Where windows are no multiple of the global batch, the first ones fill the last batch. They have
+    no loss there, and count in the balance of the experts.
+    """
 
     def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Mixture):
         self.config, self.mesh, self.data = config, mesh, data
-        rounds = config.eval.sequences // config.train.global_batch_size
+        rounds = -(-config.eval.sequences // config.train.global_batch_size)
         self.microbatches = config.train.microbatches * rounds
         part = dataclasses.replace(config.train, microbatches=self.microbatches)
         self.run = jax.jit(
@@ -66,11 +70,11 @@ class Validation:
         return found | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
 
     def _record(self, w: Transformer, name: str, data: Dataset) -> dict[str, Any]:
-        sequences, T = self.config.eval.sequences, self.config.train.seq_len
+        t = self.config.train
+        rows = self.microbatches // t.microbatches * t.global_batch_size
         if name not in self.batches:
-            rows = partial(data.eval_rows, sequences=sequences)
-            shape = sequences, T
-            self.batches[name] = train.put_batch(self.mesh, self.microbatches, rows, shape)
+            take, shape = partial(padded_rows, data, self.config.eval.sequences), (rows, t.seq_len)
+            self.batches[name] = train.put_batch(self.mesh, self.microbatches, take, shape)
         if self.compiled is None:
             self.compiled = errors.compile_program(self.run, w, self.batches[name])
         stats, m = jax.device_get(self.compiled(w, self.batches[name])), self.config.model
@@ -81,11 +85,18 @@ class Validation:
             "moe/dropped": None,
         }
         if stats.tokens_per_expert is not None:
-            choices = sequences * T * m.num_experts_per_tok * m.blocks
+            choices = rows * t.seq_len * m.num_experts_per_tok * m.blocks
             record["loss/val_balance"] = float(stats.balance)
             record["moe/tokens_per_expert"] = stats.tokens_per_expert.reshape(m.blocks, -1).tolist()
             record["moe/dropped"] = int(stats.dropped) / choices
         return record
+
+
+def padded_rows(data: Dataset, sequences: int, numbers: np.ndarray) -> dataset.Rows:
+    """Return rows of `sequences` windows, which begin again, without a loss, where they end."""
+    rows = data.eval_rows(numbers % sequences, sequences)
+    rows["loss_weights"][numbers >= sequences] = 0
+    return rows
 
 
 def weighted_mean(shares: Sequence[float], records: list[dict[str, Any]]) -> dict[str, Any]:

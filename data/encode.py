@@ -87,27 +87,31 @@ class Encoder:
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.bos = begin_of_text(self.tokenizer, config.add_bos)
         self.dtype = np.dtype(np.uint16 if self.tokenizer.n_vocab <= 2**16 else np.uint32)
-        self.template, self.to_chunks = None, None
+        self.template, self.to_chunks, self.row_tokens = None, None, config.row_tokens
         if config.chat:
             self.template = chat.template_of(config.chat_template, self.tokenizer)
             self.to_chunks = functools.partial(chat.to_chunks, template=self.template)
 
     def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
-        """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text.
+        """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text, and
+        of padding by ends of text.
 
         Each chunk is tokenized on its own, so no token spans a prompt and an answer. Special tokens
         in the text are plain text, so no document can end another one.
         """
-        weight, previous = None, None if document.begins else Chunk("")
+        length, weight, previous = 1, None, None if document.begins else Chunk("")
         for chunk in resize(document.chunks):
             ids = self.ids(chunk, previous)
             text = "" if chunk.special or chunk.weight == 0 else chunk.text
             if previous is None and self.bos not in (None, *ids[:1]):
                 yield np.array([self.bos]), None if chunk.weight is None else 0, 0
-            weight, previous = chunk.weight, chunk
+                length += 1
+            weight, previous, length = chunk.weight, chunk, length + len(ids)
             yield np.asarray(ids), weight, len(text.encode(errors="replace"))
         if previous is not None and document.ends:
             yield np.array([self.tokenizer.eot_token]), weight, 0
+            if self.row_tokens:
+                yield np.full(-length % self.row_tokens, self.tokenizer.eot_token), 0, 0
 
     def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
         if chunk.special:

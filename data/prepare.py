@@ -35,6 +35,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 # A script has its own folder on the path, not the one above it.
@@ -45,7 +46,7 @@ from data.encode import Encoder, Job, Record, Subset, record_of, tokenize_split
 from data.manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
-from data.shards import PARTIAL, folder_at
+from data.shards import PARTIAL, ShardWriter, folder_at
 from data.tokenizer import table_sha256
 from runtime.errors import TransientError
 from utils import ConfigError
@@ -86,6 +87,7 @@ class Preparation:
         self.settings_file = f"{self.state}/settings.json"
         # Contents identify files. Splits without unusable input are the same with --skip-bad.
         but = (*NOT_CONTENT, "skip_bad", *["source"] * ("files_sha256" in self.source.settings))
+        but += ("row_tokens",) * (not config.row_tokens)  # which older preparations lack
         content = {k: v for k, v in vars(config).items() if k not in but}
         content |= self.source.settings | {
             "validation_rule": VALIDATION_RULE,
@@ -242,6 +244,7 @@ class Preparation:
         share = self.config.val_share
         print(f"too few documents to divide: the last {share:.3g} of all tokens are val")
         left = total - max(1, round(share * total))
+        left -= left % (self.config.row_tokens or 1)
         jobs, kept = [], {}
         for record in records:
             count = min(max(left, 0), record.tokens)
@@ -261,6 +264,10 @@ class Preparation:
                 f"no document of --source {config.source} is for {name}{list_of(left_out)}. Use "
                 "another --val-share, or 0 for no validation set."
             )
+        if config.row_tokens:  # the last row needs a target for its last token
+            end = ShardWriter(f"{config.out}/{name}", "shard_end", 1, self.encoder.dtype, True)
+            end.add(np.array([tokenizer.eot_token]), 0)
+            subset.shards, subset.tokens = [*subset.shards, *end.shards], subset.tokens + 1
         more = {"left_out": dict(sorted(left_out.items()))} if config.skip_bad else {}
         counts = vars(subset) if config.chat else vars(subset) | {"learned_tokens": None}
         manifest = Manifest(

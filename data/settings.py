@@ -30,6 +30,9 @@ class Prepare:
     text_field: str = "text"  # field with a row's text; data.text is field text of field data
     chat: bool = False  # rows are conversations; only their answers are learned
     chat_template: Literal["plain", "tokenizer"] = "plain"  # tokenizer: its own template
+    # with --chat: pad each conversation to a multiple of this, so that each row of a batch has one;
+    # the --train.seq_len. 0: conversations follow each other without padding
+    row_tokens: int = 0
     add_bos: bool = False  # begin documents with BOS even if the tokenizer does not say so
     hf_name: str = ""  # configuration of the data set of the hub; empty: its default
     hf_split: str = "train"  # split of the data set of the hub
@@ -43,9 +46,12 @@ def check(config: Prepare) -> None:
         raise ConfigError(
             f"--val-share {config.val_share} is not a share: expected 0 to 1. Use --val-share 0.05."
         )
-    for flag, least in (("shard-tokens", 1), ("max-tokens", 0), ("workers", 0), ("split-mb", 1e-7)):
+    limits = {"shard-tokens": 1, "max-tokens": 0, "workers": 0, "row-tokens": 0, "split-mb": 1e-7}
+    for flag, least in limits.items():
         if (value := getattr(config, flag.replace("-", "_"))) < least:
             raise ConfigError(f"--{flag} {value} is too small: expected at least {least}.")
+    if config.row_tokens and not config.chat:
+        raise ConfigError("--row-tokens pads conversations. Add --chat, or omit --row-tokens.")
     if config.out.startswith("gs:") and not config.out.removeprefix("gs://").strip("/").count("/"):
         raise ConfigError(f"--out {config.out} names no folder of a bucket. Use gs://bucket/books.")
 

@@ -243,7 +243,8 @@ MAY_BE_ZERO = {
         "optimizer.warmup_steps",
         "optimizer.schedule_steps",
     ),
-    *("train.seed", "data.seed", "eval.every_steps", "sample.every_steps", "sample.tokens"),
+    *("train.seed", "data.seed", "eval.every_steps", "eval.sequences"),
+    *("sample.every_steps", "sample.tokens"),
     *("checkpoint.every_steps", "checkpoint.keep_every_steps", "run.init_from_step"),
     *("run.check_replicas_every", "profile.first_step", "profile.steps"),
 }
@@ -267,7 +268,6 @@ def check(config: Config) -> None:
     ranks += " x --mesh.replica" * (mesh.replica > 1)
     for name, parts, why in (
         ("train.global_batch_size", t.microbatches * mesh.batch, ranks),
-        ("eval.sequences", t.global_batch_size, "--train.global_batch_size"),
         ("train.seq_len", mesh.tensor, "--mesh.tensor"),
     ):
         if (size := get(config, name)) % parts:

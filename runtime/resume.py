@@ -13,8 +13,8 @@ from runtime.console import log
 from utils import Config, ConfigError
 
 # Settings that may change when a run resumes, and below those that may with a warning; all others
-# must not. tokens.* are no settings: main.checkpoint_config adds the tokenizer, and in tokens.train
-# a hash of the data.
+# must not. tokens.* are no settings: Mixture.stored adds the tokenizer, and in tokens.train a hash
+# of the data.
 FREE_SECTIONS = {"mesh", "fsdp", "eval", "sample", "checkpoint", "run", "wandb", "profile"}
 FREE_FIELDS = {
     *("model.eval_capacity_factor", "model.experts_layout", "data.train", "data.val"),

@@ -267,6 +267,66 @@ def test_evaluation_windows_without_an_answer_are_refused(tmp_path):
         dataset.open_validation(cli.parse([*flags, "--eval.sequences", "16"]))
 
 
+def padded(folder, names):
+    """The tokens and weights of conversations, each padded to 64 tokens by ends of text."""
+    ids, weights = (np.concatenate([joined(folder / n, kind) for n in names]) for kind in KINDS)
+    ends = np.flatnonzero(ids == TOKENIZER.eot_token)[:-1] + 1
+    for one, counted in zip(np.split(ids, ends), np.split(weights, ends), strict=True):
+        pad = (0, -len(one) % 64)
+        yield np.pad(one, pad, constant_values=TOKENIZER.eot_token), np.pad(counted, pad)
+
+
+KINDS = "", ".weights"
+
+
+@pytest.mark.parametrize("subsets", [["train"], ["val"], ["train", "val"]])
+def test_with_row_tokens_each_row_is_one_conversation(subsets, source, tmp_path):
+    """Documents are divided by their hash, or for a small share by the position of their rows."""
+    share = 0.02 if len(subsets) == 2 else 0.25
+    flags = "--val-share", share, "--shard-tokens", 997
+    run(source, tmp_path / "packed", *flags)
+    run(source, tmp_path / "rows", *flags, "--row-tokens", 64)
+    expected = [
+        np.concatenate(part) for part in zip(*padded(tmp_path / "packed", subsets), strict=True)
+    ]
+    batches = [Dataset(tmp_path / "rows" / name, 64) for name in subsets]
+    batches = [data.batch(np.arange(data.windows)) for data in batches]
+    found = {name: np.concatenate([b[name].reshape(-1) for b in batches]) for name in batches[0]}
+    np.testing.assert_array_equal(found["tokens"], expected[0])
+    np.testing.assert_array_equal(found["loss_weights"], [*expected[1][1:], 0])
+    learned = [read_manifest(tmp_path / "rows" / name).learned_tokens for name in subsets]
+    assert sum(learned) == expected[1].sum()
+    with pytest.raises(ValueError, match=r"with --row-tokens 64, .*Use --train.seq_len 64"):
+        Dataset(tmp_path / "rows" / subsets[0], 96)
+
+
+def test_row_tokens_are_of_conversations(source, tmp_path):
+    with pytest.raises(ValueError, match=r"--row-tokens pads conversations. Add --chat"):
+        prepare.main(["--source", str(source), "--out", str(tmp_path), "--row-tokens", "64"])
+
+
+@pytest.mark.slow
+def test_fifty_short_conversations_are_tuned_on(whole, runs, tmp_path):
+    """The commands that the messages name, one after the other."""
+    source = write(tmp_path / "chat.jsonl", [{"prompt": f"{n}?", "answer": "1"} for n in range(50)])
+    run(source, tmp_path / "packed")
+    flags = [f"--data.{name}={tmp_path}/packed/{name}" for name in ("train", "val")]
+    with pytest.raises(ValueError, match=r"longer than the data.* --row-tokens 128, which pads"):
+        dataset.open_validation(cli.parse([*flags, "--train.seq_len", "128"]))
+    run(source, tmp_path / "rows", "--row-tokens", 32)
+    flags = [flag.replace("packed", "rows") for flag in flags]
+    with pytest.raises(
+        ValueError, match=r"more than the (\d) windows.*Use --eval.sequences (\1) or"
+    ):
+        dataset.open_validation(cli.parse([*flags, "--train.seq_len", "32"]))
+    extra = f"--run.init_from {whole} --train.steps 2 --eval.sequences 2 --sample.prompts"
+    steps = jsonl.read(start(flags, runs, "fifty", *extra.split()) / "metrics.jsonl")
+    assert steps[-1]["loss/val"] < steps[0]["loss/val"]
+    none = start(flags[:1], runs, "unseen", *extra.replace("sequences 2", "sequences 0").split())
+    assert not any("loss/val" in record for record in jsonl.read(none / "metrics.jsonl"))
+    assert not list((none / "plots").glob("*val*"))
+
+
 # What is learned
 
 
@@ -292,7 +352,7 @@ def mean_over_answers(tree, batch, config, folder):
 
 def test_a_checkpoint_records_the_template_of_its_data(flags):
     config = cli.parse([*flags, "--train.seq_len", "32"])
-    tokens = main.checkpoint_config(config, dataset.open_training(config))["tokens"]
+    tokens = dataset.open_training(config).stored()["tokens"]
     assert tokens["chat_template"] == chat.PLAIN
 
 

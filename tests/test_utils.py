@@ -60,7 +60,7 @@ def test_a_config_written_as_toml_reads_back_unchanged(tmp_path):
          "9 is not divisible .*Use --train.global_batch_size 16"),
         (["--mesh.replica", "3"], "is not divisible by .* x --mesh.fsdp x --mesh.replica = "),
         (["--train.seq_len", "255"], "Use --train.seq_len 256"),
-        (["--eval.sequences", "12"], "Use --eval.sequences 16"),
+        (["--eval.sequences", "-1"], "--eval.sequences -1 is below 0. Use 0 or more"),
         (["--mesh.virtual", "0"], "--mesh.virtual 0 is below 1"),
         (["--optimizer.lr", "-1"], "--optimizer.lr -1.0 is below 0"),
         (["--model.num_experts_per_tok", "9"],
