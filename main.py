@@ -336,7 +336,8 @@ class Loop:
         log("compiling the step")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
-        self.step = errors.compile_program(step, shapes, sharded_model.abstract_batch(config, mesh))
+        self.schedule, batch = train.schedule_on(mesh, config), sharded_model.abstract_batch
+        self.step = errors.compile_program(step, shapes, batch(config, mesh), self.schedule)
         log(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
         self.tracing = False
         # (steps done, report, seconds of waiting for its batch) of the step that is running
@@ -379,7 +380,7 @@ class Loop:
             batch = next(source)
             waited_s = time.perf_counter() - wait_began
             self.watchdog.phase(f"step {number + 1}")
-            state, report = self.step(state, batch)
+            state, report = self.step(state, batch, self.schedule)
             self._read_report()  # of the previous step
             self.running = number + 1, report, waited_s
             if any(self._due(number + 1)):

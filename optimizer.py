@@ -22,7 +22,6 @@ Letters of this file:
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,32 +49,37 @@ EPSILON = 1e-12  # added to a matrix's norm, so that a zero matrix stays zero
 # --- learning rate and AdamW ----------------------------------------------------------------------
 
 
-def learning_rate(config: Config) -> Callable[[jax.Array], jax.Array]:
-    """Return a function: step (from 0) -> learning rate.
-
-    Linear warmup, then a cosine, or a constant and a linear decay (wsd). If warmup and decay
-    overlap, the decay is shorter.
+class Schedule(NamedTuple):
+    """A learning-rate schedule, of numbers that are arguments of the compiled step: another
+    schedule needs no other program.
     """
-    o = config.optimizer
-    length = o.schedule_steps or config.train.steps
-    low = o.lr * o.min_lr_ratio
-    # At least one step remains after warmup, to reach the minimum.
-    warmup = min(o.warmup_steps, max(1, length - 1))
-    if o.schedule == "cosine":
-        after = optax.cosine_decay_schedule(o.lr, max(1, length - warmup), o.min_lr_ratio)
-        parts, bounds = [after], []
-    else:
-        decay = min(max(1, round(o.decay_share * length)), length - warmup)
-        parts = [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, low, max(1, decay))]
-        bounds = [length - decay]
-    rise = optax.linear_schedule(0.0, o.lr, max(1, warmup))
-    schedule = optax.join_schedules([rise, *parts], [warmup, *bounds])
 
-    def rate(step: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
-            return schedule(step + 1)  # the first step is above 0, and the last at the minimum
+    peak: float
+    low: float  # at the end
+    warmup: int  # steps
+    begin: int  # steps before the decay
+    length: int  # of the decay, in steps
+    cosine: bool  # the shape of the decay; else linear
 
-    return rate
+
+def schedule(config: Config) -> Schedule:
+    """Return linear warmup, then a cosine, or a constant and a linear decay (wsd)."""
+    o, steps = config.optimizer, config.optimizer.schedule_steps or config.train.steps
+    warmup, begin = o.phases(steps)
+    low, length = o.lr * o.min_lr_ratio, max(1, steps - begin)
+    return Schedule(o.lr, low, warmup, begin, length, o.schedule == "cosine")
+
+
+def learning_rate(s: Schedule, step: jax.Array) -> jax.Array:
+    """Return the learning rate of a step, counted from 0, in float32.
+
+    The first one is above 0, and the last one is the lowest.
+    """
+    peak, low, warmup, begin, length, cosine = (jnp.float32(number) for number in s)
+    done = step.astype(jnp.float32) + 1
+    share = jnp.clip((done - begin) / length, 0, 1)  # of the decay
+    left = jnp.where(cosine > 0, (1 + jnp.cos(jnp.pi * share)) / 2, 1 - share)
+    return jnp.where(done < warmup, peak * done / warmup, low + (peak - low) * left)
 
 
 TUNING_WARNING = (

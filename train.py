@@ -1,6 +1,6 @@
 """The training step and what it runs on: mesh, state, optimizer, batches on the devices.
 
-A step is one jitted function of (state, batch). The shapes and layouts of both are available
+A step is one jitted function of (state, batch, schedule). Their shapes and layouts are available
 without arrays, to compile it ahead of time. Functions take the config, the Weights of
 model.declare, and the mesh.
 """
@@ -28,7 +28,7 @@ import sharded_model
 import utils
 import weights
 from model import Batch, Transformer
-from optimizer import learning_rate, make_optimizer
+from optimizer import Schedule, learning_rate, make_optimizer, schedule
 from runtime import cli
 from utils import MESH_AXES, Config, ConfigError
 
@@ -230,24 +230,35 @@ def initial_norms(sharding: NamedSharding) -> jax.Array:
     return jax.device_put(np.full(NORMS, np.inf, np.float32), sharding)
 
 
+def schedule_on(mesh: Mesh, config: Config) -> Schedule:
+    """Return the schedule as arrays, an argument of `jitted_step`."""
+    return jax.device_put(Schedule(*map(np.float32, schedule(config))), NamedSharding(mesh, P()))
+
+
+def abstract_schedule(mesh: Mesh) -> Schedule:
+    """Return the shapes and layouts of `schedule_on`."""
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    return Schedule(*[number] * len(Schedule._fields))
+
+
 # --- one step -------------------------------------------------------------------------------------
 
 
 # guide: step
 def jitted_step(
     config: Config, declared: Transformer, mesh: Mesh
-) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """Return the jitted step: (state, batch [M, B, T]) -> (next state, report).
+) -> Callable[[State, Batch, Schedule], tuple[State, dict[str, jax.Array]]]:
+    """Return the jitted step: (state, batch [M, B, T], schedule) -> (next state, report).
 
     The state is donated. A step whose loss or gradient norm is not finite, or that is a spike,
     changes only the counters.
     """
     loss_and_gradients = sharded_model.loss_and_gradients(config, declared, mesh)
-    optimizer, rate = make_optimizer(config, declared, mesh), learning_rate(config)
+    optimizer = make_optimizer(config, declared, mesh)
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def step(state: State, batch: Batch, s: Schedule) -> tuple[State, dict[str, jax.Array]]:
         grads, stats = loss_and_gradients(state.weights, batch, state.step)
-        norm, lr = optax.tree.norm(grads), rate(state.step)
+        norm, lr = optax.tree.norm(grads), learning_rate(s, state.step)
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
         new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)

@@ -199,6 +199,17 @@ class Optimizer:
     decay_embeddings: bool = False  # also of embedding and output
     clip_norm: float = 1.0  # largest global gradient norm; 0 disables clipping
 
+    def phases(self, steps: int) -> tuple[int, int]:
+        """Return (steps of warmup, steps before the decay) of a schedule of so many steps.
+
+        If warmup and decay overlap, the decay is shorter.
+        """
+        # At least one step remains after warmup, to reach the minimum.
+        warmup = min(self.warmup_steps, max(1, steps - 1))
+        if self.schedule == "cosine":
+            return warmup, warmup
+        return warmup, max(warmup, steps - max(1, round(self.decay_share * steps)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Train:

@@ -68,7 +68,7 @@ class Training:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.state, report = self.program.step(self.state, self.batch)
+            self.state, report = self.program.step(self.state, self.batch, self.program.schedule)
             jax.device_get(report)
             if self.checkpoints.failed():  # as main.py does after each step
                 self.checkpoints.wait()

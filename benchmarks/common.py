@@ -23,6 +23,7 @@ import pipeline
 import sharded_model
 import train
 import utils
+from optimizer import Schedule
 from planning import cost, hlo
 from runtime import cli
 from utils import Config, ConfigError
@@ -95,6 +96,7 @@ class Program:
     declared: model.Transformer
     mesh: Mesh
     step: Any
+    schedule: Schedule
     compile_s: float
 
     def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -102,7 +104,7 @@ class Program:
         state = train.initial_state(self.config, self.declared, self.mesh)
         batch = random_batch(self.config, self.mesh)
         while True:
-            seconds, (state, report) = timed(self.step, state, batch)
+            seconds, (state, report) = timed(self.step, state, batch, self.schedule)
             yield seconds, report
 
     @property
@@ -144,12 +146,12 @@ def compile_step(config: Config, cached: bool = False) -> Program:
     cli.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
-    step = train.jitted_step(config, declared, mesh)
+    step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
     with contextlib.nullcontext() if cached else without_compilation_cache():
         start = time.perf_counter()
-        step = step.lower(state, sharded_model.abstract_batch(config, mesh)).compile()
+        step = step.lower(state, sharded_model.abstract_batch(config, mesh), schedule).compile()
         compile_s = time.perf_counter() - start
-    return Program(config, declared, mesh, step, compile_s)
+    return Program(config, declared, mesh, step, schedule, compile_s)
 
 
 def random_batch(config: Config, mesh: Mesh) -> model.Batch:

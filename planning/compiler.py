@@ -149,10 +149,10 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     devices = targets.devices(chip, topology, count, config.mesh.replica)
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     state = train.abstract_state(config, declared, mesh)
-    batch = sharded_model.abstract_batch(config, mesh)
+    arguments = state, sharded_model.abstract_batch(config, mesh), train.abstract_schedule(mesh)
     started = time.perf_counter()
     try:
-        compiled = train.jitted_step(config, declared, mesh).lower(state, batch).compile()
+        compiled = train.jitted_step(config, declared, mesh).lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:  # such as a step that exceeds the chip's memory
         raise ConfigError(str(error).splitlines()[0]) from None
     seconds = time.perf_counter() - started

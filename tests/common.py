@@ -14,6 +14,7 @@ from jax import lax
 
 import model
 import sharded_model
+import train
 import utils
 from hf_case import model_with
 from inference import decode
@@ -39,6 +40,12 @@ SIZES = {
     "aux_loss_alpha": 0.1,
     "compute_dtype": "float32",
 }
+
+
+def jitted_step(config, declared, mesh):
+    """Return (state, batch) -> (next state, report), with the schedule of the config."""
+    step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
+    return lambda state, batch: step(state, batch, schedule)
 
 
 def mostly_long(names, *always):

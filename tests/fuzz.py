@@ -47,7 +47,7 @@ import sharded_model  # noqa: E402
 import train  # noqa: E402
 import utils  # noqa: E402
 from checkpoint import Checkpoints  # noqa: E402
-from common import mesh_of, relative_error, transformer_of  # noqa: E402
+from common import jitted_step, mesh_of, relative_error, transformer_of  # noqa: E402
 from inference import decode  # noqa: E402
 from runtime import cli, jsonl  # noqa: E402
 
@@ -303,7 +303,7 @@ def check_decode(case: dict[str, Any]) -> None:
 def stepper(text: str, other: bool) -> tuple[utils.Config, Any, Any, Callable]:
     c = config(json.loads(text), other)
     mesh = mesh_of(c)
-    return c, mesh, model.declare(c), train.jitted_step(c, model.declare(c), mesh)
+    return c, mesh, model.declare(c), jitted_step(c, model.declare(c), mesh)
 
 
 def check_resume(case: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ import dataset  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
 import utils  # noqa: E402
+from common import jitted_step  # noqa: E402
 from runtime import cli  # noqa: E402
 
 MESHES = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)]
@@ -46,7 +47,7 @@ class Flags:
 def train_losses(config: utils.Config) -> tuple[np.ndarray, np.ndarray]:
     """Return the losses [steps] and the tokens per expert [steps, blocks, E]."""
     mesh, declared = train.make_mesh(config), model.declare(config)
-    step = train.jitted_step(config, declared, mesh)
+    step = jitted_step(config, declared, mesh)
     state = train.initial_state(config, declared, mesh)
     losses, counts = [], []
     for batch in train.batches(config, mesh, dataset.open_training(config).rows, 0):

@@ -86,7 +86,7 @@ def test_a_timed_compilation_reads_no_cache_and_a_later_one_does(tmp_path, reque
 def fast_step(monkeypatch):
     """A step that only counts. A real one takes long to compile."""
 
-    def count(state, batch):
+    def count(state, batch, schedule):
         return state.replace(step=state.step + 1), {"tokens": batch.tokens.sum()}
 
     jitted = common.jax.jit(count, donate_argnums=0)

@@ -134,6 +134,7 @@ def compiled_text(config):
     shapes = (
         train.abstract_state(config, declared, mesh),
         sharded_model.abstract_batch(config, mesh),
+        train.abstract_schedule(mesh),
     )
     lowered = train.jitted_step(config, declared, mesh).lower(*shapes)
     return lowered.compile().as_text()

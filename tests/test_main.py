@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import checkpoint
@@ -203,7 +204,7 @@ def test_steps_after_a_schedule_that_ends_at_0_are_refused(whole, data, runs, na
     with pytest.raises(ValueError, match=rf"{message}.*/{name} "):
         resume.with_schedule(cli.parse([*flags, "9"]), 6)
     config = cli.parse([*flags, "6"])
-    assert optimizer.learning_rate(config)(np.int32(5)) == 0
+    assert optimizer.learning_rate(optimizer.schedule(config), np.int32(5)) == 0
     assert resume.with_schedule(config, 6).train.steps == 6
 
 
@@ -436,8 +437,8 @@ def test_a_process_reads_its_own_rows_once():
 def test_a_schedule_whose_warmup_and_decay_overlap_reaches_its_minimum(schedule, warmup, share):
     flags = f"--train.steps 10 --optimizer.lr 1 --optimizer.schedule {schedule} "
     flags += f"--optimizer.warmup_steps {warmup} --optimizer.decay_share {share}"
-    rule = optimizer.learning_rate(cli.parse(flags.split()))
-    rate = [float(rule(np.int32(step))) for step in range(10)]
+    rate = optimizer.learning_rate(optimizer.schedule(cli.parse(flags.split())), np.arange(10))
+    rate = rate.tolist()
     assert rate[-1] == pytest.approx(0.1)
     rise = min(warmup, 9)  # the warmup is not cut but for one step
     assert rate[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
@@ -496,32 +497,41 @@ def test_all_processes_or_none_sample(monkeypatch, capsys):
     assert "no samples: process 1 (h1): they need 2.00 GiB" in capsys.readouterr().out
 
 
-def test_the_learning_rate_rises_stays_and_falls():
-    config = cli.parse(
-        [
-            "--optimizer.schedule",
-            "wsd",
-            "--optimizer.lr",
-            "1",
-            "--optimizer.warmup_steps",
-            "4",
-            "--train.steps",
-            "20",
-            "--optimizer.decay_share",
-            "0.25",
-            "--optimizer.min_lr_ratio",
-            "0.1",
-        ]
+def rates(flags):
+    """The learning rates of 20 steps."""
+    config = cli.parse(f"--train.steps 20 --optimizer.lr 1 {flags}".split())
+    return np.asarray(optimizer.learning_rate(optimizer.schedule(config), np.arange(20)))
+
+
+def test_the_learning_rate_is_that_of_optax():
+    rise, count = optax.linear_schedule(0.0, 1.0, 4), np.arange(1.0, 21.0, dtype=np.float32)
+    fall = optax.linear_schedule(1.0, 0.1, 5)
+    wsd = optax.join_schedules([rise, optax.constant_schedule(1.0), fall], [4, 15])
+    flags = "--optimizer.warmup_steps 4 --optimizer.min_lr_ratio 0.1 --optimizer.decay_share 0.25"
+    close = {"rtol": 1e-6, "atol": 1e-7}
+    np.testing.assert_allclose(rates(f"{flags} --optimizer.schedule wsd"), wsd(count), **close)
+    cosine = optax.join_schedules([rise, optax.cosine_decay_schedule(1.0, 16, 0.1)], [4])
+    np.testing.assert_allclose(rates(flags), cosine(count), **close)
+    shorter = optax.join_schedules([rise, optax.cosine_decay_schedule(1.0, 6, 0.1)], [4])
+    flags += " --optimizer.schedule_steps 10"
+    np.testing.assert_allclose(rates(flags), shorter(count), **close)
+
+
+def test_another_schedule_is_the_same_program(data):
+    """So a sweep of learning rates compiles once."""
+    flags = [*FLAGS, *data, "--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
+    other = (
+        "--optimizer.lr 3e-4 --optimizer.schedule wsd --optimizer.warmup_steps 2 --train.steps 9"
     )
-    rate = [float(optimizer.learning_rate(config)(np.int32(step))) for step in range(20)]
-    assert rate[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and rate[4:14] == [1.0] * 10
-    assert rate[14:] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
-    cosine = cli.parse(
-        ["--optimizer.lr", "1", "--optimizer.warmup_steps", "4", "--train.steps", "20"]
-    )
-    rate = [float(optimizer.learning_rate(cosine)(np.int32(step))) for step in range(20)]
-    assert rate[3] == pytest.approx(1.0) and rate[11] == pytest.approx(0.55)
-    assert rate[19] == pytest.approx(0.1) and sorted(rate[3:], reverse=True) == rate[3:]
+    texts = []
+    for more in ("", f"{other} --optimizer.min_lr_ratio 0 --optimizer.decay_share 0.5"):
+        config = cli.parse([*flags, *more.split()])
+        declared, mesh = model.declare(config), train.make_mesh(config)
+        state = train.abstract_state(config, declared, mesh)
+        batch = sharded_model.abstract_batch(config, mesh)
+        step = train.jitted_step(config, declared, mesh)
+        texts.append(step.lower(state, batch, train.schedule_on(mesh, config)).as_text())
+    assert texts[0] == texts[1]
 
 
 def in_two_processes(*command):

@@ -23,7 +23,7 @@ import train
 import utils
 import weights
 from benchmarks.common import with_values
-from common import canonical, config_of, mesh_of, mostly_long, on_mesh, put
+from common import canonical, config_of, jitted_step, mesh_of, mostly_long, on_mesh, put
 from planning import cost, hlo, jaxpr
 from runtime import resume
 from test_training import batch, copies
@@ -250,8 +250,8 @@ def test_momenta_with_different_layouts_in_memory_are_exchanged():
     )
     mesh, declared = mesh_of(config), model.declare(config)
     state = train.abstract_state(config, declared, mesh)
-    step = train.jitted_step(config, declared, mesh)
-    assert step.lower(state, sharded_model.abstract_batch(config, mesh)).compile()
+    step, s = train.jitted_step(config, declared, mesh), train.abstract_schedule(mesh)
+    assert step.lower(state, sharded_model.abstract_batch(config, mesh), s).compile()
 
 
 def cut_on(w, config):
@@ -343,7 +343,7 @@ def run(name):
     """Return (config, weights after five steps, state)."""
     config = run_config(name)
     declared, mesh = model.declare(config), mesh_of(config)
-    step = train.jitted_step(config, declared, mesh)
+    step = jitted_step(config, declared, mesh)
     state = train.initial_state(config, declared, mesh)
     for number in range(STEPS):
         state, report = step(state, on_mesh(config, mesh, batch(config, number)))
@@ -365,7 +365,7 @@ def test_five_steps_end_at_the_same_weights_on_every_mesh(name):
 def test_a_step_that_is_not_finite_does_not_change_weights_or_momenta():
     name = "2x2x2_virtual"
     config, before, state = run(name)
-    step = train.jitted_step(config, model.declare(config), mesh_of(config))
+    step = jitted_step(config, model.declare(config), mesh_of(config))
     momenta = jax.device_get(state.optimizer)
     arrays = jax.tree.map(jnp.copy, state)  # a step donates its state
     bad = batch(config, STEPS)
@@ -398,6 +398,6 @@ def stepped(saved, name, weights_before, state_before):
     jax.tree.map(np.testing.assert_array_equal, canonical(config, state.weights), weights_before)
     slots = [jax.tree.leaves(s.optimizer) for s in (state, state_before)]
     assert all(np.array_equal(a.reshape(-1), b.reshape(-1)) for a, b in zip(*slots, strict=True))
-    step = train.jitted_step(config, declared, mesh)
+    step = jitted_step(config, declared, mesh)
     state, _ = step(state, on_mesh(config, mesh, batch(config, STEPS)))
     return canonical(config, state.weights)

@@ -20,7 +20,17 @@ import optimizer
 import train
 import weights
 from benchmarks.common import with_values
-from common import RUN, RUN_MESHES, batch_of, canonical, config_of, mesh_of, mostly_long, on_mesh
+from common import (
+    RUN,
+    RUN_MESHES,
+    batch_of,
+    canonical,
+    config_of,
+    jitted_step,
+    mesh_of,
+    mostly_long,
+    on_mesh,
+)
 from conftest import ROOT
 from runtime import cli
 
@@ -80,7 +90,7 @@ def batch(config, step):
 @functools.cache
 def step_of(name, bias_speed=0.0):
     config, mesh = run_config(name, bias_speed), mesh_of(run_config(name))
-    return config, mesh, train.jitted_step(config, model.declare(config), mesh)
+    return config, mesh, jitted_step(config, model.declare(config), mesh)
 
 
 def copies(tree):
@@ -271,7 +281,7 @@ def test_a_spike_changes_only_the_counters_and_skip_spikes_no_other_step():
     config, mesh, _ = step_of("2x2x2")
     on = dataclasses.replace(config.train, skip_spikes=3.0)
     on = dataclasses.replace(config, train=on)
-    step = train.jitted_step(on, model.declare(config), mesh)
+    step = jitted_step(on, model.declare(config), mesh)
     known = run("2x2x2")
 
     def taken(state, number):
