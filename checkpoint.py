@@ -233,14 +233,14 @@ class Checkpoints:
     def newest(
         self,
         abstract: Any,
-        check_config: Callable[[dict[str, Any]], None] = lambda config: None,
+        check_config: Callable[[dict[str, Any], int], None] = lambda config, step: None,
     ) -> tuple[int, Any] | None:
         """Return (step, state) of the newest undamaged checkpoint; None without checkpoints.
 
         A damaged checkpoint is logged. A run that writes quarantines it as `damaged-<step>`.
 
         abstract      as in `restore`, or a function that returns it for the names of saved arrays
-        check_config  raises for the config of a run that cannot be continued
+        check_config  raises for the config of a run that cannot be continued from a step
         Raises        ConfigError if all checkpoints are damaged
         """
         self.wait()
@@ -248,7 +248,7 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 record = self.record(step)
-                check_config(record["config"])
+                check_config(record["config"], step)
                 like = abstract(frozenset(record["arrays"])) if callable(abstract) else abstract
                 state = self.restore(step, like)
             except Damaged as error:

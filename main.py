@@ -38,7 +38,7 @@ import weights
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
-from inference.sampling import Sampler
+from inference.sampling import make_sampler
 from metrics import Metrics
 from model import Batch, Transformer
 from runtime import (
@@ -55,7 +55,7 @@ from runtime import (
     writer_lock,
 )
 from runtime.console import is_primary, log
-from runtime.errors import Exit, JobFailed, TransientError
+from runtime.errors import JobFailed, TransientError
 from runtime.goodput import GoodputLog, PhaseTimes
 from runtime.replica_check import ReplicaChecker
 from runtime.signals import StopRequest
@@ -90,8 +90,15 @@ def parse(arguments: list[str] | None = None) -> Config:
     return dataclasses.replace(config, mesh=utils.UNSET_MESH)
 
 
-def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> State | None:
-    """Return the state of the newest undamaged checkpoint, in these shapes and layouts, or None.
+def restore(
+    run: run_directory.RunDirectory,
+    saved: Checkpoints,
+    shapes: State,
+    settings: dict[str, Any],
+    step: int | None = None,
+) -> State | None:
+    """Return the state of a step, or of the newest undamaged checkpoint, in these shapes and
+    layouts; None without checkpoints.
 
     --train.skip_spikes may change between starts: gradient norms that are not stored start empty,
     and stored ones that are not needed are discarded.
@@ -102,21 +109,32 @@ def restore(saved: Checkpoints, shapes: State, settings: dict[str, Any]) -> Stat
     def stored_shapes(names: frozenset[str]) -> State:
         return shapes.replace(norms=norms if "norms" in names else None)
 
-    found = saved.newest(stored_shapes, lambda config: resume.check_compatible(config, settings))
-    if found is None:
+    def check(config: dict[str, Any], step: int) -> None:
+        resume.check_compatible(config, settings, run, step)
+
+    if step is None:
+        _, state = saved.newest(stored_shapes, check) or (0, None)
+    else:
+        record = saved.record(step)
+        check(record["config"], step)
+        state = saved.restore(step, stored_shapes(frozenset(record["arrays"])))
+    if state is None:
         return None
-    _, state = found
     norms = train.initial_norms(replicated) if state.norms is None else state.norms
     return state.replace(norms=norms if shapes.norms else None)
 
 
-def load_init_weights(
+def load_initial(
     config: Config, declared: Transformer, mesh: Mesh, data: Mixture
-) -> tuple[Config, Transformer]:
-    """Load the weights of --run.init_from. Return them and the config with their step filled in."""
-    source = run_directory.at(config.run.init_from)
-    shapes = train.abstract_state(config, declared, mesh).weights
-    step, w, settings = checkpoint.load_weights(source, config.run.init_from_step or None, shapes)
+) -> tuple[Config, Transformer | State]:
+    """Load the weights, or the state, of --run.init_from. Return the config with their step too."""
+    source, step = run_directory.at(config.run.init_from), config.run.init_from_step or None
+    shapes = train.abstract_state(config, declared, mesh)
+    if config.run.init_optimizer:
+        settings = dataclasses.asdict(config) | data.stored()
+        with closing(Checkpoints(source.checkpoints)) as saved:
+            return config, restore(source, saved, shapes, settings, step)
+    step, w, settings = checkpoint.load_weights(source, step, shapes.weights)
     resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
     return utils.changed(config, {"run.init_from_step": step}), w
 
@@ -159,7 +177,7 @@ def run(config: Config) -> None:
             log(mesh_note)
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         if r.init_from and is_new:
-            config, w = load_init_weights(config, declared, mesh, data[0])
+            config, w = load_initial(config, declared, mesh, data[0])
         directory.lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
         stack.enter_context(directory.synced() if is_primary() else nullcontext())
         _train(config, declared, mesh, data, watchdog, stop, w)
@@ -182,7 +200,7 @@ def _train(
     data: tuple[Mixture, Mixture | None],
     watchdog: PhaseTimes,
     stop: StopRequest,
-    w: Transformer | None,
+    w: Transformer | State | None,
 ) -> None:
     """Restore the state, run the loop and draw the plots; `w` as in `start_state`."""
     directory, c, plan_line = run_directory.of(config), config.checkpoint, plan(config, mesh)
@@ -192,7 +210,10 @@ def _train(
     try:
         if saved:
             shapes = train.abstract_state(config, declared, mesh)
-            state = restore(saved, shapes, dataclasses.asdict(config) | data[0].stored())
+            settings = dataclasses.asdict(config) | data[0].stored()
+            state = restore(directory, saved, shapes, settings)
+        if state is None and isinstance(w, State):
+            state = w
         finished = state is not None and int(state.step) >= config.train.steps
         if not finished:
             state = start_state(config, declared, mesh, state, w)
@@ -256,12 +277,12 @@ def start_state(
     declared: Transformer,
     mesh: Mesh,
     state: State | None,
-    w: Transformer | None = None,
+    w: Transformer | State | None = None,
 ) -> State:
     """Log what is about to run, write config.toml, and return the state of the first step.
 
     state  the restored state; None for a new run
-    w      initial weights of a new run; None to initialize them
+    w      initial weights, or state, of a new run; None to initialize them
     """
     directory, m = run_directory.of(config), config.model
     total, active = weights.count(declared)
@@ -289,22 +310,9 @@ def start_state(
         source = f", weights from {config.run.init_from} at step {config.run.init_from_step}"
         log(f"{directory}: a new run{source if w else ''}")
         return train.initial_state(config, declared, mesh, w)
-    log(f"{directory}: continues after step {int(state.step)}")
+    of = f" of {config.run.init_from}" if state is w else ""
+    log(f"{directory}: continues after step {int(state.step)}{of}")
     return state
-
-
-def sampler(config: Config, mesh: Mesh, data: Mixture) -> Sampler | None:
-    """Return the sampler; None on all processes without prompts, or if one lacks the memory."""
-    if not config.sample.prompts:
-        return None
-    try:
-        with distributed.shared_errors():
-            return Sampler(config, mesh, data.manifest)
-    except (ConfigError, JobFailed) as error:
-        if errors.code_of(error) == Exit.BUG:
-            raise
-        log(f"no samples: {error}")
-        return None
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -329,7 +337,7 @@ class Loop:
         self.train_data, val = data
         self.directory = run_directory.of(config)
         self.validation = val and Validation(config, declared, mesh, val)
-        self.sample = sampler(config, mesh, self.train_data)
+        self.sample = make_sampler(config, mesh, self.train_data.manifest)
         shapes = train.abstract_state(config, declared, mesh)
         self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
         watchdog.phase("compile")

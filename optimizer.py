@@ -99,7 +99,7 @@ def learning_rate_warning(config: Config) -> str:
         return ""
     best = TUNED_LR[o.name] * min(1, TUNED_WIDTH / config.model.hidden_size)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
-    if config.run.init_from:
+    if config.run.init_from and not config.run.init_optimizer:
         return TUNING_WARNING.format(lr=o.lr, low=low) if o.lr >= low else ""
     if low <= o.lr <= high:
         return ""

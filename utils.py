@@ -268,6 +268,8 @@ class Run:
     resume: Literal["auto", "never", "must"] = "auto"
     init_from: str = ""  # folder of another run, whose weights a new run starts from
     init_from_step: int = 0  # of its checkpoint; 0: the newest good one, which is recorded here
+    # also continue its optimizer state, step and data, as to extend the constant rate of wsd
+    init_optimizer: bool = False
     # take over a run folder in a bucket from an owner whose run is gone
     take_over: bool = False
     time_limit: str = ""  # save and exit before this time is over, as 11h30m

@@ -19,6 +19,9 @@ from data.manifest import Manifest
 from data.tokenizer import ends_of, load_tokenizer, text_of
 from inference import decode
 from model import Transformer
+from runtime import distributed, errors
+from runtime.console import log
+from runtime.errors import Exit, JobFailed
 from utils import GIB, MESH_AXES, Config, ConfigError
 
 MAX_PREFILL_TOKENS = 512  # positions of each prompt in one pass through the model
@@ -220,3 +223,17 @@ class Sampler:
             {"step": step, "prompt": prompt, "text": text_of(self.tokenizer, ids)}
             for prompt, ids in zip(self.prompts, tokens.T.tolist(), strict=False)
         ]
+
+
+def make_sampler(config: Config, mesh: Mesh, manifest: Manifest) -> Sampler | None:
+    """Return the sampler; None on all processes without prompts, or if one lacks the memory."""
+    if not config.sample.prompts:
+        return None
+    try:
+        with distributed.shared_errors():
+            return Sampler(config, mesh, manifest)
+    except (ConfigError, JobFailed) as error:
+        if errors.code_of(error) == Exit.BUG:
+            raise
+        log(f"no samples: {error}")
+        return None

@@ -23,6 +23,8 @@ FREE_FIELDS = {
     *("tokens.tokenizer_sha256", "tokens.end_of_text", "tokens.begin_of_text"),
     "tokens.chat_template",
 }
+# Of a wsd schedule these decide the decay alone, so they may change before it.
+DECAY_FIELDS = {*("optimizer.schedule_steps", "optimizer.decay_share", "optimizer.min_lr_ratio")}
 # These change only rounding.
 WARNED_FIELDS = {"model.compute_dtype", "model.attention_kernel"}
 # Settings of [model] that weights do not depend on: capacity, auxiliary losses, kernels.
@@ -78,13 +80,20 @@ def resolve(config: Config) -> Config:
             f"--run.init_from {source} is this run's own folder, and a new run needs another. Use "
             f"another --run.name, as {config.run.name}-2."
         )
-    if not directory.saved_steps():
+    if not (steps := directory.saved_steps()):
         if mode == "must":
             raise ConfigError(
                 f"--run.resume must, and {directory} has no checkpoint to resume from. Check "
                 "--run.name and --run.dir, or use --run.resume auto."
             )
-        check_records(directory, config.checkpoint.every_steps)
+        r = config.run
+        if r.init_optimizer and not (source and r.init_from_step):
+            raise ConfigError(
+                "--run.init_optimizer True continues a checkpoint of another run: name both, as "
+                "--run.init_from runs/tiny --run.init_from_step 800."
+            )
+        begin = r.init_from_step * r.init_optimizer
+        check_records(directory, begin, config.checkpoint.every_steps)
         if source:
             run = run_directory.at(source)
             theirs = cli.load(config_file(run, "--run.init_from")).model
@@ -106,9 +115,10 @@ def resolve(config: Config) -> Config:
             f"warning: --run.init_from {source} is not read: {directory} has checkpoints and "
             "resumes. Use another --run.name for a new run."
         )
-    first = {f"run.{name}": getattr(before.run, name) for name in ("init_from", "init_from_step")}
+    names = ("init_from", "init_from_step", "init_optimizer")
+    first = {f"run.{name}": getattr(before.run, name) for name in names}
     config = with_schedule(utils.changed(config, first), before.optimizer.schedule_steps)
-    check_compatible(dataclasses.asdict(before), dataclasses.asdict(config))
+    check_compatible(dataclasses.asdict(before), dataclasses.asdict(config), directory, steps[-1])
     return config
 
 
@@ -118,14 +128,29 @@ def with_schedule(config: Config, steps: int) -> Config:
     Raises  ConfigError for steps after the learning rate has reached 0, which would have no effect
     """
     length = config.optimizer.schedule_steps or steps
+    begin = config.optimizer.phases(length)[1]
     if config.train.steps > length and not config.optimizer.min_lr_ratio:
         raise ConfigError(
             f"--train.steps {config.train.steps}, and the learning rate is 0 after {length} "
             "(--optimizer.schedule_steps, --optimizer.min_lr_ratio 0.0), so later steps have no "
             f"effect. Use --train.steps {length}. To train further, start a new run from these "
             f"weights: --run.init_from {run_directory.of(config)} with another --run.name."
+            + how_to_extend(run_directory.of(config), begin * (config.optimizer.schedule == "wsd"))
         )
     return utils.changed(config, {"optimizer.schedule_steps": length})
+
+
+def how_to_extend(run: run_directory.RunDirectory, begin: int) -> str:
+    """Name the newest checkpoint of at most `begin` steps, and the flags to continue it; an empty
+    string without one.
+    """
+    if not (steps := [step for step in run.saved_steps() if 0 < step <= begin]):
+        return ""
+    return (
+        f" The checkpoint of step {steps[-1]} is before the decay: another --run.name with "
+        f"--run.init_from {run} --run.init_from_step {steps[-1]} --run.init_optimizer True "
+        "continues it, with another --optimizer.schedule_steps."
+    )
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -133,15 +158,23 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     return cli.flat(json.loads(json.dumps(config)))
 
 
-def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def check_compatible(
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    run: run_directory.RunDirectory,
+    step: int,
+) -> None:
     """Raise ConfigError, with both values of each field, for settings that must not change.
 
     saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved
+    run, step   the run, and its checkpoint to continue
     """
     old, new = _fields(saved), _fields(now)
-    refused = []
+    refused, before_decay = [], _before_decay(saved["optimizer"], now["optimizer"])
     for name in sorted(old.keys() | new.keys()):
         if name.split(".")[0] in FREE_SECTIONS or name in FREE_FIELDS:
+            continue
+        if name in DECAY_FIELDS and step <= before_decay:
             continue
         if name == "tokens.train" and name not in old:
             continue  # an imported run; Checkpoints.restore refuses it, with the fix
@@ -153,15 +186,28 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise ConfigError(
             f"this run was started with other settings and cannot be continued with these: "
             f"{', '.join(refused)}. Use the old values, or start a new run with --run.name."
+            + how_to_extend(run, before_decay)
         )
 
 
-def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
+def _before_decay(*optimizers: dict[str, Any]) -> int:
+    """Return the steps for which both schedules have the same rate, if only the decay of wsd
+    differs; else 0.
+    """
+    known = {f.name for f in dataclasses.fields(utils.Optimizer)}
+    o, other = (utils.Optimizer(**{k: v for k, v in o.items() if k in known}) for o in optimizers)
+    (warmup, begin), (other_warmup, other_begin) = (x.phases(x.schedule_steps) for x in (o, other))
+    same = (o.schedule, o.lr, warmup) == (other.schedule, other.lr, other_warmup)
+    return min(begin, other_begin) * (same and o.schedule == "wsd")
+
+
+def check_records(folder: run_directory.RunDirectory, first: int, every_steps: int) -> None:
     """Raise ConfigError if a new run would remove the records of a run without checkpoints.
 
     A run that was killed before its first checkpoint was complete may start again. In this case
     the folder of checkpoints exists, and there are no records from after the second save.
 
+    first        steps before the new run's own
     every_steps  --checkpoint.every_steps of the new run
     """
     steps = [r["step"] for r in jsonl.read(folder.files / "metrics.jsonl")]
@@ -169,7 +215,7 @@ def check_records(folder: run_directory.RunDirectory, every_steps: int) -> None:
         c = cli.load(before)
         every_steps = every_steps and min(c.checkpoint.every_steps, c.train.steps)
     allowed = (2 if folder.has_checkpoints() else 1) * every_steps
-    if steps and 0 < steps[-1] >= allowed:
+    if steps and 0 < steps[-1] - first >= allowed:
         raise ConfigError(
             f"{folder} holds records of {steps[-1]} steps and no checkpoint to resume from. A new "
             "run would start at step 0 and remove them. Copy checkpoints/ into the folder if it "

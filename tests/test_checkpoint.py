@@ -29,7 +29,7 @@ from common import config_of
 from conftest import ROOT
 from model import Transformer
 from processes import environments, run_all
-from runtime import array_digests, checkpoint_directory, resume
+from runtime import array_digests, checkpoint_directory, resume, run_directory
 from runtime.checkpoint_directory import COMMIT
 from saved_state import (
     CONFIG,
@@ -227,7 +227,9 @@ def test_config_and_start_are_those_of_the_step(tmp_path):
         assert [checkpoints.record(step)["made_by"] for step in (1, 2)] == [None, {"host": "here"}]
         assert checkpoints.record(1)["config"] == json.loads(json.dumps(CONFIG))
         assert checkpoints.record(2)["config"]["tokens"] == {"train": "aa"}
-        resume.check_compatible(checkpoints.record(1)["config"], CONFIG)
+        resume.check_compatible(
+            checkpoints.record(1)["config"], CONFIG, run_directory.at("absent"), 1
+        )
 
 
 # --- what a save keeps on the devices -------------------------------------------------------------
@@ -713,7 +715,7 @@ def test_a_state_of_other_shapes_types_or_names_is_refused_by_name(steps_1_2, st
 def test_the_state_may_depend_on_the_names_of_saved_arrays_and_the_config_may_be_refused(
     steps_1_2, states
 ):
-    def refuse(config):
+    def refuse(config, step):
         raise ValueError(f"lr {config['optimizer']['lr']}")
 
     def chosen(names):

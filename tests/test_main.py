@@ -29,6 +29,7 @@ import utils
 from common import config_of, mesh_of
 from conftest import ROOT
 from dataset import Mixture, open_training
+from inference import sampling
 from planning import cost
 from processes import environments, run_all
 from runtime import cli, distributed, errors, jsonl, resume, run_directory
@@ -489,11 +490,10 @@ def test_all_processes_or_none_sample(monkeypatch, capsys):
         yield
         raise errors.JobFailed("process 1 (h1): they need 2.00 GiB, and 1.00 are free", Exit.CONFIG)
 
-    monkeypatch.setattr(main, "Sampler", lambda *arguments: "a sampler")
-    data = SimpleNamespace(manifest=None)
-    assert main.sampler(utils.Config(), None, data) == "a sampler"
+    monkeypatch.setattr(sampling, "Sampler", lambda *arguments: "a sampler")
+    assert sampling.make_sampler(utils.Config(), None, None) == "a sampler"
     monkeypatch.setattr(distributed, "shared_errors", shared)
-    assert main.sampler(utils.Config(), None, data) is None
+    assert sampling.make_sampler(utils.Config(), None, None) is None
     assert "no samples: process 1 (h1): they need 2.00 GiB" in capsys.readouterr().out
 
 

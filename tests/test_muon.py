@@ -25,7 +25,7 @@ import weights
 from benchmarks.common import with_values
 from common import canonical, config_of, jitted_step, mesh_of, mostly_long, on_mesh, put
 from planning import cost, hlo, jaxpr
-from runtime import resume
+from runtime import resume, run_directory
 from test_training import batch, copies
 
 MESHES = {
@@ -301,7 +301,9 @@ def test_muon_for_a_weight_without_a_matrix_is_an_error():
 def test_a_run_with_adamw_does_not_resume_with_muon():
     before = dataclasses.asdict(config_of())
     with pytest.raises(ValueError, match=r"optimizer.name 'adamw' -> 'muon'"):
-        resume.check_compatible(before, dataclasses.asdict(muon_config("1x1x1")))
+        resume.check_compatible(
+            before, dataclasses.asdict(muon_config("1x1x1")), run_directory.at("absent"), 1
+        )
 
 
 @pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])

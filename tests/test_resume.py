@@ -26,6 +26,7 @@ from validate import Validation
 
 # As in other files, so that its programs are compiled once.
 OTHER_MESH = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1 --mesh.virtual 2"
+NEWEST = run_directory.at("absent"), 1
 SHORT = "--train.steps 2 --checkpoint.every_steps 1 --eval.every_steps 0 --sample.prompts"
 
 
@@ -115,7 +116,7 @@ def begin(config):
     """(config that names the step, state) that a run begins with."""
     declared, mesh = model.declare(config), train.make_mesh(config)
     data = dataset.open_datasets(config)
-    config, w = main.load_init_weights(config, declared, mesh, data[0])
+    config, w = main.load_initial(config, declared, mesh, data[0])
     return config, main.start_state(config, declared, mesh, None, w), (declared, mesh, data[1])
 
 
@@ -293,7 +294,7 @@ def test_settings_that_do_not_change_the_result_may_change():
     now |= changed_section("model", eval_capacity_factor=4.0, experts_layout="sharded")
     now |= changed_section("data", val="elsewhere") | changed_section("run", name="x", dir="y")
     now |= changed_section("eval", every_steps=1) | changed_section("checkpoint", keep=9)
-    resume.check_compatible(CONFIG, now)
+    resume.check_compatible(CONFIG, now, *NEWEST)
 
 
 @pytest.mark.parametrize(
@@ -314,25 +315,97 @@ def test_settings_that_do_not_change_the_result_may_change():
 def test_settings_that_change_the_result_are_refused_by_name(section, field, value):
     old = CONFIG[section][field]
     with pytest.raises(ValueError) as refusal:
-        resume.check_compatible(CONFIG, changed(section, **{field: value}))
+        resume.check_compatible(CONFIG, changed(section, **{field: value}), *NEWEST)
     assert f"with these: {section}.{field} {old!r} -> {value!r}. Use" in str(refusal.value)
 
 
 def test_shards_may_move_but_not_change():
     old = CONFIG | {"tokens": {"train": "aa"}}
     moved = changed("data", train="gs://bucket/elsewhere") | {"tokens": old["tokens"]}
-    resume.check_compatible(old, moved)
+    resume.check_compatible(old, moved, *NEWEST)
     with pytest.raises(ValueError, match=r"tokens.train 'aa' -> 'bb'"):
-        resume.check_compatible(old, moved | {"tokens": {"train": "bb"}})
+        resume.check_compatible(old, moved | {"tokens": {"train": "bb"}}, *NEWEST)
 
 
 def test_every_field_that_differs_is_named():
     now = changed("model", hidden_size=512) | changed_section("data", seed=3)
     with pytest.raises(ValueError, match=r"data.seed 0 -> 3, model.hidden_size .* Use"):
-        resume.check_compatible(CONFIG, now)
+        resume.check_compatible(CONFIG, now, *NEWEST)
 
 
 def test_another_rounding_is_a_warning(capsys):
-    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG)
+    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
     warning = "warning: the run resumes with another model.compute_dtype 'float32'"
     assert warning in capsys.readouterr().out
+
+
+# --- another decay --------------------------------------------------------------------------------
+
+WSD = "--optimizer.schedule wsd --optimizer.warmup_steps 1 --optimizer.min_lr_ratio 0"
+EVERY_2 = f"{WSD} --optimizer.decay_share 0.5 --checkpoint.every_steps 2 --checkpoint.keep 9"
+
+
+def of_steps(steps):
+    """Flags of a wsd run, whose second half decays."""
+    flags = f"{EVERY_2} --eval.sequences 0 --train.steps {steps} --optimizer.schedule_steps {steps}"
+    return [*flags.split(), "--sample.prompts"]
+
+
+@pytest.fixture(scope="module")
+def decayed(data, runs):
+    """A wsd run of 6 steps, of which the last 3 decay."""
+    return start(data, runs, "decayed", *of_steps(6))
+
+
+def test_a_wsd_run_is_extended_from_before_its_decay_with_the_bits_of_a_longer_run(
+    decayed, data, runs, tmp_path, monkeypatch
+):
+    flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", "decayed", *of_steps(6)]
+    named = f"--run.init_from {decayed} --run.init_from_step 2 --run.init_optimizer True"
+    for more in (["--train.steps", "10"], of_steps(10)):
+        with pytest.raises(ConfigError, match=f"checkpoint of step 2 is before .* {named}"):
+            resume.resolve(main.parse([*flags, *more]))
+    whole = start(data, tmp_path, "whole", *of_steps(10))
+    options = [*of_steps(10), *named.split()]
+
+    def fail(self, step, *arguments, **named):
+        raise ConfigError(f"step {step} is not saved")
+
+    with monkeypatch.context() as patch:  # as killed before the first save
+        patch.setattr(checkpoint.Checkpoints, "save", fail)
+        with pytest.raises(ConfigError, match="step 4 is not saved"):
+            start(data, tmp_path, "longer", *options)
+    assert len(losses(tmp_path / "longer")) == 2
+    longer = start(data, tmp_path, "longer", *options)
+    assert losses(longer) == losses(whole)[2:]
+    assert cli.load(longer / "config.toml").optimizer.schedule_steps == 10
+    for one, other in zip(arrays(longer, 10), arrays(whole, 10), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_is_extended_in_its_own_folder_before_its_decay(decayed, data, tmp_path):
+    (tmp_path / "own").mkdir()
+    copy(decayed, tmp_path / "own" / "decayed")
+    for step in ("4", "6"):
+        shutil.rmtree(tmp_path / "own" / "decayed" / "checkpoints" / step)
+    folder = ["--run.dir", str(tmp_path / "own"), "--run.name", "decayed"]
+    config = main.parse([*FLAGS, *data, *folder, *of_steps(10)])
+    assert resume.resolve(config).optimizer.schedule_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--run.init_from_step 4", "optimizer.schedule_steps 6 -> 10. Use the old values"),
+        ("--run.init_from_step 2 --optimizer.lr 0.1", r"optimizer.lr 0.001 -> 0.1"),
+        ("--run.init_from_step 2 --optimizer.warmup_steps 2", "optimizer.schedule_steps 6 -> 10"),
+        ("--run.init_from_step 3", r"no checkpoint of step 3 in .*: it has steps \[2, 4, 6\]"),
+        ("--run.init_from_step 0", "continues a checkpoint of another run: name both"),
+        ("--run.init_from_step 2 --data.seed 7", "data.seed 0 -> 7"),
+    ],
+)
+def test_only_the_decay_may_change_and_only_before_it(flags, message, decayed, data, tmp_path):
+    named = f"--run.init_from {decayed} --run.init_optimizer True {flags}"
+    with pytest.raises(ConfigError, match=message):
+        start(data, tmp_path, "refused", *of_steps(10), *named.split())
+    assert not (tmp_path / "refused" / "metrics.jsonl").exists()
