@@ -203,7 +203,9 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts))
+        # A buffer, which no optimizer takes for a weight: it gets no gradient.
+        bias = torch.zeros(config.n_routed_experts, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, x):
         """Return the K experts of each token of x [n, D], and their weights [n, K] in float32."""
@@ -273,12 +275,20 @@ class LatentMoePreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LatentMoeConfig):
         super().__init__(config)
-        if not any(has_experts(config, i) for i in range(config.num_hidden_layers)):
-            self._keep_in_fp32_modules_strict = None  # transformers 4 refuses an absent name
+        # transformers 4 refuses names of buffers, and loads these with their data type.
+        old = transformers.__version__.startswith("4.")
+        if old or not any(has_experts(config, i) for i in range(config.num_hidden_layers)):
+            self._keep_in_fp32_modules_strict = None
+
+    @classmethod
+    def _can_set_attn_implementation(cls):
+        return True  # transformers would search this file for its own attention functions
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding, Router)):
             nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
         if isinstance(module, Router):
             nn.init.zeros_(module.e_score_correction_bias)
         if isinstance(module, nn.RMSNorm):
@@ -365,10 +375,11 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         frequency, factor, _ = frequencies(config)
         angle = position_ids[..., None].float() * frequency.to(x.device)
         states, attentions = [], []
+        with_weights = output_attentions or config._attn_implementation == "eager"
         for layer in self.layers:
             states.append(x)
-            x, weights = layer(x, angle, factor, visible, position, cache, output_attentions)
-            attentions.append(weights)
+            x, weights = layer(x, angle, factor, visible, position, cache, with_weights)
+            attentions.append(weights if output_attentions else None)
         x = self.norm(x)
         # By position: before transformers 5.24 the second field is `past_key_values`.
         out = BaseModelOutputWithPast(
@@ -405,6 +416,7 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         output_attentions=None,
         return_dict=None,
         cache=None,
+        shift_labels=None,
         **_,
     ):
         found = self.model(
@@ -423,8 +435,10 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:  # shifted by one here; -100 is ignored
-            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        if labels is not None and shift_labels is None:  # -100 is ignored
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels is not None:  # from the caller if the sequence is sharded over devices
+            loss = F.cross_entropy(logits.float().flatten(0, 1), shift_labels.flatten())
         cache = getattr(found, "cache", None) or getattr(found, "past_key_values", None)
         # By position: before transformers 5.24 the third field is `past_key_values`.
         out = CausalLMOutputWithPast(loss, logits, cache, found.hidden_states, found.attentions)
