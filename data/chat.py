@@ -17,6 +17,7 @@ The template `tokenizer` is the chat_template of the tokenizer, which jinja2 ren
 An answer begins where the rendering of the messages before it, plus a generation prompt, ends.
 """
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -68,6 +69,17 @@ def template_of(name: str, tokenizer: Any) -> Template:
             "--chat-template plain."
         )
     return Template(special.chat_template, functools.partial(render, special))
+
+
+def special_ids(template: Template, special: Special) -> list[int]:
+    """Return the special tokens of conversations with and without a system message."""
+    turns = [("user", "a"), (ASSISTANT, "b")] * 2
+    found = []
+    for messages in (turns, [("system", "c"), *turns]):
+        with contextlib.suppress(ConfigError):  # a template may refuse a system message
+            chunks = template.to_chunks(messages)
+            found += [special.ids[chunk.text] for chunk in chunks if chunk.special]
+    return found
 
 
 def to_chunks(row: Any, location: Any, template: Template) -> list[Chunk]:

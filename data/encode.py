@@ -23,6 +23,7 @@ from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
 from data.shards import ShardWriter, folder_at
 from data.tokenizer import begin_of_text, encode_continuation, load_tokenizer, token_bytes
+from utils import ConfigError
 
 # tiktoken's patterns overflow the stack on a run of about a million spaces.
 CHUNK_CHARACTERS = 400_000
@@ -91,6 +92,11 @@ class Encoder:
         if config.chat:
             self.template = chat.template_of(config.chat_template, self.tokenizer)
             self.to_chunks = functools.partial(chat.to_chunks, template=self.template)
+        used = [self.tokenizer.eot_token, self.bos or 0]
+        text_vocab = getattr(self.tokenizer, "text_vocab", self.tokenizer.n_vocab)
+        if self.template and text_vocab < self.tokenizer.n_vocab:
+            used += chat.special_ids(self.template, self.tokenizer.special)
+        self.vocab_size = max(text_vocab, 1 + max(used))  # ids of documents are below it
 
     def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
         """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text, and
@@ -115,7 +121,7 @@ class Encoder:
 
     def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
         if chunk.special:
-            return [self.tokenizer.special.ids[chunk.text]]
+            return [self.special_id(chunk.text)]
         if isinstance(self.tokenizer, tiktoken.Encoding):
             # Equals encode_ordinary, without one Python object per token. Half a surrogate pair is
             # an error here; encode_ordinary replaces it.
@@ -124,6 +130,14 @@ class Encoder:
         if previous is None:
             return self.tokenizer.encode_ordinary(chunk.text)
         return encode_continuation(self.tokenizer, chunk.text, after_special=previous.special)
+
+    def special_id(self, text: str) -> int:
+        if (found := self.tokenizer.special.ids[text]) >= self.vocab_size:
+            raise ConfigError(
+                f"the chat template writes {text} in a conversation, and not in the simple ones by "
+                "which the number of token ids was found. Use --chat-template plain."
+            )
+        return found
 
 
 encoder_of = functools.lru_cache(4)(Encoder)  # a worker loads a tokenizer once

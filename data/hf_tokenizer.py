@@ -114,6 +114,10 @@ class HuggingFace:
         added = self.table.get_added_tokens_decoder()
         self.added = {id: token.content for id, token in added.items()}
         ids = {token.content: id for id, token in added.items() if token.special}
+        # 1 + the largest id that text may have: special tokens in it are text, and others may exist
+        # that a model has no embeddings for.
+        own = self.table.get_vocab(with_added_tokens=False).values()
+        self.text_vocab = 1 + max(*own, *(id for id, token in added.items() if not token.special))
         special = special_of(self.settings, self.path.parent, ids)
         bos = self.table.token_to_id(special.names.get("bos_token", ""))  # special or not
         first = self.table.encode("", add_special_tokens=True).ids[:1]

@@ -274,7 +274,7 @@ class Preparation:
             subset=name,
             tokenizer=config.tokenizer,
             tokenizer_sha256=self.settings["tokenizer_sha256"],
-            vocab_size=tokenizer.n_vocab,
+            vocab_size=self.encoder.vocab_size,
             end_of_text=tokenizer.eot_token,
             document_rule=DOCUMENT_RULE,
             dtype=self.encoder.dtype.name,

@@ -6,9 +6,10 @@ tokenizer.json of Hugging Face, or of a tiktoken.model as in Kimi-K2 and Moonlig
 
 import base64
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,6 +195,15 @@ def encode_continuation(tokenizer: Tokenizer, text: str, after_special: bool = F
     if isinstance(tokenizer, HuggingFace):
         return tokenizer.encode_continuation(text, after_special)
     return tokenizer.encode_ordinary(text)
+
+
+def check_ids(texts: Iterable[Iterable[int]], vocab_size: int) -> None:
+    """Raise ConfigError for an id that a model with so many ids has no embedding for."""
+    if (largest := max(itertools.chain.from_iterable(texts), default=0)) >= vocab_size:
+        raise ConfigError(
+            f"the text has a token of id {largest}, and the model has embeddings of ids below "
+            f"{vocab_size} (--model.vocab_size): its tokenizer has more tokens. Change the text."
+        )
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:

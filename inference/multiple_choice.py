@@ -27,7 +27,7 @@ from rich.progress import track
 
 import sharded_model
 import train
-from data.tokenizer import Tokenizer, encode_continuation
+from data.tokenizer import Tokenizer, check_ids, encode_continuation
 from model import Transformer
 from runtime.console import is_primary
 from utils import LANES, Config, ConfigError
@@ -98,6 +98,7 @@ class Scorer:
         """Return log p(text | context) of each (context, text), and whether greedy decoding gives
         the text. Both have at least one token. What exceeds seq_len is cut at the start.
         """
+        check_ids((ids for pair in pairs for ids in pair), self.config.model.vocab_size)
         t, n = self.config.train, len(pairs)
         ids = np.zeros((n, self.T + 1), np.int32)
         loss_weights = np.zeros((n, self.T), np.float32)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from data.manifest import Manifest
-from data.tokenizer import ends_of, load_tokenizer, text_of
+from data.tokenizer import check_ids, ends_of, load_tokenizer, text_of
 from inference import decode
 from model import Transformer
 from runtime import distributed, errors
@@ -85,6 +85,7 @@ class Generator:
         ends        tokens that end a text.
         """
         self.max_length, self.ends = max_length, list(ends)
+        self.vocab_size = config.model.vocab_size
         self.B = -(-sequences // config.mesh.fsdp) * config.mesh.fsdp
         declared = model.declare(config)
         self.abstract_weights = decode.abstract_weights(config, declared, mesh)
@@ -122,6 +123,7 @@ class Generator:
 
     def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""
+        check_ids(texts, self.vocab_size)
         pending = [[t] if t != ENDED else [] for t in self.last.tolist()]
         texts = [old + list(new) for old, new in zip(pending, texts, strict=False)]
         texts += [self.ends[:1]] * (self.B - len(texts))
@@ -195,6 +197,7 @@ class Sampler:
         ids = [begin + self.tokenizer.encode_ordinary(prompt) for prompt in self.prompts]
         left = max(1, T - self.tokens)
         self.texts = [text[-left:] or [manifest.end_of_text] for text in ids]
+        check_ids(self.texts, config.model.vocab_size)
         max_length = max(map(len, self.texts)) + self.tokens
         self.generator = Generator(
             *generation_mesh(config, mesh),

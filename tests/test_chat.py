@@ -437,6 +437,25 @@ def talk(tmp_path, folder, messages):
     return joined(train_folder), joined(train_folder, ".weights"), load_tokenizer(str(folder))
 
 
+SEVENTH = CHATML.replace("m.content", "m.content + ('<|eot|>' if loop.index == 7 else '')")
+
+
+def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
+    """Of six special tokens beyond the table, CHATML has the first two."""
+    source = write(tmp_path / "chat.jsonl", [{"prompt": "<|head|>", "answer": "<|eot|>"}] * 9)
+    for n, (template, ids) in enumerate({"plain": 4096, CHATML: 4098, LLAMA3: 4102}.items()):
+        flags = ["--chat-template", "plain" if template == "plain" else "tokenizer"]
+        folder = talker(template, bos_token="<|bos|>")
+        run(source, tmp_path / str(n), "--tokenizer", folder, *flags, "--val-share", 0)
+        manifest = read_manifest(tmp_path / str(n) / "train")
+        assert joined(tmp_path / str(n) / "train").max() < manifest.vocab_size == ids
+        Dataset(tmp_path / str(n) / "train", 32, vocab_size=ids)
+        with pytest.raises(ValueError, match=f"token ids up to {ids - 1} "):
+            Dataset(tmp_path / str(n) / "train", 32, vocab_size=ids - 1)
+    with pytest.raises(ValueError, match=r"writes <\|eot\|> in a conversation, and not in"):
+        talk(tmp_path, talker(SEVENTH), [("user", "a"), ("assistant", "b")] * 4)
+
+
 def exported_template(tokenizer, out, template=None):
     write_hugging_face(tokenizer, out, 128, template)
     return json.loads((out / "tokenizer_config.json").read_text()).get("chat_template")

@@ -1,10 +1,18 @@
 """The generate command on the checkpoint of a trained run."""
 
 import io
+import json
+from types import SimpleNamespace
 
 import pytest
 
 import generate
+import train
+import utils
+import validate
+from data.tokenizer import load_tokenizer
+from inference import sampling
+from runtime import cli
 
 LINES = ["import jax", "def test_a", "return"]
 
@@ -72,6 +80,25 @@ def test_the_command_holds_a_conversation(printed, monkeypatch):
 def test_invalid_flags_and_prompts_are_refused(flags, message, whole):
     with pytest.raises(ValueError, match=message):
         generate.main(["--run", str(whole), *flags])
+
+
+def test_a_token_without_an_embedding_is_refused(whole, tmp_path, capsys):
+    """Of 4,096 ids of the tokenizer, the model is said to have 4,000."""
+    tokenizer, few = load_tokenizer("sample"), ["--model.vocab_size", "4000"]
+    tokens = (tokenizer.decode([i]) for i in range(4000, 4095))
+    text = next(text for text in tokens if max(tokenizer.encode_ordinary(text)) >= 4000)
+    with pytest.raises(ValueError, match=r"a token of id 40\d\d, and the model .* below 4000"):
+        generate.main(["--run", str(whole), *few, "--prompt", text])
+    (tmp_path / "asked").write_text(json.dumps({"prompt": "", "choices": [text, "a"], "answer": 0}))
+    with pytest.raises(ValueError, match="below 4000"):
+        validate.main(["--run", str(whole), *few, "--questions", str(tmp_path / "asked")])
+    config = utils.changed(cli.load(whole / "config.toml"), {"sample.prompts": (text,)})
+    config, mesh = utils.changed(config, {"model.vocab_size": 4000}), train.make_mesh(config)
+    manifest = SimpleNamespace(
+        tokenizer="sample", tokenizer_sha256=None, begin_of_text=None, end_of_text=0
+    )
+    assert sampling.make_sampler(config, mesh, manifest) is None
+    assert "no samples: the text has a token of id 40" in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkpoint_is_named(whole, tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 import checkpoint
 import generate
-import main
 import model
 import train
 import utils
@@ -109,16 +108,18 @@ def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(
     manifest, monkeypatch, capsys
 ):
     config = utils.Config(mesh=utils.Mesh(fsdp=4, pipeline=2, tensor=1))
-    data, mesh = SimpleNamespace(manifest=manifest), train.make_mesh(config)
+    mesh = train.make_mesh(config)
     narrow = utils.Model(hidden_size=12)  # divides over 4 ranks of fsdp, not over 8
-    assert main.sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, data) is None
+    assert (
+        sampling.make_sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, manifest) is None
+    )
     assert (
         "no samples: --model.hidden_size 12 is not divisible by --mesh.fsdp 8"
         in capsys.readouterr().out
     )
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**20, "bytes_in_use": 0})
     full = SimpleNamespace(devices=mesh.devices, axis_types=mesh.axis_types, local_devices=[device])
-    assert main.sampler(config, full, data) is None
+    assert sampling.make_sampler(config, full, manifest) is None
     assert "GiB per device, and 0.00 are free" in capsys.readouterr().out
 
 
