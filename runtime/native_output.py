@@ -37,8 +37,8 @@ def redirect() -> None:
             own = os.dup(number)
             if (stream := getattr(sys, name)) is not None:
                 stream.flush()
-                options = {"encoding": stream.encoding, "errors": stream.errors}
-                setattr(sys, name, os.fdopen(own, "w", buffering=1, **options))
+                stream = os.fdopen(own, "w", 1, encoding=stream.encoding, errors=stream.errors)
+                setattr(sys, name, stream)
             os.dup2(writing, number)
     os.close(writing)
 

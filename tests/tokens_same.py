@@ -19,6 +19,7 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import unicodedata
 import zipfile
@@ -33,10 +34,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tokenize import texts
 from data.encode import CHUNK_CHARACTERS
 from data.manifest import read_manifest
 from data.settings import Prepare, in_validation
+from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,13 @@ class Comparison(NamedTuple):
 
 
 # --- text -----------------------------------------------------------------------------------------
+
+
+def of_python() -> Iterator[str]:
+    """Yield the Python files that every machine has."""
+    yield from (text for _, text in documents(Prepare(source=STDLIB, out="")))
+    for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def awkward() -> list[str]:
@@ -127,7 +135,7 @@ def mixed(mb: float, wheels: Path | None = None) -> list[str]:
     """Return shuffled documents of about `mb`."""
     of_packages = of_wheels(wheels) if wheels else ()
     found, left = [], mb * 1e6
-    for text in filter(None, itertools.chain(awkward(), scripts(), of_packages, texts(""))):
+    for text in filter(None, itertools.chain(awkward(), scripts(), of_packages, of_python())):
         if left <= 0:
             break
         found.append(text)
