@@ -277,4 +277,7 @@ main() {
   exec "$@"
 }
 
+# A closed descriptor would become that of the next file that is opened, and C++ writes to 2.
+[[ -e /dev/fd/1 ]] || exec 1>/dev/null
+[[ -e /dev/fd/2 ]] || exec 2>/dev/null
 main "$@"

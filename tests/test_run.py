@@ -491,6 +491,18 @@ def test_the_exit_code_is_that_of_the_command(ready):
     assert ready.run("no-such-command").returncode == 127
 
 
+@pytest.mark.parametrize("closed", ["", "1>&-", "2>&-", "1>&- 2>&-"])
+def test_no_file_becomes_a_closed_standard_stream(ready, closed):
+    """bash may leave run.sh itself there, which it has opened to read."""
+    inside = "for n in 1 2; do readlink /proc/$$/fd/$n >$n; done"
+    environment = {"PATH": str(ready.stubs), "STUBS": str(ready.stubs), "DRIVER": DRIVER["cpu"]}
+    command = ["bash", "-c", f"{ready.folder}/run.sh bash -c '{inside}' {closed}"]
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    harmless = "/dev/null", str(ready.folder / "run.sh")
+    found = [(ready.folder / n).read_text().strip() in harmless for n in "12"]
+    assert found == [f"{n}>" in closed for n in "12"]
+
+
 def test_training_does_not_start_on_data_that_could_not_be_prepared(ready):
     (ready.folder / "data").write_text("in the way")
     assert ready.run(EXIT_CODE="1").returncode == 1
