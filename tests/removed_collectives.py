@@ -1,0 +1,155 @@
+"""Leave out each collective of the layers once, and compare loss and gradients with the reference.
+
+    ./run.sh python tests/removed_collectives.py       about 6 minutes on two cores
+
+The program of one step runs on (fsdp, pipeline, tensor) = (2, 2, 2), Muon's update there too, and
+decoding on (2, 1, 2). In place of a collective a rank gets what it could have without the others,
+in the same shape: copies of its own slice for a gather, its own part for a scatter, its own values
+for an exchange, a permutation or a sum. Prints for each the error at trace time, or the largest
+relative error, which is that of tests/test_model.py (bound 2e-5), tests/test_muon.py (1e-5) and
+tests/test_decode.py (1e-4). Exit code 1 if one is neither refused nor above 100 times its bound.
+"""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402
+import hf_case  # noqa: E402
+import model  # noqa: E402
+import optimizer  # noqa: E402
+import sharded_model  # noqa: E402
+from inference import decode  # noqa: E402
+from test_removed_collectives import CONFIGS, EXPERTS  # noqa: E402
+
+FILES = ("model.py", "weights.py", "pipeline.py", "sharded_model.py", "optimizer.py", "decode.py")
+BOUNDS = {"train": 2e-5, "muon": 1e-5, "decode": 1e-4}
+
+
+def size(axes):
+    return lax.axis_size(axes)
+
+
+def gather(x, axis_name, axis=0, tiled=False, to="varying"):
+    assert tiled
+    out = jnp.concatenate([x] * size(axis_name), axis)
+    return lax.pmax(out, axis_name) if to == "invarying" else out
+
+
+def scatter(x, axis_name, scatter_dimension=0, tiled=False):
+    part = x.shape[scatter_dimension] // size(axis_name)
+    start = lax.axis_index(axis_name) * part
+    return lax.dynamic_slice_in_dim(x, start, part, scatter_dimension)
+
+
+def exchange(x, axis_name, split_axis=0, concat_axis=0, tiled=False):
+    return gather(scatter(x, axis_name, split_axis), axis_name, concat_axis, tiled)
+
+
+def own(x, *_, **__):
+    return x
+
+
+WITHOUT = {
+    **dict.fromkeys(("psum", "pmax", "ppermute"), own),
+    "all_to_all": exchange,
+    "all_gather": gather,
+    "psum_scatter": scatter,
+}
+
+
+def train(kind):
+    """Return loss and gradients of a step."""
+    config = common.config_of((2, 2, 2), **CONFIGS[kind])
+    mesh, declared = common.mesh_of(config), model.declare(config)
+    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
+    batch = common.on_mesh(config, mesh, common.batch_of(config, 1))
+    step = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
+    grads, stats = step(w, batch, jnp.int32(0))
+    return jax.device_get([stats, grads])
+
+
+def muon(_):
+    """Return one update of all weights."""
+    config = common.config_of((2, 2, 2), optimizer={"name": "muon"}, **EXPERTS)
+    mesh, declared = common.mesh_of(config), model.declare(config)
+    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
+    rule = optimizer.make_optimizer(config, declared, mesh)
+    return jax.device_get(jax.jit(lambda g: rule.update(g, rule.init(g), w)[0])(w))
+
+
+def decoding(_):
+    """Return the logits after two tokens."""
+    config = decode.decoding_config(common.config_of((2, 1, 2), **EXPERTS), 2, 2)
+    tokens = np.random.default_rng(0).integers(0, 500, (4, 2)).astype(np.int32)
+    return common.decoded_logits(config, hf_case.weights(config.model, 3), tokens)
+
+
+PROGRAMS = {
+    **{f"train {kind}": train for kind in CONFIGS},
+    "muon": muon,
+    "decode": decoding,
+}
+
+
+def run(program, removed, found):
+    """Return the arrays of a program without the collective at `removed`; note all in `found`."""
+    jax.clear_caches()
+
+    def patched(kind, original):
+        def call(*args, **keywords):
+            frame = sys._getframe(1)
+            if Path(frame.f_code.co_filename).name == "api_util.py":  # of functools.partial
+                frame = frame.f_back
+            place = Path(frame.f_code.co_filename).name, frame.f_lineno, kind
+            if place[0] in FILES:
+                function = frame.f_code.co_qualname.replace(".<locals>", "")
+                found.setdefault(place, function)
+                if place == removed:
+                    return WITHOUT[kind](*args, **keywords)
+            return original(*args, **keywords)
+
+        return call
+
+    patches = [mock.patch.object(lax, kind, patched(kind, getattr(lax, kind))) for kind in WITHOUT]
+    for patch in patches:
+        patch.start()
+    try:
+        return jax.tree.leaves(PROGRAMS[program](program.partition(" ")[2]))
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def main():
+    failed, seen = [], set()
+    print(f"{'place':58} {'collective':13} {'program':22} result")
+    for program in PROGRAMS:
+        expected = run(program, None, found := {})
+        for place in sorted(found.keys() - seen):
+            seen.add(place)
+            try:
+                arrays = run(program, place, {})
+                both = zip(arrays, expected, strict=True)
+                error = max(common.relative_error(a, b) for a, b in both)
+                result = f"relative error {error:.1e}"
+                if not error > 100 * BOUNDS[program.split()[0]]:
+                    failed.append(place)
+            except (TypeError, ValueError) as problem:
+                result = f"refused: {str(problem).splitlines()[0][:60]}"
+            text = f"{place[0]}:{place[1]} {found[place]}"
+            print(f"{text:58} {place[2]:13} {program:22} {result}", flush=True)
+    print(f"{len(seen)} collectives, not noticed: {failed or 'none'}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
