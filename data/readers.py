@@ -278,33 +278,25 @@ def text_of_field(row: Any, location: Any, field: str) -> list[Chunk]:
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if isinstance(value, bytes):  # a column of Parquet that is not declared as text
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             value = value.decode()
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{location} has bytes in the field {field!r} that are not UTF-8 (byte "
-                f"{error.start}). Choose another by --text-field, or use --skip-bad.",
-                "rows without text",
-            ) from None
     if isinstance(value, str):
         return [Chunk(value)]
-    if isinstance(row, dict) and field in row and value is None:
-        raise InputError(
-            f"{location} has null in the field {field!r}. Leave such rows out with --skip-bad.",
-            "rows without text",
-        )
-    if isinstance(value, dict) and "0" in value:
-        raise InputError(
-            f"{location} is a table by columns, as pandas writes it by to_json(). Write a line for "
-            'each row: to_json(orient="records", lines=True).',
-            "rows without text",
-        )
-    raise InputError(
-        f"{location} has no text in the field {field!r}; fields with text: "
+    why = (
+        f"has no text in the field {field!r}; fields with text: "
         f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, or select "
-        "the files with rows by --glob.",
-        "rows without text",
+        "the files with rows by --glob."
     )
+    if isinstance(value, bytes):
+        why = f"has bytes in the field {field!r} that are not UTF-8. Choose another field."
+    elif isinstance(row, dict) and field in row and value is None:
+        why = f"has null in the field {field!r}. Leave such rows out with --skip-bad."
+    elif isinstance(value, dict) and "0" in value:
+        why = (
+            "is a table by columns, as pandas writes it by to_json(). Write a line for each row: "
+            'to_json(orient="records", lines=True).'
+        )
+    raise InputError(f"{location} {why}", "rows without text")
 
 
 def fields_with_text(row: Any, above: str = "") -> Iterator[str]:

@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "bytes that are no text": (
         {"a.parquet": parquet([{"text": b"ab\xff"}])},
-        r"row 1, has bytes in the field 'text' that are not UTF-8 \(byte 2",
+        r"row 1, has bytes in the field 'text' that are not UTF-8\. Choose",
     ),
     "lines in UTF-16": ({"a.jsonl": LINES.decode().encode("utf-16")}, "a.jsonl:1 has NUL bytes"),
     "lines that end in NULs": ({"a.jsonl": LINES + b"\0" * 99}, "a.jsonl:6 has NUL bytes"),
