@@ -202,9 +202,9 @@ class Optimizer:
     def phases(self, steps: int) -> tuple[int, int]:
         """Return (steps of warmup, steps before the decay) of a schedule of so many steps.
 
-        If warmup and decay overlap, the decay is shorter.
+        If warmup and decay overlap, the decay is shorter. One step at least remains after warmup,
+        to reach the minimum.
         """
-        # At least one step remains after warmup, to reach the minimum.
         warmup = min(self.warmup_steps, max(1, steps - 1))
         if self.schedule == "cosine":
             return warmup, warmup
