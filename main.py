@@ -7,7 +7,7 @@ Every setting is a flag and a key of the TOML file (utils.py, or --help). A run 
 DIR/NAME; DIR may be gs://BUCKET/FOLDER. docs/usage.md lists its files.
 
 `--run.init_from` starts a new run from the newest weights of another run, on any mesh. Optimizer
-state, schedule and step count are new. The validation loss before the first step is recorded.
+state, schedule and step count are new.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ from runtime.replica_check import ReplicaChecker
 from runtime.signals import StopRequest
 from train import State
 from utils import Config, ConfigError
-from validate import Validation
+from validate import Validation, result
 
 # (file, key) of the records that show that an evaluation, and samples, of a step are done.
 RECORDED = (("metrics.jsonl", "loss/val"), ("samples.jsonl", "text"))
@@ -137,21 +137,6 @@ def load_initial(
     step, w, settings = checkpoint.load_weights(source, step, shapes.weights)
     resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
     return utils.changed(config, {"run.init_from_step": step}), w
-
-
-def result(config: Config) -> str:
-    """Describe a finished run: its last validation loss, and its files."""
-    directory = run_directory.of(config)
-    records = jsonl.read(directory.files / "metrics.jsonl")
-    losses = [r for r in records if r.get("loss/val") is not None]
-    text = f"{directory}: {config.train.steps} steps"
-    if losses:
-        text += f", validation loss {losses[-1]['loss/val']:.4f} after {losses[-1]['step']}"
-    names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
-    paths = [f"{directory}/{name}" for name in names if (directory.files / name).exists()]
-    if directory.has_checkpoints():
-        paths.append(str(directory.checkpoints))
-    return f"{text}\nfiles: {', '.join(paths)}"
 
 
 def run(config: Config) -> None:
@@ -258,7 +243,7 @@ def _train(
             import plot  # late, so that a run starts fast
 
             plot.plot_run(directory.files, overwrite=not finished)
-        log(f"{'finished before.' if finished else ''}\n{result(config)}".lstrip())
+        log(f"{'finished before.' if finished else ''}\n{result(config, data[1])}".lstrip())
 
 
 def plan(config: Config, mesh: Mesh) -> str:
@@ -341,7 +326,7 @@ class Loop:
         shapes = train.abstract_state(config, declared, mesh)
         self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
         watchdog.phase("compile")
-        log("compiling the step")
+        log("compiling the step, which takes a minute or so the first time")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
         self.schedule, batch = train.schedule_on(mesh, config), sharded_model.abstract_batch
@@ -502,11 +487,10 @@ class Loop:
     def _missing(self, step: int) -> tuple[bool, bool]:
         """Return whether to evaluate and to sample before the first step.
 
-        A run that starts from other weights is evaluated at step 0. After a resume, what was due
-        at this step and is not recorded is done now.
+        After a resume, what was due at this step and is not recorded is done now.
         """
         if step == 0:
-            return bool(self.config.run.init_from and self.validation), False
+            return self.validation is not None, False
         due = np.array(self._due(step)[:2])
         if is_primary():
             done = [jsonl.has(self.directory.files / name, step, key) for name, key in RECORDED]

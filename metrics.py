@@ -42,7 +42,8 @@ def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
     """Return the console line of a step."""
     parts = [f"step {record['step']}/{steps}", f"loss {_number(record['loss/train'], '.4f')}"]
     parts.append(f"{_number(record['tokens_per_s'], ',.0f')} tokens/s")
-    parts.append(f"MFU {_number(record['mfu'], '.1%')}")
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
     if record["skipped"]:
         parts.append(f"{record['skipped']} skipped")
     if left_s is not None:

@@ -108,6 +108,63 @@ def weighted_mean(shares: Sequence[float], records: list[dict[str, Any]]) -> dic
     return found
 
 
+# --- the result of a run --------------------------------------------------------------------------
+
+
+def with_perplexity(record: dict[str, Any], data: Mixture) -> dict[str, Any]:
+    """Add perplexity, and bits per byte of the text whose tokens have a loss, to a record."""
+    bits, text_bytes = 0.0, 0.0  # per token
+    for share, (name, part) in zip(data.shares, data.parts.items(), strict=True):
+        m = part.manifest
+        tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
+        bits += share * record[f"loss/val/{name}".rstrip("/")] / math.log(2)
+        text_bytes += share * m.text_bytes / tokens
+    loss = record["loss/val"]
+    perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that diverged
+    return record | {"perplexity": perplexity, "bits_per_byte": bits / text_bytes}
+
+
+def guesses(config: Config, data: Mixture) -> dict[str, float]:
+    """Return bits per byte of two guesses of each token of the evaluated windows: uniform, and by
+    how often each token is in them.
+    """
+    entropies, n = {}, config.eval.sequences
+    for name, part in data.parts.items():
+        rows = part.eval_rows(np.arange(n), n)
+        _, count = np.unique(rows["targets"][rows["loss_weights"] > 0], return_counts=True)
+        share = count / count.sum()
+        entropies[f"loss/val/{name}".rstrip("/")] = -float(share @ np.log(share))
+    shares = zip(data.shares, entropies.values(), strict=True)
+    mean = {"loss/val": sum(share * entropy for share, entropy in shares)} | entropies
+    uniform = dict.fromkeys(mean, math.log(config.model.vocab_size))
+    records = {"uniform": uniform, "by frequency": mean}
+    return {name: with_perplexity(r, data)["bits_per_byte"] for name, r in records.items()}
+
+
+def result(config: Config, data: Mixture | None) -> str:
+    """Describe a finished run: its last validation loss, its files, and what can follow."""
+    run = run_directory.of(config)
+    records = jsonl.read(run.files / "metrics.jsonl")
+    losses = [r for r in records if r.get("loss/val") is not None]
+    text = f"{run}: {config.train.steps} steps"
+    if losses:
+        text += f", validation loss {losses[-1]['loss/val']:.4f} after {losses[-1]['step']}"
+    if losses and data:
+        bits, others = with_perplexity(losses[-1], data)["bits_per_byte"], guesses(config, data)
+        text += f": {bits:.2f} bits per byte of text. Guesses need "
+        text += " and ".join(f"{bits:.2f} ({name})" for name, bits in others.items())
+    names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
+    paths = [f"{run}/{name}" for name in names if (run.files / name).exists()]
+    if run.has_checkpoints():
+        paths.append(str(run.checkpoints))
+        text += (
+            f"\nnext: ./run.sh python generate.py --run {run} --prompt 'def '"
+            f"\n      ./run.sh python convert.py export --run {run} --out exported --remote_code"
+            f"\n      ./run.sh python main.py --run.init_from {run} --run.name more"
+        )
+    return f"{text}\nfiles: {', '.join(paths)}"
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -177,19 +234,6 @@ def import_harness() -> ModuleType:
             "./run.sh uv pip install -r requirements-hf.txt."
         ) from None
     return lm_eval_adapter
-
-
-def with_perplexity(record: dict[str, Any], data: Mixture) -> dict[str, Any]:
-    """Add perplexity, and bits per byte of the text whose tokens have a loss, to a record."""
-    bits, text_bytes = 0.0, 0.0  # per token
-    for share, (name, part) in zip(data.shares, data.parts.items(), strict=True):
-        m = part.manifest
-        tokens = m.tokens if m.learned_tokens is None else m.learned_tokens
-        bits += share * record[f"loss/val/{name}".rstrip("/")] / math.log(2)
-        text_bytes += share * m.text_bytes / tokens
-    loss = record["loss/val"]
-    perplexity = math.inf if loss > 700 else math.exp(loss)  # of a run that diverged
-    return record | {"perplexity": perplexity, "bits_per_byte": bits / text_bytes}
 
 
 def report(found: dict[str, Any], config: Config, data: Mixture) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
     steps = [r for r in records if "loss/train" in r]
     evaluations = [r for r in records if "loss/val" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert [r["step"] for r in evaluations] == [3, 6]
+    assert [r["step"] for r in evaluations] == [0, 3, 6]
     assert all(set(r) == set(metrics.TRAIN) for r in steps)
     [start] = [json.loads(line) for line in (whole / "starts.jsonl").read_text().splitlines()]
     with contextlib.closing(checkpoint.Checkpoints(whole / "checkpoints")) as saved:
@@ -173,7 +173,11 @@ def test_a_finished_run_started_again_prints_its_result_and_trains_nothing(
     before = (whole / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(main, "Loop", None)
     start(data, runs, "whole")
-    assert "6 steps, validation loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "6 steps, validation loss" in printed and f"generate.py --run {whole}" in printed
+    assert re.search(
+        r": \d\.\d\d bits per byte of text. Guesses need \d.* \(by frequency\)", printed
+    )
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 

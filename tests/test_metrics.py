@@ -124,7 +124,7 @@ def test_a_line_has_loss_speed_mfu_and_time_left(tmp_path, capsys):
         out.train(step(1, mfu=None))
         out.train(step(2, skipped=3, **known))
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1/3  loss 0.5000  0 tokens/s  MFU -"
+    assert first == "step 1/3  loss 0.5000  0 tokens/s"
     assert second == ("step 2/3  loss 2.5000  12,346 tokens/s  MFU 45.7%  3 skipped  1:05:00 left")
 
 

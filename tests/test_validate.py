@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import checkpoint
+import dataset
 import model
 import reference
 import train
@@ -105,6 +106,16 @@ def test_other_shards_and_windows_have_the_loss_of_the_one_device_reference(
     stored = vars(shards.manifest)
     bits = found["loss/val"] / math.log(2) * stored["tokens"] / stored["text_bytes"]
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_guesses_are_uniform_or_by_the_frequency_of_each_token(whole, data):
+    config = cli.load(whole / "config.toml")
+    val = dataset.open_validation(config)
+    ids = val.parts[""].eval_rows(np.arange(16), 16)["targets"].reshape(-1)
+    per_byte = val.manifest.tokens / val.manifest.text_bytes
+    alone = -np.mean(np.log2([np.mean(ids == i) for i in ids]))  # of each token, by all of them
+    expected = {"uniform": 12 * per_byte, "by frequency": alone * per_byte}
+    assert validate.guesses(config, val) == pytest.approx(expected)
 
 
 def test_a_loss_that_is_not_finite_has_no_perplexity():
