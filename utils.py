@@ -200,11 +200,7 @@ class Optimizer:
     clip_norm: float = 1.0  # largest global gradient norm; 0 disables clipping
 
     def phases(self, steps: int) -> tuple[int, int]:
-        """Return (steps of warmup, steps before the decay) of a schedule of so many steps.
-
-        If warmup and decay overlap, the decay is shorter. One step at least remains after warmup,
-        to reach the minimum.
-        """
+        """Return the steps of warmup, at most all but one, and those before the decay."""
         warmup = min(self.warmup_steps, max(1, steps - 1))
         if self.schedule == "cosine":
             return warmup, warmup

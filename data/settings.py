@@ -30,8 +30,7 @@ class Prepare:
     text_field: str = "text"  # field with a row's text; data.text is field text of field data
     chat: bool = False  # rows are conversations; only their answers are learned
     chat_template: Literal["plain", "tokenizer"] = "plain"  # tokenizer: its own template
-    # with --chat: pad each conversation to a multiple of this, so that each row of a batch has one;
-    # the --train.seq_len. 0: conversations follow each other without padding
+    # with --chat: pad each conversation to a multiple of this, the --train.seq_len; 0: no padding
     row_tokens: int = 0
     add_bos: bool = False  # begin documents with BOS even if the tokenizer does not say so
     hf_name: str = ""  # configuration of the data set of the hub; empty: its default

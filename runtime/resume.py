@@ -159,10 +159,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_compatible(
-    saved: dict[str, Any],
-    now: dict[str, Any],
-    run: run_directory.RunDirectory,
-    step: int,
+    saved: dict[str, Any], now: dict[str, Any], run: run_directory.RunDirectory, step: int
 ) -> None:
     """Raise ConfigError, with both values of each field, for settings that must not change.
 
