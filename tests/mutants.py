@@ -724,13 +724,13 @@ records-without-checkpoints-removed: resume main
 - if steps and 0 < steps[-1] - first >= allowed:
 + if steps and 0 < steps[-1] - first < 0:
 == runtime/errors.py: errors
-unavailable-is-a-bug
+unavailable-is-a-bug: errors main
 - TRANSIENT = "INTERNAL|UNAVAILABLE|
 + TRANSIENT = "INTERNAL|
 config-error-exits-1
 - return Exit.CONFIG if isinstance(error, ConfigError) else Exit.BUG
 + return Exit.BUG
-compiler-error-is-retried
+compiler-error-is-retried: main
 - if str(error).startswith("INTERNAL:"):
 + if str(error).startswith("INTERNAL ERROR:"):
 message-anywhere-is-a-status
@@ -752,7 +752,7 @@ interrupt-exits-143
 second-interrupt-ignored
 - signal.signal(number, signal.SIG_DFL)  # so
 + pass  # so
-slow-save-not-in-margin
+slow-save-not-in-margin: signals main
 - save = max(30.0, longest.get("save", 0.0), self.save_s)
 + save = max(30.0, longest.get("save", 0.0))
 == runtime/watchdog.py: watchdog
@@ -1250,7 +1250,7 @@ def run_tests(tree: Path, files: Iterable[str], marks: str | None) -> tuple[str,
             process.wait()
         log.seek(0)
         text = log.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     if code == 0:
         return "survived", ""
     if code is None or failed or code < 0 or code > 5:
