@@ -5,20 +5,13 @@
     ./run.sh python tests/mutants.py --only NAME ..         those of some faults
     ./run.sh python tests/mutants.py --files model.py ..    those of the faults in some files
 
-A fault is a line that a person could write by mistake, in FAULTS. For each, this script copies the
-tree to a temporary folder, applies the fault there, and runs the test files of the fault until one
-test fails. The working tree does not change. A fault is caught if a test fails, the process of the
-tests crashes, or they exceed the time limit. It survives if all tests pass.
+A fault is a line that a person could write by mistake. For each, this script copies the tree to a
+temporary folder, applies the fault there, and runs its test files until a test fails. A fault is
+caught if a test fails, if the process of the tests crashes, or after LIMIT_S. Compiled programs are
+cached in the folder that run.sh sets.
 
-`.cache/mutants.jsonl` has a line for each result, and a stopped run continues. A result is valid
-for one content of the fault, its file and its test files. Compiled programs are cached in the
-folder that run.sh sets.
-
-    --marks EXPR   tests to run, as `pytest -m EXPR`; "" runs all. Default: that of pyproject.toml
-    --jobs N       faults at a time
-    --unchanged    run all test files of the selected faults without a fault: all have to pass
-
-The exit code is 1 if fewer than 95 % of the faults are caught, or a file fails without a fault.
+RECORD has a line for each result, and a stopped run continues. A result is valid for one content of
+the fault, its file and its test files. Exit code: 1 if fewer of the faults are caught than ENOUGH.
 """
 
 import argparse
@@ -34,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +35,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / ".cache" / "mutants.jsonl"
 LIMIT_S = 1200  # of the tests of a fault
-ENOUGH = 0.95  # share of faults that the tests have to catch
+ENOUGH = 0.95
+PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
 
 
 class Fault(NamedTuple):
@@ -1168,11 +1162,9 @@ one-process-too-few
 
 def parse(text: str) -> Iterator[Fault]:
     """Yield the faults of a table like FAULTS."""
-    file, common, name, tests = "", "", "", ""
-    old: list[str] = []
-    new: list[str] = []
+    file, common, name, tests, old, new = "", "", "", "", [], []
     for line in [*text.strip().splitlines(), "== end:"]:
-        if line.startswith(("- ", "+ ")) or line in ("-", "+"):
+        if line.startswith(("- ", "+ ")):
             (old if line[0] == "-" else new).append(line[2:])
             continue
         if old:
@@ -1186,21 +1178,15 @@ def parse(text: str) -> Iterator[Fault]:
 
 
 def problems() -> list[str]:
-    """Return what is wrong with FAULTS: text that does not occur once, missing files, two names."""
-    faults, found = [*parse(FAULTS)], []
-    for f in faults:
-        count = (ROOT / f.file).read_text(encoding="utf-8").count(f.old)
-        if count != 1 or f.old == f.new:
-            found.append(f"{f.name}: the old text occurs {count} times in {f.file}")
+    """Return the faults that do not apply to one place, end the syntax, or lack a name or tests."""
+    found, names = [], [fault.name for fault in parse(FAULTS)]
+    for f in parse(FAULTS):
+        text = (ROOT / f.file).read_text(encoding="utf-8")
+        if (count := text.count(f.old)) != 1 or names.count(f.name) != 1 or f.old == f.new:
+            found.append(f"{f.name}: its old text occurs {count} times, or its name twice")
         found += [f"{f.name}: no file {test}" for test in f.tests if not (ROOT / test).is_file()]
-        if count == 1 and f.file.endswith(".py"):
-            text = (ROOT / f.file).read_text(encoding="utf-8")
-            try:
-                ast.parse(text.replace(f.old, f.new))
-            except SyntaxError as error:
-                found.append(f"{f.name}: {error}")
-        if [other.name for other in faults].count(f.name) > 1:
-            found.append(f"{f.name}: another fault has this name")
+        if f.file.endswith(".py"):
+            ast.parse(text.replace(f.old, f.new), f.name)
     return found
 
 
@@ -1210,103 +1196,75 @@ def key_of(fault: Fault, marks: str | None) -> str:
     return hashlib.sha256(json.dumps([fault, marks, files]).encode()).hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def copied_tree() -> Iterator[Path]:
-    """Copy the working tree, without ignored files, to a repository in a temporary folder."""
-    git = output_of("git", "ls-files", "-z", "--modified", "--others", "--exclude-standard")
-    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
-        tree = Path(folder, "tree")
-        output_of("git", "clone", "--quiet", "--shared", str(ROOT), str(tree))
-        for name in filter(None, git.split("\0")):
-            (tree / name).unlink(missing_ok=True)
-            if (ROOT / name).exists():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
-        for name in (".venv", ".cache"):
-            (tree / name).symlink_to(ROOT / name)
-        yield tree
-
-
-def output_of(*command: str) -> str:
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def run_tests(tree: Path, files: Iterable[str], marks: str | None) -> tuple[str, str]:
-    """Return (caught or survived, the first failing test) of pytest in a copy of the tree."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["--basetemp", str(tree.parent / "tmp"), *files]
-    command += [] if marks is None else ["-m", marks]
-    with (tree.parent / "log").open("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=tree, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:  # children too
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.seek(0)
-        text = log.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
-    if code == 0:
-        return "survived", ""
-    if code is None or failed or code < 0 or code > 5:
-        return "caught", "timeout" if code is None else failed[1] if failed else f"crash {code}"
-    raise RuntimeError(f"pytest ended with {code}:\n{text[-3000:]}")
+def copy_tree(tree: Path) -> None:
+    """Clone the repository and copy what is not committed. Ignored files are not copied."""
+    run = {"cwd": ROOT, "check": True, "stdout": subprocess.PIPE, "text": True}
+    subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tree], **run)
+    command = ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.run(command, **run).stdout.split("\0")):
+        (tree / name).unlink(missing_ok=True)
+        if (ROOT / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
+    for name in (".venv", ".cache"):
+        (tree / name).symlink_to(ROOT / name)
 
 
 def result(fault: Fault, marks: str | None) -> dict:
     """Apply a fault to a copy of the tree and run its tests."""
     began = time.monotonic()
-    with copied_tree() as tree:
-        path = tree / fault.file
-        text = path.read_text(encoding="utf-8")
-        assert text.count(fault.old) == 1, f"{fault.name} does not apply: use --check"
-        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-        outcome, test = run_tests(tree, fault.tests, marks)
-    seconds = round(time.monotonic() - began, 1)
-    found = {"name": fault.name, "file": fault.file, "outcome": outcome, "test": test}
-    return found | {"seconds": seconds, "key": key_of(fault, marks)}
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+        tree, log = Path(folder, "tree"), Path(folder, "log")
+        copy_tree(tree)
+        text = (tree / fault.file).read_text(encoding="utf-8")
+        (tree / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        command = [*PYTEST, "--basetemp", f"{folder}/tmp", *fault.tests]
+        command += [] if marks is None else ["-m", marks]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=tree, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # children too
+                process.wait()
+        text = log.read_text(errors="replace")
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
+    if not failed and code in range(1, 6):  # such as no test, or a wrong argument
+        raise RuntimeError(f"{fault.name}: pytest ended with {code}:\n{text[-3000:]}")
+    how = "" if code == 0 else "time limit" if code is None else f"exit code {code}"
+    found = {"name": fault.name, "file": fault.file, "caught": code != 0}
+    found |= {"test": failed[1] if failed else how, "s": round(time.monotonic() - began, 1)}
+    return found | {"key": key_of(fault, marks)}
 
 
 def run_all(faults: list[Fault], marks: str | None, jobs: int) -> list[dict]:
-    """Return the results of all faults, in their order; only those that have none are run."""
-    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    done = {found["key"]: found for found in map(json.loads, lines)}
-    todo = [fault for fault in faults if key_of(fault, marks) not in done]
+    """Return the results of all faults; run those without one."""
     RECORD.parent.mkdir(exist_ok=True)
-    with RECORD.open("a") as record, ThreadPoolExecutor(jobs) as pool:
+    with RECORD.open("a+") as record, ThreadPoolExecutor(jobs) as pool:
+        record.seek(0)
+        done = {found["key"]: found for found in map(json.loads, record)}
+        todo = [fault for fault in faults if key_of(fault, marks) not in done]
         for found in pool.map(lambda fault: result(fault, marks), todo):
             done[found["key"]] = found
             record.write(json.dumps(found) + "\n")
             record.flush()
-            outcome, seconds = found["outcome"], found["seconds"]
-            print(f"{outcome:9}{seconds:7.1f} s  {found['name']}  {found['test']}", flush=True)
+            what = found["test"] if found["caught"] else "SURVIVED"
+            print(f"{found['s']:7.1f} s  {found['name']}: {what}", flush=True)
     return [done[key_of(fault, marks)] for fault in faults]
-
-
-def unchanged(faults: list[Fault], marks: str | None) -> list[str]:
-    """Return the test files of these faults that fail without a fault."""
-    failed = []
-    for file in sorted({file for fault in faults for file in fault.tests}):
-        with copied_tree() as tree:
-            outcome, test = run_tests(tree, [file], marks)
-        print(f"{file}: {'passes' if outcome == 'survived' else test}", flush=True)
-        failed += [file] * (outcome != "survived")
-    return failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--unchanged", action="store_true")
+    parser.add_argument("--check", action="store_true", help="run no test")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--files", nargs="+", metavar="FILE")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--marks", metavar="EXPR")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="faults at a time")
+    parser.add_argument("--marks", metavar="EXPR", help='pytest -m EXPR; "" runs all tests')
     flags = parser.parse_args()
     wrong, faults = problems(), [*parse(FAULTS)]
     print(*wrong, f"{len(faults)} faults in {len({f.file for f in faults})} files", sep="\n")
@@ -1314,14 +1272,12 @@ def main() -> None:
         sys.exit(bool(wrong))
     faults = [f for f in faults if not flags.only or f.name in flags.only]
     faults = [f for f in faults if not flags.files or f.file in flags.files]
-    if flags.unchanged:
-        sys.exit(bool(unchanged(faults, flags.marks)))
     found = run_all(faults, flags.marks, flags.jobs)
-    survivors = [r for r in found if r["outcome"] == "survived"]
-    caught = len(found) - len(survivors)
-    minutes = sum(r["seconds"] for r in found) / 60
-    print(f"caught {caught} of {len(found)} faults, in {minutes:.0f} minutes")
-    print(*(f"survived: {r['name']} ({r['file']})" for r in survivors), sep="\n")
+    caught, minutes = sum(r["caught"] for r in found), sum(r["s"] for r in found) / 60
+    for r in found:
+        if not r["caught"]:
+            print(f"survived: {r['name']} ({r['file']})")
+    print(f"caught {caught} of {len(found)} faults, in {minutes:.0f} minutes of tests")
     sys.exit(caught < ENOUGH * len(found))
 
 
