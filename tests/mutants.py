@@ -11,7 +11,8 @@ caught if a test fails, if the process of the tests crashes, or after LIMIT_S. C
 cached in the folder that run.sh sets.
 
 RECORD has a line for each result, and a stopped run continues. A result is valid for one content of
-the fault, its file and its test files. Exit code: 1 if fewer of the faults are caught than ENOUGH.
+the fault, its file and its test files. Ctrl-C waits for the fault that runs. Exit code: 1 if fewer
+of the faults are caught than ENOUGH.
 """
 
 import argparse
@@ -1230,7 +1231,7 @@ def result(fault: Fault, marks: str | None) -> dict:
                     os.killpg(process.pid, signal.SIGKILL)  # children too
                 process.wait()
         text = log.read_text(errors="replace")
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.MULTILINE)
     if not failed and code in range(1, 6):  # such as no test, or a wrong argument
         raise RuntimeError(f"{fault.name}: pytest ended with {code}:\n{text[-3000:]}")
     how = "" if code == 0 else "time limit" if code is None else f"exit code {code}"
