@@ -551,8 +551,8 @@ nothing-due-after-the-last-step
 tokenizer-of-other-run-not-checked: resume
 - resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
 + pass
-other-weights-not-evaluated-first: resume
-- return bool(self.config.run.init_from and self.validation), False
+new-run-not-evaluated-first
+- return self.validation is not None, False
 + return False, False
 saves-without-comparison
 - self.replicas is not None and (save or step % every == 0)
