@@ -596,15 +596,18 @@ def test_a_full_disk_leaves_the_checkpoints_good(small_disk, late_writes):
 
 def test_the_newest_checkpoints_are_kept_and_a_saved_step_is_not_replaced(tmp_path, states):
     with opened(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 3):
+        for step in (1, 2, 4):
             checkpoints.save(step, states[1], CONFIG)
-        checkpoints.save(3, states[2], CONFIG)
-        assert_newest(checkpoints, 3, states[1])
-        with pytest.raises(ValueError, match=r"step 1 cannot be saved in .* has step 3: "):
-            checkpoints.save(1, states[1], CONFIG)
+        checkpoints.save(4, states[2], CONFIG)
+        assert_newest(checkpoints, 4, states[1])
+        for step in (1, 3):
+            with pytest.raises(
+                ValueError, match=rf"step {step} cannot be saved in .* has step 4: "
+            ):
+                checkpoints.save(step, states[1], CONFIG)
         checkpoints.wait()
         assert checkpoints.longest_s > 0
-    assert names_in(tmp_path) == ["2", "3"]
+    assert names_in(tmp_path) == ["2", "4"]
 
 
 def test_multiples_of_keep_every_steps_are_kept(tmp_path):

@@ -298,6 +298,35 @@ def test_muon_for_a_weight_without_a_matrix_is_an_error():
         weights.declare(norm, {"D": weights.Size(4, "model.hidden_size")})
 
 
+def test_adamw_is_that_of_its_paper():
+    """arXiv:1711.05101, algorithm 2, after clipping by the global norm; two updates."""
+    options = {"beta1": 0.8, "beta2": 0.7, "epsilon": 1e-3, "weight_decay": 0.05, "clip_norm": 0.5}
+    config = config_of(optimizer=options)
+    declared, random = model.declare(config), np.random.default_rng(0)
+    w, *grads = (
+        jax.tree.map(lambda d: random.normal(size=d.shape).astype(np.float32), declared)
+        for _ in range(3)
+    )
+    rule = optimizer.make_optimizer(config, declared)
+    state, moments, squares = rule.init(w), 0.0, 0.0
+    for number, grad in enumerate(grads, 1):
+        with jax.numpy_dtype_promotion("standard"):
+            found, state = rule.update(grad, state, w)
+        leaves = [leaf.astype(np.float64) for leaf in jax.tree.leaves(grad)]
+        norm = np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+        clipped = np.array([leaf * min(1, 0.5 / norm) for leaf in leaves], object)
+        moments = 0.8 * moments + 0.2 * clipped
+        squares = 0.7 * squares + 0.3 * clipped**2
+        for update, m, v, weight, d in zip(
+            *(jax.tree.leaves(found), moments, squares, jax.tree.leaves(w)),
+            jax.tree.leaves(declared),
+            strict=True,
+        ):
+            decayed = 0.05 * (d.decay and d.group != "embedding")
+            adam = (m / (1 - 0.8**number)) / (np.sqrt(v / (1 - 0.7**number)) + 1e-3)
+            np.testing.assert_allclose(update, adam + decayed * weight, rtol=2e-4, atol=1e-5)
+
+
 def test_a_run_with_adamw_does_not_resume_with_muon():
     before = dataclasses.asdict(config_of())
     with pytest.raises(ValueError, match=r"optimizer.name 'adamw' -> 'muon'"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import plot
+from runtime import jsonl
 
 PNG = b"\x89PNG"
 
@@ -43,6 +44,17 @@ def test_a_run_has_three_plots(tmp_path):
 
 class Killed(Exception):
     """What a program that is killed ends with here."""
+
+
+def test_losses_and_balance_are_of_their_own_keys(tmp_path):
+    folder = write_run(tmp_path / "tiny")
+    records = jsonl.read(folder / "metrics.jsonl")
+    run = plot.RunRecords(folder)
+    for name, key in (("val", "loss/val"), ("val_balance", "loss/val_balance")):
+        expected = [record[key] for record in records if "loss/val" in record]
+        assert getattr(run, name).tolist() == expected
+    cross_entropy = [r["loss/cross_entropy"] for r in records if "loss/train" in r]
+    assert run.train.tolist() == cross_entropy
 
 
 def test_a_plot_is_replaced_atomically(tmp_path, monkeypatch):

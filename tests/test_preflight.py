@@ -4,6 +4,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -178,11 +179,11 @@ def test_differences_are_named_with_both_values_and_hosts(monkeypatch):
     assert "commit differs: " in str(failed.value) and "0123-dirty on" in str(failed.value)
 
 
-def test_clocks_that_differ_are_named(monkeypatch):
-    with pytest.raises(
-        JobFailed, match=r"the clock of process 1 \(h9\) is \+60 s off that of process 0"
-    ):
-        compared(monkeypatch, preflight.facts(), skew_s=60.0)
+@pytest.mark.parametrize("skew_s", [60.0, -60.0])
+def test_clocks_that_differ_are_named(skew_s, monkeypatch):
+    named = re.escape(f"the clock of process 1 (h9) is {skew_s:+.0f} s off that of process 0")
+    with pytest.raises(JobFailed, match=named):
+        compared(monkeypatch, preflight.facts(), skew_s=skew_s)
     compared(monkeypatch, preflight.facts(), skew_s=5.0)
 
 

@@ -191,11 +191,13 @@ def test_initial_values_differ_between_seeds_weights_and_layers():
     one, other = (first_values("1x1x1", seed) for seed in (0, 1))
     blocks, others = one["blocks"], other["blocks"]
     gate, up = (blocks["dense"]["mlp"][name] for name in ("gate", "up"))
+    out, other_out = (blocks[kind]["attention"]["out"] for kind in ("dense", "moe"))
     assert gate.shape == up.shape
     correlations = [
         (gate, others["dense"]["mlp"]["gate"]),
         (gate, up),
         (gate[0], gate[1]),
+        (out, other_out),  # of the same name in another layer of the block
     ]
     for a, b in correlations:
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
