@@ -378,7 +378,7 @@ def test_validation_is_the_mean_over_answers_and_its_bits_are_per_byte_of_them(
 def test_a_run_trains_on_the_mean_over_answers(flags, folder, runs):
     extra = "--train.steps 1 --checkpoint.every_steps 0 --sample.prompts"
     run_folder = start(flags, runs, "answers", *extra.split())
-    [first, evaluation] = jsonl.read(run_folder / "metrics.jsonl")
+    [_, first, evaluation] = jsonl.read(run_folder / "metrics.jsonl")
     config = cli.load(run_folder / "config.toml")
     state = main.start_state(config, model.declare(config), train.make_mesh(config), None)
     batch = alone(folder / "train", 32, batch_size=8).rows(0, np.arange(8))

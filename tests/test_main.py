@@ -296,7 +296,7 @@ def test_a_run_whose_save_fails_ends_with_the_reason_and_resumes(data, runs, cap
             start(data, runs, "full", *flags.split())
     folder = start(data, runs, "full", *flags.split())
     assert "continues after step 2" in capsys.readouterr().out
-    assert [r["step"] for r in jsonl.read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 5]
+    assert [r["step"] for r in jsonl.read(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 5]
     (folder / "checkpoints").rename(folder / "elsewhere")
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"5 steps and no checkpoint"):
