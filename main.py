@@ -205,14 +205,7 @@ def _train(
             start = provenance.record(directory.files, int(state.step))
             goodput_log = GoodputLog(directory.files, watchdog, int(state.step))
             if is_primary():
-                kept = directory.folder(run_directory.TOKENIZER)
-                keep_files(data[0].manifest.tokenizer, kept)
-                if w is not None:
-                    base = run_directory.at(config.run.init_from).folder(run_directory.HF)
-                    if base.is_dir():
-                        kept = directory.folder(run_directory.HF)
-                        shutil.copytree(base, kept, dirs_exist_ok=True)
-                directory.upload(directory.files.rglob("*"))
+                keep_sources(config, data[0], is_new=w is not None)
             log(plan_line)
             if stop.reached():
                 raise stop.stopped(_resumable(saved))
@@ -244,6 +237,19 @@ def _train(
 
             plot.plot_run(directory.files, overwrite=not finished)
         log(f"{'finished before.' if finished else ''}\n{result(config, data[1])}".lstrip())
+
+
+def keep_sources(config: Config, data: Mixture, is_new: bool) -> None:
+    """Copy to the run what its export needs: the tokenizer's files, and if it `is_new` and starts
+    from another run, the settings of the imported base.
+    """
+    directory = run_directory.of(config)
+    keep_files(data.manifest.tokenizer, directory.folder(run_directory.TOKENIZER))
+    if is_new:
+        base = run_directory.at(config.run.init_from).folder(run_directory.HF)
+        if base.is_dir():
+            shutil.copytree(base, directory.folder(run_directory.HF), dirs_exist_ok=True)
+    directory.upload(directory.files.rglob("*"))
 
 
 def plan(config: Config, mesh: Mesh) -> str:
