@@ -38,16 +38,6 @@ jax.config.update("jax_default_matmul_precision", "highest")
 NEEDS = {"huggingface": ("torch", "transformers", "safetensors", "lm_eval"), "ray": ("ray",)}
 
 
-HOSTS = {"cluster", "net", "network", "slurm"}  # fixtures of hosts with their own network
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if HOSTS & set(item.fixturenames):
-            item.add_marker("hosts")
-
-
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which import these packages
 def pytest_runtest_setup(item):
     for mark, packages in NEEDS.items():
