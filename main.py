@@ -16,6 +16,7 @@ import math
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -151,15 +152,15 @@ def run(config: Config) -> None:
     ):
         watchdog.phase("opening of the data")
         with distributed.shared_errors():
-            config, mesh_note = train.for_devices(config, jax.devices())
+            config, idle_devices = train.for_devices(config, jax.devices())
             loggers.check_packages(config)
             config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
             sharded_model.schedule_of(config)
             data, directory = open_datasets(config), run_directory.of(config)
             is_new, w = not directory.saved_steps(), None
-        if mesh_note:
-            log(mesh_note)
+        if idle_devices:
+            log(idle_devices)
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         if r.init_from and is_new:
             config, w = load_initial(config, declared, mesh, data[0])
@@ -216,7 +217,7 @@ def _train(
             watchdog.phase("save at the end")
             if saved:
                 saved.wait()
-            log(f"{plan_line}\n{loop.measured()}")
+            log(f"{plan_line}\n{loop.measured()}" if loop.peak else loop.measured())
     except Exception as error:
         # `close` waits for the other processes, which call it only after an error of all processes.
         if saved and (not jax.distributed.is_initialized() or isinstance(error, JobFailed)):
@@ -278,10 +279,12 @@ def start_state(
     directory, m = run_directory.of(config), config.model
     total, active = weights.count(declared)
     kernel = attention.describe_kernel(config, sharded_model.platform(mesh))
+    stages = f" with {config.mesh.virtual} virtual stages" * (config.mesh.virtual > 1)
     log(
         f"{total:,} parameters, {active:,} active; {m.num_hidden_layers} layers; mesh "
-        f"{config.mesh} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, attention "
-        f"{kernel}; {config.train.global_batch_size} x {config.train.seq_len} tokens per step"
+        f"{config.mesh}{stages} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
+        f"attention {kernel}; {config.train.global_batch_size} x {config.train.seq_len} tokens per "
+        "step"
     )
     if hardware.chip_of_kind(mesh.devices.flat[0].device_kind):
         log(hardware.MFU_RULE)
@@ -519,7 +522,8 @@ class Loop:
             self.watchdog.phase(f"samples after step {step}")
             samples = self.sample(state.weights, step)
             for s in samples:
-                log(f"step {s['step']}  {s['prompt']!r} -> {s['text']!r}")
+                text = textwrap.indent(s["prompt"] + s["text"], "    ", lambda line: True)
+                log(f"step {s['step']}, a completion of {s['prompt']!r}:\n{text}")
             jsonl.append(self.directory.files / "samples.jsonl", samples)
 
     def _save(self, state: State, step: int) -> None:

@@ -49,7 +49,7 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     Elsewhere it is the one with the most fsdp ranks, then the most tensor ranks, which communicates
     least.
 
-    Returns  (config, description of the chosen mesh, or a warning of idle devices; else empty).
+    Returns  (config, text about idle devices; empty without any).
     Raises   ConfigError if devices of several processes fit no mesh.
     """
     config = utils.for_platform(config, devices[0].platform)
@@ -68,12 +68,10 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
             candidate = dataclasses.replace(config, mesh=mesh)
             if mesh_problem(candidate) is None:
                 return candidate, (
-                    f"no mesh was set: made (fsdp, pipeline, tensor) = {mesh.shape[1:]} with "
-                    f"{mesh.virtual} virtual stage{'s' * (mesh.virtual > 1)} for "
-                    f"{used * slices} of {len(devices)} {devices[0].platform} devices"
-                    + ("" if used == per_slice else ", the most that divide this model and batch")
-                    + ". Set --mesh.fsdp, --mesh.pipeline and --mesh.tensor to choose another."
-                )
+                    f"the mesh {mesh} has {used * slices} of {len(devices)} devices, the most that "
+                    "divide this model and batch. Set --mesh.fsdp, --mesh.pipeline and "
+                    "--mesh.tensor to choose another."
+                ) * (used < per_slice)
     best = dataclasses.replace(config, mesh=next(candidate_meshes(per_slice, slices, balanced)))
     raise ConfigError(
         f"no mesh over the {len(devices)} devices of {jax.process_count()} processes divides this "
