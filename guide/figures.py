@@ -732,7 +732,7 @@ def of_run(
     """Draw values of RECORDS against the step. names  of lines by their keys there."""
     records = json.loads(RECORDS.read_text())
     series = {name: [(step, value) for step, value in records[key]] for key, name in names.items()}
-    ticks = (1, 4, 16, 64, 400), ys
+    ticks = (1, 4, 16, 64, 250), ys
     return plot(series, "step", y_label, label, ticks, logarithmic=logarithmic, markers=False)
 
 
