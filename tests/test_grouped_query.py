@@ -125,7 +125,8 @@ def test_another_attention_is_trained_decoded_planned_and_counted_without_other_
     monkeypatch.setitem(attention.KINDS, "alibi", Alibi)
     monkeypatch.setattr(reference, "grouped_attention", alibi_reference)
     monkeypatch.setattr(decode, "BLOCK", 8)
-    gqa = config_for((1, 1, 2), train={"microbatches": 1, "global_batch_size": 4})
+    train = {"microbatches": 1, "global_batch_size": 4}
+    gqa = config_for((1, 1, 2), train=train, blocks=2, moe_layers=0)
     alibi = utils.changed(gqa, {"model.attention": "alibi"})
     tree, tokens = hf_case.weights(gqa.model, 3), batch_of(alibi)["tokens"]
     check_step(alibi, tree)

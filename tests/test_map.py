@@ -175,23 +175,23 @@ def test_a_limit_takes_the_first_documents_that_reach_it(source, whole, tmp_path
 
 
 def test_one_file_of_text_has_its_end_for_validation(source, tmp_path, capsys, monkeypatch):
-    text = "".join(json.loads(line)["text"] for line in (source / "a.jsonl").open())
+    lines = (source / "a.jsonl").read_text().splitlines()
+    text = "".join(json.loads(line)["text"] for line in lines)
     path = tmp_path / "input.txt"
     path.write_text(text)
-    for workers in ("1", "2"):
-        prepare.main(flags(path, tmp_path / workers, "--val-share", "0.1", "--workers", workers))
+    arguments = flags(path, tmp_path / "both", "--val-share", "0.1", "--workers", "2")
+    prepare.main(arguments)
     assert "the last 0.1 of all tokens are val" in capsys.readouterr().out
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
-    train, val = (tokens_of(tmp_path / "1" / side) for side in ("train", "val"))
+    train, val = (tokens_of(tmp_path / "both" / side) for side in ("train", "val"))
     prepare.main(flags(path, tmp_path / "all", "--val-share", "0"))
     both = np.concatenate([train, val])
     np.testing.assert_array_equal(both, tokens_of(tmp_path / "all" / "train"))
     assert len(val) == round(0.1 * len(both))
-    manifests = [read_manifest(tmp_path / "1" / side) for side in ("train", "val")]
+    manifests = [read_manifest(tmp_path / "both" / side) for side in ("train", "val")]
     assert [m.documents for m in manifests] == [0, 1]
     assert sum(m.text_bytes for m in manifests) == len(text.encode())
     assert [m.tokens for m in manifests] == [len(train), len(val)]
-    assert tokenized(monkeypatch, flags(path, tmp_path / "1", "--val-share", "0.1")) == []
+    assert tokenized(monkeypatch, arguments) == []
 
 
 # --- files ----------------------------------------------------------------------------------------
