@@ -153,16 +153,16 @@ capacity-by-sequence-first
 dropped-counts-kept
 - dropped = slot_nK.size - (slot_nK <
 + dropped = (slot_nK <
-dropless-experts-of-fsdp-rank: dropless model
+dropless-experts-of-fsdp-rank
 - choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
 + choice_rK -= lax.axis_index("fsdp") * w.gate.shape[0]
-tile-of-previous-expert: dropless
+tile-of-previous-expert
 - (self.last_e <= i).sum(
 + (self.last_e < i).sum(
-batched-choices-beyond-an-expert: dropless
+batched-choices-beyond-an-expert
 - rest_e = jnp.minimum(first_e[:-1] + skip, first_e[1:])
 + rest_e = first_e[:-1] + skip
-first-overflow-tile-skipped: dropless
+first-overflow-tile-skipped
 - lax.fori_loop(load.tiles, end, lambda i, y_rD:
 + lax.fori_loop(load.tiles + 1, end, lambda i, y_rD:
 silu-of-up

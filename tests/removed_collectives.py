@@ -73,20 +73,22 @@ WITHOUT = {
 }
 
 
+def weights_of(config):
+    return common.transformer_of(config, common.mesh_of(config), hf_case.weights(config.model, 3))
+
+
 def train(kind):
     """Return loss and gradients of a step."""
     config = common.config_of((2, 2, 2), **CONFIGS[kind])
-    mesh, step = common.mesh_of(config), common.step_of(config)
-    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
-    return jax.device_get(step(w, common.on_mesh(config, mesh, common.batch_of(config, 1))))
+    batch = common.on_mesh(config, common.mesh_of(config), common.batch_of(config, 1))
+    return jax.device_get(common.step_of(config)(weights_of(config), batch))
 
 
 def muon(_):
     """Return the second update of all weights, in which some ranks have a gradient of 0."""
     config = common.config_of((2, 2, 2), optimizer={"name": "muon"}, **CONFIGS["sharded"])
-    mesh, declared = common.mesh_of(config), model.declare(config)
-    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
-    rule = optimizer.make_optimizer(config, declared, mesh)
+    w = weights_of(config)
+    rule = optimizer.make_optimizer(config, model.declare(config), common.mesh_of(config))
     grads = jax.tree.map(lambda a: a.at[..., : a.shape[-1] // 2].set(0), w)
 
     def second(w, grads):

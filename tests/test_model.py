@@ -36,41 +36,26 @@ from common import (
     step_of,
     transformer_of,
 )
+from planning import hlo
 
 BOUND = 2e-5  # relative, float32
-# Together the two cases cover the options of latent attention, experts and a step. Chunks of the
-# loss are not all full in the first. Further options are in test_dropless and test_grouped_query.
+# Together the two cases cover the options of latent attention, of experts with a capacity and of a
+# step. Chunks of the loss are not all full in the first.
 CASES = {
     "virtual": config_of(
-        (2, 2, 2),
-        virtual=2,
-        segments=True,
+        (2, 2, 2), virtual=2, segments=True,
         train={"microbatches": 2, "remat": "attention,expert_hidden", "loss_chunk_tokens": 15},
-        q_lora_rank=24,
-        prefix_layers=1,
-        n_shared_experts=2,
-        z_loss=1e-3,
-        n_group=2,
-        latent_rms_norm_eps=0.1,
-        rope_in_moe_layers=False,
-        **hf_case.YARN,
+        q_lora_rank=24, prefix_layers=1, n_shared_experts=2, z_loss=1e-3, n_group=2,
+        latent_rms_norm_eps=0.1, rope_in_moe_layers=False, **hf_case.YARN,
     ),
     "layer": config_of(
-        (2, 2, 2),
-        gather="layer",
+        (2, 2, 2), gather="layer",
         train={"microbatches": 3, "global_batch_size": 12, "remat": "full"},
-        prefix_layers=1,
-        dense_layers=0,
-        tie_word_embeddings=False,
-        experts_layout="sharded",
-        scoring_func="softmax",
-        norm_topk_prob=False,
-        n_shared_experts=0,
-        n_group=4,
-        topk_group=2,
+        prefix_layers=1, dense_layers=0, tie_word_embeddings=False, experts_layout="sharded",
+        scoring_func="softmax", norm_topk_prob=False, n_shared_experts=0, n_group=4, topk_group=2,
         topk_method="group_limited_greedy",
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -250,6 +235,66 @@ def test_choices_beyond_capacity_are_dropped_in_order_of_position_and_counted(la
     np.testing.assert_allclose(y - x, expected, rtol=0, atol=2e-5)
 
 
+# --- dropless experts; r rows of tokens, e experts of a rank ------------------------------------
+
+# Added to the balancing bias of each expert, which changes choices and not their weights.
+ROUTINGS = {
+    "balanced": [0] * 8,
+    "all tokens choose two experts": [0, 0, 100, 90, 0, 0, 0, 0],  # of the same rank
+    "one expert has no token": [0, 0, -100, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_loss_and_gradients_match_the_reference_under_any_routing_of_dropless_experts(routing):
+    config = config_of(
+        (2, 1, 2),
+        train={"microbatches": 2, "remat": "latents,expert_in"},
+        capacity_factor=0.0,
+        experts_layout="expert_parallel",
+    )
+    tree = hf_case.weights(config.model, 3)
+    tree["blocks"]["moe"]["moe"]["bias"] += np.float32(ROUTINGS[routing])
+    parts = check_step(config, tree, BOUND)
+    assert (parts["tokens_per_expert"] == 0).any() == (routing != "balanced")
+
+
+def test_experts_multiply_few_more_rows_than_are_chosen():
+    n, D, G, E, K = 2048, 32, 48, 64, 6
+
+    def run(*inputs):
+        y_rD = model.local_experts(model.divide_load(n * K / E, E), *inputs)
+        return (y_rD**2).sum()  # not linear, so that its gradient needs y
+
+    shapes = [(n, D), (n, K), (n, K), (E, D, 2 * G), (E, G, D)]
+    dtypes = [jnp.float32, jnp.int32, *[jnp.float32] * 3]
+    inputs = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)]
+    local = jax.shard_map(run, mesh=mesh_of(config_of()), in_specs=jax.P(), out_specs=jax.P())
+    text = jax.jit(jax.grad(local, (0, 2, 3, 4))).lower(*inputs).compile().as_text()
+    chosen = 3 * 2 * n * K * 3 * D * G  # three products of each direction
+    assert chosen <= hlo.dot_flops(text) <= 1.1 * chosen
+
+    # These FLOPs have no tiles beyond those of an even load, which run in a loop.
+    random = np.random.default_rng(0)
+    scores = random.normal(size=(n, E)) + 0.5 * random.normal(size=E)
+    choice_rK = np.argsort(-scores)[:, :K].astype(np.int32)
+    loads = np.bincount(choice_rK.ravel())
+    assert loads.max() > 3 * loads.mean()
+    load = model.divide_load(n * K / E, E)
+    choices = model.sort_choices(jnp.asarray(choice_rK), E, load.batched, load.tile)
+    rows = E * load.batched + int(choices.end(load.tiles)) * load.tile
+    assert n * K < rows <= 1.2 * n * K
+
+
+def test_a_tile_is_an_eighth_of_an_even_load_within_bounds():
+    for load, rows in [(0.3, 8), (8, 8), (511, 32), (512, 64), (1 << 17, 512)]:
+        assert model.divide_load(load, 8).tile == rows
+
+
+def test_evaluation_is_dropless_by_default():
+    assert utils.Model().eval_capacity_factor == 0
+
+
 # --- dropout -----------------------------------------------------------------------------------
 
 
@@ -343,31 +388,26 @@ def test_products_with_the_vocabulary_accumulate_in_float32():
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh_of(config_of()), in_specs=specs, out_specs=P())
-    step = jax.value_and_grad(run, (0, 1), has_aux=True)
-    products = re.findall(
-        r"dot_general .*: \(tensor<(\w+)>, tensor<(\w+)>\) -> tensor<(\w+)>",
-        jax.jit(step).lower(table, h, jnp.ones(23, jnp.int32), jnp.ones(23)).as_text(),
-    )
+    step = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    text = step.lower(table, h, jnp.ones(23, jnp.int32), jnp.ones(23)).as_text()
+    types = r"dot_general .*: \(tensor<(\w+)>, tensor<(\w+)>\) -> tensor<(\w+)>"
     logits = f"{n}x{D}xbf16", f"{v}x{D}xbf16", f"{n}x{v}xf32"
     of_table = f"{n}x{v}xbf16", f"{n}x{D}xbf16", f"{v}x{D}xf32"
     of_h = f"{n}x{v}xbf16", f"{v}x{D}xbf16", f"{n}x{D}xbf16"
-    assert sorted(products) == sorted([logits, of_table, of_h])
+    assert sorted(re.findall(types, text)) == sorted([logits, of_table, of_h])
 
 
 def test_the_gradient_of_a_common_tokens_embedding_is_a_float32_sum():
     """A sum in bfloat16 ends at 256."""
-    table, ids = jnp.ones((8, 4), jnp.bfloat16), jnp.full((2, 1000), 5, jnp.int32)
 
-    def run(table):
-        return model.lookup(weights.vary(table), ids).astype(jnp.float32).sum()
+    def total(table):
+        rows = model.lookup(weights.vary(table), jnp.full((2, 1000), 5, jnp.int32))
+        return rows.astype(jnp.float32).sum()
 
-    local = jax.shard_map(
-        jax.grad(run), mesh=mesh_of(config_of()), in_specs=P(utils.VOCABULARY_AXES),
-        out_specs=P(utils.VOCABULARY_AXES),
-    )  # fmt: skip
-    wanted = np.zeros((8, 4))
-    wanted[5] = 2000
-    np.testing.assert_array_equal(jax.jit(local)(table).astype(jnp.float32), wanted)
+    mesh, spec = mesh_of(config_of()), P(utils.VOCABULARY_AXES)
+    run = jax.jit(jax.shard_map(jax.grad(total), mesh=mesh, in_specs=spec, out_specs=spec))
+    found = np.asarray(run(jnp.ones((8, 4), jnp.bfloat16)), np.float32)
+    assert (found[5] == 2000).all() and found.sum() == 4 * 2000
 
 
 @pytest.mark.parametrize(
