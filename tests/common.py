@@ -5,14 +5,17 @@ are stacked [blocks, ...] in the order of execution, on every mesh.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import model
+import reference
 import sharded_model
 import train
 import utils
@@ -22,24 +25,12 @@ from planning import hlo
 
 # All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 48,
-    "blocks": 4,
-    "num_attention_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 12,
-    "v_head_dim": 28,
-    "rope_theta": 100.0,
-    "intermediate_size": 72,
-    "moe_intermediate_size": 56,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.7,
-    "capacity_factor": 4.0,
-    "aux_loss_alpha": 0.1,
-    "compute_dtype": "float32",
-}
+    "vocab_size": 500, "hidden_size": 48, "blocks": 4, "num_attention_heads": 4,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28,
+    "rope_theta": 100.0, "intermediate_size": 72, "moe_intermediate_size": 56,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 1.7,
+    "capacity_factor": 4.0, "aux_loss_alpha": 0.1, "compute_dtype": "float32",
+}  # fmt: skip
 
 
 def jitted_step(config, declared, mesh):
@@ -201,6 +192,48 @@ def errors(found, expected):
     }
 
 
+@functools.cache
+def step_of(config):
+    """Return the jitted production step: (weights, batch) -> gradients, Stats."""
+    run = sharded_model.loss_and_gradients(config, model.declare(config), mesh_of(config))
+    return jax.jit(lambda w, batch: run(w, batch, jnp.int32(0)))
+
+
+reference_step = jax.jit(jax.value_and_grad(reference.loss, has_aux=True), static_argnums=2)
+
+
+def check_step(config, tree, bound=2e-5):
+    """Compare loss, every gradient and the routing of a step with the one-device reference.
+
+    Returns the parts of the reference's loss.
+    """
+    mesh, batch = mesh_of(config), batch_of(config)
+    w, data = transformer_of(config, mesh, tree), on_mesh(config, mesh, batch)
+    grads, stats = step_of(config)(w, data)
+    if not config.data.segments:
+        batch["segments"] = np.zeros_like(batch["segments"])
+    (loss, parts), expected = reference_step(tree, batch, config.model)
+    for part in ("cross_entropy", "balance", "z"):
+        assert relative_error(getattr(stats, part), parts[part]) <= bound, part
+    assert relative_error(stats.loss, loss) <= bound
+    grads = canonical(config, grads)
+    worst = {leaf: e for leaf, e in errors(grads, expected).items() if e > bound}
+    assert not worst, f"relative errors of gradients: {worst}"
+    padding = [grads[name][config.model.vocab_size :] for name in ("embedding", "output")
+               if grads[name] is not None]  # fmt: skip
+    assert all(rows.size and not rows.any() for rows in padding)
+    check_routing(config, stats, parts)
+    return parts
+
+
+def check_routing(config, stats, parts):
+    """Every choice of an expert is counted as in the reference, and none is dropped."""
+    if config.model.moe_layers:
+        counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
+        assert counts.tolist() == parts["tokens_per_expert"].tolist()
+    assert stats.dropped == 0
+
+
 def collective_bytes(text, branch_share=None):
     """Return the bytes of the results of collectives, by kind, over all executions."""
     return hlo.executed(text, hlo.collective_cost, branch_share)
@@ -209,7 +242,7 @@ def collective_bytes(text, branch_share=None):
 def decoded_logits(config, tree, tokens):
     """Return [B, T, V] of incremental decoding on the config's mesh, from a canonical tree.
 
-    The first half of the tokens is a prompt, and the others follow one by one.
+    Prompts have up to half of the tokens, each another number. The others follow one by one.
     """
     here = decode.decoding_config(config, config.mesh.fsdp, config.mesh.tensor)
     declared, mesh = model.declare(here), mesh_of(here)
@@ -219,11 +252,16 @@ def decoded_logits(config, tree, tokens):
     B, T = tokens.shape
     cache = decode.empty_cache(decode.abstract_cache(here, mesh, B, T))
     first = T // 2
+    length = (1 + 5 * np.arange(B) % first).astype(np.int32)
+    prompt = tokens[:, :first] * (np.arange(first) < length[:, None])
     every = np.broadcast_to(np.arange(first, dtype=np.int32), (B, first))
-    logits, cache = extend(w, cache, tokens[:, :first], np.zeros(B, np.int32), every)
-    found = [np.asarray(logits)]
-    for t in range(first, T):
-        at = np.full(B, t, np.int32)
-        logits, cache = extend(w, cache, tokens[:, t : t + 1], at, np.zeros((B, 1), np.int32))
-        found.append(np.asarray(logits))
-    return np.concatenate(found, axis=1)
+    logits, cache = extend(w, cache, prompt, np.zeros(B, np.int32), every)
+    found = np.zeros((B, T, logits.shape[-1]), np.float32)
+    found[:, :first] = logits  # those after a prompt are overwritten
+    for _ in range(T - length.min()):
+        at = np.minimum(length, T - 1)
+        token = np.take_along_axis(tokens, at[:, None], axis=1)
+        logits, cache = extend(w, cache, token, at, np.zeros((B, 1), np.int32))
+        found[np.arange(B), at] = np.asarray(logits)[:, 0]
+        length = length + 1
+    return found

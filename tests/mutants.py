@@ -123,7 +123,7 @@ weights-normalized-over-all-experts
 routed-scaling-factor-not-used
 - return share_btE, choice_btK, weight_btK * m.routed_scaling_factor
 + return share_btE, choice_btK, weight_btK
-groups-ranked-by-two-best-always: model convert
+groups-ranked-by-two-best-always
 - counted = 1 if m.topk_method == "group_limited_greedy" else 2
 + counted = 2
 groups-ranked-by-best-expert
@@ -153,16 +153,16 @@ capacity-by-sequence-first
 dropped-counts-kept
 - dropped = slot_nK.size - (slot_nK <
 + dropped = (slot_nK <
-dropless-experts-of-fsdp-rank: dropless model
+dropless-experts-of-fsdp-rank
 - choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
 + choice_rK -= lax.axis_index("fsdp") * w.gate.shape[0]
-tile-of-previous-expert: dropless
+tile-of-previous-expert
 - (self.last_e <= i).sum(
 + (self.last_e < i).sum(
-batched-choices-beyond-an-expert: dropless
+batched-choices-beyond-an-expert
 - rest_e = jnp.minimum(first_e[:-1] + skip, first_e[1:])
 + rest_e = first_e[:-1] + skip
-first-overflow-tile-skipped: dropless
+first-overflow-tile-skipped
 - lax.fori_loop(load.tiles, end, lambda i, y_rD:
 + lax.fori_loop(load.tiles + 1, end, lambda i, y_rD:
 silu-of-up
@@ -202,7 +202,7 @@ rotary-frequencies-too-high
 yarn-interpolation-inverted
 - return frequency * (1 - slowed) + frequency / scaling.factor * slowed
 + return frequency * slowed + frequency / scaling.factor * (1 - slowed)
-llama3-interpolation-inverted: model
+llama3-interpolation-inverted: grouped_query
 - slowed = (high - rotations) / (high - low)
 + slowed = (rotations - low) / (high - low)
 causal-mask-excludes-itself
@@ -217,7 +217,7 @@ attention-crosses-documents
 key-head-of-another-rank: grouped_query
 - one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
 + one = lax.axis_index("tensor") % heads
-key-heads-tiled-not-repeated: grouped_query
+key-heads-tiled-not-repeated: attention
 - (jnp.repeat(a, times, axis=2) for a in (k_bSyA, v_bSyW))
 + (jnp.tile(a, (1, 1, times, 1)) for a in (k_bSyA, v_bSyW))
 latent-epsilon-not-used: model convert
@@ -642,10 +642,10 @@ cache-position-off-by-one
 cache-shows-one-position-more
 - visible_bTs = (key_11s < past.start_b[:, None, None])
 + visible_bTs = (key_11s <= past.start_b[:, None, None])
-decoding-window-one-longer: decode grouped_query
+decoding-window-one-longer
 - return key_bTs > position_bT1 - window if window
 + return key_bTs >= position_bT1 - window if window
-window-of-the-longest-text: decode grouped_query
+window-of-the-longest-text
 - first = jnp.maximum(past.start_b.min() - window
 + first = jnp.maximum(past.start_b.max() - window
 cache-read-up-to-shortest-text
@@ -965,7 +965,7 @@ moe-layer-of-a-block-first
 router-bias-rounded
 - np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
 + dtype
-== hf/families.py: convert families
+== hf/families.py: convert
 query-bias-under-the-name-of-keys
 - "attention.query_bias": "self_attn.q_proj.bias"
 + "attention.query_bias": "self_attn.k_proj.bias"
@@ -985,7 +985,7 @@ missing-tensors-accepted
 extra-layers-accepted
 - and not _is_unused(name, found)
 + and name.endswith(".bias")
-== hf/model_config.py: convert families
+== hf/model_config.py: convert
 mixtral-weights-not-normalized
 - "norm_topk_prob": mixtral or bool(table.get("norm_topk_prob", False))
 + "norm_topk_prob": bool(table.get("norm_topk_prob", False))

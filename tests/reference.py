@@ -1,8 +1,8 @@
 """The reference implementation of the model on one device, for tests of model.py.
 
 It shares no code with model.py. Every expert computes every token, no token is dropped, and there
-is no dropout. Results have the dtype of the weights, float32 or float64. `numpy_attention` and
-`numpy_moe` implement the two difficult layers once more, token by token.
+is no dropout. Results have the dtype of the weights, float32 or float64. `numpy_moe` implements the
+experts once more, token by token; test_reference.py compares the rest with Hugging Face.
 
 Letters as in model.py; F is the hidden width of a dense layer or an expert, Z two of them side by
 side.
@@ -283,64 +283,6 @@ def numpy_rms_norm(x, scale, epsilon):
     return scale * x / np.sqrt(np.mean(x**2) + epsilon)
 
 
-def numpy_frequency(i, model):
-    """Of pair i, as transformers' _compute_yarn_parameters has it."""
-    R, theta, factor = model.qk_rope_head_dim, model.rope_theta, model.rope_scaling.factor
-    low, high = (
-        R
-        * np.log(model.rope_scaling.original_max_position_embeddings / (turns * 2 * np.pi))
-        / (2 * np.log(theta))
-        for turns in (model.rope_scaling.beta_fast, model.rope_scaling.beta_slow)
-    )
-    low, high = max(np.floor(low), 0), min(np.ceil(high), R - 1)
-    kept = 1 - np.clip((i - low) / (high - low if high != low else 0.001), 0, 1)
-    frequency = 1 / theta ** (2 * i / R)
-    return frequency / factor * (1 - kept) + frequency * kept
-
-
-def numpy_rotate(x, position, model):
-    """The rotary embedding of one vector, whose halves are real and imaginary parts."""
-    half = len(x) // 2
-    angle = np.array([position * numpy_frequency(i, model) for i in range(half)])
-    z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle) * rotary_factor(model)
-    return np.concatenate([z.real, z.imag])
-
-
-def numpy_qkv(w, x, position, model, rotary):
-    """Queries [N][A], keys [N][A] and values [N][W] of one token."""
-    H, C, epsilon = model.qk_nope_head_dim, model.kv_lora_rank, model.rms_norm_eps
-    turn = numpy_rotate if rotary else lambda x, position, model: x
-    h = numpy_rms_norm(x, w["norm"], epsilon)
-    k_latent, k_rope = np.split(h @ w["kv_down"], [C])
-    k_latent = numpy_rms_norm(k_latent, w["kv_norm"], latent_epsilon(model))
-    k_rope = turn(k_rope, position, model)
-    if "down" in w["query"]:
-        h = numpy_rms_norm(h @ w["query"]["down"], w["query"]["norm"], latent_epsilon(model))
-    q, k, v = [], [], []
-    for n in range(model.num_attention_heads):
-        nope, rope = np.split(h @ w["query"]["up"][:, n], [H])
-        q.append(np.concatenate([nope, turn(rope, position, model)]))
-        nope, value = np.split(k_latent @ w["kv_up"][:, n], [H])
-        k.append(np.concatenate([nope, k_rope]))
-        v.append(value)
-    return q, k, v
-
-
-def numpy_attention(w, x_TD, model, segments_T, rotary):
-    """`attention` of one sequence: each query and head by itself, over the keys that it sees."""
-    T = len(x_TD)
-    q, k, v = zip(*(numpy_qkv(w, x_TD[t], t, model, rotary) for t in range(T)), strict=True)
-    y_TD = np.zeros_like(x_TD)
-    for t in range(T):
-        seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
-        for n in range(model.num_attention_heads):
-            score = np.array([q[t][n] @ k[s][n] for s in seen]) / np.sqrt(len(q[t][n]))
-            score *= mscale(model, model.rope_scaling.mscale_all_dim) ** 2
-            share = np.exp(score) / np.sum(np.exp(score))
-            y_TD[t] += sum(a * v[s][n] for a, s in zip(share, seen, strict=True)) @ w["out"][n]
-    return y_TD
-
-
 def numpy_swiglu(gate, up, down, h):
     return (h @ gate / (1 + np.exp(-(h @ gate))) * (h @ up)) @ down
 
@@ -354,10 +296,10 @@ def numpy_choices(ranking, model):
     return sorted(seen, key=lambda e: (-ranking[e], e))[: model.num_experts_per_tok]
 
 
-def numpy_moe(w, x_TD, model):
+def numpy_moe(w, x_TD, model, kept_TK=None):
     """`moe` of one sequence, token by token: y [T, D], choices [T, K] and the balance loss.
 
-    f of the balance loss counts choices, so a small change of a weight does not move it.
+    kept_TK  which choices are within the capacity of their expert; None for all.
     """
     E, K, T = model.n_routed_experts, model.num_experts_per_tok, len(x_TD)
     y_TD, choices_TK, share_TE = np.zeros_like(x_TD), np.zeros((T, K), int), np.zeros((T, E))
@@ -368,7 +310,7 @@ def numpy_moe(w, x_TD, model):
         s = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit) / np.sum(np.exp(logit))
         choices_TK[t] = numpy_choices(s + w["bias"], model)
         total = np.sum(s[choices_TK[t]]) + 1e-20 if model.norm_topk_prob else 1.0
-        for e in choices_TK[t]:
+        for e in choices_TK[t] if kept_TK is None else choices_TK[t][kept_TK[t]]:
             expert = numpy_swiglu(*(w["experts"][name][e] for name in ("gate", "up", "down")), h)
             y_TD[t] += model.routed_scaling_factor * s[e] / total * expert
         if w["shared"] is not None:

@@ -10,6 +10,7 @@ bounds are those of tests/test_model.py (2e-5), tests/test_muon.py (1e-5) and te
 (1e-4). Exit code 1 if one is neither refused nor above 100 times its bound.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from unittest import mock
@@ -26,12 +27,18 @@ import common  # noqa: E402
 import hf_case  # noqa: E402
 import model  # noqa: E402
 import optimizer  # noqa: E402
-import sharded_model  # noqa: E402
 from inference import decode  # noqa: E402
-from test_removed_collectives import CONFIGS, EXPERTS  # noqa: E402
 
 FILES = ("model.py", "weights.py", "pipeline.py", "sharded_model.py", "optimizer.py", "decode.py")
 BOUNDS = {"train": 2e-5, "muon": 1e-5, "decode": 1e-4}
+EXPERTS = {"prefix_layers": 1, "capacity_factor": 0.0}
+CAPACITY = EXPERTS | {"capacity_factor": 4.0}
+CONFIGS = {
+    "dropless": EXPERTS,
+    "expert_parallel": CAPACITY | {"experts_layout": "expert_parallel"},
+    "sharded": CAPACITY | {"experts_layout": "sharded"},
+    "layer": EXPERTS | {"gather": "layer"},
+}
 
 
 def size(axes):
@@ -66,23 +73,22 @@ WITHOUT = {
 }
 
 
+def weights_of(config):
+    return common.transformer_of(config, common.mesh_of(config), hf_case.weights(config.model, 3))
+
+
 def train(kind):
     """Return loss and gradients of a step."""
     config = common.config_of((2, 2, 2), **CONFIGS[kind])
-    mesh, declared = common.mesh_of(config), model.declare(config)
-    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
-    batch = common.on_mesh(config, mesh, common.batch_of(config, 1))
-    step = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
-    grads, stats = step(w, batch, jnp.int32(0))
-    return jax.device_get([stats, grads])
+    batch = common.on_mesh(config, common.mesh_of(config), common.batch_of(config, 1))
+    return jax.device_get(common.step_of(config)(weights_of(config), batch))
 
 
 def muon(_):
     """Return the second update of all weights, in which some ranks have a gradient of 0."""
     config = common.config_of((2, 2, 2), optimizer={"name": "muon"}, **CONFIGS["sharded"])
-    mesh, declared = common.mesh_of(config), model.declare(config)
-    w = common.transformer_of(config, mesh, hf_case.weights(config.model, 3))
-    rule = optimizer.make_optimizer(config, declared, mesh)
+    w = weights_of(config)
+    rule = optimizer.make_optimizer(config, model.declare(config), common.mesh_of(config))
     grads = jax.tree.map(lambda a: a.at[..., : a.shape[-1] // 2].set(0), w)
 
     def second(w, grads):
@@ -108,7 +114,6 @@ PROGRAMS = {
 
 def run(program, removed, found):
     """Return the arrays of a program without the collective at `removed`; note all in `found`."""
-    jax.clear_caches()
 
     def patched(kind, original):
         def call(*args, **keywords):
@@ -116,23 +121,20 @@ def run(program, removed, found):
             if Path(frame.f_code.co_filename).name == "api_util.py":  # of functools.partial
                 frame = frame.f_back
             place = Path(frame.f_code.co_filename).name, frame.f_lineno, kind
-            if place[0] in FILES:
-                function = frame.f_code.co_qualname.replace(".<locals>", "")
-                found.setdefault(place, function)
-                if place == removed:
-                    return WITHOUT[kind](*args, **keywords)
-            return original(*args, **keywords)
+            if place[0] not in FILES:
+                return original(*args, **keywords)
+            found.setdefault(place, frame.f_code.co_qualname.replace(".<locals>", ""))
+            return (WITHOUT[kind] if place == removed else original)(*args, **keywords)
 
         return call
 
-    patches = [mock.patch.object(lax, kind, patched(kind, getattr(lax, kind))) for kind in WITHOUT]
-    for patch in patches:
-        patch.start()
-    try:
+    common.step_of.cache_clear()
+    jax.clear_caches()
+    with contextlib.ExitStack() as stack:
+        for kind in WITHOUT:
+            new = patched(kind, getattr(lax, kind))
+            stack.enter_context(mock.patch.object(lax, kind, new))
         return jax.tree.leaves(PROGRAMS[program](program.partition(" ")[2]))
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def main():

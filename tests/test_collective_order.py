@@ -2,7 +2,7 @@
 
 If the loop has a collective of the same kind and ranks, devices that run both at once can send the
 one what the other waits for. `run.sh` says which flags keep loops and collectives apart, and
-runtime/collective_order.py orders the rest.
+runtime/collective_order.py orders the rest. The steps are those that test_model.py compiles.
 """
 
 import re
@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
-import sharded_model
-import train
-from common import config_of, mesh_of, mostly_long
+from common import step_of
 from planning import hlo
 from runtime.collective_order import after, in_turn
+from test_model import CASES, arguments
 
 BODIES = ("body", "branch_computations", "true_computation", "false_computation", "to_apply")
 
@@ -99,42 +97,10 @@ def unordered(text):
     return found
 
 
-MIXED = {"prefix_layers": 1, "tie_word_embeddings": False}  # blocks with dense layers and experts
-MUON = {
-    "prefix_layers": 2,
-    "train": {"microbatches": 1, "global_batch_size": 4},
-    "optimizer": {"name": "muon"},
-}
-
-DROPLESS = MIXED | {"capacity_factor": 0.0, "train": {"remat": "full"}}
-
-
-CASES = {
-    "muon": ((2, 1, 2), 1, MUON),
-    "one stage": ((2, 1, 2), 1, MIXED),
-    "pipeline": ((2, 2, 2), 1, MIXED),
-    "virtual": ((1, 2, 2), 2, DROPLESS),
-    # The gradient of the last norm is summed over the same ranks as in the last loop, which does
-    # not change it.
-    "pipeline alone": ((1, 4, 1), 1, {"tie_word_embeddings": False}),
-}
-NAMES = [f"{name}, {gather}" for name in CASES for gather in ("step", "layer")]
-
-
-@pytest.mark.parametrize(
-    "name", mostly_long(NAMES, "muon, layer", "virtual, layer", "pipeline alone, step")
-)
-def test_a_collective_waits_for_the_loops_before_it(name):
-    name, gather = name.split(", ")
-    shape, virtual, fields = CASES[name]
-    c = config_of(shape, virtual, gather, **fields)
-    mesh, declared = mesh_of(c), model.declare(c)
-    state, batch = train.abstract_state(c, declared, mesh), sharded_model.abstract_batch(c, mesh)
-    arguments = state, batch, train.abstract_schedule(mesh)
-    step = train.jitted_step(c, declared, mesh).lower(*arguments).compile()
-    assert not unordered(step.as_text())
-    evaluate = jax.jit(sharded_model.evaluate(c, declared, mesh))
-    assert not unordered(evaluate.lower(state.weights, batch).compile().as_text())
+@pytest.mark.parametrize("name", CASES)
+def test_a_collective_of_a_step_waits_for_the_loops_before_it(name):
+    compiled = step_of(CASES[name]).lower(*arguments(CASES[name])).compile()
+    assert not unordered(compiled.as_text())
 
 
 @pytest.mark.parametrize("first", [2.0, jnp.nan, jnp.inf])

@@ -28,10 +28,6 @@ def test_elementwise_operations_between_two_products_are_one_kernel():
     assert found == (3 + 3 + 3) * SQUARE
 
 
-def test_intermediate_results_of_a_kernel_are_free():
-    assert moved(lambda x: jnp.exp(jnp.tanh(2 * x)), (N, N)) == 2 * SQUARE
-
-
 def test_a_loop_of_unknown_length_moves_nothing():
     def looped(x, w):
         return lax.while_loop(lambda y: y[0, 0] < 1, jnp.tanh, x @ w)
@@ -41,13 +37,6 @@ def test_a_loop_of_unknown_length_moves_nothing():
 
 def test_operands_of_two_results_are_read_once():
     assert moved(lambda x, y: (jnp.tanh(x + y), x * y), (N, N), (N, N)) == (2 + 2) * SQUARE
-
-
-def test_a_kernel_that_waits_for_another_reads_again():
-    def centred(x):
-        return x - x.sum(1, keepdims=True)
-
-    assert moved(centred, (N, N)) == (SQUARE + ROW) + (SQUARE + ROW + SQUARE)
 
 
 def test_kernels_that_read_the_same_are_one_unless_one_waits_for_the_other():
@@ -69,16 +58,11 @@ def test_kernels_do_not_wait_for_each_other():
 
 
 def test_unused_operations_are_removed():
-    def first_half(x):
+    def half(x):
+        x @ x
         return jnp.tanh(jnp.split(x, 2, axis=1)[0])
 
-    assert moved(first_half, (N, N)) == SQUARE
-
-    def product_for_nothing(x):
-        x @ x
-        return jnp.tanh(x)
-
-    assert moved(product_for_nothing, (N, N)) == 2 * SQUARE
+    assert moved(half, (N, N)) == SQUARE
 
 
 def test_dropout_makes_its_bits_where_they_are_read():
@@ -123,25 +107,18 @@ def test_a_loop_moves_what_its_body_moves_as_often_as_it_runs():
     assert found == 5 * 2 * SQUARE
 
 
-@pytest.mark.parametrize(("axis", "through"), [("one", 2), ("two", 6)])
-def test_a_collective_costs_memory_traffic_only_along_axes_of_several_ranks(axis, through):
-    def summed(x):
-        return 2 * lax.psum(jnp.tanh(x), axis)
-
-    assert moved(summed, (N, N), axes=[axis]) == through * SQUARE
+def test_a_collective_costs_memory_traffic_only_along_axes_of_several_ranks():
+    for axis, through in (("one", 2), ("two", 6)):
+        found = moved(lambda x, axis=axis: 2 * lax.psum(jnp.tanh(x), axis), (N, N), axes=[axis])
+        assert found == through * SQUARE
 
 
 @pytest.mark.parametrize(("dim", "more"), [(0, 0), (1, 2)])
 def test_interleaved_parts_of_ranks_are_reordered(dim, more):
-    def gathered(x):
-        return lax.all_gather(x, "two", axis=dim, tiled=True)
-
-    assert moved(gathered, (N, N), axes=["two"]) == (1 + 2 + 2 * more) * SQUARE
-
-    def exchanged(x):
-        return lax.all_to_all(x, "two", 0, dim, tiled=True)
-
-    assert moved(exchanged, (N, N), axes=["two"]) == (2 + more) * SQUARE
+    found = moved(lambda x: lax.all_gather(x, "two", axis=dim, tiled=True), (N, N), axes=["two"])
+    assert found == (1 + 2 + 2 * more) * SQUARE
+    found = moved(lambda x: lax.all_to_all(x, "two", 0, dim, tiled=True), (N, N), axes=["two"])
+    assert found == (2 + more) * SQUARE
 
 
 def test_storing_and_slicing_values_of_products_moves_more():

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 import dataset
-import metrics
+import utils
 import validate
 from data import show
 from dataset import PERIOD, Dataset, Mixture, parse_mixture, shares
-from runtime import cli, jsonl
-from runtime.buckets import Prefix
+from runtime import cli
 from test_dataset import alone, make_folder
-from tiny_run import start
 from utils import Config, Data, Eval, Model, Train
 
 SIZES = {"a": 103, "b": 53, "c": 203}  # tokens: 20, 10 and 40 windows of 5
@@ -43,47 +41,29 @@ def named(tokens):
     return [(str(n), (int(x) - BEGINS[str(n)]) // 5) for n, x in zip(which, first, strict=True)]
 
 
-def test_each_dataset_has_its_share_of_any_consecutive_windows(folders):
-    data = mixed(folders)
-    sources = [n for step in range(100) for n, _ in named(data.rows(step, np.arange(8))["tokens"])]
-    for begin in (0, 13, 400):
-        for length in (10, 50, 300):
-            part = sources[begin : begin + length]
-            for name, weight in zip(SIZES, WEIGHTS, strict=True):
-                assert abs(part.count(name) - weight * length) < 2, (begin, length, name)
-
-
-def test_no_window_repeats_within_an_epoch_of_its_dataset(folders):
-    data, seen = mixed(folders), {name: [] for name in SIZES}
-    for step in range(60):
-        for name, window in named(data.rows(step, np.arange(8))["tokens"]):
-            seen[name].append(window)
-    for name, windows in (("a", 20), ("b", 10), ("c", 40)):
-        epochs = [seen[name][i : i + windows] for i in range(0, len(seen[name]), windows)]
-        whole = [epoch for epoch in epochs if len(epoch) == windows]
-        assert len(whole) > 2
-        assert all(sorted(epoch) == [*range(windows)] for epoch in whole)
-        assert whole[0] != whole[1]
+def test_each_dataset_has_its_share_of_any_windows_in_the_order_it_has_alone(folders):
+    data, rows = mixed(folders, seed=2), np.arange(8)
+    found = [window for step in range(60) for window in named(data.rows(step, rows)["tokens"])]
+    sources = [name for name, _ in found]
+    for begin, length in ((0, 10), (13, 50), (150, 300)):
+        part = sources[begin : begin + length]
+        for name, weight in zip(SIZES, WEIGHTS, strict=True):
+            assert abs(part.count(name) - weight * length) < 2, (begin, length, name)
+    for name, folder in folders.items():
+        own = [window for of, window in found if of == name]
+        alone = Dataset(folder, 5, seed=2).windows_at(np.arange(len(own)))
+        assert own == alone.tolist()
 
 
 def test_a_batch_is_a_function_of_the_step_and_the_rows(folders):
     data, rows = mixed(folders, seed=3), np.arange(8)
     seen = [data.rows(step, rows) for step in range(40)]
+    again = mixed(folders, seed=3)
     for step in (39, 0, 17):
-        again = mixed(folders, seed=3)
         for part in (rows[:3], rows[[6, 1]]):
             for name, array in again.rows(step, part).items():
                 np.testing.assert_array_equal(array, seen[step][name][part])
                 assert array.dtype == seen[step][name].dtype
-
-
-def test_each_dataset_is_read_in_the_order_it_has_alone(folders):
-    data, rows = mixed(folders, seed=2), np.arange(8)
-    found = [w for step in range(20) for w in named(data.rows(step, rows)["tokens"])]
-    for name, folder in folders.items():
-        own = [window for of, window in found if of == name]
-        alone = Dataset(folder, 5, seed=2).windows_at(np.arange(len(own)))
-        assert own == alone.tolist()
 
 
 def test_the_order_continues_across_the_end_of_a_period(folders):
@@ -97,21 +77,12 @@ def test_the_order_continues_across_the_end_of_a_period(folders):
     assert sum(used[0]) == step * 8
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [0.7, 0.3], [3, 1, 1e-4], [1, 2, 3, 5, 8]])
-def test_shares_are_whole_and_the_nearest_to_the_weights(weights):
-    counts = shares(weights)
-    assert counts.sum() == PERIOD
-    assert np.abs(counts - np.array(weights) / sum(weights) * PERIOD).max() < 1
+def test_shares_are_whole_and_the_nearest_to_the_weights():
+    for weights in ([1], [0.7, 0.3], [3, 1, 1e-4], [1, 2, 3, 5, 8]):
+        counts = shares(weights)
+        assert counts.sum() == PERIOD
+        assert np.abs(counts - np.array(weights) / sum(weights) * PERIOD).max() < 1
     assert shares([3, 1, 1e-4]).tolist() == [49151, 16383, 2]  # 0.71 and 0.64 are rounded up
-
-
-def test_one_dataset_alone_gives_what_it_gives_without_a_mixture(folders):
-    own = alone(folders["c"], 5, batch_size=8, seed=1)
-    data = mixed({"c": folders["c"]}, weights=[2.0], seed=1)
-    for step in (0, 4, 9):
-        np.testing.assert_array_equal(
-            data.rows(step, np.arange(8))["tokens"], own.rows(step, np.arange(8))["tokens"]
-        )
 
 
 def test_progress_counts_sequences_and_epochs_and_a_message_ends_each_epoch(folders):
@@ -139,8 +110,8 @@ def test_windows_have_numbers_of_their_own(folders):
     for number, expected in zip(numbers, named(data.rows(3, rows)["tokens"]), strict=True):
         part, own = data.dataset_of(int(number))
         assert (next(n for n, d in data.parts.items() if d is part), own) == expected
-        assert show.location(part, own).startswith(f"tokens {5 * own % 30} to ")
-        assert part.folder in show.location(part, own)
+        where = show.location(part, own)
+        assert where.startswith(f"tokens {5 * own % 30} to ") and part.folder in where
 
 
 def test_identity_is_of_tokens_and_shares(folders):
@@ -151,20 +122,12 @@ def test_identity_is_of_tokens_and_shares(folders):
     assert mixed(dict(reversed(folders.items())), weights=WEIGHTS[::-1]).identity != one
 
 
-def test_an_entry_is_a_name_a_weight_and_a_folder():
+def test_an_entry_is_a_name_a_weight_and_a_folder_and_others_are_refused(folders, tmp_path):
     found = parse_mixture(["web 0.7 gs://bucket/web/", " code 3 data/my code "])
     assert found == {"web": (0.7, "gs://bucket/web"), "code": (3.0, "data/my code")}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "web", "web data/web", "web 0.7", "web 0 data", "web -1 data", "web nan data"]
-)
-def test_a_malformed_entry_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"is not NAME WEIGHT FOLDER.*--data.mixture 'web 0.7"):
-        parse_mixture([text])
-
-
-def test_what_cannot_be_mixed_is_refused(folders, tmp_path):
+    for text in ("", "web", "web data/web", "web 0.7", "web 0 data", "web -1 data", "web nan data"):
+        with pytest.raises(ValueError, match=r"is not NAME WEIGHT FOLDER.*--data.mixture 'web 0.7"):
+            parse_mixture([text])
     with pytest.raises(ValueError, match="names a twice"):
         parse_mixture(["a 1 x", "a 2 y"])
     with pytest.raises(ValueError, match="gives c the weight 1e-07, which is less than one of"):
@@ -184,11 +147,11 @@ def config_of(tmp_path, **data):
     )
 
 
-@pytest.mark.parametrize("order", ["windows", "blocks"])
-def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
-    train, val = dataset.open_datasets(config_of(tmp_path, order=order))
+def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path):
+    train, val = dataset.open_datasets(config_of(tmp_path, order="blocks"))
     assert train.shares == pytest.approx(WEIGHTS, abs=1e-4)
-    assert [data.order for data in train.parts.values()] == [order] * 3
+    assert [data.order for data in train.parts.values()] == ["blocks"] * 3
+    assert [data.order for data in val.parts.values()] == ["windows"] * 3
     assert [data.batch_size for data in train.parts.values()] == [4, 2, 2]
     assert list(val.parts) == list(SIZES) and val.shares == pytest.approx(WEIGHTS, abs=1e-4)
     too_many = dataclasses.replace(config_of(tmp_path), eval=Eval(sequences=8))
@@ -197,15 +160,10 @@ def test_the_mixture_of_a_run_follows_its_config(folders, tmp_path, order):
 
 
 def test_the_order_of_a_mixture_does_not_depend_on_how_its_weights_are_written(folders, tmp_path):
-    given = config_of(tmp_path, order="blocks")
     for texts in (("0.3", "0.35", "0.35"), ("60", "70", "70")):
-        mixed = tuple(f"{n} {w} {tmp_path / n}" for n, w in zip(SIZES, texts, strict=True))
-        config = dataclasses.replace(
-            given,
-            data=dataclasses.replace(given.data, mixture=mixed),
-            train=Train(global_batch_size=30, seq_len=5),
-        )
-        found = dataset.open_training(config)
+        entries = tuple(f"{n} {w} {tmp_path / n}" for n, w in zip(SIZES, texts, strict=True))
+        config = utils.changed(config_of(tmp_path), {"data.mixture": entries})
+        found = dataset.open_training(utils.changed(config, {"train.global_batch_size": 30}))
         assert [data.batch_size for data in found.parts.values()] == [9, 11, 10]
 
 
@@ -220,49 +178,16 @@ def test_flags_that_a_mixture_leaves_without_effect_are_refused(tmp_path):
     assert (alone.mixture, alone.val) == ((), "z")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_mixture_in_a_bucket_is_the_one_on_a_disk(folders, bucket):
-    urls = {}
-    for name, folder in folders.items():
-        urls[name] = f"{bucket.url}/{name}"
-        for path in folder.iterdir():
-            Prefix(urls[name]).write(path.name, path.read_bytes())
-    remote, disk, rows = mixed(urls), mixed(folders), np.arange(8)
-    for step in range(10):
-        found = remote.rows(step, rows)
-        np.testing.assert_array_equal(found["tokens"], disk.rows(step, rows)["tokens"])
-
-
-def test_bits_per_byte_of_a_mixture_are_its_bits_over_its_bytes(folders, tmp_path):
+def test_values_of_a_mixture_are_weighted_means_and_its_bits_are_over_its_bytes(folders, tmp_path):
     val = dataset.open_validation(config_of(tmp_path))
     for name, data in val.parts.items():
         data.manifest = dataclasses.replace(data.manifest, text_bytes=80 if name == "b" else 40)
     losses = {"loss/val/a": 1.0, "loss/val/b": 2.0, "loss/val/c": 4.0}
     found = validate.with_perplexity({"loss/val": 2.1} | losses, val)
-    expected = (0.5 * 1.0 + 0.2 * 2.0 + 0.3 * 4.0) / np.log(2) / (0.5 + 0.2 * 2 + 0.3)
+    mean = 0.5 * 1.0 + 0.2 * 2.0 + 0.3 * 4.0
+    expected = mean / np.log(2) / (0.5 + 0.2 * 2 + 0.3)
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.long
-def test_a_run_of_a_mixture_records_each_dataset_and_resumes(data, runs, tmp_path):
-    out = data[1].rpartition("/")[0]
-    mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]
-    start(mixed, runs, "mixed")
-    start(mixed, runs, "halves", "--train.steps", "3")
-    start(mixed, runs, "halves")
-    records = jsonl.read(runs / "mixed" / "metrics.jsonl")
-    steps = [r for r in records if "loss/train" in r]
-    config = cli.load(runs / "mixed" / "config.toml")
-    assert config.data.mixture == tuple(mixed[1:])
-    for record in steps:
-        used = [record[f"data/{name}/sequences"] for name in ("one", "two")]
-        assert sum(used) == record["step"] * config.train.global_batch_size
-        assert abs(used[0] - 0.75 * sum(used)) < 1
-    evaluations = [r for r in records if "loss/val" in r]
-    assert evaluations
-    for record in evaluations:  # of the same text
-        assert record["loss/val/one"] == record["loss/val/two"]
-        assert record["loss/val"] == pytest.approx(record["loss/val/one"], rel=1e-6)
-    for one, other in zip(records, jsonl.read(runs / "halves" / "metrics.jsonl"), strict=True):
-        same = one.keys() - set(metrics.MEASURED)
-        assert {k: one[k] for k in same} == {k: other[k] for k in same}
+    records = [{"loss": loss, "many": [loss, 0], "none": None} for loss in losses.values()]
+    found = validate.weighted_mean(val.shares, records)
+    assert found["loss"] == pytest.approx(mean, rel=1e-4) and found["none"] is None
+    assert found["many"] == pytest.approx([mean, 0], rel=1e-4)

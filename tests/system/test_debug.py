@@ -10,7 +10,7 @@ from conftest import ROOT
 from simulated_hosts import FOLDER, wait_for, write_script
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def net(tmp_path_factory):
     with simulated_hosts.network_with_ssh(4, tmp_path_factory.mktemp("hosts")) as made:
         yield made
@@ -24,13 +24,8 @@ def tmux(tmp_path):
 
     def tmux(*words, **more):
         command = ["tmux", *words] if words[0][0] != "/" else words
-        return subprocess.run(
-            command,
-            env=environment | more,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        run = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        return subprocess.run(command, env=environment | more, **run)
 
     yield tmux
     tmux("kill-server")
@@ -82,29 +77,24 @@ def test_there_is_a_pane_for_each_of_any_number_of_hosts(tmux, tmp_path):
 
 # --- setup_tpu.sh ---------------------------------------------------------------------------------
 
-APT = """echo "apt-get $*" >>{calls}
-"""
-
-
-def packages(path):
-    return subprocess.run(
-        [ROOT / "setup_tpu.sh", "--packages"], env={"PATH": path}, capture_output=True, text=True
-    )
-
 
 def test_packages_that_are_missing_are_installed_and_others_are_not(tmp_path):
-    path = simulated_hosts.path_with(tmp_path / "bin", "bash env curl flock")
-    write_script(tmp_path / "bin" / "uv", "")
-    refused = packages(path)
-    assert (
-        refused.returncode == 2 and "no apt-get. Install these packages: git tmux" in refused.stderr
-    )
-    calls = tmp_path / "calls"
-    write_script(tmp_path / "bin" / "apt-get", APT.format(calls=calls))
-    write_script(tmp_path / "bin" / "sudo", 'shift; "$@"\n')
-    assert packages(path).returncode == 0
+    bin, calls = tmp_path / "bin", tmp_path / "calls"
+    path = simulated_hosts.path_with(bin, "bash env curl flock")
+
+    def packages():
+        command = [ROOT / "setup_tpu.sh", "--packages"]
+        return subprocess.run(command, env={"PATH": path}, capture_output=True, text=True)
+
+    write_script(bin / "uv", "")
+    refused = packages()
+    assert refused.returncode == 2
+    assert "no apt-get. Install these packages: git tmux" in refused.stderr
+    write_script(bin / "apt-get", f'echo "apt-get $*" >>{calls}\n')
+    write_script(bin / "sudo", 'shift; "$@"\n')
+    assert packages().returncode == 0
     assert calls.read_text() == "apt-get update -qq\napt-get install -y -qq git tmux\n"
     for name in ("git", "tmux"):
-        write_script(tmp_path / "bin" / name, "")
+        write_script(bin / name, "")
     calls.unlink()
-    assert packages(path).returncode == 0 and not calls.exists()
+    assert packages().returncode == 0 and not calls.exists()

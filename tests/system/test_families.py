@@ -12,7 +12,6 @@ import pytest
 
 pytestmark = [
     pytest.mark.huggingface,
-    pytest.mark.slow,
     # Deprecations within torch and transformers.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
@@ -21,15 +20,9 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-import checkpoint  # noqa: E402
 import convert  # noqa: E402
-import model  # noqa: E402
-import train  # noqa: E402
-import utils  # noqa: E402
-from common import mostly_long  # noqa: E402
 from hf_run import logits, make_run, opened, their_logits  # noqa: E402
-from inference import sampling  # noqa: E402
-from runtime import cli, run_directory  # noqa: E402
+from runtime import cli  # noqa: E402
 
 T = 512
 SIZES = {
@@ -42,38 +35,25 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES = {
     "llama, scaled": ("llama", {"head_dim": 10, "rope_scaling": LLAMA3}),
     "llama, tied, multi-head": (
         "llama",
         {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
     ),
-    "mistral, window": ("mistral", {"head_dim": 14, "sliding_window": 37}),
     "mistral": ("mistral", {"head_dim": 12, "sliding_window": None, "rms_norm_eps": 1e-5}),
-    "qwen2": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    "qwen2, yarn, tied": (
-        "qwen2",
-        {"num_attention_heads": 2, "tie_word_embeddings": True, "rope_scaling": YARN},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 18}),
+    "qwen2, yarn": ("qwen2", {"num_attention_heads": 2, "rope_scaling": YARN}),
     "qwen3, tied": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {"head_dim": 10, "norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe, dense layers": (
         "qwen3_moe",
         {"head_dim": 8, "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": False,
-         **EXPERTS},
-    ),
-    "mixtral": (
-        "mixtral",
-        {"head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+         "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
     ),
     "mixtral, window": (
         "mixtral",
         {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 41},
     ),
 }  # fmt: skip
-OFTEN = ("qwen3_moe, dense layers", "mixtral, window")
 
 
 def tokens(texts=2):
@@ -108,7 +88,7 @@ def published(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", mostly_long(CASES, *OFTEN, "llama, tied, multi-head", "mistral"))
+@pytest.mark.parametrize("name", CASES)
 def test_a_family_is_imported_and_exported_with_the_same_logits(name, published, tmp_path):
     folder, found = published(name)
     convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
@@ -144,70 +124,24 @@ def test_a_tied_model_with_another_output_matrix_is_imported_as_transformers_loa
         np.testing.assert_allclose(logits(run, ids), their_logits(opened(folder), ids), atol=1e-4)
 
 
-def completion(run, prompts, count):
-    """Return our greedy completion of each prompt."""
-    config = cli.load(run / "config.toml")
-    config = utils.changed(config, {"model.compute_dtype": "float32"})
-    config, mesh = sampling.generation_mesh(config, train.make_mesh(config))
-    declared = model.declare(config)
-    shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, _ = checkpoint.load_weights(run_directory.at(run), None, shapes)
-    options = sampling.SamplingOptions(temperature=0.0)
-    generator = sampling.Generator(config, mesh, len(prompts), 128, [-1], options)
-    w = generator.convert_weights(w)
-    generator.reset(range(len(prompts)), 0)
-    return np.stack(list(generator.generate(w, prompts, count)), axis=1).tolist()
-
-
-@pytest.mark.parametrize(
-    "name",
-    mostly_long([n for n in CASES if "," in n or n in ("qwen3_moe", "mixtral")], "mixtral, window"),
-)
-def test_greedy_text_is_the_same(name, published, tmp_path):
-    folder, found = published(name)
-    convert.main(["import", "--folder", str(folder), "--out", str(tmp_path / "run")])
-    given = tokens()[:, :50]
-    mine = completion(tmp_path / "run", given.tolist(), 64)
-    ids = torch.from_numpy(given).long()
-    theirs = found.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=64,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    assert mine == theirs[:, 50:].tolist()
-
-
-OWN = {
-    "every option": {
+def test_logits_by_the_modelling_file_are_ours_with_every_option(tmp_path):
+    fields = {
+        "attention": "gqa", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14,
         "attention_bias": True, "qk_norm": True, "sliding_window": 37, "prefix_layers": 1,
-        "rope_in_moe_layers": False, "n_shared_experts": 2, "dense_layers": 1,
-        "rope_factor": 8.0, "rope_original_max_position_embeddings": 64,
-    },
-    "llama3, sigmoid": {
-        "rope_rope_type": "llama3", "rope_factor": 8.0,
-        "rope_original_max_position_embeddings": 64, "n_group": 2,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_logits_by_the_modelling_file_are_ours(name, tmp_path):
-    fields = {"attention": "gqa", "num_attention_heads": 6, "num_key_value_heads": 2,
-              "head_dim": 14}  # fmt: skip
-    config = make_run(tmp_path / "run", **fields, **OWN[name])
+        "rope_in_moe_layers": False, "n_shared_experts": 2, "dense_layers": 1, "n_group": 2,
+        "rope_rope_type": "llama3", "rope_factor": 8.0, "rope_original_max_position_embeddings": 64,
+    }  # fmt: skip
+    m = make_run(tmp_path / "run", **fields).model
     flags = ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--remote_code"]
     convert.main(["export", *flags])
     ids = tokens()
-    found = opened(tmp_path / "out", own=True)
     expected = logits(tmp_path / "run", ids)
-    np.testing.assert_allclose(their_logits(found, ids), expected, atol=1e-4)
+    np.testing.assert_allclose(their_logits(opened(tmp_path / "out", own=True), ids), expected,
+                               atol=1e-4)  # fmt: skip
     convert.main(["import", "--folder", str(tmp_path / "out"), "--out", str(tmp_path / "back")])
     back = cli.load(tmp_path / "back" / "config.toml").model
     same = {f.name for f in dataclasses.fields(back)} - {
         "capacity_factor", "eval_capacity_factor", "router_bias_update_speed", "compute_dtype",
         "aux_loss_alpha",
     }  # fmt: skip
-    assert {n: getattr(back, n) for n in same} == {n: getattr(config.model, n) for n in same}
+    assert {n: getattr(back, n) for n in same} == {n: getattr(m, n) for n in same}
