@@ -374,10 +374,10 @@ clip-norm-not-used
 decay-of-norms-and-biases
 - lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
 + lambda w: w.group != "embedding" or o.decay_embeddings, declared
-beta2-not-used: training muon
+beta2-not-used
 - optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)
 + optax.scale_by_adam(o.beta1, eps=o.epsilon)
-betas-exchanged: training muon
+betas-exchanged
 - optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)
 + optax.scale_by_adam(o.beta2, o.beta1, o.epsilon)
 muon-update-by-shorter-side: muon
@@ -719,13 +719,13 @@ records-without-checkpoints-removed: resume main
 - if steps and 0 < steps[-1] - first >= allowed:
 + if steps and 0 < steps[-1] - first < 0:
 == runtime/errors.py: errors
-unavailable-is-a-bug: errors main
+unavailable-is-a-bug
 - TRANSIENT = "INTERNAL|UNAVAILABLE|
 + TRANSIENT = "INTERNAL|
 config-error-exits-1
 - return Exit.CONFIG if isinstance(error, ConfigError) else Exit.BUG
 + return Exit.BUG
-compiler-error-is-retried: main
+compiler-error-is-retried
 - if str(error).startswith("INTERNAL:"):
 + if str(error).startswith("INTERNAL ERROR:"):
 message-anywhere-is-a-status
@@ -747,7 +747,7 @@ interrupt-exits-143
 second-interrupt-ignored
 - signal.signal(number, signal.SIG_DFL)  # so
 + pass  # so
-slow-save-not-in-margin: signals main
+slow-save-not-in-margin
 - save = max(30.0, longest.get("save", 0.0), self.save_s)
 + save = max(30.0, longest.get("save", 0.0))
 == runtime/watchdog.py: watchdog

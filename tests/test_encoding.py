@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 from data.hf_tokenizer import read_settings
 
 ROOT = Path(__file__).parent.parent
@@ -31,11 +29,8 @@ def test_no_file_is_read_or_written_by_the_charset_of_the_locale():
     files = [f for f in ROOT.rglob("*.py") if not str(f.relative_to(ROOT)).startswith(OTHERS)]
     found = {str(f): without_encoding(f.read_text(encoding="utf-8")) for f in files}
     assert files and not {name: lines for name, lines in found.items() if lines}
-
-
-@pytest.mark.parametrize("call", ["open(p)", "p.read_text()", "p.open('w')", "p.write_text(t)"])
-def test_a_call_without_encoding_is_found(call):
-    assert without_encoding(call) == [1]
+    for call in ("open(p)", "p.read_text()", "p.open('w')", "p.write_text(t)"):
+        assert without_encoding(call) == [1]
 
 
 def test_settings_of_a_tokenizer_are_read_as_utf_8(tmp_path):
