@@ -1,6 +1,7 @@
 """The wall time of a run, over all its starts, is assigned to kinds that sum to all of it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,28 +10,20 @@ from runtime import goodput, jsonl
 STEP = {"loss/train": 1.0, "data_wait_s": 1.0, "step_s": 5.0}
 
 
-class Clock:
-    """Stands in for the time module; both clocks move by `pass_s` only."""
-
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        monkeypatch.setattr(goodput.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(goodput.time, "time", lambda: 1e9 + self.now)
-        monkeypatch.setattr(goodput, "IMPORTS_S", 3.0)
-
-    def pass_s(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    """Stands in for the time module: both clocks move when a test moves `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(goodput.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(goodput.time, "time", lambda: 1e9 + clock.now)
+    monkeypatch.setattr(goodput, "IMPORTS_S", 3.0)
+    return clock
 
 
 def phases(clock, times, *named):
     for name, seconds in named:
         times.phase(name)
-        clock.pass_s(seconds)
+        clock.now += seconds
 
 
 def line(begin=0.0, end=100.0, repeated_s=0.0, ended=False, step=4, **seconds):
@@ -42,7 +35,7 @@ def line(begin=0.0, end=100.0, repeated_s=0.0, ended=False, step=4, **seconds):
 def test_every_second_of_a_start_is_of_the_kind_of_its_phase(clock):
     assert 0 < goodput._process_age_s() < 24 * 3600
     times = goodput.PhaseTimes(60.0)
-    clock.pass_s(1)
+    clock.now += 1
     named = [("opening of the data", 2), ("restore", 4), ("compile", 8), ("batch of step 1", 0.5)]
     phases(clock, times, *named, ("step 1", 16), ("save of step 1", 32), ("step 2", 64))
     expected = {"start": 6, "restore": 4, "compile": 8, "data wait": 0.5, "saves": 32, "steps": 80}
@@ -77,7 +70,7 @@ def test_steps_that_a_kill_lost_are_repeated_once_and_the_rest_is_down(clock, tm
     records = [{"step": step} | STEP for step in range(1, 8)]
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
-    clock.pass_s(5 + 50)
+    clock.now += 5 + 50
     for _ in range(2):  # the second start is killed before it cuts the records
         times = goodput.PhaseTimes(60.0)
         account = goodput.GoodputLog(tmp_path, times, 4)

@@ -296,18 +296,12 @@ def test_more_steps_keep_the_schedule_of_the_first_start_unless_it_ends_at_0(who
     flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name"]
     more = [*flags, "whole", "--train.steps", "9", "--optimizer.schedule_steps", "0"]
     assert resume.resolve(cli.parse(more)).optimizer.schedule_steps == 6
-    schedule = [
-        "a",
-        "--optimizer.min_lr_ratio",
-        "0",
-        "--optimizer.schedule_steps",
-        "6",
-        "--train.steps",
-    ]
+    schedule = "a --optimizer.min_lr_ratio 0 --optimizer.schedule_steps 6 --train.steps"
+    flags += schedule.split()
     message = r"steps 9, and the learning rate is 0 after 6 .*Use --train.steps 6.*init_from .*/a "
     with pytest.raises(ValueError, match=message):
-        resume.with_schedule(cli.parse([*flags, *schedule, "9"]), 6)
-    config = cli.parse([*flags, *schedule, "6"])
+        resume.with_schedule(cli.parse([*flags, "9"]), 6)
+    config = cli.parse([*flags, "6"])
     assert optimizer.learning_rate(optimizer.schedule(config), np.int32(5)) == 0
     assert resume.with_schedule(config, 6).train.steps == 6
 
@@ -363,21 +357,17 @@ def test_an_axis_of_two_fits_on_a_cube_of_64_chips(shape):
             assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
 
 
-def test_hosts_of_cpus_and_gpus_are_not_slices():
-    for platform, shape in (("cpu", (2, 2, 2)), ("gpu", (1, 2, 4)), ("gpu", (8, 1, 1))):
-        axes = dict(zip(("fsdp", "pipeline", "tensor"), shape, strict=True))
-        placed = train.make_mesh(utils.Config(mesh=utils.Mesh(**axes)), chips(platform, 8)).devices
-        assert placed.shape == (1, *shape)
-        assert [device.id for device in placed.flat] == list(range(8))
-
-
-def test_a_slice_of_tpus_is_a_replica():
+def test_a_slice_of_tpus_is_a_replica_and_hosts_of_cpus_and_gpus_are_not_slices():
     devices = chips("tpu", 16, slices=2)
     with pytest.raises(ValueError, match=r"--mesh\.replica 1 is not a multiple of the 2 slices"):
         train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=4)), devices)
     placed = train.make_mesh(utils.Config(mesh=utils.Mesh(replica=2)), devices).devices
     for number, replica in enumerate(placed):
         assert {device.slice_index for device in replica.flat} == {number}
+    for platform, mesh in (("cpu", utils.Mesh()), ("gpu", utils.Mesh(fsdp=1, tensor=4))):
+        placed = train.make_mesh(utils.Config(mesh=mesh), chips(platform, 8)).devices
+        assert placed.shape == mesh.shape
+        assert [device.id for device in placed.flat] == list(range(8))
 
 
 AUTO = ["--model.compute_dtype", "auto"]
@@ -454,37 +444,31 @@ def test_a_process_reads_its_own_rows_once():
 # --- the learning rate ----------------------------------------------------------------------------
 
 
-def rates(steps, flags):
-    """The learning rate of each step."""
-    config = cli.parse(f"--train.steps {steps} --optimizer.lr 1 {flags}".split())
-    return np.asarray(optimizer.learning_rate(optimizer.schedule(config), np.arange(steps)))
-
-
-@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
-@pytest.mark.parametrize(("warmup", "share"), [(40, 0.4), (5, 1.0), (9, 0.5), (0, 1.0)])
-def test_a_schedule_whose_warmup_and_decay_overlap_reaches_its_minimum(schedule, warmup, share):
-    flags = f"--optimizer.warmup_steps {warmup} --optimizer.decay_share {share}"
-    rate = rates(10, f"{flags} --optimizer.schedule {schedule}").tolist()
-    assert rate[-1] == pytest.approx(0.1)
-    rise = min(warmup, 9)  # the warmup is not cut but for one step
-    assert rate[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
-    highest = int(np.argmax(rate))
-    assert rate[: highest + 1] == sorted(rate[: highest + 1]) and max(rate) > 0.7
-    assert rate[highest:] == sorted(rate[highest:], reverse=True)
-
-
-def test_the_learning_rate_is_that_of_optax():
-    rise, count = optax.linear_schedule(0.0, 1.0, 4), np.arange(1.0, 21.0, dtype=np.float32)
-    flags = "--optimizer.warmup_steps 4 --optimizer.min_lr_ratio 0.1 --optimizer.decay_share 0.25"
-    level, fall = optax.constant_schedule(1.0), optax.linear_schedule(1.0, 0.1, 5)
-    cosine, shorter = (optax.cosine_decay_schedule(1.0, steps, 0.1) for steps in (16, 6))
-    for more, expected in (
-        ("--optimizer.schedule wsd", optax.join_schedules([rise, level, fall], [4, 15])),
-        ("", optax.join_schedules([rise, cosine], [4])),
-        ("--optimizer.schedule_steps 10", optax.join_schedules([rise, shorter], [4])),
-    ):
-        found = rates(20, f"{flags} {more}")
-        np.testing.assert_allclose(found, expected(count), rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize(
+    ("steps", "schedule", "flags", "rise", "begin", "length"),
+    [
+        (20, "wsd", "warmup_steps 4 --optimizer.decay_share 0.25", 4, 15, 5),
+        (20, "cosine", "warmup_steps 4", 4, 4, 16),
+        (20, "cosine", "warmup_steps 4 --optimizer.schedule_steps 10", 4, 4, 6),
+        # The warmup is not cut but for one step, and the decay begins after it.
+        (10, "wsd", "warmup_steps 40 --optimizer.decay_share 0.4", 9, 9, 1),
+        (10, "cosine", "warmup_steps 40", 9, 9, 1),
+        (10, "wsd", "warmup_steps 5 --optimizer.decay_share 1", 5, 5, 5),
+        (10, "wsd", "warmup_steps 0 --optimizer.decay_share 1", 0, 0, 10),
+    ],
+)
+def test_the_learning_rate_is_that_of_optax(steps, schedule, flags, rise, begin, length):
+    flags = f"--optimizer.lr 1 --optimizer.schedule {schedule} --optimizer.{flags}"
+    s = optimizer.schedule(cli.parse(f"--train.steps {steps} {flags}".split()))
+    wsd, cosine = (
+        optax.linear_schedule(1.0, 0.1, length),
+        optax.cosine_decay_schedule(1, length, 0.1),
+    )
+    parts = [optax.linear_schedule(0.0, 1.0, max(1, rise)), optax.constant_schedule(1.0)]
+    parts.append(wsd if schedule == "wsd" else cosine)
+    expected = optax.join_schedules(parts, [rise, begin])(np.arange(1.0, steps + 1))
+    found = optimizer.learning_rate(s, np.arange(steps))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_another_schedule_is_the_same_program():

@@ -8,16 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
-import model
 import reference
-import train
 import validate
 from common import canonical
 from data.tokenizer import encode_continuation, load_tokenizer
 from hf_run import write_sentencepiece
 from inference import multiple_choice
-from runtime import resume, run_directory
+from tiny_run import load
 
 QUESTIONS = [
     {"prompt": "import", "choices": [" os", " jax.numpy as jnp", " self"], "answer": 1},
@@ -29,11 +26,8 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def loaded(whole):
     """(config, declared, mesh, weights, canonical tree of weights) of the run's checkpoint."""
-    config = resume.config_of(run_directory.at(whole), [], validate.Flags)
-    declared, mesh = model.declare(config), train.make_mesh(config)
-    shapes = train.abstract_state(config, declared, mesh).weights
-    w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
-    return config, declared, mesh, w, canonical(config, w)
+    config, *others, w = load(whole)
+    return config, *others, w, canonical(config, w)
 
 
 @pytest.fixture(scope="module")

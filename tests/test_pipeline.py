@@ -207,21 +207,6 @@ def test_the_program_grows_with_neither_blocks_nor_microbatches():
     assert len(texts[0]) > 10_000 and texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 1), (2, 3, 6), (4, 1, 3), (4, 2, 8)], ids=str)
-def test_first_and_last_run_once_for_each_microbatch_and_direction(sizes):
-    schedule = Schedule(*sizes)
-    share = pipeline.branch_share(schedule)
-    for role in ("first", "last", "first_backward"):
-        runs = 0.0
-        for start, stop, forward, backward in schedule.phases:
-            name = f"jit(step)/{pipeline.PHASES[forward, backward]}/while/body/{role}/cond"
-            never, once = share(name)
-            assert never + once == 1
-            runs += (stop - start) * once
-        assert runs == pytest.approx(schedule.microbatches)
-    assert share("jit(step)/while/body/cond") is None
-
-
 def test_a_loss_that_is_not_reduced_is_an_error_at_trace_time():
     def forgotten(outer, data, y):
         _, stats = last(outer, data, y)

@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoint
-import generate
-import model
 import train
 import utils
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from inference import decode, sampling
-from runtime import distributed, resume, run_directory
+from runtime import distributed
 from runtime.errors import Exit, JobFailed
+from tiny_run import load
 
 PROMPTS = ("def", "import jax", "")
 
@@ -151,11 +149,7 @@ def test_tokens_are_sampled_by_temperature_top_k_and_top_p(options, expected):
 
 def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkeypatch):
     monkeypatch.setattr(sampling, "MAX_PREFILL_TOKENS", 8)  # longer texts take several passes
-    one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.microbatches=1"]
-    config = resume.config_of(run_directory.at(whole), one, generate.Flags)
-    mesh = train.make_mesh(config)
-    shapes = train.abstract_state(config, model.declare(config), mesh).weights
-    _, w, _ = checkpoint.load_weights(run_directory.at(whole), None, shapes)
+    config, _, mesh, w = load(whole, "--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1")
     generator = sampling.Generator(config, mesh, 2, 32, [4095], sampling.SamplingOptions(0.0))
     w = generator.convert_weights(w)
     parts = [tokenizer.encode_ordinary(text) for text in ("import jax", "def test_a(x):", "x")]

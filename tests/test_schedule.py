@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import pipeline
 from planning import schedule_report
-from schedule import Schedule
+from schedule import PHASES, Schedule
 
 SIZES = [(1, 1, 1), (1, 1, 5), (1, 3, 2), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 1, 7), (3, 2, 6)]
 SIZES += [(4, 1, 2), (4, 2, 8), (4, 3, 4), (8, 2, 16)]
@@ -87,6 +88,18 @@ def test_the_bubble_counted_from_tasks_matches_the_formula(plan):
     slots = plan.pipeline * sum((stop - start) * (f + b) for start, stop, f, b in plan.phases)
     formula = Fraction(plan.pipeline - 1, plan.microbatches * plan.virtual + plan.pipeline - 1)
     assert 1 - Fraction(len(ticks_of_tasks(plan)), slots) == formula == plan.bubble
+
+
+@every_size
+def test_first_and_last_run_once_for_each_microbatch_and_direction(plan):
+    share = pipeline.branch_share(plan)
+    for role in ("first", "last", "first_backward"):
+        runs = 0
+        for start, stop, *ways in plan.phases:
+            never, once = share(f"step/{PHASES[tuple(ways)]}/while/body/{role}/cond")
+            runs += (stop - start) * once
+            assert never + once == 1
+        assert runs == pytest.approx(plan.microbatches)
 
 
 @every_size

@@ -1,4 +1,4 @@
-"""Requests to stop in one process; tests/system/test_signal_processes.py has several."""
+"""Requests to stop in one process; tests/system/test_run_faults.py has several."""
 
 import os
 import signal

@@ -11,15 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
 import dataset
-import model
 import reference
-import train
 import validate
 from common import canonical
 from dataset import Dataset
-from runtime import cli, errors, jsonl, run_directory
+from runtime import cli, errors, jsonl
+from tiny_run import load
 
 
 def recorded(folder, step):
@@ -60,15 +58,12 @@ def test_a_checkpoint_has_exactly_the_validation_that_its_run_recorded(whole, pr
 
 def test_other_shards_have_the_loss_of_the_one_device_reference(whole, printed, data):
     """Eleven windows, which do not fill the last of two batches, of 8 sequences."""
-    config, folder = cli.load(whole / "config.toml"), run_directory.at(whole)
-    declared, mesh = model.declare(config), train.make_mesh(config)
-    shapes = train.abstract_state(config, declared, mesh).weights
-    tree = canonical(config, checkpoint.load_weights(folder, 6, shapes)[1])
+    config, _, _, w = load(whole)
     found = json.loads(printed("--json", "--data.val", data[1], "--eval.sequences", "11"))
     shards = Dataset(data[1], 32)
     run = jax.jit(reference.loss, static_argnums=2)
-    expected = run(tree, shards.eval_rows(np.arange(11), 11), config.model)[1]["cross_entropy"]
-    assert found["loss/val"] == pytest.approx(float(expected), rel=2e-5)
+    expected = run(canonical(config, w), shards.eval_rows(np.arange(11), 11), config.model)[1]
+    assert found["loss/val"] == pytest.approx(float(expected["cross_entropy"]), rel=2e-5)
     assert np.sum(found["moe/tokens_per_expert"], 1).tolist() == [16 * 32 * 2] * 4
     stored = vars(shards.manifest)
     bits = found["loss/val"] / math.log(2) * stored["tokens"] / stored["text_bytes"]

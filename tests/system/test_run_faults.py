@@ -1,8 +1,13 @@
-"""Runs whose disk, processes, numbers or devices fail."""
+"""Runs whose disk, processes, numbers or devices fail, and requests to stop jobs of several."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from dataset import open_training
 from processes import environments, run_all
 from runtime import cli, jsonl
 from runtime.errors import Exit
+from simulated_hosts import wait_for
 from tiny_run import FLAGS, losses, start
 
 
@@ -62,37 +68,6 @@ def test_a_process_that_finds_no_others_ends_with_a_code_to_retry(data, tmp_path
     assert not any(tmp_path.iterdir())
 
 
-KILLED_AT_THE_END = """
-import os, pathlib, signal, sys, time
-import jax
-import main
-from runtime import errors
-
-leave, other_leaves = jax.distributed.shutdown, pathlib.Path(sys.argv[1])
-
-def shutdown():
-    if os.environ["JAX_PROCESS_ID"] == "0":
-        other_leaves.touch()
-        return leave()
-    while not other_leaves.exists():
-        time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-jax.distributed.shutdown = shutdown
-errors.run_command(lambda: main.run(main.parse(sys.argv[2:])))
-"""
-
-
-def test_a_process_that_is_killed_after_the_last_step_is_named(data, tmp_path):
-    flags = "--run.dir", str(tmp_path), "--train.steps", "1", "--run.peer_seconds", "6"
-    program = "-c", KILLED_AT_THE_END, str(tmp_path / "leaves")
-    places = environments(2, 4)
-    codes, logged = run_all(places, *program, *FLAGS, *data, *flags, "--sample.prompts")
-    assert codes == [-signal.SIGABRT, -signal.SIGKILL], logged
-    assert "validation loss" in logged[0]
-    assert "stopped sending heartbeats):\n1\n" in logged[0], logged[0]
-
-
 def test_two_processes_skip_the_same_bad_steps_and_name_a_device_that_differs(data, runs, whole):
     """Steps 2 and 4 are not finite, and after step 6 a device differs (tests/faulty_run.py)."""
     flags = "--run.name faulty --sample.prompts --eval.every_steps 0 --run.check_replicas_every 2"
@@ -114,3 +89,58 @@ def test_two_processes_skip_the_same_bad_steps_and_name_a_device_that_differs(da
     windows = open_training(cli.load(folder / "config.toml")).windows_of
     found = [(r["step"], r["windows"]) for r in jsonl.read(folder / "skipped.jsonl")]
     assert found == [(step, windows(step - 1, np.arange(8)).tolist()) for step in (2, 4)]
+
+
+# --- without a model, in tests/stand_in.py ------------------------------------------------------
+
+
+class Job:
+    """Processes of tests/stand_in.py, each in a folder of its own."""
+
+    def __init__(self, folder, count, *words):
+        self.logs = [folder / f"{number}.log" for number in range(count)]
+        command = [sys.executable, find_spec("stand_in").origin, *words]
+        self.processes = []
+        for log, environment in zip(self.logs, environments(count, 1), strict=True):
+            with log.open("w") as file:
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=folder)
+                )
+
+    def __enter__(self):
+        """Return when all take steps."""
+        for log in self.logs:
+            wait_for(lambda log=log: re.search("^step 1/", log.read_text(), re.MULTILINE))
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_one_process_stops_all_at_the_same_step(tmp_path, number):
+    with Job(tmp_path, 3, "--steps", "2000", "--seconds", "0.05") as job:
+        for _ in range(2):  # as schedulers do
+            job.processes[2].send_signal(number)
+            time.sleep(0.2)
+        assert [process.wait(60) for process in job.processes] == [143] * 3
+    last = {re.search(r"stopped. Step (\d+) is saved", log.read_text())[1] for log in job.logs}
+    assert len(last) == 1
+    assert {(tmp_path / f"stand_in_{index}").read_text() for index in range(3)} == last
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_freezes_ends_the_other_with_a_code_that_restarts(
+    tmp_path, victim, number
+):
+    with Job(tmp_path, 2, "--steps", "2000", "--peer-seconds", "6") as job:
+        job.processes[victim].send_signal(number)
+        assert job.processes[1 - victim].wait(60) in (Exit.RETRY, -signal.SIGABRT)
+    printed = job.logs[1 - victim].read_text()
+    if victim == 1:
+        assert re.search(r"stopped sending heartbeats\):\n1\n", printed), printed
+    else:
+        assert "coordination service" in printed or "CoordinationService/Heartbeat" in printed
