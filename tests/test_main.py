@@ -460,11 +460,8 @@ def test_a_process_reads_its_own_rows_once():
 def test_the_learning_rate_is_that_of_optax(steps, schedule, flags, rise, begin, length):
     flags = f"--optimizer.lr 1 --optimizer.schedule {schedule} --optimizer.{flags}"
     s = optimizer.schedule(cli.parse(f"--train.steps {steps} {flags}".split()))
-    wsd, cosine = (
-        optax.linear_schedule(1.0, 0.1, length),
-        optax.cosine_decay_schedule(1, length, 0.1),
-    )
-    parts = [optax.linear_schedule(0.0, 1.0, max(1, rise)), optax.constant_schedule(1.0)]
+    wsd, cosine = optax.linear_schedule(1, 0.1, length), optax.cosine_decay_schedule(1, length, 0.1)
+    parts = [optax.linear_schedule(0, 1, max(1, rise)), optax.constant_schedule(1.0)]
     parts.append(wsd if schedule == "wsd" else cosine)
     expected = optax.join_schedules(parts, [rise, begin])(np.arange(1.0, steps + 1))
     found = optimizer.learning_rate(s, np.arange(steps))

@@ -113,15 +113,13 @@ def test_the_error_for_a_wrong_file_has_the_fix(tmp_path, text, message):
 
 def test_a_switch_works_with_or_without_a_value():
     tie = "--model.tie_word_embeddings"
+    others = "--model.hidden_size 96 --data.segments 1 --run.name=x=1 --sample.prompts False a=b"
     for tied, *written in (
         (True, "", tie, f"{tie} True", f"{tie}=1", f"{tie} False {tie}"),
         (False, "--model.no-tie-word-embeddings", f"{tie} 0", f"{tie}=false"),
     ):
         for flags in written:
-            rest = (
-                "--model.hidden_size 96 --data.segments 1 --run.name=x=1 --sample.prompts False a=b"
-            )
-            config = cli.parse(f"{flags} {rest}".split())
+            config = cli.parse(f"{flags} {others}".split())
             assert config.model.tie_word_embeddings is tied, flags
             assert (config.model.hidden_size, config.data.segments) == (96, True)
             assert (config.sample.prompts, config.run.name) == (("False", "a=b"), "x=1")

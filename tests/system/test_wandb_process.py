@@ -14,7 +14,7 @@ from runtime import jsonl
 
 NO_MORE = "warning: wandb receives no more records of this start"
 
-# A run of 40 records, to whose wandb process something may happen after the first.
+# A run of 41 records, to whose wandb process something may happen after the first.
 RUN = """
 import os, pathlib, signal, sys, time
 import metrics
@@ -24,19 +24,18 @@ from test_metrics import step
 from test_wandb_process import children
 
 loggers.CLOSE_S, loggers.BACKLOG_RECORDS = 8.0, 20
-folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder, number, service = pathlib.Path(sys.argv[1]), int(sys.argv[2]), 0
 with metrics.Metrics(WANDB, folder) as out:
     out.train(step(1))
     while number and not any(folder.glob("wandb/*/*.wandb")):
         time.sleep(0.1)
     if number:
         time.sleep(1.0)
-        service = children(os.getpid())["wandb-core"]
-        os.kill(service, number)
+        os.kill(service := children(os.getpid())["wandb-core"], number)
     for n in range(2, 42):
         out.train(step(n))
         time.sleep(0.02)
-print("ended; wandb-core is", service if number else 0, flush=True)
+print("ended; wandb-core is", service, flush=True)
 """
 
 
@@ -59,9 +58,9 @@ def children(process):
 )
 def test_a_run_ends_whatever_becomes_of_its_wandb_process(number, more, tmp_path):
     command = [sys.executable, "-c", RUN, str(tmp_path), str(int(number))]
-    folders = [ROOT, ROOT / "tests", Path(__file__).parent]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
+    folders = ROOT, ROOT / "tests", ROOT / "tests" / "system"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | more
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
     log = tmp_path / "log"
     with log.open("w") as file:  # not a pipe, which a stopped child would keep open
