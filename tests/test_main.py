@@ -244,7 +244,7 @@ def test_a_skipped_step_is_logged_and_recorded_with_its_windows(tmp_path, capsys
 
 @pytest.mark.parametrize(("before", "now"), [(5.0, 0.0), (0.0, 5.0)])
 def test_a_run_resumes_with_skip_spikes_turned_on_or_off(before, now, tmp_path):
-    config = config_of((2, 1, 1), n_routed_experts=0, blocks=1)
+    config = config_of((2, 1, 1), moe_layers=0, blocks=1)
     mesh, declared = mesh_of(config), model.declare(config)
 
     def shapes(factor):
@@ -473,7 +473,7 @@ def test_another_schedule_is_the_same_program():
     other = {"lr": 3e-4, "schedule": "wsd", "warmup_steps": 2, "min_lr_ratio": 0.0}
     texts = []
     for rule, steps in (({}, 300), (other, 9)):
-        config = config_of(train={"steps": steps}, optimizer=rule, n_routed_experts=0, blocks=1)
+        config = config_of(train={"steps": steps}, optimizer=rule, moe_layers=0, blocks=1)
         declared, mesh = model.declare(config), mesh_of(config)
         state = train.abstract_state(config, declared, mesh)
         batch = sharded_model.abstract_batch(config, mesh)
