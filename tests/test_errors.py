@@ -81,11 +81,11 @@ from runtime import errors
 from runtime.console import console, log
 
 def signals():
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         os.kill(os.getpid(), number)
 
 def command():
-    given = input()
+    given = sys.stdin.readline().strip()
     with Progress(console=console, disable=sys.argv[1] != "bar"):
         for line in range(2_000):
             log(f"step {line}: \u65e5")

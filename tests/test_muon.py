@@ -24,8 +24,8 @@ from test_training import copies
 MODEL = {"num_attention_heads": 8, "q_lora_rank": 24, "prefix_layers": 2}
 MODEL |= {"tie_word_embeddings": False, "n_shared_experts": 1}
 # Numbers of a weight's last dimensions that are rows, and columns.
-SIDES = dict.fromkeys(("query.down", "kv_down", "gate", "up", "down"), (1, 1))
-SIDES |= {"query.up": (1, 2), "kv_up": (1, 2), "attention.out": (2, 1)}
+SIDES = {"query.up": (1, 2), "kv_up": (1, 2), "attention.out": (2, 1)}
+SIDES |= dict.fromkeys(("query.down", "kv_down", "gate", "up", "down"), (1, 1))
 LAYOUTS = ("expert_parallel", "sharded")
 
 
@@ -51,22 +51,22 @@ def orthogonal(m_mrc):
 
 def expected(declared, grads, w):
     """Return the updates of matrices in the last of several steps, with weight decay."""
-    updates, momenta = [], [np.zeros(a.shape) for a in jax.tree.leaves(w)]
-    for step in grads:
-        leaves = map(jax.tree.leaves, (declared, step, w))
-        updates = []
-        for i, (d, g, old) in enumerate(zip(*leaves, strict=True)):
-            momenta[i] = 0.95 * momenta[i] + g
-            if (sides := sides_of(d.name)) is None:
-                updates.append(None)
-                continue
-            own = g.shape[-sum(sides) :]
-            rows, columns = (int(np.prod(part)) for part in (own[: sides[0]], own[sides[0] :]))
-            look_ahead, g = (a.reshape(-1, rows, columns) for a in (g + 0.95 * momenta[i], g))
-            new = 0.2 * max(rows, columns) ** 0.5 * orthogonal(look_ahead)
-            if ".experts." in d.name:
-                new[~g.any((1, 2))] = 0
-            updates.append(new.reshape(old.shape) + 0.3 * old)
+    declared, w, *grads = map(jax.tree.leaves, (declared, w, *grads))
+    updates = []
+    for d, old, *each in zip(declared, w, *grads, strict=True):
+        if (sides := sides_of(d.name)) is None:
+            updates.append(None)
+            continue
+        momentum = functools.reduce(lambda total, g: 0.95 * total + g, each, 0.0)
+        own = old.shape[-sum(sides) :]
+        rows, columns = (int(np.prod(part)) for part in (own[: sides[0]], own[sides[0] :]))
+        look_ahead, g = (
+            a.reshape(-1, rows, columns) for a in (each[-1] + 0.95 * momentum, each[-1])
+        )
+        new = 0.2 * max(rows, columns) ** 0.5 * orthogonal(look_ahead)
+        if ".experts." in d.name:
+            new[~g.any((1, 2))] = 0
+        updates.append(new.reshape(old.shape) + 0.3 * old)
     return updates
 
 

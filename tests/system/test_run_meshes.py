@@ -1,5 +1,6 @@
 """A run continues, and its checkpoint is evaluated, on another mesh than it was trained on."""
 
+import gzip
 import json
 
 import numpy as np
@@ -23,12 +24,24 @@ OTHER_MESH = [*OTHER_MESH.split(), "--train.microbatches", "2"]
 ONE_DEVICE = "--mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1"
 
 
+PROFILE = ["--profile.first_step", "1", "--profile.steps", "1"]
+
+
 def test_a_run_that_moves_from_mesh_to_mesh_has_the_losses_of_one_that_stays(data, runs, whole):
-    for steps, mesh in (("2", []), ("4", OTHER_MESH), ("6", ONE_DEVICE.split())):
+    for steps, mesh in (("2", PROFILE), ("4", OTHER_MESH), ("6", ONE_DEVICE.split())):
         moved = start(data, runs, "moved", *mesh, "--train.steps", steps)
     np.testing.assert_allclose(losses(moved), losses(whole), rtol=0, atol=1e-4)
     for one, other in zip(arrays(moved, 6), arrays(whole, 6), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_profiled_step_leaves_a_trace_with_its_layers_named(runs):
+    """Of the run above."""
+    [file] = (runs / "moved" / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = " ".join(event["name"] for event in events if "hlo_op" in event.get("args", {}))
+    for layer in ("attention", "mlp", "moe", "last"):
+        assert layer in names
 
 
 def test_another_mesh_gives_the_same_validation_loss(whole, capsys, monkeypatch):
