@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from conftest import ROOT
@@ -24,127 +26,99 @@ def signals_are_restored():
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "text"),
+    ("error", "code"),
     [
-        (ConfigError("use another"), 2, "error: use another"),
-        (TransientError("process 1 is lost"), 75, "error: process 1 is lost"),
-        (Stopped("SIGTERM: stopped", 143), 143, "SIGTERM: stopped"),
+        (ConfigError("JAX_PROCESS_ID 1 is given twice"), Exit.CONFIG),
+        (TransientError("process 1 is lost"), Exit.RETRY),
+        (Stopped("SIGTERM: stopped", 143), Exit.TERMINATED),
+        # Errors of devices and collectives.
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), Exit.RETRY),
+        (RuntimeError("INTERNAL: chip"), Exit.RETRY),
+        (RuntimeError("UNAVAILABLE: of a step"), Exit.RETRY),
+        # Bugs.
+        (RuntimeError("RESOURCE_EXHAUSTED: no memory"), 1),
+        (ValueError("a file named UNAVAILABLE: is no status"), 1),
+        (KeyError("x"), 1),
     ],
+    ids=str,
 )
-def test_an_error_other_than_a_bug_is_one_line_with_its_exit_code(
-    error, code, text, capsys, monkeypatch
+def test_an_error_is_one_line_with_its_exit_code_unless_it_is_a_bug(
+    error, code, capsys, monkeypatch
 ):
     monkeypatch.delenv("TRACEBACK", raising=False)
 
     def fails():
         raise error
 
-    with pytest.raises(SystemExit) as ended:
+    assert errors.code_of(error) == code
+    with pytest.raises(type(error) if code == Exit.BUG else SystemExit) as ended:
         errors.run_command(fails)
-    assert ended.value.code == code == errors.code_of(error)
-    assert capsys.readouterr().err == f"{text}\n"
-    monkeypatch.setenv("TRACEBACK", "1")
-    with pytest.raises(type(error)):
-        errors.run_command(fails)
+    if code != Exit.BUG:
+        assert ended.value.code == code
+        *trace, line = capsys.readouterr().err.splitlines()
+        assert line == f"{'error: ' * (code != 143)}{error}"
+        assert bool(trace) == (": " in str(error) and code == Exit.RETRY), "of the device"
+        monkeypatch.setenv("TRACEBACK", "1")
+        with pytest.raises(type(error)):
+            errors.run_command(fails)
 
 
-def test_a_bug_keeps_its_traceback():
+@pytest.mark.parametrize(("status", "code"), [("INTERNAL", Exit.BUG), ("UNAVAILABLE", Exit.RETRY)])
+def test_a_compiler_that_fails_internally_is_a_bug(status, code):
     def fails():
-        raise KeyError("x")
+        raise jax.errors.JaxRuntimeError(f"{status}: during something")
 
-    with pytest.raises(KeyError):
-        errors.run_command(fails)
-    assert errors.code_of(KeyError("x")) == Exit.BUG == 1
-
-
-def test_errors_of_devices_and_collectives_are_transient(capsys, monkeypatch):
-    monkeypatch.delenv("TRACEBACK", raising=False)
-    gloo = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
-    assert errors.code_of(gloo) == errors.code_of(RuntimeError("INTERNAL: chip")) == Exit.RETRY
-    assert errors.code_of(RuntimeError("RESOURCE_EXHAUSTED: no memory")) == Exit.BUG
-    for text in ("--model.hidden_size 3 is odd", "JAX_PROCESS_ID 1 is given twice"):
-        assert errors.code_of(ConfigError(text)) == Exit.CONFIG
-    for text in ("an einsum of a developer", "a file named UNAVAILABLE: is no status"):
-        assert errors.code_of(ValueError(text)) == Exit.BUG
-
-    def fails():
-        raise gloo
-
-    with pytest.raises(SystemExit) as ended:
-        errors.run_command(fails)
-    assert ended.value.code == Exit.RETRY and "Traceback" in capsys.readouterr().err
+    program = SimpleNamespace(lower=lambda _: SimpleNamespace(compile=fails))
+    with pytest.raises(RuntimeError) as failed:
+        errors.compile_program(program, 1)
+    assert errors.code_of(failed.value) == code
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_signals_after_a_stop_do_not_change_the_exit_code(number):
-    code = f"""
-import atexit, os, signal
-from runtime import errors
-from utils import ConfigError
-atexit.register(lambda: os.kill(os.getpid(), signal.{number}))
-def stop():
-    raise errors.Stopped("it has saved", 143)
-errors.run_command(stop)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (143, "it has saved\n")
-
-
-UNREAD = """
-import sys
+COMMAND = """
+import atexit, os, signal, sys
 from rich.progress import Progress
 from runtime import errors
 from runtime.console import console, log
 
+def signals():
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+
 def command():
+    given = sys.stdin.readline().strip()
     with Progress(console=console, disable=sys.argv[1] != "bar"):
-        for line in range(20_000):
-            log(f"step {line}: \u00fcber")
-        print("print, too", flush=True)
+        for line in range(2_000):
+            log(f"step {line}: \u65e5")
+        print("print, too", given, flush=True)
         print("and warnings", file=sys.stderr, flush=True)
     open(sys.argv[2], "w").close()
     raise errors.Stopped("SIGTERM: stopped", 143)
 
+atexit.register(signals)  # as schedulers send after a stop
 errors.run_command(command)
 """
 
 
-@pytest.mark.parametrize("streams", ["stdout", "both", "full", "closed"])
-@pytest.mark.parametrize("bar", ["bar", "lines"])
-def test_a_command_outlives_the_readers_of_its_output(streams, bar, tmp_path):
-    redirection = {
-        "stdout": "| true",
-        "both": "2>&1 | true",
-        "full": ">/dev/full 2>&1",
-        "closed": ">&- 2>&-",
-    }[streams]
+@pytest.mark.parametrize(
+    ("bar", "redirection"),
+    [("bar", "2>&1 | true"), ("lines", ">/dev/full"), ("lines", ">&- 2>&-"), ("lines", "")],
+    ids=("no reader", "full disk", "closed", "read"),
+)
+def test_a_command_outlives_the_readers_of_its_output_and_signals_after_a_stop(
+    bar, redirection, tmp_path
+):
+    """What a terminal cannot show is written as escapes."""
     script, done = tmp_path / "script.py", tmp_path / "done"
-    script.write_text(UNREAD, encoding="utf-8")
+    script.write_text(COMMAND, encoding="utf-8")
     line = f'"{sys.executable}" "{script}" {bar} "{done}" {redirection}; exit ${{PIPESTATUS[0]}}'
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
-    ended = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
+    environment |= {"PYTHONIOENCODING": "ascii"}
+    how = {"env": environment, "capture_output": True, "input": "\u00fc".encode()}
+    ended = subprocess.run(["bash", "-c", line], **how)
     assert (ended.returncode, done.exists()) == (143, True), ended.stderr.decode()
-
-
-def test_output_that_a_full_disk_does_not_take_is_a_warning():
-    code = "from runtime import errors; errors.run_command(lambda: print('result'))"
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert "a part of the output is lost: [Errno 28] No space left on device" in ended.stderr
-
-
-def test_characters_that_a_terminal_cannot_show_are_escapes(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from runtime import errors\n"
-        "from runtime.console import log\n"
-        "errors.run_command(lambda: (log('\u65e5'), print('\u65e5', input())))\n",
-        encoding="utf-8",
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    ended = subprocess.run(
-        [sys.executable, script], env=environment, input="\u00fc".encode(), capture_output=True
-    )
-    assert ended.stdout == b"\\u65e5\n\\u65e5 \\xfc\n", ended.stderr.decode()
+    lost = b"a part of the output is lost: [Errno 28] No space left on device" in ended.stderr
+    assert lost == (redirection == ">/dev/full")
+    if not redirection:
+        first, *_, last = ended.stdout.splitlines()
+        assert (first, last) == (b"step 0: \\u65e5", b"print, too \\xfc")
+        assert ended.stderr == b"and warnings\nSIGTERM: stopped\n"

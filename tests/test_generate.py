@@ -4,6 +4,7 @@ import io
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import generate
@@ -28,27 +29,15 @@ def printed(whole, capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("\n".join(LINES))
-    return ["--prompts", str(path), "--temperature", "0", "--tokens", "9"]
-
-
-def test_a_completion_does_not_depend_on_the_batch_or_the_mesh(printed, file):
-    alone = "".join(
-        printed("--prompt", line, "--temperature", "0", "--tokens", "9") for line in LINES
-    )
-    assert all(line in alone for line in LINES)
-    assert printed(*file) == printed(*file, "--batch", "2") == alone
-    assert printed(*file, "--mesh.fsdp", "4", "--mesh.tensor", "2") == alone
-
-
-@pytest.mark.long
-def test_a_sampled_completion_does_not_depend_on_the_batch(printed, file):
-    warm = [*file[:2], "--tokens", "9", "--seed", "3", "--top_k", "50", "--top_p", "0.9"]
-    assert printed(*warm) == printed(*warm, "--batch", "2")
-    assert printed(*warm) != printed(*warm, "--seed", "4")
+def test_a_completion_depends_on_the_seed_and_not_on_the_batch(printed, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(LINES))
+    flags = ["--tokens", "9", "--seed", "3", "--top_k", "50", "--top_p", "0.9"]
+    found = printed("--prompts", str(file), *flags)
+    assert all(line in found for line in LINES)
+    assert printed("--prompts", str(file), *flags, "--batch", "2") == found
+    assert found.startswith(printed("--prompt", LINES[0], *flags))
+    assert printed("--prompt", LINES[0], *flags, "--seed", "4")[:-1] not in found
 
 
 def test_the_command_holds_a_conversation(printed, monkeypatch):
@@ -59,6 +48,39 @@ def test_the_command_holds_a_conversation(printed, monkeypatch):
     assert len(found) > 10  # of two answers, of five tokens each
 
 
+def test_a_conversation_begins_once_and_ends_when_the_context_is_full(monkeypatch, capsys):
+    """With a tokenizer that puts a space before a text, as SentencePiece does."""
+    space, texts = SimpleNamespace(encode_ordinary=lambda text: [5, *text.encode()]), []
+    monkeypatch.setattr(generate, "encode_continuation", lambda _, text: [*text.encode()])
+
+    class Generator:
+        max_length, length = 12, np.zeros(1, int)
+
+        def reset(self, numbers, seed):
+            assert (list(numbers), seed) == ([0], 8)
+
+        def generate(self, w, new, tokens):
+            texts.append((new, tokens))
+            self.length += len(new[0])
+            return iter(())
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\nabcdefgh\nc\n"))
+    flags = generate.Flags(run="", interactive=True, seed=8, tokens=6)
+    generate.converse(Generator(), None, space, [1], flags)
+    assert texts == [([[1, 5, 97, 10]], 6), ([[98, 10]], 5)]
+    assert "the context of 12 tokens is full" in capsys.readouterr().err
+
+
+def test_a_character_of_several_tokens_is_printed_once_it_is_complete(capsys):
+    printer = generate.Printer(tokenizer := load_tokenizer("sample"))
+    printer.begin("")
+    found = []
+    for byte in (b"\xe2", b"\x82", b"\xac", b"\xe2", b"a"):
+        printer.show([tokenizer.encode_single_token(byte)])
+        found.append(capsys.readouterr().out)
+    assert found == ["", "", "\u20ac", "", "\ufffda"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -67,10 +89,7 @@ def test_the_command_holds_a_conversation(printed, monkeypatch):
         (["--prompts", "absent"], "--prompts absent cannot be read"),
         ([], "give exactly one of --prompt TEXT, --prompts FILE"),
         (["--prompt", "a", "--interactive"], "give exactly one of"),
-        (
-            ["--prompt", "a", "--mesh.pipeline", "2"],
-            "--mesh.pipeline 2: generation runs without pipeline",
-        ),
+        (["--prompt", "a", "--mesh.pipeline", "2"], "generation runs without pipeline"),
         (["--prompt", "a", "--top_p", "0"], "--top_p 0.0 is not in"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 is below 1"),
         (["--prompt", "a", "--warmth", "1"], "unknown flag --warmth"),
@@ -80,6 +99,12 @@ def test_the_command_holds_a_conversation(printed, monkeypatch):
 def test_invalid_flags_and_prompts_are_refused(flags, message, whole):
     with pytest.raises(ValueError, match=message):
         generate.main(["--run", str(whole), *flags])
+
+
+def test_a_prompt_that_fills_the_context_is_refused():
+    generate.check_texts([[1] * 31], ["a"], 32)
+    with pytest.raises(ValueError, match="has 32 tokens, and the model was trained on 32"):
+        generate.check_texts([[1] * 32], ["a"], 32)
 
 
 def test_a_token_without_an_embedding_is_refused(whole, tmp_path, capsys):
@@ -92,17 +117,10 @@ def test_a_token_without_an_embedding_is_refused(whole, tmp_path, capsys):
     (tmp_path / "asked").write_text(json.dumps({"prompt": "", "choices": [text, "a"], "answer": 0}))
     with pytest.raises(ValueError, match="below 4000"):
         validate.main(["--run", str(whole), *few, "--questions", str(tmp_path / "asked")])
-    config = utils.changed(cli.load(whole / "config.toml"), {"sample.prompts": (text,)})
-    config, mesh = utils.changed(config, {"model.vocab_size": 4000}), train.make_mesh(config)
+    config = cli.load(whole / "config.toml")
+    config = utils.changed(config, {"sample.prompts": (text,), "model.vocab_size": 4000})
     manifest = SimpleNamespace(
         tokenizer="sample", tokenizer_sha256=None, begin_of_text=None, end_of_text=0
     )
-    assert sampling.make_sampler(config, mesh, manifest) is None
+    assert sampling.make_sampler(config, train.make_mesh(config), manifest) is None
     assert "no samples: the text has a token of id 40" in capsys.readouterr().out
-
-
-def test_a_run_without_a_checkpoint_is_named(whole, tmp_path):
-    (tmp_path / "config.toml").write_text((whole / "config.toml").read_text())
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="has no checkpoint yet"):
-        generate.main(["--run", str(tmp_path), "--prompt", "a"])

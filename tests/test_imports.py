@@ -1,4 +1,4 @@
-"""Which file may import which. `python tests/test_imports.py` draws the floors.
+"""Which file may import which, and how text is read. `python tests/test_imports.py` draws floors.
 
 A file's floor is one above the highest floor that it imports from, late imports included.
 """
@@ -6,13 +6,12 @@ A file's floor is one above the highest floor that it imports from, late imports
 import ast
 import functools
 import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (*("attention_kernels", "benchmarks", "data", "hf", "inference", "planning", "runtime"),)
+FOLDERS = "attention_kernels", "benchmarks", "data", "hf", "inference", "planning", "runtime"
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS))
@@ -21,22 +20,21 @@ FILES = {
 }
 AT_ROOT = [name for name in FILES if "." not in name]
 COMMANDS = {"plan", "benchmark", "pipeline"}  # which may import planning/ and benchmarks/ at once
+OTHERS = ("tests/", "guide/", ".venv/", ".cache/", "runs/")  # folders of other programs
 MOST_LINES, MODEL_LINES, MOST_FLOORS = 600, 1160, 10
 
 
-def statements(body: list[ast.stmt], late: bool) -> Iterator[ast.stmt]:
+def statements(body, late):
     """Yield the statements that run at import; with `late` also those of functions."""
     for node in body:
         yield node
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if late or not function:
-            skipped = [] if late or not typing else node.body
-            inner = [n for n in ast.iter_child_nodes(node) if n not in skipped]
-            yield from statements(inner, late)
+        if late or not (function or typing):
+            yield from statements(ast.iter_child_nodes(node), late)
 
 
-def imported(text: str, late: bool = True) -> set[str]:
+def imported(text, late=True):
     """Return the files of this project that a file's text imports, as `planning.cost`."""
     found = set()
     for node in statements(ast.parse(text).body, late):
@@ -51,13 +49,13 @@ EVER = {name: imported(path.read_text()) for name, path in FILES.items()}
 
 
 @functools.cache
-def floor_of(name: str) -> int:
+def floor_of(name):
     return 1 + max((floor_of(other) for other in EVER[name]), default=0)
 
 
-def drawing() -> str:
+def drawing():
     """Return one line per floor, the highest first."""
-    floors: dict[int, list[str]] = {}
+    floors = {}
     for name in FILES:
         floors.setdefault(floor_of(name), []).append(name.replace(".", "/"))
     return "\n".join(f"{n:2}  {'  '.join(floors[n])}" for n in sorted(floors, reverse=True))
@@ -69,29 +67,21 @@ import utils, jax
 from planning import cost
 if TYPE_CHECKING:
     import train
-else:
-    from data.tokenizer import load_tokenizer
 try:
     class A:
         import weights
         def f(self):
-            import plot
+            from planning.hlo import parse
 except ImportError:
     import hardware
-def f():
-    if True:
-        from planning.hlo import parse
 """
-    at_import = {"utils", "planning.cost", "data.tokenizer", "weights", "hardware"}
+    at_import = {"utils", "planning.cost", "weights", "hardware"}
     assert imported(text, late=False) == at_import
-    assert imported(text) == at_import | {"train", "plot", "planning.hlo"}
+    assert imported(text) == at_import | {"train", "planning.hlo"}
 
 
-def test_imports_make_no_circle():
+def test_imports_make_no_circle_and_few_floors():
     assert list(graphlib.TopologicalSorter(EVER).static_order())  # raises with the circle
-
-
-def test_the_tree_has_few_floors():
     assert max(map(floor_of, FILES)) <= MOST_FLOORS, "\n" + drawing()
 
 
@@ -101,10 +91,13 @@ def test_a_file_at_the_root_can_be_read_in_one_sitting():
         assert lines <= (MODEL_LINES if name == "model" else MOST_LINES), (name, lines)
 
 
-def test_nothing_at_the_root_but_its_commands_starts_with_planning_or_benchmarks():
+def test_only_commands_start_with_planning_or_benchmarks_and_planning_imports_none():
     for name in {*AT_ROOT} - COMMANDS:
         found = imported(FILES[name].read_text(), late=False)
         assert not [other for other in found if other.startswith(("planning.", "benchmarks."))]
+    for name in FILES:
+        if name.startswith("planning."):
+            assert not EVER[name] & {"main", "validate", "plan", "benchmark"}, name
 
 
 @pytest.mark.parametrize(
@@ -144,10 +137,28 @@ def test_a_file_does_not_import_what_is_built_on_it(name, strangers):
     assert not EVER[name] & strangers
 
 
-def test_planning_imports_no_command():
-    for name in FILES:
-        if name.startswith("planning."):
-            assert not EVER[name] & {"main", "validate", "plan", "benchmark"}, name
+def without_encoding(source):
+    """Return the lines of calls that read or write text by the locale's charset."""
+    lines = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        method = isinstance(call.func, ast.Attribute)
+        modes = [a.value for a in call.args[:2] if isinstance(a, ast.Constant)]
+        modes += [getattr(k.value, "value", "b") for k in call.keywords if k.arg == "mode"]
+        is_text = method and name in ("read_text", "write_text")
+        is_open = name in ("open", "fdopen") and not any("b" in str(m) for m in modes)
+        own = method and getattr(call.func.value, "id", "") in ("ts", "tokenize")
+        if (is_text or is_open) and not own and "encoding" not in {k.arg for k in call.keywords}:
+            lines.append(call.lineno)
+    return lines
+
+
+def test_no_file_is_read_or_written_by_the_charset_of_the_locale():
+    files = [f for f in ROOT.rglob("*.py") if not str(f.relative_to(ROOT)).startswith(OTHERS)]
+    found = {str(f): without_encoding(f.read_text(encoding="utf-8")) for f in files}
+    assert files and not {name: lines for name, lines in found.items() if lines}
+    for call in ("open(p)", "p.read_text()", "p.open('w')", "p.write_text(t)"):
+        assert without_encoding(call) == [1]
 
 
 if __name__ == "__main__":

@@ -33,20 +33,22 @@ def lines(folder):
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    file = io.StringIO()
-    screen = Console(file=file, force_terminal=True, width=100)
-    monkeypatch.setattr(metrics, "console", screen)
-    monkeypatch.setattr(console, "console", screen)
-    return file
-
-
 def test_every_step_and_evaluation_is_a_line_of_json_as_soon_as_it_is_known(tmp_path):
+    strange = {"loss/train": jnp.float32(jnp.nan), "grad_norm": float("inf"), "mfu": None}
+    plain = dict.fromkeys(strange)
     with metrics.Metrics(CONFIG, tmp_path / "run") as out:
         out.train(step(1))
         out.evaluation(evaluation(1))
         assert lines(tmp_path / "run") == [step(1), evaluation(1)]
+        out.train(step(2, lr=np.float32(0.25), skipped=jnp.int32(1), **strange))
+        out.evaluation(evaluation(2, **{"moe/tokens_per_expert": jnp.ones((2, 2), jnp.int32)}))
+        with pytest.raises(AssertionError, match="loss/tran"):
+            out.train(step(3) | {"loss/tran": 1.0})
+        with pytest.raises(AssertionError, match="loss/val"):
+            out.evaluation({"step": 3})
+    train, val = lines(tmp_path / "run")[2:]
+    assert train == step(2, lr=0.25, skipped=1, **plain)
+    assert val["moe/tokens_per_expert"] == [[1, 1], [1, 1]]
 
 
 def test_records_that_a_full_disk_refuses_are_written_when_it_has_space(tmp_path, capsys):
@@ -58,27 +60,21 @@ def test_records_that_a_full_disk_refuses_are_written_when_it_has_space(tmp_path
         try:
             out.train(step(2))
             out.evaluation(evaluation(2))
+            with pytest.raises(OSError, match="takes no records"):
+                out.sync()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert jsonl.read(tmp_path / "metrics.jsonl") == [step(1)]
-        out.train(step(3))
-        assert lines(tmp_path) == [step(1), step(2), evaluation(2), step(3)]
+        out.sync()  # as before a save
+        assert lines(tmp_path) == [step(1), step(2), evaluation(2)]
+        out._unwritten = b'{"step": 8}\n'
+    assert jsonl.has(tmp_path / "metrics.jsonl", 8, "step")
     assert capsys.readouterr().out.count("warning: records are kept in memory") == 1
 
 
-def test_arrays_and_non_finite_numbers_are_written_as_json(tmp_path):
-    strange = {"loss/train": jnp.float32(jnp.nan), "grad_norm": float("inf"), "mfu": None}
+def test_a_resumed_run_records_no_step_twice_and_a_new_one_keeps_no_old_line(tmp_path):
     with metrics.Metrics(CONFIG, tmp_path) as out:
-        out.train(step(1, lr=np.float32(0.25), skipped=jnp.int32(1), **strange))
-        out.evaluation(evaluation(1, **{"moe/tokens_per_expert": jnp.ones((2, 2), jnp.int32)}))
-    train, val = lines(tmp_path)
-    assert [train[name] for name in ("loss/train", "grad_norm", "mfu")] == [None] * 3
-    assert (train["lr"], train["skipped"]) == (0.25, 1)
-    assert val["moe/tokens_per_expert"] == [[1, 1], [1, 1]]
-
-
-def test_a_resumed_run_records_no_step_twice(tmp_path):
-    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.evaluation(evaluation(0))
         for number in (1, 2, 3):
             out.train(step(number))
             out.evaluation(evaluation(number))
@@ -86,59 +82,50 @@ def test_a_resumed_run_records_no_step_twice(tmp_path):
         file.write('{"step": 4, "tok')  # the run was killed here
     with metrics.Metrics(CONFIG, tmp_path, step=2) as out:
         out.train(step(3, lr=0.125))
-    expected = [step(1), evaluation(1), step(2), evaluation(2), step(3, lr=0.125)]
-    assert lines(tmp_path) == expected
+    kept = [evaluation(0), step(1), evaluation(1), step(2), evaluation(2), step(3, lr=0.125)]
+    assert lines(tmp_path) == kept
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_that_starts_anew_keeps_no_old_line(tmp_path):
-    with metrics.Metrics(CONFIG, tmp_path) as out:
-        out.evaluation(evaluation(0))
-        out.train(step(1))
     with metrics.Metrics(CONFIG, tmp_path):
         assert lines(tmp_path) == []
 
 
-def test_a_record_with_unknown_keys_is_refused(tmp_path):
-    with metrics.Metrics(CONFIG, tmp_path) as out:
-        with pytest.raises(AssertionError, match="loss/tran"):
-            out.train(step(1) | {"loss/tran": 1.0})
-        with pytest.raises(AssertionError, match="loss/val"):
-            out.evaluation({"step": 1})
+def test_a_truncated_line_loses_no_other_record(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "te')
+    jsonl.append(path, [{"step": 3}])
+    jsonl.append(path, [{"step": 4}])
+    assert [record["step"] for record in jsonl.read(path)] == [1, 3, 4]
+    jsonl.truncate(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
-def test_without_a_terminal_only_some_steps_are_printed(tmp_path, capsys):
-    now = iter([0.0, 4.0, 12.0, 13.0])
-    with metrics.Metrics(CONFIG, tmp_path, clock=lambda: next(now)) as out:
-        for number in (1, 2, 3, 4):
-            out.train(step(number))
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in printed] == ["1/4", "3/4", "4/4"]
+# --- the console ---------------------------------------------------------------------------------
 
 
-def test_a_line_has_loss_speed_mfu_and_time_left(tmp_path, capsys):
-    now = iter([100.0, 4000.0])
-    config = utils.Config(train=utils.Train(steps=3))
+def test_evaluations_and_some_steps_are_printed_with_the_time_left(tmp_path, capsys):
+    now = iter([100.0, 104.0, 4000.0, 4001.0])
     known = {"loss/train": 2.5, "tokens_per_s": 12345.6, "mfu": 0.4567}
-    with metrics.Metrics(config, tmp_path, clock=lambda: next(now)) as out:
+    dense = {"moe/tokens_per_expert": [], "loss/val_balance": None, "moe/dropped": None}
+    with metrics.Metrics(CONFIG, tmp_path, clock=lambda: next(now)) as out:
         out.train(step(1, mfu=None))
-        out.train(step(2, skipped=3, **known))
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1/3  loss 0.5000  0 tokens/s"
-    assert second == ("step 2/3  loss 2.5000  12,346 tokens/s  MFU 45.7%  3 skipped  1:05:00 left")
-
-
-def test_an_evaluation_is_logged_at_once(tmp_path, capsys):
-    with metrics.Metrics(CONFIG, tmp_path) as out:
+        out.train(step(2))  # within LINE_EVERY_S
         out.evaluation(evaluation(2))
-        dense = {"moe/tokens_per_expert": [], "loss/val_balance": None, "moe/dropped": None}
-        out.evaluation(evaluation(3, **dense))
-    moe, dense = capsys.readouterr().out.splitlines()
+        out.evaluation(evaluation(2, **dense))
+        out.train(step(3, skipped=3, **known))
+        out.train(step(4))
+    first, moe, dense, third, last = capsys.readouterr().out.splitlines()
+    assert first == "step 1/4  loss 0.5000  0 tokens/s"
     assert moe == "step 2/4  validation loss 3.5000  balance 1.125  dropped 25.00%"
-    assert dense == "step 3/4  validation loss 3.5000"
+    assert dense == "step 2/4  validation loss 3.5000"
+    assert third == "step 3/4  loss 2.5000  12,346 tokens/s  MFU 45.7%  3 skipped  0:32:30 left"
+    assert last.startswith("step 4/4 ")
 
 
-def test_a_terminal_shows_every_step_and_lines_above_it(tmp_path, terminal):
+def test_a_terminal_shows_every_step_and_lines_above_it(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    screen = Console(file=terminal, force_terminal=True, width=100)
+    for where in (metrics, console):
+        monkeypatch.setattr(where, "console", screen)
     with metrics.Metrics(CONFIG, tmp_path) as out:
         out.train(step(1))
         console.log("a sample: [bold]def")
@@ -158,22 +145,3 @@ def test_only_process_0_writes_and_prints(tmp_path, monkeypatch, capsys):
         console.log("hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-def test_a_truncated_line_loses_no_other_record(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "te')
-    jsonl.append(path, [{"step": 3}])
-    jsonl.append(path, [{"step": 4}])
-    assert [record["step"] for record in jsonl.read(path)] == [1, 3, 4]
-    jsonl.truncate(path, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
-
-
-def test_records_kept_in_memory_are_written_before_a_save(tmp_path):
-    with metrics.Metrics(utils.Config(), tmp_path) as recorder:
-        recorder._unwritten = b'{"step": 7}\n'
-        recorder.sync()
-        assert jsonl.has(tmp_path / "metrics.jsonl", 7, "step")
-        recorder._unwritten = b'{"step": 8}\n'
-    assert jsonl.has(tmp_path / "metrics.jsonl", 8, "step")

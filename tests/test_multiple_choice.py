@@ -8,16 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-import checkpoint
-import model
 import reference
-import train
 import validate
-from common import canonical, mostly_long
+from common import canonical
 from data.tokenizer import encode_continuation, load_tokenizer
 from hf_run import write_sentencepiece
 from inference import multiple_choice
-from runtime import cli, resume, run_directory
+from tiny_run import load
 
 QUESTIONS = [
     {"prompt": "import", "choices": [" os", " jax.numpy as jnp", " self"], "answer": 1},
@@ -25,25 +22,19 @@ QUESTIONS = [
     {"prompt": "x = 1\n" * 30, "choices": ["return", "for i in range(9):"], "answer": 0},
 ]
 
-OTHER_MESH = "--mesh.fsdp 4 --mesh.pipeline 2 --mesh.tensor 1"
+
+@pytest.fixture(scope="module")
+def loaded(whole):
+    """(config, declared, mesh, weights, canonical tree of weights) of the run's checkpoint."""
+    config, *others, w = load(whole)
+    return config, *others, w, canonical(config, w)
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("questions") / "asked.jsonl"
-    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(whole):
+def expected(loaded):
     """log p of each choice in the reference, one text at a time."""
-    config = cli.load(whole / "config.toml")
-    declared, mesh = model.declare(config), train.make_mesh(config)
-    shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, stored = checkpoint.load_weights(run_directory.at(whole), None, shapes)
-    tree = canonical(config, w)
-    tokenizer = load_tokenizer(stored["tokens"]["tokenizer"])
+    config, *_, tree = loaded
+    tokenizer = load_tokenizer("sample")
     run = jax.jit(lambda batch: reference.loss(tree, batch, config.model)[1]["cross_entropy"])
 
     def score(prompt, choice):
@@ -59,74 +50,67 @@ def expected(whole):
     return [[score(q["prompt"], choice) for choice in q["choices"]] for q in QUESTIONS]
 
 
-@pytest.mark.parametrize("mesh", mostly_long(["", OTHER_MESH], OTHER_MESH))
-def test_choices_have_the_likelihood_of_the_reference(mesh, whole, file, expected, capsys):
-    flags = ["--run", str(whole), "--questions", str(file), "--json", *mesh.split()]
-    validate.main([*flags, "--train.microbatches", "2"])
-    found = json.loads(capsys.readouterr().out)
-    for ours, theirs in zip(found["log_likelihoods"], expected, strict=True):
+def assert_likelihoods_are_those_of_the_reference(expected, printed):
+    found = json.loads(printed)
+    assert (found["questions"], found["step"]) == (9, 6)
+    for ours, theirs in zip(found["log_likelihoods"], expected * 3, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
     right = [int(np.argmax(s)) == q["answer"] for s, q in zip(expected, QUESTIONS, strict=True)]
     assert found["accuracy"] == pytest.approx(np.mean(right))
-    assert found["questions"] == 3 and found["step"] == 6
-    per_byte = [
-        int(np.argmax([x / len(c) for x, c in zip(s, q["choices"], strict=True)])) == q["answer"]
-        for s, q in zip(expected, QUESTIONS, strict=True)
-    ]
-    assert found["accuracy_norm"] == pytest.approx(np.mean(per_byte))
 
 
-@pytest.mark.parametrize("mesh", mostly_long(["", OTHER_MESH], OTHER_MESH))
-def test_a_greedy_text_is_recognized(mesh, whole):
-    flags = [*mesh.split(), "--train.microbatches=2"]
-    config = resume.config_of(run_directory.at(whole), flags, validate.Flags)
-    declared, place = model.declare(config), train.make_mesh(config)
-    shapes = train.abstract_state(config, declared, place).weights
-    w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
-    tree, context, text = jax.device_get(canonical(config, w)), [7, 300], []
+def ask(folder, whole, capsys, *flags):
+    """Evaluate 21 choices, 8 in a pass; return what is printed."""
+    file = folder / "asked.jsonl"
+    file.write_text("\n".join(json.dumps(q) for q in QUESTIONS * 3) + "\n\n")
+    capsys.readouterr()
+    validate.main(["--run", str(whole), "--questions", str(file), *flags])
+    return capsys.readouterr().out  # progress goes to standard error
+
+
+def test_choices_have_the_likelihood_of_the_reference(expected, tmp_path, whole, capsys):
+    printed = ask(tmp_path, whole, capsys, "--json", "--train.microbatches", "2")
+    assert_likelihoods_are_those_of_the_reference(expected, printed)
+    found = json.loads(printed)
+    first, *rest = multiple_choice.report(found, "asked.jsonl")
+    assert first == "step 6 on 9 questions of asked.jsonl"
+    assert [line.split()[0] for line in rest] == ["accuracy", "normalised"]
+    assert all("% +- " in line for line in rest)
+
+
+def test_a_greedy_text_is_recognized(loaded):
+    config, declared, mesh, w, tree = loaded
+    context, text = [7, 300], []
     run = jax.jit(lambda row: reference.logits(tree, row, config.model))
     for _ in range(3):
         row = np.array([[*context, *text, 0, 0, 0][:5]], np.int32)
         text.append(int(run(row)[0, 1 + len(text)].argmax()))
     others = [[*text[:i], text[i] ^ 1, *text[i + 1 :]] for i in range(3)]
-    scorer = multiple_choice.Scorer(config, declared, place, 5)
+    scorer = multiple_choice.Scorer(config, declared, mesh, 5)
     found = scorer(w, [(context, one) for one in (text, *others)])[1]
     assert found.tolist() == [True, False, False, False]
 
 
-@pytest.mark.parametrize("is_sample", [True, False])
-def test_a_prompt_begins_as_documents_of_the_training_data_do(whole, tmp_path, is_sample):
-    config = resume.config_of(run_directory.at(whole), [], validate.Flags)
-    declared, place = model.declare(config), train.make_mesh(config)
-    shapes = train.abstract_state(config, declared, place).weights
-    w = checkpoint.load_weights(run_directory.at(whole), None, shapes)[1]
+def test_a_prompt_begins_as_documents_of_the_training_data_do(loaded, tmp_path):
+    config, declared, mesh, w, _ = loaded
     write_sentencepiece(tmp_path / "pieces", "segment")
-    tokenizer = load_tokenizer("sample" if is_sample else str(tmp_path / "pieces"))
+    tokenizer = load_tokenizer(str(tmp_path / "pieces"))
     questions = [multiple_choice.Question(prompt, [" a"], 0) for prompt in ("def", "")]
-    found = multiple_choice.evaluate(config, declared, place, w, questions, tokenizer, [7])
+    found = multiple_choice.evaluate(config, declared, mesh, w, questions, tokenizer, [7])
     first, after = tokenizer.encode_ordinary(" a"), encode_continuation(tokenizer, " a")
-    assert (first == after) == is_sample  # SentencePiece puts a space before a text
+    assert first != after  # SentencePiece puts a space before a text
     pairs = [([7, *tokenizer.encode_ordinary("def")], after), ([7], first)]
     longest = max(len(context) + len(text) for context, text in pairs)
-    scores = multiple_choice.Scorer(config, declared, place, longest)(w, pairs)[0].tolist()
+    scores = multiple_choice.Scorer(config, declared, mesh, longest)(w, pairs)[0].tolist()
     assert found["log_likelihoods"] == [[score] for score in scores]
 
 
-def test_many_questions_take_several_batches(whole, tmp_path, expected, capsys):
-    file = tmp_path / "asked.jsonl"
-    file.write_text("\n".join(json.dumps(q) for q in QUESTIONS * 3))  # 21 choices, 8 in a pass
-    validate.main(["--run", str(whole), "--questions", str(file), "--json"])
-    found = json.loads(capsys.readouterr().out)  # progress goes to standard error
-    for ours, theirs in zip(found["log_likelihoods"], expected * 3, strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-5)
-
-
-def test_the_result_is_printed_in_lines(whole, file, capsys):
-    validate.main(["--run", str(whole), "--questions", str(file)])
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first == f"step 6 on 3 questions of {file}"
-    assert [line.split()[0] for line in rest] == ["accuracy", "normalised"]
-    assert all("% +- " in line for line in rest)
+def test_a_choice_is_normalised_by_its_bytes(monkeypatch):
+    scores = np.array([-4.0, -3.3]), None
+    monkeypatch.setattr(multiple_choice, "Scorer", lambda *given: lambda w, pairs: scores)
+    question = multiple_choice.Question("a", ["\u00e9\u00e9", "abc"], 0)
+    found = multiple_choice.evaluate(*[None] * 4, [question], load_tokenizer("sample"))
+    assert (found["accuracy"], found["accuracy_norm"]) == (0, 1)
 
 
 def test_the_standard_error_is_that_of_a_mean():
@@ -142,18 +126,12 @@ def test_the_standard_error_is_that_of_a_mean():
         ("{", "line 2 is not a question .JSONDecodeError"),
         ('{"prompt": "a", "choices": ["b", "c"]}', "line 2 is not a question .KeyError: 'answer'"),
         ("3", "line 2 is not a question .TypeError"),
-        (
-            '{"prompt": "a", "choices": ["b"], "answer": 0}',
-            "line 2: the prompt must be a string, and",
-        ),
-        (
-            '{"prompt": "a", "choices": ["b", ""], "answer": 0}',
-            "line 2: the prompt must be a string, and",
-        ),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "line 2: the prompt must be a"),
+        ('{"prompt": "", "choices": ["b", ""], "answer": 0}', "line 2: the prompt must be a"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "the answer 2 is not one of the 2"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": "b"}', "the answer 'b' is not one of"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_line_is_named(line, message, tmp_path):
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps(QUESTIONS[0]) + "\n" + line)

@@ -1,6 +1,6 @@
 """The executor against plain differentiation of a toy model: results, residuals, programs.
 
-Letters: M microbatches, B sequences, D width, V outputs.
+Letters: M microbatches, B sequences, D width, V outputs. The batch is sharded over FSDP ranks.
 """
 
 import re
@@ -18,22 +18,8 @@ from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES
 from weights import vary
 
-B, D, V = 4, 5, 12
+B, D, V, FSDP = 4, 5, 12, 2
 PER_CHUNK = 2  # blocks in a chunk
-# (pipeline, virtual, M): one rank, few and odd microbatches, more and fewer chunks than ranks.
-SCHEDULES = [
-    (1, 1, 1),
-    (1, 1, 3),
-    (1, 3, 2),
-    (2, 1, 1),
-    (2, 1, 5),
-    (2, 2, 2),
-    (2, 3, 6),
-    (4, 1, 1),
-    (4, 1, 3),
-    (4, 2, 8),
-    (4, 3, 4),
-]
 
 
 class Data(NamedTuple):
@@ -78,21 +64,16 @@ def last(outer, data, y):
 
 
 FUNCTIONS = pipeline.Functions(first, block, last)
+RECOMPUTED = FUNCTIONS._replace(block=jax.checkpoint(block))
 
 
-def weights_of(blocks):
-    random = np.random.default_rng(0)
+def inputs_of(schedule, per_chunk=PER_CHUNK):
+    """Return (weights, data) of all ranks."""
+    random, blocks = np.random.default_rng(0), schedule.stages * per_chunk
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
-    return pipeline.Parameters(
-        Outer(draw(D, D), draw(D, V), draw(D)),
-        {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)},
-    )
-
-
-def data_of(M):
-    random = np.random.default_rng(1)
-    draw = lambda *shape: random.standard_normal((M, B, *shape)).astype(np.float32)  # noqa: E731
-    return Data(draw(D), draw(V), draw())
+    outer = Outer(draw(D, D), draw(D, V), draw(D))
+    w = pipeline.Parameters(outer, {"matrix": draw(blocks, D, D), "bias": draw(blocks, D)})
+    return w, Data(*(draw(schedule.microbatches, B, *shape) for shape in ((D,), (V,), ())))
 
 
 def plain_loss(w, data):
@@ -106,28 +87,10 @@ def plain_loss(w, data):
     return losses + error, (error, jnp.stack(sums))
 
 
-def plain(w, data):
-    """Return gradients of the sum over microbatches, [M] errors and [M, blocks] sums."""
-    one = jax.grad(plain_loss, has_aux=True)
-    grads, results = jax.jit(jax.vmap(one, in_axes=(None, 0)))(w, data)
-    return jax.tree.map(lambda g: g.sum(0), grads), results
-
-
-def mesh_of(ranks, fsdp):
-    devices = np.array(jax.devices()[: fsdp * ranks]).reshape(1, fsdp, ranks, 1)
-    return jax.sharding.Mesh(devices, MESH_AXES)
-
-
 WEIGHT_SPECS = pipeline.Parameters(Outer(P(), P(None, "pipeline"), P()), P(None, "pipeline"))
-DATA_SPEC = P(None, BATCH_AXES)
 
 
-def per_chunk(tree, schedule):
-    """[blocks of a rank, ...] -> [virtual, 1, blocks per chunk, ...]."""
-    return jax.tree.map(lambda a: a.reshape(schedule.virtual, 1, -1, *a.shape[1:]), tree)
-
-
-def on_ranks(schedule, local, out_specs, fsdp=1):
+def on_ranks(schedule, local, out_specs):
     """Run `local`, of one rank, on global arrays with blocks in model order."""
 
     def global_function(w, data):
@@ -139,32 +102,34 @@ def on_ranks(schedule, local, out_specs, fsdp=1):
         blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
         return local(vary(w._replace(blocks=blocks)), data)
 
+    devices = np.array(jax.devices()[: FSDP * schedule.pipeline])
+    mesh = jax.sharding.Mesh(devices.reshape(1, FSDP, schedule.pipeline, 1), MESH_AXES)
+    in_specs = WEIGHT_SPECS, P(None, BATCH_AXES)
     mapped = jax.shard_map(
-        local_blocks_in_a_row,
-        mesh=mesh_of(schedule.pipeline, fsdp),
-        in_specs=(WEIGHT_SPECS, DATA_SPEC),
-        out_specs=out_specs,
-        check_vma=True,
+        local_blocks_in_a_row, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
     )
     return jax.jit(global_function)
 
 
-def train(schedule, functions=FUNCTIONS, fsdp=1):
-    """(weights, data) -> gradients, statistics of blocks, statistics of `last`."""
+def train(schedule, functions=FUNCTIONS):
+    """(weights, data) -> gradients, statistics of blocks and of `last`; those of an evaluation."""
+
+    def of_blocks(tree):
+        shape = schedule.virtual, 1, -1
+        tree = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree)
+        return lax.psum(tree, TOKEN_AXES)
 
     def local(w, data):
         grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
-        blocks = lax.psum(per_chunk(grads.blocks, schedule), TOKEN_AXES)
-        outer = Outer(
-            lax.psum(grads.outer.first, MESH_AXES),
-            lax.psum(grads.outer.last, TOKEN_AXES),
-            lax.psum(grads.outer.shift, MESH_AXES),
-        )
-        whole = pipeline.Parameters(outer, blocks)
-        stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
-        return whole, stats, lax.psum(results, BATCH_AXES)
+        axes = Outer(MESH_AXES, TOKEN_AXES, MESH_AXES)
+        outer = Outer(*(lax.psum(g, a) for g, a in zip(grads.outer, axes, strict=True)))
+        grads = pipeline.Parameters(outer, of_blocks(grads.blocks))
+        evaluated, by_microbatch = pipeline.forward(functions, w, data, schedule)
+        results = lax.psum((results, by_microbatch), BATCH_AXES)
+        return grads, of_blocks(stats), of_blocks(evaluated), results
 
-    return on_ranks(schedule, local, (WEIGHT_SPECS, P(None, "pipeline"), P()), fsdp)
+    stacked = P(None, "pipeline")
+    return on_ranks(schedule, local, (WEIGHT_SPECS, stacked, stacked, P()))
 
 
 def flat(tree):
@@ -173,62 +138,42 @@ def flat(tree):
 
 
 def assert_same(found, expected):
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        b = np.asarray(b)
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= 5e-6, f"{jax.tree_util.keystr(path)}: {error}"
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - b).max() <= 5e-6 * np.abs(b).max()
 
 
-def assert_trains_as_plain(sizes, functions=FUNCTIONS, fsdp=1):
-    schedule = Schedule(*sizes)
-    w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
-    grads, stats, results = train(schedule, functions, fsdp)(w, data)
-    expected, (errors, sums) = plain(w, data)
+# One rank, few and odd microbatches, more and fewer chunks than ranks.
+@pytest.mark.parametrize(
+    ("sizes", "recomputed"),
+    [
+        ((1, 1, 3), True),
+        ((1, 3, 2), False),
+        ((2, 1, 1), False),
+        ((2, 3, 4), False),
+        ((4, 1, 5), False),
+        ((4, 2, 8), True),
+    ],
+    ids=str,
+)
+def test_training_and_evaluation_match_plain_differentiation(sizes, recomputed):
+    schedule, functions = Schedule(*sizes), RECOMPUTED if recomputed else FUNCTIONS
+    w, data = inputs_of(schedule)
+    grads, stats, evaluated, (results, by_microbatch) = train(schedule, functions)(w, data)
+    one = jax.grad(plain_loss, has_aux=True)
+    expected, (errors, sums) = jax.jit(jax.vmap(one, in_axes=(None, 0)))(w, data)
+    expected = jax.tree.map(lambda g: g.sum(0), expected)
     assert_same(grads._replace(blocks=flat(grads.blocks)), expected)
-    assert (flat(stats["calls"]) == schedule.microbatches * fsdp).all()
-    assert_same(flat(stats["sum"]), sums.sum(0))
-    assert_same(results["loss"], errors.sum())
-    assert_same(results["first"], data.gain.sum())
-
-
-@pytest.mark.parametrize("sizes", SCHEDULES, ids=lambda sizes: "P{}v{}M{}".format(*sizes))
-def test_gradients_and_statistics_match_plain_differentiation(sizes):
-    assert_trains_as_plain(sizes)
-
-
-def test_gradients_match_plain_differentiation_with_the_batch_sharded_over_fsdp():
-    assert_trains_as_plain((2, 2, 4), fsdp=2)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (4, 2, 8)], ids=str)
-def test_gradients_do_not_change_when_blocks_are_recomputed(sizes):
-    assert_trains_as_plain(sizes, FUNCTIONS._replace(block=jax.checkpoint(block)))
+    for found in (flat(stats), flat(evaluated)):
+        assert (found["calls"] == schedule.microbatches * FSDP).all()
+        assert_same(found["sum"], sums.sum(0))
+    assert_same(results, {"loss": errors.sum(), "first": data.gain.sum()})
+    assert_same(by_microbatch, {"loss": errors, "first": data.gain.sum(1)})
 
 
 def test_a_block_on_the_data_of_an_idle_slot_gives_nan():
-    w = jax.tree.map(lambda a: a[0], weights_of(1).blocks)
+    w = jax.tree.map(lambda a: a[0], inputs_of(Schedule(1, 1, 1))[0].blocks)
     y, loss = formula(w, jnp.ones(B), jnp.float32(0), jnp.zeros((B, D)))
-    assert np.isnan(y).all() and np.isnan(loss), "the tests above would not see an unmasked slot"
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 1, 3), (4, 1, 1), (2, 3, 4), (4, 2, 8)], ids=str)
-def test_evaluation_returns_the_results_of_microbatches_in_order(sizes):
-    schedule = Schedule(*sizes)
-    w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
-
-    def local(w, data):
-        stats, results = pipeline.forward(FUNCTIONS, w, data, schedule)
-        stats = lax.psum(per_chunk(stats, schedule), TOKEN_AXES)
-        return stats, lax.psum(results, BATCH_AXES)
-
-    stats, results = on_ranks(schedule, local, (P(None, "pipeline"), P()))(w, data)
-    _, (errors, sums) = plain(w, data)
-    assert_same(results["loss"], errors)
-    assert_same(results["first"], data.gain.sum(1))
-    assert_same(flat(stats["sum"]), sums.sum(0))
-    assert (flat(stats["calls"]) == schedule.microbatches).all()
+    assert np.isnan(y).all() and np.isnan(loss), "the test above would not see an unmasked slot"
 
 
 def ring_of(functions, schedule):
@@ -241,60 +186,33 @@ def ring_of(functions, schedule):
         found.extend(a.shape for a in jax.tree.leaves(ring))
         return lax.psum(jnp.zeros(()), ())
 
-    w, data = weights_of(schedule.stages * PER_CHUNK), data_of(schedule.microbatches)
-    jax.eval_shape(on_ranks(schedule, local, P()), w, data)
+    jax.eval_shape(on_ranks(schedule, local, P()), *inputs_of(schedule))
     assert all(shape[:2] == (schedule.ring_slots, PER_CHUNK) for shape in found)
     return [shape[2:] for shape in found]
 
 
 def test_the_ring_holds_residuals_but_no_weights_and_no_data():
-    kept = ring_of(FUNCTIONS, Schedule(2, 2, 4))
-    assert (B, D) in kept
-    assert not {(D, D), (D,), (B, V), (B,)} & set(kept)
+    kept, b = ring_of(FUNCTIONS, Schedule(2, 2, 4)), B // FSDP
+    assert (b, D) in kept
+    assert not {(D, D), (D,), (b, V), (b,)} & set(kept)
+    assert ring_of(RECOMPUTED, Schedule(2, 2, 4)) == [(b, D)], "only the input of a block"
 
 
-def test_the_ring_holds_only_the_input_of_a_recomputed_block():
-    functions = FUNCTIONS._replace(block=jax.checkpoint(block))
-    assert ring_of(functions, Schedule(2, 2, 4)) == [(B, D)]
-
-
-def program(schedule, blocks_per_chunk):
-    """Return the traced training step, without sizes."""
-    w, data = weights_of(schedule.stages * blocks_per_chunk), data_of(schedule.microbatches)
-    return re.sub(r"\d+|\s+", "_", str(jax.make_jaxpr(train(schedule))(w, data)))
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_the_program_grows_with_neither_blocks_nor_microbatches(virtual):
-    small, more_blocks, more_microbatches = (
-        program(Schedule(2, virtual, M), blocks) for M, blocks in ((4, 2), (4, 8), (16, 2))
-    )
-    assert len(small) > 10_000
-    assert small == more_blocks
-    assert small == more_microbatches
-
-
-@pytest.mark.parametrize("sizes", SCHEDULES, ids=str)
-def test_first_and_last_run_once_for_each_microbatch_and_direction(sizes):
-    schedule = Schedule(*sizes)
-    share = pipeline.branch_share(schedule)
-    runs = dict.fromkeys(("first", "last", "first_backward"), 0.0)
-    for start, stop, forward, backward in schedule.phases:
-        for role in runs:
-            name = f"jit(step)/{pipeline.PHASES[forward, backward]}/while/body/{role}/cond"
-            never, once = share(name)
-            assert never + once == 1
-            runs[role] += (stop - start) * once
-    assert runs == pytest.approx(dict.fromkeys(runs, schedule.microbatches))
-    assert share("jit(step)/while/body/cond") is None
+def test_the_program_grows_with_neither_blocks_nor_microbatches():
+    texts = []
+    for M, blocks in ((4, 2), (4, 8), (16, 2)):
+        schedule = Schedule(2, 2, M)
+        text = str(jax.make_jaxpr(train(schedule))(*inputs_of(schedule, blocks)))
+        texts.append(re.sub(r"\d+|\s+", "_", text))  # without sizes
+    assert len(texts[0]) > 10_000 and texts[0] == texts[1] == texts[2]
 
 
 def test_a_loss_that_is_not_reduced_is_an_error_at_trace_time():
     def forgotten(outer, data, y):
-        w = outer.last
-        loss = jnp.sum((y @ w - data.targets[:, : w.shape[1]]) ** 2)
-        return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
+        _, stats = last(outer, data, y)
+        loss = jnp.sum((y @ outer.last - data.targets[:, : outer.last.shape[1]]) ** 2)
+        return loss, stats | {"loss": loss}
 
-    step = train(Schedule(2, 1, 2), FUNCTIONS._replace(last=forgotten))
+    schedule = Schedule(2, 1, 2)
     with pytest.raises((TypeError, ValueError), match=r"var(ying|iance)|vma|manual axes"):
-        jax.eval_shape(step, weights_of(4), data_of(2))
+        jax.eval_shape(train(schedule, FUNCTIONS._replace(last=forgotten)), *inputs_of(schedule))

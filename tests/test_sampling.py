@@ -3,6 +3,7 @@
 Letters: B sequences, T positions, P positions with logits, V vocabulary.
 """
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoint
-import generate
-import model
 import train
 import utils
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from inference import decode, sampling
-from runtime import resume, run_directory
+from runtime import distributed
+from runtime.errors import Exit, JobFailed
+from tiny_run import load
 
 PROMPTS = ("def", "import jax", "")
-MESHES = {"1x1x1": utils.Mesh(fsdp=1, pipeline=1, tensor=1), "2x2x2_virtual": utils.Mesh(virtual=2)}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def tokenizer(manifest):
     return load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
 
 
-def sampled(monkeypatch, manifest, logits, mesh="1x1x1", steps=(7,), length=16, **sample):
+def sampled(monkeypatch, manifest, logits, steps=(7,), length=16, **sample):
     """Texts of PROMPTS after each of `steps`, where logits(tokens [B, P]) is the model."""
 
     def extend(config, declared, mesh):
@@ -46,11 +45,12 @@ def sampled(monkeypatch, manifest, logits, mesh="1x1x1", steps=(7,), length=16, 
 
     monkeypatch.setattr(decode, "extend", extend)
     config = utils.Config(
-        mesh=MESHES[mesh],
+        mesh=utils.Mesh(virtual=2),
         train=utils.Train(seq_len=length),
         sample=utils.Sample(prompts=PROMPTS, **sample),
     )
     sampler = sampling.Sampler(config, train.make_mesh(config), manifest)
+    sampler.generator.ends.insert(0, 4094)  # another token that ends a text, and that none has
     monkeypatch.setattr(sampler.generator, "convert_weights", lambda w: w)
     texts = []
     for step in steps:
@@ -71,28 +71,23 @@ def following(tokenizer, manifest, prompt, count):
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_temperature_0_samples_the_most_likely_token(mesh, monkeypatch, manifest, tokenizer):
-    [texts] = sampled(monkeypatch, manifest, counting, mesh, tokens=4, temperature=0.0)
-    assert texts == [following(tokenizer, manifest, prompt, 4) for prompt in PROMPTS]
-
-
-def test_a_sample_ends_with_its_document(monkeypatch, manifest, tokenizer):
+def test_temperature_0_samples_the_most_likely_token_until_a_document_ends(
+    monkeypatch, manifest, tokenizer
+):
     end = tokenizer.encode_ordinary("def")[-1] + 2
 
     def ending(tokens_BP):
         return counting(jnp.where(tokens_BP == end, manifest.end_of_text - 1, tokens_BP))
 
+    def expected(*counts):
+        pairs = zip(PROMPTS, counts, strict=True)
+        return [following(tokenizer, manifest, prompt, count) for prompt, count in pairs]
+
     [texts] = sampled(monkeypatch, manifest, ending, tokens=4, temperature=0.0)
-    lengths = [2, 4, 4]
-    pairs = zip(PROMPTS, lengths, strict=True)
-    assert texts == [following(tokenizer, manifest, prompt, count) for prompt, count in pairs]
-
-
-def test_a_long_prompt_is_cut_at_its_start(monkeypatch, manifest, tokenizer):
-    assert len(tokenizer.encode_ordinary(PROMPTS[1])) > 1
+    assert texts == expected(2, 4, 4)
+    assert len(tokenizer.encode_ordinary(PROMPTS[1])) > 1, "a long prompt is cut at its start"
     [texts] = sampled(monkeypatch, manifest, counting, length=4, tokens=3, temperature=0.0)
-    assert texts == [following(tokenizer, manifest, prompt, 3) for prompt in PROMPTS]
+    assert texts == expected(3, 3, 3)
 
 
 def test_samples_are_the_same_again_at_the_same_step(monkeypatch, manifest):
@@ -109,53 +104,52 @@ def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(
 ):
     config = utils.Config(mesh=utils.Mesh(fsdp=4, pipeline=2, tensor=1))
     mesh = train.make_mesh(config)
-    narrow = utils.Model(hidden_size=12)  # divides over 4 ranks of fsdp, not over 8
-    assert (
-        sampling.make_sampler(utils.Config(mesh=config.mesh, model=narrow), mesh, manifest) is None
-    )
-    assert (
-        "no samples: --model.hidden_size 12 is not divisible by --mesh.fsdp 8"
-        in capsys.readouterr().out
-    )
+    narrow = utils.changed(config, {"model.hidden_size": 12})  # divides over 4 ranks, not over 8
+    assert sampling.make_sampler(narrow, mesh, manifest) is None
+    message = "no samples: --model.hidden_size 12 is not divisible by --mesh.fsdp 8"
+    assert message in capsys.readouterr().out
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**20, "bytes_in_use": 0})
     full = SimpleNamespace(devices=mesh.devices, axis_types=mesh.axis_types, local_devices=[device])
     assert sampling.make_sampler(config, full, manifest) is None
     assert "GiB per device, and 0.00 are free" in capsys.readouterr().out
 
+    @contextlib.contextmanager
+    def shared():
+        yield
+        raise JobFailed("process 1 (h1): they need 2.00 GiB, and 1.00 are free", Exit.CONFIG)
 
-def frequencies(probabilities, **options):
-    """The frequency of each token in 2,000 samples."""
-    rows = jnp.broadcast_to(jnp.log(jnp.array(probabilities)), (2000, len(probabilities)))
-    numbers = jnp.arange(2000)
-    key, at = jax.random.key(0), jnp.zeros(2000, jnp.int32)
+    monkeypatch.setattr(sampling, "Sampler", lambda *arguments: "a sampler")
+    assert sampling.make_sampler(config, None, None) == "a sampler"
+    monkeypatch.setattr(distributed, "shared_errors", shared)
+    assert sampling.make_sampler(config, None, None) is None, "all processes or none sample"
+    assert "no samples: process 1 (h1): they need 2.00 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 1.0}, [0.5, 0.25, 0.15, 0.1]),
+        ({"temperature": 0.5}, np.array([100, 25, 9, 4]) / 138),
+        ({"temperature": 1.0, "top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        # The first two have 0.75, so the third is needed for 0.8.
+        ({"temperature": 1.0, "top_p": 0.8}, [5 / 9, 2.5 / 9, 1.5 / 9, 0]),
+        ({"temperature": 1.0, "top_p": 0.01}, [1, 0, 0, 0]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_sampled_by_temperature_top_k_and_top_p(options, expected):
+    rows = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1])), (2000, 4))
+    numbers, at = jnp.arange(2000), jnp.zeros(2000, jnp.int32)
     options = sampling.SamplingOptions(**options)
-    found = sampling.sample_tokens(rows, key, numbers, at, options)
-    return np.bincount(found, minlength=len(probabilities)) / 2000
-
-
-def test_tokens_are_sampled_by_temperature_top_k_and_top_p():
-    given = [0.5, 0.25, 0.15, 0.1]
-    assert frequencies(given, temperature=1.0) == pytest.approx(given, abs=0.03)
-    sharp = np.array(given) ** 2 / np.sum(np.array(given) ** 2)
-    assert frequencies(given, temperature=0.5) == pytest.approx(sharp, abs=0.03)
-    assert frequencies(given, temperature=1.0, top_k=2) == pytest.approx(
-        [2 / 3, 1 / 3, 0, 0], abs=0.03
-    )
-    # The first two have 0.75, so the third is needed for 0.8.
-    assert frequencies(given, temperature=1.0, top_p=0.8) == pytest.approx(
-        [5 / 9, 2.5 / 9, 1.5 / 9, 0], abs=0.03
-    )
-    assert frequencies(given, temperature=1.0, top_p=0.01).tolist() == [1, 0, 0, 0]
-    assert frequencies(given, temperature=0.0).tolist() == [1, 0, 0, 0]
+    tokens = sampling.sample_tokens(rows, jax.random.key(0), numbers, at, options)
+    found = np.bincount(tokens, minlength=4) / 2000
+    assert found == pytest.approx(expected, abs=0.03)
+    assert ((found == 0) == (np.array(expected) == 0)).all()
 
 
 def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkeypatch):
     monkeypatch.setattr(sampling, "MAX_PREFILL_TOKENS", 8)  # longer texts take several passes
-    one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.microbatches=1"]
-    config = resume.config_of(run_directory.at(whole), one, generate.Flags)
-    mesh = train.make_mesh(config)
-    shapes = train.abstract_state(config, model.declare(config), mesh).weights
-    _, w, _ = checkpoint.load_weights(run_directory.at(whole), None, shapes)
+    config, _, mesh, w = load(whole, "--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1")
     generator = sampling.Generator(config, mesh, 2, 32, [4095], sampling.SamplingOptions(0.0))
     w = generator.convert_weights(w)
     parts = [tokenizer.encode_ordinary(text) for text in ("import jax", "def test_a(x):", "x")]

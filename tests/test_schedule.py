@@ -1,3 +1,4 @@
+import functools
 import json
 from fractions import Fraction
 
@@ -5,26 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import pipeline
 from planning import schedule_report
-from schedule import Schedule
+from schedule import PHASES, Schedule
 
-SIZES = [
-    (1, 1, 1),
-    (1, 1, 5),
-    (1, 3, 2),
-    (2, 1, 1),
-    (2, 1, 2),
-    (2, 2, 2),
-    (3, 1, 7),
-    (3, 2, 6),
-    (4, 1, 2),
-    (4, 2, 8),
-    (4, 3, 4),
-    (8, 2, 16),
-]
+SIZES = [(1, 1, 1), (1, 1, 5), (1, 3, 2), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 1, 7), (3, 2, 6)]
+SIZES += [(4, 1, 2), (4, 2, 8), (4, 3, 4), (8, 2, 16)]
 every_size = pytest.mark.parametrize("plan", [Schedule(*size) for size in SIZES], ids=str)
 
 
+@functools.cache
 def ticks_of_tasks(plan):
     """Return {(fwd or bwd, stage, microbatch): tick} from the printed names and the phases."""
     found = {}
@@ -40,77 +31,33 @@ def ticks_of_tasks(plan):
     return found
 
 
-def test_two_ranks_and_two_microbatches_run_in_the_order_worked_by_hand():
-    plan = Schedule(2, 1, 2)
-    assert plan.tasks(0) == ["fwd_0__0", "fwd_0__1", "bwd_0__0", "bwd_0__1"]
-    assert plan.tasks(1) == ["fwd_1__0", "bwd_1__0", "fwd_1__1", "bwd_1__1"]
-    assert plan.ticks == 4
-    assert plan.phases == [(0, 1, True, False), (1, 3, True, True), (3, 4, False, True)]
-
-
-def test_one_rank_alternates_forward_and_backward():
-    plan = Schedule(1, 1, 3)
-    assert plan.tasks(0) == [f"{way}_0__{m}" for m in range(3) for way in ("fwd", "bwd")]
-    assert plan.phases == [(0, 3, True, True)]
-    assert plan.ring_slots == 1
-    assert plan.bubble == 0
-
-
-def test_two_ranks_of_two_model_chunks_run_in_the_order_worked_by_hand():
+def test_tasks_run_in_the_order_worked_by_hand():
     plan = Schedule(2, 2, 2)
     first = "fwd_0__0 fwd_0__1 fwd_2__0 fwd_2__1 bwd_2__0 bwd_2__1 bwd_0__0 bwd_0__1"
     second = "fwd_1__0 fwd_1__1 fwd_3__0 bwd_3__0 fwd_3__1 bwd_3__1 bwd_1__0 bwd_1__1"
     assert [plan.tasks(0), plan.tasks(1)] == [first.split(), second.split()]
-
-
-def test_four_ranks_of_two_chunks_with_eight_microbatches_take_26_ticks_and_idle_3_of_19():
-    plan = Schedule(4, 2, 8)
-    assert (plan.ticks, plan.bubble) == (26, Fraction(3, 19))
-    fourth = "fwd_3__0 fwd_3__1 fwd_3__2 fwd_3__3 fwd_7__0 bwd_7__0 fwd_7__1 bwd_7__1"
-    assert plan.tasks(3)[:8] == fourth.split()
+    assert Schedule(4, 2, 8).ticks == 26 and Schedule(4, 2, 8).bubble == Fraction(3, 19)
+    plan = Schedule(1, 1, 3)  # no pipeline
+    assert plan.tasks(0) == [f"{way}_0__{m}" for m in range(3) for way in ("fwd", "bwd")]
+    assert (plan.phases, plan.ring_slots, plan.bubble) == ([(0, 3, True, True)], 1, 0)
 
 
 @every_size
-def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(plan):
-    names = [name for rank in range(plan.pipeline) for name in plan.tasks(rank)]
-    wanted = [
-        f"{way}_{stage}__{m}"
-        for way in ("fwd", "bwd")
-        for stage in range(plan.stages)
-        for m in range(plan.microbatches)
-    ]
-    assert sorted(names) == sorted(wanted)
-
-
-@every_size
-def test_the_output_of_a_stage_is_used_by_its_neighbour_in_the_next_tick(plan):
-    ticks = ticks_of_tasks(plan)
+def test_every_stage_runs_every_microbatch_once_in_each_direction_when_its_input_arrives(plan):
+    ticks, stages = ticks_of_tasks(plan), range(plan.stages)
+    microbatches = range(plan.microbatches)
+    assert ticks.keys() == {(w, s, m) for w in ("fwd", "bwd") for s in stages for m in microbatches}
+    assert len(ticks) == sum(len(plan.tasks(rank)) for rank in range(plan.pipeline))
     for (way, stage, microbatch), tick in ticks.items():
         before = stage - 1 if way == "fwd" else stage + 1
-        if 0 <= before < plan.stages:
+        if before in stages:
             assert ticks[way, before, microbatch] == tick - 1
-
-
-@every_size
-def test_the_last_stage_runs_forward_and_backward_of_a_microbatch_in_one_tick(plan):
-    ticks = ticks_of_tasks(plan)
-    for microbatch in range(plan.microbatches):
-        last = plan.stages - 1, microbatch
-        assert ticks["bwd", *last] == ticks["fwd", *last]
-
-
-@every_size
-def test_tasks_run_only_in_phases_of_their_direction(plan):
-    allowed = {
-        (way, tick)
-        for start, stop, *ways in plan.phases
-        for way, runs in zip(("fwd", "bwd"), ways, strict=True)
-        for tick in range(start, stop)
-        if runs
-    }
-    assert {(way, tick) for (way, *_), tick in ticks_of_tasks(plan).items()} <= allowed
-    assert [phase[0] for phase in plan.phases[1:]] == [phase[1] for phase in plan.phases[:-1]]
-    assert (plan.phases[0][0], plan.phases[-1][1]) == (0, plan.ticks)
+        elif way == "bwd":
+            assert ticks["fwd", stage, microbatch] == tick, "of the last stage, in one tick"
+        [phase] = [phase for phase in plan.phases if phase[0] <= tick < phase[1]]
+        assert phase[2 if way == "fwd" else 3], "the phase has tasks of this direction"
+    ends = [plan.phases[0][0], *(phase[1] for phase in plan.phases)]
+    assert ends == [*(phase[0] for phase in plan.phases), plan.ticks] and ends[0] == 0
 
 
 def misread(plan, slots):
@@ -131,39 +78,38 @@ def misread(plan, slots):
 
 
 @every_size
-def test_no_slot_of_the_ring_is_overwritten_before_it_is_read(plan):
+def test_the_ring_is_as_long_as_its_residuals_need(plan):
     assert misread(plan, plan.ring_slots) == []
-
-
-@pytest.mark.parametrize("size", [(2, 1, 3), (4, 2, 8), (4, 1, 2)], ids=str)
-def test_a_ring_with_one_slot_less_is_overwritten_too_soon(size):
-    plan = Schedule(*size)
-    assert misread(plan, plan.ring_slots - 1)
+    assert plan.ring_slots == 1 or misread(plan, plan.ring_slots - 1)
 
 
 @every_size
 def test_the_bubble_counted_from_tasks_matches_the_formula(plan):
-    ranks = range(plan.pipeline)
-    tasks = sum(len(plan.tasks(rank)) for rank in ranks)
     slots = plan.pipeline * sum((stop - start) * (f + b) for start, stop, f, b in plan.phases)
     formula = Fraction(plan.pipeline - 1, plan.microbatches * plan.virtual + plan.pipeline - 1)
-    assert 1 - Fraction(tasks, slots) == formula == plan.bubble
+    assert 1 - Fraction(len(ticks_of_tasks(plan)), slots) == formula == plan.bubble
 
 
 @every_size
-def test_a_task_and_its_number_are_inverses(plan):
-    for number in range(plan.tasks_per_rank):
-        assert plan.task_number(*plan.forward_task(number)) == number
-        chunk, microbatch = plan.backward_task(number)
-        assert plan.task_number(plan.virtual - 1 - chunk, microbatch) == number
+def test_first_and_last_run_once_for_each_microbatch_and_direction(plan):
+    share = pipeline.branch_share(plan)
+    for role in ("first", "last", "first_backward"):
+        runs = 0
+        for start, stop, *ways in plan.phases:
+            never, once = share(f"step/{PHASES[tuple(ways)]}/while/body/{role}/cond")
+            runs += (stop - start) * once
+            assert never + once == 1
+        assert runs == pytest.approx(plan.microbatches)
 
 
 @every_size
-def test_the_number_of_an_idle_slot_points_at_a_task(plan):
+def test_a_task_and_its_number_are_inverses_and_an_idle_slot_points_at_a_task(plan):
     for number in range(-plan.ticks, 2 * plan.ticks):
         chunk, microbatch = plan.forward_task(number)
-        assert 0 <= chunk < plan.virtual
-        assert 0 <= microbatch < plan.microbatches
+        assert 0 <= chunk < plan.virtual and 0 <= microbatch < plan.microbatches
+        assert plan.backward_task(number) == (plan.virtual - 1 - chunk, microbatch)
+        if 0 <= number < plan.tasks_per_rank:
+            assert plan.task_number(chunk, microbatch) == number
 
 
 def test_traced_integers_give_the_same_results_as_python_integers():
@@ -174,64 +120,54 @@ def test_traced_integers_give_the_same_results_as_python_integers():
         tasks = *plan.forward_task(forward), *plan.backward_task(backward)
         return forward, backward, plan.is_task(forward), plan.is_task(backward), *tasks
 
-    ticks, ranks = jnp.meshgrid(jnp.arange(plan.ticks), jnp.arange(plan.pipeline))
-    traced = jax.jit(jax.vmap(numbers))(ticks.ravel(), ranks.ravel())
-    pairs = zip(ticks.ravel().tolist(), ranks.ravel().tolist(), strict=True)
-    assert [tuple(a.tolist()) for a in traced] == list(
-        zip(*(numbers(*p) for p in pairs), strict=True)
-    )
+    pairs = [(tick, rank) for tick in range(plan.ticks) for rank in range(plan.pipeline)]
+    traced = jax.jit(jax.vmap(numbers))(*jnp.array(pairs).T)
+    found = zip(*(a.tolist() for a in traced), strict=True)
+    assert list(found) == [numbers(*pair) for pair in pairs]
 
 
-def test_microbatches_that_do_not_fill_the_ranks_are_an_error_with_a_number_that_works():
+def test_sizes_without_a_schedule_are_an_error_with_a_number_that_works():
     with pytest.raises(ValueError, match=r"--train.microbatches 6 .* Use --train.microbatches 8"):
         Schedule(4, 2, 6)
-    assert Schedule(4, 2, 8).tasks_per_rank == 16
     assert Schedule(4, 1, 6).tasks_per_rank == 6
+    for size in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="must be 1 or more"):
+            Schedule(*size)
 
 
-@pytest.mark.parametrize("size", [(0, 1, 1), (1, 0, 1), (1, 1, 0)], ids=str)
-def test_a_size_below_one_is_an_error(size):
-    with pytest.raises(ValueError, match="must be 1 or more"):
-        Schedule(*size)
+# --- the command ----------------------------------------------------------------------------------
 
 
-def printed(capsys, flags):
-    schedule_report.main(flags.split())
-    return capsys.readouterr().out
+@pytest.fixture
+def printed(capsys):
+    def run(flags):
+        schedule_report.main(flags.split())
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_json_holds_one_list_of_tasks_per_rank(capsys):
-    found = json.loads(printed(capsys, "--pipeline 4 --virtual 2 --microbatches 8 --json"))
-    assert [len(tasks) for tasks in found["tasks"]] == [32] * 4
-    assert found["tasks"][2] == Schedule(4, 2, 8).tasks(2)
+def test_json_has_the_tasks_of_each_rank_or_of_one(printed):
+    found = json.loads(printed("--pipeline 4 --virtual 2 --microbatches 8 --json"))
+    assert found["tasks"] == [Schedule(4, 2, 8).tasks(rank) for rank in range(4)]
     assert (found["ticks"], found["bubble"]) == (26, 3 / 19)
+    one = json.loads(printed("--pipeline 2 --microbatches 2 --rank 1 --json"))
+    assert one["tasks"] == [["fwd_1__0", "bwd_1__0", "fwd_1__1", "bwd_1__1"]]
 
 
-def test_json_of_one_rank_is_a_list_of_one_list(capsys):
-    found = json.loads(printed(capsys, "--pipeline 2 --microbatches 2 --rank 1 --json"))
-    assert found["tasks"] == [["fwd_1__0", "bwd_1__0", "fwd_1__1", "bwd_1__1"]]
-
-
-def test_text_shows_the_grid_the_tasks_and_the_bubble_beside_the_formula(capsys):
-    lines = printed(capsys, "--pipeline 2 --virtual 2 --microbatches 2").splitlines()
+def test_text_and_a_picture_show_the_grid_the_tasks_and_the_bubble(printed, tmp_path):
+    path = tmp_path / "plots" / "schedule.png"
+    lines = printed(f"--pipeline 2 --virtual 2 --microbatches 2 --png {path}").splitlines()
     assert "rank 1 fwd    . 0a 1a 0b 1b  .  .  ." in lines
     assert "rank 1 bwd    .  .  . 0b 1b 0a 1a  ." in lines
     assert f"rank 0: {' '.join(Schedule(2, 2, 2).tasks(0))}" in lines
     assert any(line.startswith("bubble   1/5 = 20.0%") for line in lines)
     assert any(line.startswith("formula") and line.endswith("= 1/5") for line in lines)
-
-
-def test_a_rank_outside_the_pipeline_is_an_error(capsys):
-    with pytest.raises(ValueError, match=r"--rank 4 does not exist.* Use --rank 3"):
-        printed(capsys, "--pipeline 4 --rank 4")
-
-
-def test_the_timeline_is_drawn_into_a_png(tmp_path):
-    path = tmp_path / "plots" / "schedule.png"
-    schedule_report.main(["--pipeline", "2", "--microbatches", "3", "--png", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_timeline_in_a_file_that_is_not_png_is_an_error(tmp_path):
+def test_a_rank_outside_the_pipeline_and_a_picture_of_another_kind_are_errors(printed):
+    with pytest.raises(ValueError, match=r"--rank 4 does not exist.* Use --rank 3"):
+        printed("--pipeline 4 --rank 4")
     with pytest.raises(ValueError, match=r"schedule.jpg does not end in .png"):
-        schedule_report.main(["--png", str(tmp_path / "schedule.jpg")])
+        printed("--png schedule.jpg")

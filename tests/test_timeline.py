@@ -23,10 +23,8 @@ def trace_of(path: Path, lines, events) -> Path:
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
         {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
     ]
-    for tid, name in lines.items():
-        found.append(
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
-        )
+    thread = {"ph": "M", "name": "thread_name", "pid": 1}
+    found += [thread | {"tid": tid, "args": {"name": name}} for tid, name in lines.items()]
     for name, pid, tid, seconds, op in events:
         args = {"args": {"hlo_op": op}} if op else {}
         found.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "dur": 1e6 * seconds} | args)
@@ -50,9 +48,6 @@ def test_kernels_of_a_gpu_count_once_and_by_name_if_they_have_no_operation(tmp_p
     taken = timeline.operation_s(file, PROGRAM)
     assert timeline.shares(taken) == {"mlp forward": 0.4, "update": 0.4, "other": 0.2}
     assert timeline.largest(taken)["mlp forward"] == {"loop_add_fusion.1": 0.4}
-
-
-def test_a_trace_of_another_program_is_refused(tmp_path):
     file = trace_of(tmp_path / "t.json.gz", {7: "Stream #7"}, [("nothing", 1, 7, 1, "known.9")])
     with pytest.raises(ValueError, match="no operation of the program"):
         timeline.operation_s(file, PROGRAM)
@@ -62,9 +57,7 @@ def test_named_scopes_give_layer_part_and_direction(tmp_path):
     loop = "jit(step)/steady/while/body/closed_call"
     backward = f"{loop}/while/body/closed_call/transpose(jvp(jvp()))/checkpoint"
     layers = {
-        f"{loop}/while/body/closed_call/jvp(attention)/bnTS,bSnW->bTnW/dot_general": (
-            "attention forward"
-        ),
+        f"{loop}/while/body/jvp(attention)/bnTS,bSnW->bTnW/dot_general": "attention forward",
         f"{loop}/while/body/closed_call/attention/transpose": "attention forward",
         f"{backward}/moe/experts/ECD,EDG->ECG/dot_general": "moe/experts backward",
         f"{loop}/dynamic_slice": "between layers",

@@ -3,7 +3,7 @@
 The fixture `whole` (conftest.py) is this run. It is made once.
 """
 
-import dataclasses
+import contextlib
 
 import jax
 import numpy as np
@@ -13,8 +13,9 @@ import main
 import model
 import train
 import utils
+import validate
 from processes import SMALL_MODEL
-from runtime import cli, jsonl, run_directory
+from runtime import cli, jsonl, resume, run_directory
 
 TEXT = f"""
 {SMALL_MODEL} --model.num_hidden_layers 8 --optimizer.schedule_steps 6 --optimizer.warmup_steps 2
@@ -39,13 +40,20 @@ def losses(folder):
     return [r["loss/train"] for r in jsonl.read(folder / "metrics.jsonl") if "loss/train" in r]
 
 
+def load(folder, *flags):
+    """Return (config with these flags, declaration, mesh, weights) of the newest checkpoint."""
+    run = run_directory.at(folder)
+    config = resume.config_of(run, flags, validate.Flags)
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    shapes = train.abstract_state(config, declared, mesh).weights
+    return config, declared, mesh, checkpoint.load_weights(run, None, shapes)[1]
+
+
 def arrays(folder, step):
     """Return the arrays of a checkpoint, restored on one device. The run may be in a bucket."""
     folder = run_directory.at(folder)
-    config = cli.load(folder.files / "config.toml")
-    config = dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
+    one = utils.Mesh(fsdp=1, pipeline=1, tensor=1)
+    config = utils.changed(cli.load(folder.files / "config.toml"), {"mesh": one})
     shapes = train.abstract_state(config, model.declare(config), train.make_mesh(config))
-    saved = checkpoint.Checkpoints(folder.checkpoints)
-    state = saved.restore(step, shapes)
-    saved.close()
-    return [np.asarray(a) for a in jax.tree.leaves(state)]
+    with contextlib.closing(checkpoint.Checkpoints(folder.checkpoints)) as saved:
+        return [np.asarray(a) for a in jax.tree.leaves(saved.restore(step, shapes))]
