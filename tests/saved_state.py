@@ -95,10 +95,7 @@ def opened(folder, keep=None, every=0):
 
 
 def wait_for_late_writes(look):
-    """Return when what `look` returns no longer changes.
-
-    A failed save leaves writes that end with its process, but not within a test.
-    """
+    """Wait until `look` returns the same twice: a failed save leaves writes that go on."""
     before, now = None, look()
     while before != now:
         time.sleep(0.5)

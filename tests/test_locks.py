@@ -79,12 +79,12 @@ def test_the_lock_of_an_accelerator_has_what_jax_needs_for_it(extra):
 
 def test_make_sh_describes_its_use_and_refuses_bad_input(tmp_path):
     path = simulated_hosts.path_with(tmp_path / "bin", "bash dirname env sed")
-    for words, code, text in (
-        (["--help"], 0, "locks/make.sh --upgrade"),
-        (["--quick"], 2, "unknown option --quick"),
-        ([], 2, "Use ./run.sh locks/make.sh"),
+    for word, code, text in (
+        ("--help", 0, "locks/make.sh --upgrade"),
+        ("--quick", 2, "unknown option --quick"),
+        ("", 2, "Use ./run.sh locks/make.sh"),
     ):
-        command = [ROOT / "locks" / "make.sh", *words]
+        command = [ROOT / "locks" / "make.sh", *word.split()]
         done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True)
         assert done.returncode == code and text in done.stdout + done.stderr
         assert code == 0 or len(done.stderr.splitlines()) == 1

@@ -16,7 +16,7 @@ from benchmarks import data as data_benchmark
 from benchmarks.common import with_values
 from conftest import ROOT
 from planning import cost, timeline
-from runtime import cli, jsonl
+from runtime import cli
 
 # --- programs in this process ---------------------------------------------------------------------
 
@@ -33,16 +33,18 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
     mesh.main([])
     text = capsys.readouterr().out
-    assert "mesh (fsdp, pipeline, tensor) = (2, 2, 2) virtual 2: " in text
-    assert "tokens/s of 8 devices over 1: " in text and "remat full: compiled over" in text
-    assert "  32 layers, 16 microbatches: " in text
+    for words in (
+        "virtual 2: ",
+        "tokens/s of 8 devices over 1: ",
+        "  32 layers, 16 microbatches: ",
+    ):
+        assert words in text
     monkeypatch.setattr(reference, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)
     monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_, **__: 100e9)
     reference.main([])
     text = " ".join(capsys.readouterr().out.split())
-    assert "virtual 1: compiled over model FLOPs 1.250 (bound 1.15 x 1.250 = 1.438)" in text
-    assert "virtual 2: compiled over model FLOPs 1.250 (bound 1.15 x 1.125 = 1.294)" in text
+    assert "compiled over model FLOPs 1.250 (bound 1.15 x 1.125 = 1.294)" in text
     assert "reaches 50% of the 100.0 GFLOP/s of a 2048 x 2048 x 2048" in text
 
 
@@ -121,41 +123,19 @@ ABSENT = (
     *("tyro", "google.cloud", "google_crc32c", "datasets", "wandb", "orbax", "tensorstore"),
     *("tiktoken", "matplotlib"),
 )
-# All rows in one process, and one program for both rows of a model, which saves most of the time.
-MEASURE = """
-import pathlib, sys
-from benchmarks import common, gpu
-from runtime import jsonl
-folder, compile_step, programs = pathlib.Path(sys.argv[1]), common.compile_step, []
-def compile_once(config):
-    programs[:] = programs or [compile_step(config)]
-    return programs[0]
-common.compile_step = compile_once
-for row in sys.argv[2:]:
-    fields = {}
-    for part in gpu.measure(row, True, folder):
-        fields |= part
-    jsonl.append(folder / "rows.jsonl", [{"row": row, "status": "ok"} | fields])
-"""
 
 
-def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-
-    def python(*words):
-        command = [sys.executable, *words]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    assert python("-c", "import tyro").returncode
+def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monkeypatch):
+    absent = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
+    (tmp_path / "sitecustomize.py").write_text(absent)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert subprocess.run([sys.executable, "-c", "import tyro"], capture_output=True).returncode
     rows = ("machine", "check", "dense_124m-none", "dense_124m-profile")
-    run = python("-c", MEASURE, str(tmp_path), *rows)
-    assert run.returncode == 0, run.stdout + run.stderr
-    found, check, steps, profile = jsonl.read(tmp_path / "rows.jsonl")
-    assert "TFLOP/s in 256 x 256 x 256 bfloat16 products" in found["text"]
-    assert {"chip", "driver", "cuda", "versions", "commit", "smi"} <= found.keys()
+    found = [gpu.run_row(row, True, tmp_path, 300) for row in rows]
+    assert [record["status"] for record in found] == 4 * ["ok"], found
+    machine, check, steps, profile = found
+    assert "TFLOP/s in 256 x 256 x 256 bfloat16 products" in machine["text"]
+    assert {"chip", "driver", "cuda", "versions", "commit", "smi"} <= machine.keys()
 
     assert check["float32_loss_error"] == 0  # both are this CPU
     errors = check["bfloat16_gradient_errors"]
@@ -164,8 +144,7 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path):
 
     config = gpu.config_of("dense_124m-none", toy=True)
     assert len(steps["steps_s"]) == len(steps["losses"]) == 10
-    timed = sorted(steps["steps_s"][2:])
-    assert steps["step_s"] == pytest.approx((timed[3] + timed[4]) / 2)
+    assert steps["step_s"] == pytest.approx(np.median(steps["steps_s"][2:]))
     tokens = config.train.global_batch_size * config.train.seq_len
     assert steps["tokens_per_s"] == pytest.approx(tokens / steps["step_s"])
     assert steps["planned_bytes"] == cost.predict(config, None, "cpu").memory_bytes_per_chip
@@ -185,12 +164,11 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path):
     assert any(name.startswith("steady/attention ") for name in names)
 
 
-def test_a_row_has_a_process_that_is_stopped_in_time_and_whose_error_is_recorded(tmp_path):
+def test_a_row_that_is_stopped_in_time_or_fails_has_its_error(tmp_path):
     found = gpu.run_row("machine", True, tmp_path, 0.2)
     assert found == {"status": "time", "error": "stopped after 0 s"}
     found = gpu.run_row("no_such-none", True, tmp_path, 300)
     assert found["status"] == "failed" and "there is no row no_such-none" in found["error"]
-    assert gpu.run_row("machine", True, tmp_path, 300)["status"] == "ok"
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -232,12 +210,12 @@ def test_both_train_in_turns_from_the_same_first_loss(monkeypatch, capsys, name,
         def close(self):
             pass
 
-    model = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
-    model |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
-    model |= {"q_lora_rank": 0, "kv_lora_rank": 32, "compute_dtype": "float32"}
-    model |= {"first_k_dense_replace": 1} if name == "moe" else {}
-    config = with_values(peer.config_of_both(name), model=model)
-    config = with_values(config, train={"global_batch_size": 2, "seq_len": 32, "microbatches": 2})
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+    sizes |= {"q_lora_rank": 0, "kv_lora_rank": 32, "compute_dtype": "float32"}
+    sizes |= {"first_k_dense_replace": 1} if name == "moe" else {}
+    batch = {"global_batch_size": 2, "seq_len": 32, "microbatches": 2}
+    config = with_values(peer.config_of_both(name), model=sizes, train=batch)
     monkeypatch.setattr(peer, "TrainerProcess", InThisProcess)
     peer.compare(config, peer.Flags(turns=2, compile=False))
     text = capsys.readouterr().out

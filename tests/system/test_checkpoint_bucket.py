@@ -1,17 +1,16 @@
 """Checkpoints in a bucket: as in a folder, with requests that fail or change on the way."""
 
-import functools
 import gc
 import types
 
 import gcsfs.retry
 import pytest
-from google.cloud import storage
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import checkpoint
 from checkpoint import Checkpoints, Damaged
 from runtime import buckets, stored_array
+from runtime.buckets import AccessDenied, Prefix, Unavailable
 from runtime.checkpoint_directory import COMMIT
 from runtime.errors import Exit, code_of
 from saved_state import (
@@ -25,8 +24,6 @@ from saved_state import (
     state_on,
     wait_for_late_writes,
 )
-
-STEP_2 = "run/checkpoints/2"
 
 # Writes that fail when Orbax no longer waits for them find its event loop closed, and only warn.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -55,46 +52,26 @@ def states():
 
 
 @pytest.fixture(scope="module")
-def contents(tmp_path_factory):
-    """{name: content} of the files of checkpoints 1 and 2, which were written to a disk."""
+def files(tmp_path_factory):
+    """{name: content} of checkpoints 1 and 2, which were written to a disk."""
     folder = tmp_path_factory.mktemp("checkpoints")
     saved(folder, 1, 2).close()
-    return {
-        f"run/checkpoints/{file.relative_to(folder)}": file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
 @pytest.fixture
-def steps_1_2(bucket, folder, contents):
-    for name, content in contents.items():
-        put(bucket, name, content)
+def steps_1_2(folder, files):
+    for name, content in files.items():
+        Prefix(folder).write(name, content)
     return folder
 
 
-@functools.cache
-def client():
-    return storage.Client(project=None)
+def steps_in(folder):
+    return sorted({name.split("/")[0] for name in Prefix(folder).list_objects()} - {"probe-0"})
 
 
-def blob(bucket, name):
-    return client().bucket(bucket.name).blob(name)
-
-
-def put(bucket, name, content):
-    blob(bucket, name).upload_from_string(content)
-
-
-def names_in(bucket):
-    return {b.name for b in client().list_blobs(bucket.name, prefix="run/checkpoints/")}
-
-
-def steps_in(bucket):
-    return sorted({name.split("/")[2] for name in names_in(bucket)} - {"probe-0"})
-
-
-def test_a_state_is_restored_bit_for_bit_on_every_mesh_and_from_a_copy(bucket, folder, tmp_path):
+def test_a_state_is_restored_bit_for_bit_on_every_mesh_and_from_a_copy(folder, tmp_path):
     with opened(folder, keep=1) as checkpoints:
         with pytest.raises(ValueError, match=r"no such folder"):
             Checkpoints(f"{folder}-of-another")
@@ -103,30 +80,22 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh_and_from_a_copy(bucket, f
             checkpoints.save(step, state_on(mesh_of(2, 2, 2), step), CONFIG)
         for shape, virtual in (((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1)):
             assert_newest(checkpoints, 2, state_on(mesh_of(*shape), 2, virtual))
-        assert checkpoints.record(2)["config"]["model"] == CONFIG["model"]
-    assert steps_in(bucket) == ["2"]
-    expected = state_on(mesh_of(8, 1, 1), 2)
-    with opened(folder) as reader:
-        part = {"weights": expected["weights"]}
-        assert_same(reader.good(None, abstract(part))[1], part)
-        matrix = reader.arrays(2)["weights.first.matrix"].whole()
-        assert (matrix == expected["weights"].first["matrix"]).all()
-    for name in names_in(bucket):
+    assert steps_in(folder) == ["2"]
+    for name in Prefix(folder).list_objects():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        blob(bucket, name).download_to_filename(tmp_path / name)
-    with opened(tmp_path / "run" / "checkpoints", keep=3) as checkpoints:
-        assert_newest(checkpoints, 2, expected)
-        checkpoints.save(3, expected, CONFIG)
-        assert_newest(checkpoints, 3, expected)
+        (tmp_path / name).write_bytes(Prefix(folder).read(name))
+    for copy in (folder, tmp_path):
+        with opened(copy) as reader:
+            assert_newest(reader, 2, state_on(mesh_of(8, 1, 1), 2))
 
 
 @pytest.mark.parametrize("moved", [0, 3])
 def test_a_quarantine_that_fails_in_part_leaves_an_unfinished_checkpoint(
     bucket, steps_1_2, states, moved
 ):
-    put(bucket, f"{STEP_2}/state/manifest.ocdbt", b"")
+    Prefix(steps_1_2).write("2/state/manifest.ocdbt", b"")
     fault = bucket.fault(403, on="copy", after=moved)
-    with pytest.raises(buckets.AccessDenied), opened(steps_1_2, keep=3) as checkpoints:
+    with pytest.raises(AccessDenied), opened(steps_1_2, keep=3) as checkpoints:
         checkpoints.newest(abstract(states[1]))
     assert fault.done == 1
     bucket.clear_faults()
@@ -134,25 +103,23 @@ def test_a_quarantine_that_fails_in_part_leaves_an_unfinished_checkpoint(
         assert reader.steps() == ([1] if moved else [1, 2])
     with opened(steps_1_2, keep=3) as checkpoints:
         assert_newest(checkpoints, 1, states[1])
-        assert steps_in(bucket) == ["1", "damaged-2"]
+        assert steps_in(steps_1_2) == ["1", "damaged-2"]
         checkpoints.save(2, states[2], CONFIG)
         assert_newest(checkpoints, 2, states[2])
-    assert steps_in(bucket) == ["1", "2", "damaged-2"]
+    assert steps_in(steps_1_2) == ["1", "2", "damaged-2"]
 
 
 # --- saves that fail ------------------------------------------------------------------------------
-
-DENIED, UNAVAILABLE = buckets.AccessDenied, buckets.Unavailable
 
 
 @pytest.mark.parametrize(
     ("kind", "path", "expected"),
     [
-        (404, "*", DENIED),
-        (403, "*/checkpoints/2/*", DENIED),
-        (503, "*/2/state/*/d/*", UNAVAILABLE),
-        (429, f"*/2/config/{checkpoint.RECORD}", UNAVAILABLE),
-        (403, f"*/2/{COMMIT}", DENIED),
+        (404, "*", AccessDenied),
+        (403, "*/checkpoints/2/*", AccessDenied),
+        (503, "*/2/state/*/d/*", Unavailable),
+        (429, f"*/2/config/{checkpoint.RECORD}", Unavailable),
+        (403, f"*/2/{COMMIT}", AccessDenied),
     ],
 )
 def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path, expected):
@@ -162,7 +129,7 @@ def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path, expe
         checkpoints.save(2, states[2], CONFIG)
         checkpoints.wait()
     assert fault.done and "\n" not in str(failure.value)
-    assert code_of(failure.value) == (Exit.CONFIG if expected is DENIED else Exit.RETRY)
+    assert code_of(failure.value) == (Exit.CONFIG if expected is AccessDenied else Exit.RETRY)
     checkpoints.close()
     if path == "*":
         with pytest.raises(expected, match="gs://"):
@@ -173,7 +140,7 @@ def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path, expe
         assert_newest(again, 1, states[1])
         again.save(2, states[2], CONFIG)
         assert_newest(again, 2, states[2])
-    assert steps_in(bucket) == ["1", "2"]
+    assert steps_in(folder) == ["1", "2"]
 
 
 @pytest.mark.parametrize("kind", [503, "cut response"])
@@ -201,42 +168,30 @@ def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatc
         (403, "read", f"*/{checkpoint.RECORD}"),
         (403, "read", "*/state/*"),
         (503, "read", "*/state/*"),
+        (503, "any", "*/2/state/d/*"),
     ],
 )
 def test_a_failed_request_is_not_damage(bucket, steps_1_2, states, capsys, kind, on, path):
-    before = names_in(bucket)
     fault = bucket.fault(kind, on=on, path=path)
     for keep in (3, None):
         with (
-            pytest.raises(DENIED if kind in (401, 403) else UNAVAILABLE, match="gs://"),
+            pytest.raises(AccessDenied if kind in (401, 403) else Unavailable, match="gs://"),
             opened(steps_1_2, keep) as checkpoints,
         ):
             checkpoints.newest(abstract(states[2]))
     assert fault.done
     bucket.clear_faults()
-    assert names_in(bucket) - {"run/checkpoints/probe-0"} == before
-    assert "damaged" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("first", [1, 40])
-def test_a_bucket_that_stops_responding_hides_no_checkpoint(bucket, steps_1_2, states, first):
-    fault = bucket.fault(503, after=first)
-    with pytest.raises(UNAVAILABLE), opened(steps_1_2, keep=3) as checkpoints:
-        checkpoints.newest(abstract(states[2]))
-    assert fault.done
-    bucket.clear_faults()
-    with opened(steps_1_2, keep=3) as checkpoints:
-        assert_newest(checkpoints, 2, states[2])
+    assert steps_in(steps_1_2) == ["1", "2"] and "damaged" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", ["*/d/*", f"*/{checkpoint.RECORD}"])
 @pytest.mark.parametrize("times", [1, float("inf")])
 def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, states, path, times):
-    fault = bucket.fault("flip response", on="read", path=f"{STEP_2}{path}", times=times)
+    fault = bucket.fault("flip response", on="read", path=f"*/checkpoints/2{path}", times=times)
     with opened(steps_1_2) as reader:
         try:
             step, state = reader.newest(abstract(states[2]))
-        except (Damaged, UNAVAILABLE):
+        except (Damaged, Unavailable):
             assert times > 1
         else:
             assert times > 1 or step == 2

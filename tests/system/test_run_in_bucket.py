@@ -43,6 +43,18 @@ class Killed(BaseException):
     pass
 
 
+def at_step(patch, number, function):
+    """Call the function before this step is recorded."""
+    record = main.Loop._record
+
+    def recorded(self, step, *how):
+        if step == number:
+            function(self)
+        return record(self, step, *how)
+
+    patch.setattr(main.Loop, "_record", recorded)
+
+
 def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, monkeypatch):
     """The second start cuts the records of the first, as a resume does, and writes others."""
     retried = buckets._retried
@@ -65,11 +77,10 @@ def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, mon
                     folder.upload()
                     del states[:-1]  # what was sent before is not needed from now on
             done = True
-        folder = fresh(url)
-        path = folder.files / "metrics.jsonl"
+        path = fresh(url).files / "metrics.jsonl"
         assert (path.read_text() if path.exists() else "") in states, killed_at
         path.write_text("1134")
-        folder.upload()
+        run_directory.at(url).upload()
         assert (fresh(url).files / "metrics.jsonl").read_text() == "1134"
         Prefix(url).remove(Prefix(url).list_objects())
         if done:
@@ -107,30 +118,25 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     url, config_with, whole, monkeypatch
 ):
     """Its first process is killed after the save of step 3 and what came after it."""
-    here = main.Loop._record
 
-    def killed(self, step, *how):
-        if step == 5:
-            self.saved.wait()
-            raise SystemExit(9)  # with no word to anybody
-        return here(self, step, *how)
+    def killed(loop):
+        loop.saved.wait()
+        raise Killed  # with no word to anybody
 
-    with monkeypatch.context() as patch:
-        patch.setattr(main.Loop, "_record", killed)
-        with pytest.raises(SystemExit):
-            main.run(config_with())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 5, killed)
+        main.run(config_with())
     left = fresh(url)
     assert left.saved_steps() == [3] and steps_in(left)[-1] == 3
     run_directory._in_bucket.cache_clear()
     main.run(config_with())
     done = fresh(url)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        both = (jsonl.read(folder / name) for folder in (done.files, whole))
-        mine, other = (
-            [{k: v for k, v in r.items() if k not in metrics.MEASURED} for r in records]
-            for records in both
-        )
-        assert mine == other
+    mine, other = (
+        [{k: v for k, v in record.items() if k not in metrics.MEASURED} for record in records]
+        for records in (jsonl.read(run / "metrics.jsonl") for run in (done.files, whole))
+    )
+    assert mine == other
+    assert jsonl.read(done.files / "samples.jsonl") == jsonl.read(whole / "samples.jsonl")
     for a, b in zip(arrays(url, 6), arrays(whole, 6), strict=True):
         assert (a == b).all()
     assert {"config.toml", "plots/validation_loss.png"} <= Prefix(url).list_objects().keys()
@@ -156,14 +162,7 @@ def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
 
 
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(url, config_with, monkeypatch):
-    here = main.Loop._record
-
-    def taken_over(self, step, *how):
-        if step == 3:
-            Prefix(url).write("lock", b'{"owner": "another"}')
-        return here(self, step, *how)
-
-    monkeypatch.setattr(main.Loop, "_record", taken_over)
+    at_step(monkeypatch, 3, lambda loop: Prefix(url).write("lock", b'{"owner": "another"}'))
     with pytest.raises(ValueError, match="x was taken over by owner another") as error:
         main.run(config_with("--checkpoint.every_steps", "2"))
     assert code_of(error.value) == Exit.CONFIG

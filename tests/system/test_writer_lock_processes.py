@@ -26,28 +26,18 @@ errors.run_command(run)
 """
 
 
-class Holder:
+@contextlib.contextmanager
+def holder(folder, code=""):
     """Another process that has the folder, and runs `code` then."""
-
-    def __init__(self, folder, code=""):
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = [sys.executable, "-c", HOLDER, str(folder), code]
-        self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
-
-    def __enter__(self):
-        for line in self.process.stdout:
-            if line == "held\n":
-                return self
-        raise AssertionError(self.process.communicate()[1])
-
-    def __exit__(self, *_):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # and its children
-        self.process.communicate()
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, "-c", HOLDER, str(folder), code]
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            assert "held\n" in iter(process.stdout.readline, "")
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
 
 
 def refusal(folder):
@@ -65,10 +55,11 @@ def test_a_suspended_run_keeps_its_lock_and_a_killed_one_with_living_children_do
         "os.fork() or (os.write(write, b'.'), time.sleep(600))\n"
         "os.read(read, 1)"
     )
-    with Holder(tmp_path, f"{executed}\n{forked}") as first:
-        first.process.send_signal(signal.SIGSTOP)
-        assert f"process {first.process.pid} on host" in refusal(tmp_path)
+    with holder(tmp_path, f"{executed}\n{forked}") as first:
+        first.send_signal(signal.SIGSTOP)
+        assert f"process {first.pid} on host" in refusal(tmp_path)
         first.kill()
+        first.wait()
         with writer_lock.held(tmp_path):
             pass
 
@@ -76,9 +67,9 @@ def test_a_suspended_run_keeps_its_lock_and_a_killed_one_with_living_children_do
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_forked_child_that_ends_does_not_release_the_lock(tmp_path, bucket, kind, monkeypatch):
     folder = tmp_path if kind == "folder" else f"{bucket.url}/run"
-    with Holder(folder, "import os\nif os.fork() == 0: raise SystemExit\nos.wait()") as first:
+    with holder(folder, "import os\nif os.fork() == 0: raise SystemExit\nos.wait()") as first:
         monkeypatch.setenv("RUN_OWNER", "another")
-        assert f"process {first.process.pid} on host" in refusal(folder)
+        assert f"process {first.pid} on host" in refusal(folder)
 
 
 # A job of several processes
