@@ -1,19 +1,24 @@
 """What benchmarks share, and those of steps, text and checkpoints, mostly in this process."""
 
 import ast
+import importlib.util
 import itertools
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import benchmark
 import checkpoint
 from benchmarks import checkpoint as checkpoint_benchmark
-from benchmarks import common, decode, experts, mesh, reference, step
+from benchmarks import common, decode, experts, mesh, peer, reference, step
 from conftest import ROOT
+from hf.families import LLAMA
+from hf.model_config import kind_of, unsupported
 
 ONE_DEVICE = " ".join(f"--mesh.{axis} 1" for axis in common.ONE_DEVICE)
 TINY = f"""
@@ -43,6 +48,7 @@ def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypa
     ("main", "words", "message"),
     [
         *((one.main, ["--size", "3"], "--size 3 is unknown") for one in (decode, mesh, reference)),
+        (peer.main, ["--turns", "0"], "--turns 0 leaves nothing to measure"),
         (experts.main, DENSE, r"no experts. Use another --config"),
         (experts.main, ["--factors"], r"Use --factors 0 1.5"),
         (checkpoint_benchmark.parse, ["--rounds", "-1"], r"leaves nothing.*--rounds 5"),
@@ -138,3 +144,30 @@ def test_equally_many_steps_run_with_a_save_and_without_and_saves_are_complete(t
     assert "ratio           1.375 (1.250 to 1.500), " in text
     assert "ratio of CPU    1.311 (1.222 to 1.400), " in text
     assert flags.rounds == 2 and config.run.name == "tiny"
+
+
+# --- peer -----------------------------------------------------------------------------------------
+
+
+def test_both_trainers_have_a_model_of_transformers_and_need_its_package(monkeypatch):
+    ours, theirs = common.reference_config().model, peer.config_of_both("moe").model
+    assert not unsupported(theirs) and unsupported(ours)
+    differ = {n for n, v in vars(theirs).items() if v != getattr(ours, n)}
+    assert differ == {"first_k_dense_replace", "decoder_sparse_step"}
+    llama = peer.config_of_both("llama").model
+    assert not unsupported(llama) and kind_of(llama) == LLAMA
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install -r requirements-hf\.txt"):
+        peer.main([])
+
+
+def test_the_ratio_is_over_the_better_of_the_others_which_have_the_same_first_loss():
+    seconds = np.array([[1.0, 4.0, 3.0], [2.0, 4.0, 3.0], [3.0, 1.0, 3.0]])
+    assert peer.over_the_better(seconds) == [3.0, 1.5, 1.0]
+    ours, near, far = (
+        SimpleNamespace(name=name, first_loss=loss)
+        for name, loss in (("ours", 8.31), ("theirs", 8.32), ("theirs", 8.40))
+    )
+    peer.check_first_losses([ours, near])
+    with pytest.raises(ValueError, match="ours is 8.3100 and that of theirs 8.4000: weights or"):
+        peer.check_first_losses([ours, near, far])
