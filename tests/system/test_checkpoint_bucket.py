@@ -89,26 +89,6 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh_and_from_a_copy(folder, t
             assert_newest(reader, 2, state_on(mesh_of(8, 1, 1), 2))
 
 
-@pytest.mark.parametrize("moved", [0, 3])
-def test_a_quarantine_that_fails_in_part_leaves_an_unfinished_checkpoint(
-    bucket, steps_1_2, states, moved
-):
-    Prefix(steps_1_2).write("2/state/manifest.ocdbt", b"")
-    fault = bucket.fault(403, on="copy", after=moved)
-    with pytest.raises(AccessDenied), opened(steps_1_2, keep=3) as checkpoints:
-        checkpoints.newest(abstract(states[1]))
-    assert fault.done == 1
-    bucket.clear_faults()
-    with opened(steps_1_2) as reader:
-        assert reader.steps() == ([1] if moved else [1, 2])
-    with opened(steps_1_2, keep=3) as checkpoints:
-        assert_newest(checkpoints, 1, states[1])
-        assert steps_in(steps_1_2) == ["1", "damaged-2"]
-        checkpoints.save(2, states[2], CONFIG)
-        assert_newest(checkpoints, 2, states[2])
-    assert steps_in(steps_1_2) == ["1", "2", "damaged-2"]
-
-
 # --- saves that fail ------------------------------------------------------------------------------
 
 

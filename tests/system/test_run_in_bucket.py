@@ -13,8 +13,8 @@ import metrics
 from conftest import ROOT
 from runtime import buckets, cli, jsonl, run_directory
 from runtime.buckets import Prefix
-from runtime.errors import Exit, JobFailed, TransientError, code_of
-from tiny_run import FLAGS, arrays, losses
+from runtime.errors import Exit, code_of
+from tiny_run import FLAGS, arrays
 
 
 @pytest.fixture
@@ -141,24 +141,6 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
         assert (a == b).all()
     assert {"config.toml", "plots/validation_loss.png"} <= Prefix(url).list_objects().keys()
     assert [start["step"] for start in jsonl.read(done.files / "starts.jsonl")] == [0, 3]
-
-
-def test_records_that_cannot_be_uploaded_before_a_save_end_the_run_without_it(
-    bucket, url, config_with, monkeypatch
-):
-    """A checkpoint without the records of its steps would leave a gap in them."""
-    fault = bucket.fault(503, on="upload", path="*/metrics.jsonl*", after=1)
-    monkeypatch.setattr(buckets, "RETRY_S", 0.01)
-    config = config_with("--checkpoint.every_steps", "1", "--train.steps", "3")
-    with pytest.raises((TransientError, JobFailed)) as error:
-        main.run(config)
-    assert code_of(error.value) == Exit.RETRY and fault.done
-    fault.stopped.set()
-    left = fresh(url)
-    assert left.saved_steps() == [1] and steps_in(left)[-1] == 1
-    run_directory._in_bucket.cache_clear()
-    main.run(config)
-    assert len(losses(fresh(url).files)) == 3 and fresh(url).saved_steps() == [2, 3]
 
 
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(url, config_with, monkeypatch):
