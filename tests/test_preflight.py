@@ -115,6 +115,14 @@ def test_a_disk_that_is_almost_full_is_refused(monkeypatch):
 # --- what differs between hosts -------------------------------------------------------------------
 
 
+@pytest.fixture
+def facts(monkeypatch):
+    """Of this process, read once, which takes a second."""
+    found = preflight.facts()
+    monkeypatch.setattr(preflight, "facts", lambda: found)
+    return found
+
+
 def compared(*others, skew_s=0.0):
     """Raise what process 0 would, beside processes with these facts. Return what it sent."""
     given, sent = [preflight.facts(), *others], []
@@ -132,20 +140,20 @@ def compared(*others, skew_s=0.0):
     return sent
 
 
-def test_equal_hosts_exchange_digests_only_and_clocks_that_differ_are_named():
-    sent = compared(preflight.facts())
+def test_equal_hosts_exchange_digests_only_and_clocks_that_differ_are_named(facts):
+    sent = compared(facts)
     assert len(sent) == 2 and len(sent[0]) == 32
-    compared(preflight.facts(), skew_s=5.0)
+    compared(facts, skew_s=5.0)
     for skew_s in (60.0, -60.0):
         named = re.escape(f"the clock of process 1 (h9) is {skew_s:+.0f} s off that of process 0")
         with pytest.raises(JobFailed, match=named):
-            compared(preflight.facts(), skew_s=skew_s)
+            compared(facts, skew_s=skew_s)
 
 
-def test_differences_are_named_with_both_values_and_hosts():
-    other = preflight.facts() | {"package numpy": "1.0", "commit": "0123-dirty"}
+def test_differences_are_named_with_both_values_and_hosts(facts):
+    other = facts | {"package numpy": "1.0", "commit": "0123-dirty"}
     with pytest.raises(JobFailed) as failed:
-        compared(preflight.facts(), other)
+        compared(facts, other)
     numpy = importlib.metadata.version("numpy")
     assert failed.value.code == Exit.CONFIG
     line = f"package numpy differs: {numpy} on process 0 (h0), 1.0 on process 2 (h9)"

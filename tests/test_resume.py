@@ -284,7 +284,8 @@ def test_settings_that_change_the_result_are_refused_by_name(section, field, val
     now = changed(section, **{field: value}) | {"tokens": {"train": "bb"}}
     with pytest.raises(ConfigError) as refusal:
         resume.check_compatible(CONFIG | {"tokens": {"train": "aa"}}, now, *NEWEST)
-    assert f"with these: {expected}, tokens.train 'aa' -> 'bb'. Use" in str(refusal.value)
+    for text in (expected, "tokens.train 'aa' -> 'bb'"):
+        assert text in str(refusal.value)
 
 
 def test_shards_may_move_and_another_rounding_is_a_warning(capsys):
@@ -302,8 +303,8 @@ def test_shards_may_move_and_another_rounding_is_a_warning(capsys):
 
 def wsd(**fields):
     """A config whose second half of 6 steps decays."""
-    other = {"warmup_steps": 1, "min_lr_ratio": 0.0, "decay_share": 0.5, "schedule_steps": 6}
-    return changed("optimizer", schedule="wsd", **other | fields)
+    own = {"schedule": "wsd", "warmup_steps": 1, "min_lr_ratio": 0.0, "schedule_steps": 6}
+    return changed("optimizer", **own | {"decay_share": 0.5} | fields)
 
 
 def test_only_the_decay_may_change_and_only_before_it(tmp_path):

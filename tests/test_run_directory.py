@@ -201,5 +201,6 @@ def test_what_another_program_writes_between_the_requests_is_not_appended(url, m
         return found
 
     monkeypatch.setattr(Prefix, "generation", changing)
+    (folder.files / "config.toml").write_text("")
     with pytest.raises(Unavailable, match="is being changed by another program"):
-        add(folder, "4\n")
+        folder.upload()

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import socket
+import sys
 
 import pytest
 
@@ -91,8 +92,11 @@ def test_another_owner_is_refused_until_the_run_ends(bucket, url):
 
 
 @pytest.mark.parametrize("owner", ["me", "you"])
-def test_a_run_that_was_replaced_stops_and_leaves_the_lock_of_the_other(bucket, url, owner, capsys):
+def test_a_run_that_was_replaced_stops_and_leaves_the_lock_of_the_other(
+    bucket, url, owner, monkeypatch, capsys
+):
     first = take(url)
+    monkeypatch.setattr(sys, "argv", ["another run"])
     with take(url, owner, take_over=owner != "me") as second:
         assert "taking over from owner me, process" in capsys.readouterr().out
         with pytest.raises(writer_lock.Replaced, match=f"{url} was taken over by owner {owner}, "):
