@@ -164,15 +164,16 @@ def test_a_failed_request_is_not_damage(bucket, steps_1_2, states, capsys, kind,
     assert steps_in(steps_1_2) == ["1", "2"] and "damaged" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["*/d/*", f"*/{checkpoint.RECORD}"])
-@pytest.mark.parametrize("times", [1, float("inf")])
+@pytest.mark.parametrize(
+    ("path", "times"), [("*/d/*", 1), ("*/d/*", float("inf")), (f"*/{checkpoint.RECORD}", 1)]
+)
 def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, states, path, times):
     fault = bucket.fault("flip response", on="read", path=f"*/checkpoints/2{path}", times=times)
     with opened(steps_1_2) as reader:
         try:
             step, state = reader.newest(abstract(states[2]))
         except (Damaged, Unavailable):
-            assert times > 1
+            assert (path, times) != ("*/d/*", 1)  # it is read again
         else:
             assert times > 1 or step == 2
             assert_same(state, states[step])
