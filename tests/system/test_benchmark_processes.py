@@ -33,12 +33,7 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
     mesh.main([])
     text = capsys.readouterr().out
-    for words in (
-        "virtual 2: ",
-        "tokens/s of 8 devices over 1: ",
-        "  32 layers, 16 microbatches: ",
-    ):
-        assert words in text
+    assert "tokens/s of 8 devices over 1: " in text and "  32 layers, 16 microbatches: " in text
     monkeypatch.setattr(reference, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)
     monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_, **__: 100e9)

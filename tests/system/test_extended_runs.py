@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import checkpoint
-import main
-from runtime import cli, resume
-from tiny_run import FLAGS, arrays, losses, start
+from runtime import cli
+from tiny_run import arrays, losses, start
 from utils import ConfigError
 
 WSD = """
@@ -25,20 +24,11 @@ def test_a_wsd_run_is_extended_from_before_its_decay_with_the_bits_of_a_longer_r
     data, runs, tmp_path, monkeypatch
 ):
     decayed = start(data, runs, "decayed", *of_steps(6))
-    flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", "decayed", *of_steps(6)]
-    named = f"--run.init_from {decayed} --run.init_from_step 2 --run.init_optimizer True"
-    for more in (["--train.steps", "10"], of_steps(10)):
-        with pytest.raises(ConfigError, match=f"checkpoint of step 2 is before .* {named}"):
-            resume.resolve(main.parse([*flags, *more]))
-    for step, message in (
-        (3, r"no checkpoint of step 3 in .*: it has steps \[2, 4, 6\]"),
-        (4, "optimizer.schedule_steps 6 -> 10. Use"),
-    ):
-        other = named.replace("step 2", f"step {step}").split()
-        with pytest.raises(ConfigError, match=message):
-            start(data, tmp_path, "refused", *of_steps(10), *other)
+    with pytest.raises(ConfigError, match=r"optimizer.schedule_steps 6 -> 10.*--run.init_from"):
+        start(data, runs, "decayed", *of_steps(10))
     whole = start(data, tmp_path, "whole", *of_steps(10))
-    options = [*of_steps(10), *named.split()]
+    options = f"--run.init_from {decayed} --run.init_from_step 2 --run.init_optimizer True"
+    options = [*of_steps(10), *options.split()]
 
     def fail(self, step, *arguments, **named):
         raise ConfigError(f"step {step} is not saved")
