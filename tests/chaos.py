@@ -2,16 +2,13 @@
 those of runs that were not interrupted.
 
     ./run.sh python tests/chaos.py --kills 200 --pairs 30
-    ./run.sh python tests/chaos.py --kills 0 --pairs 0 --stops 0 --terms 10 --pair_terms 2
 
 Runs of one process with 8 devices are killed --kills times. Of runs of two processes with 4 devices
 each, one process is killed --pairs times; the other must end in time, with a code to retry. --stops
-suspends a process (SIGSTOP) instead. --terms and --pair_terms send SIGTERM: all processes must end
-with 143 and lose no step, and the time that they take is measured.
+suspends a process (SIGSTOP) instead.
 
-The interruptions fall into every kind of work in turn, after a random delay. With --bucket the runs
-are in an emulated bucket in which some requests fail, and are compared with a run on a disk. Prints
-a table. Exit code 1 if anything differs.
+The interruptions fall into every kind of work in turn, after a random delay. Prints a table. Exit
+code 1 if anything differs.
 """
 
 import contextlib
@@ -22,21 +19,15 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from processes import LIMIT_S, ROOT, environments, start
-
-if TYPE_CHECKING:  # children need no emulator
-    from fake_bucket import Bucket
 
 sys.path.insert(0, str(ROOT))
 
@@ -71,10 +62,6 @@ class Flags:
     kills: int = 20  # of one process with 8 devices
     pairs: int = 3  # of one of two processes with 4 devices each
     stops: int = 1  # of one of two, by SIGSTOP
-    terms: int = 0  # of one process, by SIGTERM
-    pair_terms: int = 0  # of one of two, by SIGTERM
-    # the interrupted runs are in an emulated bucket; some requests fail in each attempt
-    bucket: bool = False
     seed: int = 0  # of the instants
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
@@ -93,18 +80,10 @@ class Interruption:
 
 
 def child(interruption: Interruption | None, arguments: list[str]) -> None:
-    """Train, interrupt this process, and print the time of it and of the longest save."""
-    import checkpoint
+    """Train, interrupt this process, and print when."""
     import main
     from runtime import errors, watchdog
 
-    close = checkpoint.Checkpoints.close
-
-    def closed(self: checkpoint.Checkpoints) -> None:
-        close(self)
-        print(f"longest save: {self.longest_s}", flush=True)
-
-    checkpoint.Checkpoints.close = closed
     if interruption:
 
         def interrupt() -> None:
@@ -138,18 +117,16 @@ class Ended:
     output: list[str]
     at: float  # time.monotonic() when the last of them did
 
-    def reported(self, what: str, number: int) -> float | None:
-        """Return the number that a process printed; other output may be on the same line."""
-        found = re.search(rf"{what}: ([\d.]+)", self.output[number])
+    def interrupted(self, number: int) -> float | None:
+        """Return when a process was; other output may be on the same line."""
+        found = re.search(r"interrupted: ([\d.]+)", self.output[number])
         return float(found[1]) if found else None
 
     @property
     def finished(self) -> bool:
-        """Whether the run completed; a signal may have interrupted a process after that."""
+        """Whether the run completed; another process than the first may be killed after that."""
         first, *others = self.codes
-        late = {0, -signal.SIGTERM}
-        done = "files: " in self.output[0] and first in late
-        done = done and {*others} <= late | {-signal.SIGKILL}
+        done = "files: " in self.output[0] and first == 0 and {*others} <= {0, -signal.SIGKILL}
         return done or not any(self.codes)
 
 
@@ -159,33 +136,19 @@ class Job:
     def __init__(self, folder: Path, name: str, data: Path, processes: int):
         self.folder, self.name, self.processes = folder, name, processes
         self.run = folder / name
-        self.checkpoints: str | Path = self.run / "checkpoints"
-        self.environment: dict[str, str] = {}
         self.arguments = [
             *MODEL.split(),
-            "--run.peer_seconds",
-            str(PEER_S),
-            "--run.dir",
-            str(folder),
-            "--run.name",
-            name,
+            *("--run.peer_seconds", str(PEER_S), "--run.dir", str(folder), "--run.name", name),
         ]
         for split in ("train", "val"):
             self.arguments += [f"--data.{split}", str(data / split)]
         self.attempts = 0
 
-    def files(self) -> Path:
-        """Where its records and pictures can be read now."""
-        return self.run
-
-    def remove(self) -> None:
-        shutil.rmtree(self.run)
-
     def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
         """Start the run; these processes interrupt themselves."""
         self.attempts += 1
         started = []
-        places = environments(self.processes, 8 // self.processes, **self.environment)
+        places = environments(self.processes, 8 // self.processes)
         for number, environment in enumerate(places):
             interruption = interruptions.get(number)
             text = json.dumps(dataclasses.asdict(interruption)) if interruption else "null"
@@ -215,46 +178,7 @@ class Job:
         return Ended(codes, output, at)
 
 
-class BucketJob(Job):
-    """A run in a bucket. Some requests fail once or twice in each attempt."""
-
-    KINDS = (429, 503, "cut request", "cut response", "delay")
-
-    def __init__(self, bucket: "Bucket", chance: random.Random, *how: Any):
-        super().__init__(*how)
-        self.bucket, self.chance, self.environment = bucket, chance, bucket.environment
-        self.url = f"{bucket.url}/runs/{self.name}"
-        self.checkpoints = f"{self.url}/checkpoints"
-        self.arguments += ["--run.dir", f"{bucket.url}/runs"]
-
-    def files(self) -> Path:
-        from runtime import buckets, run_directory
-
-        shutil.rmtree(self.run, ignore_errors=True)
-        shutil.copytree(run_directory.BucketRunDirectory(self.url).files, self.run)
-        (self.run / "plots").mkdir()
-        objects = buckets.Prefix(self.url)
-        for name in objects.list_objects("plots/"):
-            (self.run / name).write_bytes(objects.read(name))
-        return self.run
-
-    def remove(self) -> None:
-        from runtime import buckets
-
-        objects = buckets.Prefix(self.url)
-        objects.remove(objects.list_objects())
-        super().remove()
-
-    def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
-        for kind in self.KINDS:
-            after, times = self.chance.randrange(200), self.chance.randint(1, 2)
-            self.bucket.fault(kind, after=after, times=times, seconds=2.0)
-        ended = super().attempt(interruptions)
-        self.bucket.clear_faults()
-        return ended
-
-
-def reported(run: Path, checkpoints: str | Path) -> dict[str, object]:
+def reported(run: Path) -> dict[str, object]:
     """All that a run ends with, but what was measured: bytes of arrays, records, samples, and what
     the pictures show.
     """
@@ -267,7 +191,7 @@ def reported(run: Path, checkpoints: str | Path) -> dict[str, object]:
         for record in jsonl.read(run / "metrics.jsonl")
     ]
     found = {"metrics.jsonl": records, "samples.jsonl": (run / "samples.jsonl").read_bytes()}
-    with contextlib.closing(checkpoint.Checkpoints(checkpoints)) as saved:
+    with contextlib.closing(checkpoint.Checkpoints(run / "checkpoints")) as saved:
         step = saved.steps()[-1]
         found["step"] = step
         arrays = saved.arrays(step)
@@ -280,21 +204,13 @@ def reported(run: Path, checkpoints: str | Path) -> dict[str, object]:
     return found
 
 
-def differences(job: Job, expected: dict[str, object]) -> list[str]:
-    found = reported(job.files(), job.checkpoints)
-    return [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
-
-
 class Chaos:
-    def __init__(self, flags: Flags, folder: Path, bucket: "Bucket | None"):
-        self.bucket = bucket
+    def __init__(self, flags: Flags, folder: Path):
         self.folder, self.random = folder, random.Random(flags.seed)
         self.data = folder / "data"
         self.expected: dict[int, dict[str, object]] = {}  # by the number of processes
         self.wrong: list[str] = []
         self.rows: Counter[tuple[str, str]] = Counter()
-        # Seconds from SIGTERM until all had ended; those of a step and a save of the same attempt.
-        self.took: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.compared = 0
         from data import prepare
 
@@ -303,31 +219,28 @@ class Chaos:
             prepare.main([*source, "--out", str(self.data)])
 
     def run_whole(self, processes: int) -> None:
-        """Keeps what a run that is never stopped ends with."""
+        """Keep what a run that is never stopped ends with."""
         job = Job(self.folder, f"whole-{processes}", self.data, processes)
         ended = job.attempt({})
         if any(ended.codes):
             raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
-        self.expected[processes] = reported(job.files(), job.checkpoints)
+        self.expected[processes] = reported(job.run)
 
     def interrupt(self, what: str, processes: int, interruptions: int, number: int) -> None:
-        """Interrupts runs so many times in all, and lets each of them come to its end."""
-        if not interruptions:
-            return
-        if processes not in self.expected:
+        """Interrupt runs so many times in all, and let each of them come to its end."""
+        if interruptions and processes not in self.expected:
             self.run_whole(processes)
         left, kinds = interruptions, list(KINDS)
         self.random.shuffle(kinds)
         while left:
-            how = self.folder, f"{what}-{left}", self.data, processes
-            job = BucketJob(self.bucket, self.random, *how) if self.bucket else Job(*how)
+            job = Job(self.folder, f"{what}-{left}", self.data, processes)
             if kinds[0] == "restore":  # a new run restores nothing
                 kinds.append(kinds.pop(0))
             while True:
                 interruption = self._interruption(kinds, number) if left else None
                 victim = self.random.randrange(processes)
                 ended = job.attempt({victim: interruption} if interruption else {})
-                if ended.reported("interrupted", victim) is not None:
+                if ended.interrupted(victim) is not None:
                     left -= 1
                     kinds.append(kinds.pop(0))  # one that this attempt had no more of is next again
                     self.rows[what, interruption.kind] += 1
@@ -335,21 +248,17 @@ class Chaos:
                     print(f"{done}, {interruption.kind} + {interruption.delay_s:.2f} s")
                 if ended.finished:  # before the interruption, or in spite of it
                     break
-                requested = number == signal.SIGTERM
-                if requested:
-                    right = set(ended.codes) == {128 + signal.SIGTERM}
-                else:
-                    right = ended.codes[victim] == -signal.SIGKILL
-                if not (interruption and right):
+                if not interruption or ended.codes[victim] != -signal.SIGKILL:
                     self._log(job, f"ended with {ended.codes}\n{ended.output}")
                     return
-                (self._requested if requested else self._survivors)(what, job, victim, ended)
-            differ = differences(job, self.expected[processes])
+                self._survivors(job, victim, ended)
+            expected, found = self.expected[processes], reported(job.run)
+            differ = [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
             self.compared += 1
             if differ:
                 names = ", ".join(differ)
                 self.wrong.append(f"{job.name}: after {job.attempts} attempts {names} differ")
-            job.remove()
+            shutil.rmtree(job.run)
 
     def _interruption(self, kinds: list[str], number: int) -> Interruption:
         kind = kinds[0]
@@ -361,30 +270,13 @@ class Chaos:
     def _log(self, job: Job, wrong: str) -> None:
         self.wrong.append(f"{job.name}, attempt {job.attempts}: {wrong}")
 
-    def _survivors(self, what: str, job: Job, victim: int, ended: Ended) -> None:
+    def _survivors(self, job: Job, victim: int, ended: Ended) -> None:
         for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
             if number != victim and code not in (75, -signal.SIGABRT):
                 self._log(job, f"process {number} ended with {code}:\n{text}")
-            seconds = ended.at - ended.reported("interrupted", victim)
+            seconds = ended.at - ended.interrupted(victim)
             if number != victim and seconds > PEER_S + 5:
                 self._log(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
-
-    def _requested(self, what: str, job: Job, victim: int, ended: Ended) -> None:
-        """Every step that was recorded is saved, unless there was nothing to save yet."""
-
-        text = ended.output[victim]
-        file = job.files() / "metrics.jsonl"  # none where it had not begun a step
-        records = jsonl.read(file) if file.exists() else []
-        last = records[-1]["step"] if records else 0
-        name = f"The newest checkpoint is of step {last}. " if last else "No step is saved yet. "
-        if name not in text:
-            self._log(job, f"process {victim} did not say {name!r}:\n{text}")
-            return
-        if not last:
-            return
-        step_s = statistics.median(r["step_s"] for r in records if "step_s" in r)
-        seconds = ended.at - ended.reported("interrupted", victim)
-        self.took[what].append((seconds, step_s + ended.reported("longest save", 0)))
 
     def table(self) -> str:
         columns = list(dict.fromkeys(what for what, _ in self.rows))
@@ -392,23 +284,7 @@ class Chaos:
         for kind in KINDS:
             cells = [str(self.rows[what, kind]) for what in columns]
             lines.append(f"| {kind} | {' | '.join(cells)} |")
-        names = "until all had ended", "of one step and the save"
-        for i, name in enumerate(names if self.took else ()):
-            both = {what: [pair[i] for pair in took] for what, took in self.took.items()}
-            texts = {w: f"{statistics.median(s):.2f} ({max(s):.2f})" for w, s in both.items()}
-            cells = [texts.get(what, "") for what in columns]
-            lines.append(f"| s {name}, median (longest) | {' | '.join(cells)} |")
         return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def emulated() -> Iterator["Bucket"]:
-    """Provide a bucket during the block, also for this process."""
-    from fake_bucket import Server
-
-    with Server() as server:
-        os.environ |= server.environment
-        yield server.bucket()
 
 
 def main(flags: Flags) -> int:
@@ -416,13 +292,10 @@ def main(flags: Flags) -> int:
     with contextlib.ExitStack() as stack:
         folder = flags.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        bucket = stack.enter_context(emulated()) if flags.bucket else None
-        chaos = Chaos(flags, folder, bucket)
+        chaos = Chaos(flags, folder)
         chaos.interrupt("killed", 1, flags.kills, signal.SIGKILL)
         chaos.interrupt("killed, of two", 2, flags.pairs, signal.SIGKILL)
         chaos.interrupt("stopped, of two", 2, flags.stops, signal.SIGSTOP)
-        chaos.interrupt("SIGTERM", 1, flags.terms, signal.SIGTERM)
-        chaos.interrupt("SIGTERM, of two", 2, flags.pair_terms, signal.SIGTERM)
     print(chaos.table())
     print(*chaos.wrong, sep="\n")
     what = f"{len(chaos.wrong)} faults" if chaos.wrong else "all equal, bit for bit"

@@ -9,11 +9,11 @@ google-cloud-storage, gcsfs and tensorstore, also for child processes:
         assert fault.done == 2
 
 `on` is the operation of a request: `upload`, `start` of a chunked upload, `read`, `look`, `list`,
-`delete`, `copy`, `move`, `compose` or `other`. It may also be one of the groups `write` and `any`,
-or an HTTP method. `path` matches the object's name in the bucket; for a copy or move, the new one.
+`delete`, `copy`, `compose` or `other`. It may also be one of the groups `write` and `any`. `path`
+matches the object's name in the bucket; for a copy, the new one.
 
 The proxy adds what the emulator lacks: atomic preconditions on generations, generations of reads,
-ranges from the end and beyond it, pages and offsets of lists, moves, and empty objects.
+ranges from the end and beyond it, and pages and offsets of lists.
 """
 
 import base64
@@ -47,8 +47,7 @@ MESSAGES = {
     500: "Backend Error",
     503: "Service Unavailable",
 }
-WRITES = {"upload", "start", "delete", "copy", "move", "compose", "other"}
-NOTHING = b"--x\r\n\r\n{}\r\n--x\r\n\r\n\r\n--x--"  # an upload that the emulator takes for empty
+WRITES = {"upload", "start", "delete", "copy", "compose", "other"}
 UNSENT = {"connection", "content-length", "keep-alive", "server", "date"}  # set by the proxy
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -127,21 +126,19 @@ class Request:
         found = re.search(r"/b/([^/]+)(/o(?:/(.*))?)?$", self.path)
         bucket, objects, name = found.groups("") if found else ("", "", "")
         self.does = self._does(bool(objects), name)
-        self.source = name
         if self.does == "compose":
             name = name.removesuffix("/compose")
-        if self.does in ("copy", "move"):
-            self.source, there, name = re.split("/(?:rewrite|copy|move)To/(?:b/(.+)/)?o/", name)
-            bucket = there or bucket
+        if self.does == "copy":
+            _, bucket, name = re.split("/(?:rewrite|copy)To/b/(.+)/o/", name)
         self.bucket, self.name = bucket, self._name(unquote(name))
-        self.words = {"any", method, self.does} | ({"write"} if self.does in WRITES else set())
+        self.words = {"any", self.does} | ({"write"} if self.does in WRITES else set())
 
     def _does(self, objects: bool, name: str) -> str:
         if self.path.startswith("/upload/"):
             whole = self.query.get("uploadType") != "resumable" or "upload_id" in self.query
             return "upload" if whole else "start"
-        if moved := re.search("/(rewrite|copy|move)To/", name):
-            return "move" if moved[1] == "move" else "copy"
+        if re.search("/(rewrite|copy)To/", name):
+            return "copy"
         if self.method == "POST" and name.endswith("/compose"):
             return "compose"
         if self.method == "GET":
@@ -304,14 +301,7 @@ class Server:
     # --- what the emulator lacks
 
     def _done(self, request: Request) -> Answer:
-        target, headers, body = request.target, request.headers, request.body
-        if request.does == "upload" and request.query["uploadType"] == "media" and not body:
-            target = target.replace("uploadType=media", "uploadType=multipart")
-            headers, body = headers | {"content-type": "multipart/related; boundary=x"}, NOTHING
-        target = target.replace("/moveTo/", f"/copyTo/b/{request.bucket}/")
-        answer = self._emulated(request.method, target, headers, body)
-        if request.does == "move" and answer.status == 200:
-            self._emulated("DELETE", f"/storage/v1/b/{request.bucket}/o/{request.source}", {}, b"")
+        answer = self._emulated(request.method, request.target, request.headers, request.body)
         if request.does == "start" and "Location" in answer.headers:
             [upload] = parse_qs(urlsplit(answer.headers["Location"]).query)["upload_id"]
             self._starts[upload] = request.query | {"name": request.name}

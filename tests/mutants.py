@@ -503,11 +503,11 @@ failed-save-not-raised
 older-step-saved-after-newer
 - if steps and steps[-1] > step:
 + if steps and steps[0] > step:
-== runtime/checkpoint_directory.py: checkpoint checkpoint_bucket
+== runtime/checkpoint_directory.py: checkpoint
 checkpoint-complete-without-commit
 - if n.isdigit() and self.is_complete(int(n)))
 + if n.isdigit())
-quarantine-keeps-commit-for-last: checkpoint_bucket
+quarantine-keeps-commit-for-last: buckets
 - key=lambda name: name != f"{step}/{COMMIT}"
 + key=lambda name: name == f"{step}/{COMMIT}"
 == runtime/array_digests.py: array_digests
@@ -1053,7 +1053,7 @@ product-without-additions
 blocks-below-the-diagonal
 - pairs = T * T * (rows + 1) // (2 * rows)
 + pairs = T * T // 2
-read-and-write-of-an-update: hlo benchmark_gpu
+read-and-write-of-an-update: hlo
 - return 2 * result_bytes(operands[UPDATES[kernel.opcode]])
 + return result_bytes(operands[UPDATES[kernel.opcode]])
 packed-types-rounded-down

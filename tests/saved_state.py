@@ -1,19 +1,23 @@
-"""A small training state, saved by checkpoint.Checkpoints, for tests of checkpoints."""
+"""A small training state, saved by checkpoint.Checkpoints, and faults of saves."""
 
 import contextlib
 import dataclasses
+import resource
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import utils
 from model import Transformer
+from runtime import checkpoint_directory
 
 AXES = ("fsdp", "pipeline", "tensor")
 CONFIG = dataclasses.asdict(utils.Config())
@@ -76,8 +80,8 @@ def assert_newest(checkpoints, step, state):
     assert_same(found, state)
 
 
-def saved(folder, *steps, keep=3, keep_every_steps=0):
-    checkpoints = checkpoint.Checkpoints(folder, keep, keep_every_steps=keep_every_steps)
+def saved(folder, *steps):
+    checkpoints = checkpoint.Checkpoints(folder, keep=3)
     for step in steps:
         checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
     checkpoints.wait()
@@ -90,18 +94,46 @@ def opened(folder, keep=None, every=0):
         yield checkpoints
 
 
-def seconds(function):
-    began = time.monotonic()
-    function()
-    return time.monotonic() - began
-
-
 def wait_for_late_writes(look):
-    """Return when what `look` returns no longer changes.
-
-    A failed save leaves writes that end with its process, but not within a test.
-    """
+    """Wait until `look` returns the same twice: a failed save leaves writes that go on."""
     before, now = None, look()
     while before != now:
         time.sleep(0.5)
         before, now = now, look()
+
+
+# --- faults of saves ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Writes fail in all threads, except the first bytes of a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_directory, "PROBE_BYTES", 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def failing(method, error):
+    """Orbax cannot do this to a path. It renames a folder last, in a thread."""
+
+    def fails(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(epath.Path("x")), method, fails)
+        yield
+
+
+FAULTS = {  # (what fails, the exception's type, the end of its message)
+    "disk full": (full_disk, ValueError, "File too large"),
+    "rename refused": (lambda: failing("rename", OSError("no rename")), ValueError, "no rename"),
+    "an error in a thread": (lambda: failing("rename", KeyError("rename")), KeyError, "rename"),
+    # In one process, Orbax's other threads wait 5 minutes for the folder, and Python for them.
+    "no folder": (lambda: failing("mkdir", OSError("no folder")), ValueError, "no folder"),
+}

@@ -1,14 +1,12 @@
 """A digest depends on every bit and its position, and not on mesh, layout or what computes it."""
 
 import itertools
-from importlib import util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from runtime import array_digests
@@ -17,7 +15,6 @@ RANDOM = np.random.default_rng(0)
 KINDS = {
     "float32": RANDOM.standard_normal((6, 5, 8), np.float32),
     "bfloat16": RANDOM.standard_normal((4, 7), np.float32).astype(jnp.bfloat16),
-    "float16": RANDOM.standard_normal(33, np.float32).astype(np.float16),
     "int32": RANDOM.integers(-(2**31), 2**31, (3, 4), np.int32),
     "uint8": RANDOM.integers(0, 256, 9, np.uint8),
     "bool": np.array([True, False, True]),
@@ -32,22 +29,15 @@ def on_devices(x, merged=1):
     return tuple(np.asarray(jax.jit(lambda x: array_digests.digest(x, merged))(x)).tolist())
 
 
-def test_the_hash_is_that_of_murmur3():
-    """fmix32(0) and fmix32(1), as in other implementations."""
-    found = array_digests.mix(np.array([0, 1], np.uint32))
-    assert found.tolist() == [0, 0x514E28B7]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_numpy_and_devices_compute_the_same_for_every_type(kind):
-    x = np.asarray(KINDS[kind])
-    assert array_digests.of_numpy(x) == on_devices(x)
-    assert array_digests.of_numpy(np.asfortranarray(x)) == array_digests.of_numpy(x)
-
-
-def test_an_element_of_eight_bytes_is_two_words():
-    x = RANDOM.standard_normal((3, 5))
+def test_numpy_and_devices_compute_the_same_for_every_type():
+    for kind, x in KINDS.items():
+        x = np.asarray(x)
+        assert array_digests.of_numpy(x) == on_devices(x), kind
+        assert array_digests.of_numpy(np.asfortranarray(x)) == array_digests.of_numpy(x)
+    x = RANDOM.standard_normal((3, 5))  # an element of eight bytes is two words
     assert array_digests.of_numpy(x) == array_digests.of_numpy(x.view(np.uint32).reshape(3, 5, 2))
+    # fmix32(0) and fmix32(1), as in other implementations of MurmurHash3
+    assert array_digests.mix(np.array([0, 1], np.uint32)).tolist() == [0, 0x514E28B7]
 
 
 def test_a_digest_does_not_depend_on_mesh_layout_or_stages():
@@ -55,12 +45,11 @@ def test_a_digest_does_not_depend_on_mesh_layout_or_stages():
     x["blocks"] = RANDOM.standard_normal((2, 2, 4, 3, 8), np.float32)
     expected = {name: array_digests.of_numpy(np.asarray(a)) for name, a in x.items()}
     expected["blocks"] = array_digests.of_numpy(x["blocks"].reshape(16, 3, 8))
-    for shape in ((2, 2, 2), (4, 1, 1), (1, 1, 8), (1, 1, 1)):
+    for shape, spec in (((2, 2, 2), P("x", None, ("z", "y"))), ((4, 1, 1), P()), ((1, 1, 8), P())):
         mesh = jax.make_mesh(shape, ("x", "y", "z"), devices=jax.devices()[: np.prod(shape)])
-        for spec in (P("x", None, "z"), P(None, None, ("z", "y")), P()):
-            specs = {"a": spec, "b": P(), "c": P(), "blocks": P(None, "y", None, None, "z")}
-            put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in x.items()}
-            assert array_digests.of_arrays(put, {"blocks": 3}) == expected
+        specs = {"a": spec, "b": P(), "c": P(), "blocks": P(None, "y", None, None, "z")}
+        put = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in x.items()}
+        assert array_digests.of_arrays(put, {"blocks": 3}) == expected
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "of several batches", "eight bytes"])
@@ -68,33 +57,23 @@ def test_digests_of_parts_add_up(kind):
     x = RANDOM.standard_normal((6, 5)) if kind == "eight bytes" else KINDS[kind]
     for length in (1, 7, x[0].size, array_digests.BATCH - 1, x.size):
         if x.size // length < 300:
-            flat = (x.reshape(-1)[i : i + length] for i in range(0, x.size, length))
             starts = range(0, x.size, length)
-            parts = [
-                array_digests.of_numpy(p, x.shape, i) for p, i in zip(flat, starts, strict=True)
-            ]
+            flat = x.reshape(-1)
+            parts = [array_digests.of_numpy(flat[i : i + length], x.shape, i) for i in starts]
             assert array_digests.total(parts) == array_digests.of_numpy(x)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "uint8", "scalar"])
 def test_every_bit_that_flips_changes_both_sums(kind):
-    x = np.atleast_1d(np.asarray(KINDS[kind])).reshape(-1)[:40]
+    x = np.atleast_1d(np.asarray(KINDS[kind])).reshape(-1)[:20]
     before, words = array_digests.of_numpy(x), array_digests.WORDS[x.dtype.itemsize]
     for place, bit in itertools.product(range(x.size), range(8 * x.dtype.itemsize)):
         changed = x.copy()
         changed.view(words)[place] ^= words(1 << bit)
         assert all(a != b for a, b in zip(array_digests.of_numpy(changed), before, strict=True))
-
-
-def test_exchanged_elements_change_the_digest_unless_they_are_equal():
-    for x in (np.arange(24, dtype=np.int32), KINDS["float32"].reshape(-1)[:24]):
-        before = array_digests.of_numpy(x)
-        for one, other in itertools.combinations(range(x.size), 2):
-            changed = x.copy()
-            changed[[one, other]] = changed[[other, one]]
-            assert array_digests.of_numpy(changed) != before
-    same = np.array([3, 1, 3], np.int32)
-    assert array_digests.of_numpy(same[::-1]) == array_digests.of_numpy(same)
+    for place in range(1, x.size):  # exchanged elements
+        changed = np.concatenate([x[place : place + 1], x[1:place], x[:1], x[place + 1 :]])
+        assert array_digests.of_numpy(changed) != before
 
 
 def test_positions_above_32_bits_are_counted_in_rows(monkeypatch):
@@ -111,23 +90,3 @@ def test_positions_above_32_bits_are_counted_in_rows(monkeypatch):
     monkeypatch.setattr(array_digests, "_row_dims", lambda shape: max(0, len(shape) - 2))
     parts = [array_digests.of_numpy(row, merged.shape, 20 * i) for i, row in enumerate(merged)]
     assert array_digests.total(parts) == on_devices(x, 3)
-
-
-@pytest.mark.skipif(not util.find_spec("libtpu"), reason="libtpu compiles for TPUs")
-def test_the_program_needs_no_copy_of_an_array_on_a_tpu(monkeypatch):
-    """XLA fuses the hashes into the sums. Its CPU backend does not: it is for simulated devices."""
-    monkeypatch.delenv("XLA_FLAGS")  # libtpu aborts on those that it does not know
-    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
-        monkeypatch.setenv(name, "1")
-    devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
-    mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("x", "y", "z"))
-    kinds = [((16, 1024, 2048), P("x", None, "z"), t) for t in (jnp.float32, jnp.bfloat16)]
-    kinds.append(((2, 2, 4, 1000, 512), P(None, "y", None, "x"), jnp.float32))
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec, dtype in kinds
-    ]
-    program = array_digests.jitted(NamedSharding(mesh, P()), (1, 1, 3)).lower(arrays).compile()
-    memory = program.memory_analysis()
-    assert memory.argument_size_in_bytes > 50e6
-    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes

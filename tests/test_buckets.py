@@ -1,8 +1,7 @@
-"""Requests to an emulated bucket, with the failures that buckets have."""
+"""Requests to an emulated bucket, and the errors of its clients."""
 
 import base64
 
-import fsspec
 import pytest
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import Forbidden, NotFound, TooManyRequests, Unauthorized
@@ -10,8 +9,9 @@ from google.auth.exceptions import DefaultCredentialsError, RefreshError, Transp
 from google.cloud import storage
 from google_crc32c import Checksum
 
-from runtime import buckets
-from runtime.buckets import AccessDenied, ObjectInfo, Prefix, Unavailable
+from runtime import buckets, checkpoint_directory
+from runtime.buckets import AccessDenied, Changed, ObjectInfo, Prefix, Unavailable
+from runtime.checkpoint_directory import COMMIT
 
 # Clients leave connections to be closed when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -19,11 +19,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture
 def prefix(bucket, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 2.0)
+    monkeypatch.setattr(buckets, "RETRY_S", 0.2)
     return Prefix(f"{bucket.url}/run/")
 
 
-def test_objects_are_written_found_read_moved_and_removed(bucket, prefix):
+def test_objects_are_written_found_read_moved_and_removed(bucket, prefix, monkeypatch):
+    list_blobs = storage.Client.list_blobs
+    in_pages = lambda *a, **how: list_blobs(*a, page_size=2, **how)  # noqa: E731
+    monkeypatch.setattr(storage.Client, "list_blobs", in_pages)
     for name in ("a", "b/c", "b/d", "bb"):
         prefix.write(name, name.encode() * 9)
     Prefix(bucket.url).write("run2", b"")
@@ -38,29 +41,32 @@ def test_objects_are_written_found_read_moved_and_removed(bucket, prefix):
     prefix.remove(["a", "b/c", "never there"])
     assert prefix.list_objects().keys() == {"bb", "e"} and prefix.read("e") == b"b/d" * 9
     assert Prefix(bucket.url).list_objects().keys() == {"run/bb", "run/e", "run2"}
-
-
-def test_more_objects_than_a_page_of_a_list_are_found(prefix, monkeypatch):
-    list_blobs = storage.Client.list_blobs
-    monkeypatch.setattr(
-        storage.Client, "list_blobs", lambda *a, **how: list_blobs(*a, page_size=2, **how)
-    )
-    for i in range(5):
-        prefix.write(f"{i}", b"")
-    assert prefix.list_objects().keys() == set("01234")
-
-
-def test_a_write_of_another_client_is_seen_by_gcsfs(bucket, prefix):
-    prefix.write("a", b"")
-    files = fsspec.filesystem("gcs")
-    assert [name.rpartition("/")[2] for name in files.ls(prefix.url)] == ["a"]
-    prefix.write("b", b"")
-    assert [name.rpartition("/")[2] for name in files.ls(prefix.url)] == ["a", "b"]
-
-
-def test_a_missing_object_is_a_file_not_found_error(prefix):
+    listed = lambda: {name.rpartition("/")[2] for name in files.ls(prefix.url)}  # noqa: E731
+    files = buckets.filesystem()
+    assert listed() == {"bb", "e"}
+    prefix.write("f", b"")
+    assert listed() == {"bb", "e", "f"}  # gcsfs keeps no listing
     with pytest.raises(FileNotFoundError, match=r"gs://bucket-\d+/run/x does not exist"):
         prefix.read("x")
+
+
+def test_only_the_generation_that_a_request_requires_is_changed(prefix):
+    first = prefix.write("x", b"1", if_generation_match=0)
+    second = prefix.append("x", b"2", first)
+    assert prefix.read_with_generation("x") == (b"12", second)
+    assert prefix.generation("x") == second != first and prefix.generation("y") == 0
+    for request in (
+        lambda: prefix.write("x", b"3", 0),
+        lambda: prefix.write("x", b"3", first),
+        lambda: prefix.append("x", b"3", first),
+        lambda: prefix.append("y", b"3", first),
+        lambda: prefix.remove(["x"], first),
+    ):
+        with pytest.raises(Changed):
+            request()
+    assert prefix.read("x") == b"12"
+    prefix.remove(["x"], second)
+    assert prefix.generation("x") == 0
 
 
 ASK = {
@@ -73,47 +79,42 @@ ASK = {
 
 
 @pytest.mark.parametrize("on", ASK)
-@pytest.mark.parametrize("kind", [429, 503, "cut request", "cut response"])
-def test_a_transient_failure_is_retried(bucket, prefix, on, kind, monkeypatch):
+def test_a_transient_failure_is_retried_and_a_lasting_one_reported_in_one_line(
+    bucket, prefix, on, monkeypatch
+):
+    prefix.write("x", b"old" * 100)
+    faults = [
+        ("cut request", Unavailable, r"a request for gs://bucket-\d+/run/x? ?failed"),
+        (403, AccessDenied, "Grant this account roles/storage.objectUser and"),
+    ]
+    if flips := {"read": "flip response", "upload": "flip request"}.get(on):
+        faults.append((flips, Unavailable, "a request for .*/run/x failed"))
+    for kind, error, words in faults:
+        bucket.fault(kind, on=on)
+        with pytest.raises(error, match=words) as raised:
+            ASK[on](prefix)
+        assert "\n" not in str(raised.value)
+        bucket.clear_faults()
     monkeypatch.setattr(buckets, "RETRY_S", 20.0)  # the first pause is up to 1 s
-    prefix.write("x", b"old")
-    fault = bucket.fault(kind, on=on, times=1)
+    fault = bucket.fault(503, on=on, times=1)
     ASK[on](prefix)
     assert fault.done == 1
 
 
-@pytest.mark.parametrize("on", ASK)
-@pytest.mark.parametrize("kind", [503, "cut request"])
-def test_a_lasting_failure_is_unavailable(bucket, prefix, on, kind, monkeypatch):
-    prefix.write("x", b"old")
-    monkeypatch.setattr(buckets, "RETRY_S", 0.2)
-    bucket.fault(kind, on=on)
-    with pytest.raises(Unavailable, match=r"a request for gs://bucket-\d+/run/x? ?failed"):
-        ASK[on](prefix)
-
-
-@pytest.mark.parametrize("on", ASK)
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (401, "gcloud auth application-default login, or attach a service account"),
-        (403, "Grant this account roles/storage.objectUser and"),
-    ],
-)
-def test_a_denied_request_is_an_error_with_the_fix(bucket, prefix, on, status, words):
-    prefix.write("x", b"old")
-    bucket.fault(status, on=on)
-    with pytest.raises(AccessDenied, match=words) as refused:
-        ASK[on](prefix)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_missing_bucket_is_reported(bucket, prefix):
-    bucket.fault(404)
-    with pytest.raises(
-        AccessDenied, match=r"There is no bucket bucket-\d+\. Create it, or use another"
-    ):
-        prefix.list_objects()
+def test_a_quarantine_that_stops_on_its_way_leaves_an_unfinished_checkpoint(bucket, prefix):
+    half = f"3{checkpoint_directory.UNFINISHED}"
+    for name in (f"1/{COMMIT}", f"2/{COMMIT}", "2/a", "2/z", f"{half}/a"):
+        prefix.write(name, b"")
+    folder = checkpoint_directory.open_directory(prefix.url)
+    assert folder.steps() == [1, 2] and folder.is_complete(2) and folder.exists("2/a")
+    bucket.fault(403, on="copy", after=1)
+    with pytest.raises(AccessDenied):
+        folder.quarantine(2)
+    assert folder.steps() == [1] and not folder.exists("4") and folder.read(f"1/{COMMIT}") == b""
+    assert folder.unfinished() == ["2", half]
+    for name in folder.unfinished():
+        folder.remove(name)
+    assert prefix.list_objects().keys() == {f"1/{COMMIT}", f"damaged-2/{COMMIT}"}
 
 
 AWAY = TransportError("no route to the server of tokens")
@@ -129,7 +130,6 @@ CAUSED.__cause__ = AWAY
         (OSError("Forbidden: https://storage, by gcsfs"), "Grant this account"),
         (ValueError("PERMISSION_DENIED: by tensorstore"), "Grant this account"),
         (Unauthorized("by the library"), "no valid credentials"),
-        (HttpError({"code": 401, "message": "by gcsfs"}), "no valid credentials"),
         (ValueError("UNAUTHENTICATED: by tensorstore"), "no valid credentials"),
         (DefaultCredentialsError("there are none"), "no valid credentials"),
         (RefreshError("invalid_grant"), "no valid credentials"),
@@ -151,25 +151,11 @@ def test_lasting_errors_are_distinguished_from_transient_ones(error, words):
     assert (why is None) if words is None else (words in why)
 
 
-@pytest.mark.parametrize("on", ["read", "upload"])
-def test_a_bit_that_flips_in_transit_is_detected(bucket, prefix, on):
-    prefix.write("x", b"old" * 100)
-    bucket.fault(f"flip {'request' if on == 'upload' else 'response'}", on=on)
-    with pytest.raises(OSError):
-        ASK[on](prefix)
-
-
-@pytest.mark.parametrize(
-    "details",
-    [
-        "[source locations='x.cc:1']",
-        f"[tensorstore_spec='{'x' * 500}'] [source locations='x.cc:1']",
-    ],
-)
-def test_a_long_error_keeps_its_beginning_and_its_cause(details):
-    path = "d/" * 300
-    error = ValueError(f"RESOURCE_EXHAUSTED: Error writing\n{path}: No space left {details}")
-    text = buckets.one_line(error)
-    assert text.startswith("RESOURCE_EXHAUSTED: Error writing d/") and len(text) == 300
-    assert text.endswith("d/: No space left")
+def test_a_long_error_keeps_its_beginning_and_its_cause():
+    for details in ("", f"[tensorstore_spec='{'x' * 500}'] "):
+        path, details = "d/" * 300, f"{details}[source locations='x.cc:1']"
+        error = ValueError(f"RESOURCE_EXHAUSTED: Error writing\n{path}: No space left {details}")
+        text = buckets.one_line(error)
+        assert text.startswith("RESOURCE_EXHAUSTED: Error writing d/") and len(text) == 300
+        assert text.endswith("d/: No space left")
     assert buckets.one_line(OSError("a\n b")) == "a b"

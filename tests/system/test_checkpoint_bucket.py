@@ -1,0 +1,180 @@
+"""Checkpoints in a bucket: as in a folder, with requests that fail or change on the way."""
+
+import gc
+import types
+
+import gcsfs.retry
+import pytest
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+import checkpoint
+from checkpoint import Checkpoints, Damaged
+from runtime import buckets, stored_array
+from runtime.buckets import AccessDenied, Prefix, Unavailable
+from runtime.checkpoint_directory import COMMIT
+from runtime.errors import Exit, code_of
+from saved_state import (
+    CONFIG,
+    abstract,
+    assert_newest,
+    assert_same,
+    mesh_of,
+    opened,
+    saved,
+    state_on,
+    wait_for_late_writes,
+)
+
+# Writes that fail when Orbax no longer waits for them find its event loop closed, and only warn.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def folder(bucket, monkeypatch):
+    """A folder for which each client repeats a request a few times, and at once."""
+    retries = {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"}
+    for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
+        monkeypatch.setitem(getattr(tensorstore_utils, name), "gcs_request_retries", retries)
+    monkeypatch.setattr(stored_array, "READ_RETRIES", retries)
+    asyncio = gcsfs.retry.asyncio
+    at_once = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 1000))
+    monkeypatch.setattr(gcsfs.retry, "asyncio", at_once)
+    monkeypatch.setattr(buckets, "RETRY_S", 0.5)
+    gc.freeze()  # the collection below, of what this test leaves, need not search all else
+    yield f"{bucket.url}/run/checkpoints"
+    gc.collect()  # what late writes leave is collected here, and not in another test
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def states():
+    return {step: state_on(mesh_of(2, 2, 2), seed=step) for step in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{name: content} of checkpoints 1 and 2, which were written to a disk."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved(folder, 1, 2).close()
+    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+@pytest.fixture
+def steps_1_2(folder, files):
+    for name, content in files.items():
+        Prefix(folder).write(name, content)
+    return folder
+
+
+def steps_in(folder):
+    return sorted({name.split("/")[0] for name in Prefix(folder).list_objects()} - {"probe-0"})
+
+
+def test_a_state_is_restored_bit_for_bit_on_every_mesh_and_from_a_copy(folder, tmp_path):
+    with opened(folder, keep=1) as checkpoints:
+        with pytest.raises(ValueError, match=r"no such folder"):
+            Checkpoints(f"{folder}-of-another")
+        assert checkpoints.newest({}) is None
+        for step in (1, 2):
+            checkpoints.save(step, state_on(mesh_of(2, 2, 2), step), CONFIG)
+        for shape, virtual in (((8, 1, 1), 1), ((1, 4, 2), 2), ((1, 1, 1), 1)):
+            assert_newest(checkpoints, 2, state_on(mesh_of(*shape), 2, virtual))
+    assert steps_in(folder) == ["2"]
+    for name in Prefix(folder).list_objects():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(Prefix(folder).read(name))
+    for copy in (folder, tmp_path):
+        with opened(copy) as reader:
+            assert_newest(reader, 2, state_on(mesh_of(8, 1, 1), 2))
+
+
+# --- saves that fail ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "expected"),
+    [
+        (404, "*", AccessDenied),
+        (403, "*/checkpoints/2/*", AccessDenied),
+        (503, "*/2/state/*/d/*", Unavailable),
+        (429, f"*/2/config/{checkpoint.RECORD}", Unavailable),
+        (403, f"*/2/{COMMIT}", AccessDenied),
+    ],
+)
+def test_a_save_that_fails_ends_the_run(bucket, folder, states, kind, path, expected):
+    checkpoints = saved(folder, 1)
+    fault = bucket.fault(kind, on="write", path=path)
+    with pytest.raises(expected, match="gs://") as failure:
+        checkpoints.save(2, states[2], CONFIG)
+        checkpoints.wait()
+    assert fault.done and "\n" not in str(failure.value)
+    assert code_of(failure.value) == (Exit.CONFIG if expected is AccessDenied else Exit.RETRY)
+    checkpoints.close()
+    if path == "*":
+        with pytest.raises(expected, match="gs://"):
+            Checkpoints(folder, 1)
+    bucket.clear_faults()
+    wait_for_late_writes(lambda: len(bucket.log))
+    with opened(folder, keep=3) as again:
+        assert_newest(again, 1, states[1])
+        again.save(2, states[2], CONFIG)
+        assert_newest(again, 2, states[2])
+    assert steps_in(folder) == ["1", "2"]
+
+
+@pytest.mark.parametrize("kind", [503, "cut response"])
+def test_transient_failures_are_retried(bucket, folder, states, kind, monkeypatch):
+    monkeypatch.setattr(buckets, "RETRY_S", 20.0)
+    paths = ("*/state/*/d/*", "*/state/d/*", f"*/config/{checkpoint.RECORD}", f"*/2/{COMMIT}")
+    with opened(folder, keep=1) as checkpoints:
+        faults = [bucket.fault(kind, on="write", path=path, times=2) for path in paths]
+        checkpoints.save(2, states[2], CONFIG)
+        checkpoints.wait()
+        faults += [bucket.fault(kind, on="read", path=path, times=2) for path in paths[:3]]
+        faults += [bucket.fault(kind, on="list", times=2)]
+        assert_newest(checkpoints, 2, states[2])
+    assert all(fault.done == 2 for fault in faults), [fault.done for fault in faults]
+
+
+# --- restores that fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "path"),
+    [
+        (401, "list", "run/checkpoints/"),
+        ("cut response", "list", "run/checkpoints/"),
+        (403, "read", f"*/{checkpoint.RECORD}"),
+        (403, "read", "*/state/*"),
+        (503, "read", "*/state/*"),
+        (503, "any", "*/2/state/d/*"),
+    ],
+)
+def test_a_failed_request_is_not_damage(bucket, steps_1_2, states, capsys, kind, on, path):
+    fault = bucket.fault(kind, on=on, path=path)
+    for keep in (3, None):
+        with (
+            pytest.raises(AccessDenied if kind in (401, 403) else Unavailable, match="gs://"),
+            opened(steps_1_2, keep) as checkpoints,
+        ):
+            checkpoints.newest(abstract(states[2]))
+    assert fault.done
+    bucket.clear_faults()
+    assert steps_in(steps_1_2) == ["1", "2"] and "damaged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "times"), [("*/d/*", 1), ("*/d/*", float("inf")), (f"*/{checkpoint.RECORD}", 1)]
+)
+def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, states, path, times):
+    fault = bucket.fault("flip response", on="read", path=f"*/checkpoints/2{path}", times=times)
+    with opened(steps_1_2) as reader:
+        try:
+            step, state = reader.newest(abstract(states[2]))
+        except (Damaged, Unavailable):
+            assert (path, times) != ("*/d/*", 1)  # it is read again
+        else:
+            assert times > 1 or step == 2
+            assert_same(state, states[step])
+    assert fault.done
