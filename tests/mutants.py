@@ -965,7 +965,7 @@ moe-layer-of-a-block-first
 router-bias-rounded
 - np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
 + dtype
-== hf/families.py: convert families
+== hf/families.py: convert
 query-bias-under-the-name-of-keys
 - "attention.query_bias": "self_attn.q_proj.bias"
 + "attention.query_bias": "self_attn.k_proj.bias"
@@ -985,7 +985,7 @@ missing-tensors-accepted
 extra-layers-accepted
 - and not _is_unused(name, found)
 + and name.endswith(".bias")
-== hf/model_config.py: convert families
+== hf/model_config.py: convert
 mixtral-weights-not-normalized
 - "norm_topk_prob": mixtral or bool(table.get("norm_topk_prob", False))
 + "norm_topk_prob": bool(table.get("norm_topk_prob", False))
