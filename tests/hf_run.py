@@ -24,6 +24,7 @@ from tokenizers import (
 import checkpoint
 import hf_case
 import model
+import reference
 import train
 import utils
 from common import full_logits
@@ -175,6 +176,12 @@ def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     run = full_logits(config, declared, mesh)
     return np.asarray(run(w, batch))[0, :, :, : config.model.vocab_size]
+
+
+def reference_logits(m: utils.Model, tree: dict, ids: np.ndarray) -> np.ndarray:
+    """The same by reference.py, of weights of hf_case.weights."""
+    found = jax.jit(lambda w: reference.logits(w, ids, m))(tree)
+    return np.asarray(found)[..., : m.vocab_size]
 
 
 def opened(folder: Path, own: bool = False) -> Any:
