@@ -39,7 +39,7 @@ def run_job(block, places=None, seconds=6.0):
 def test_workers_of_a_plain_tpu_pod_find_each_other():
     pytest.importorskip("libtpu")
     # jax sets the first variable where there are no chips.
-    program = f"import os; os.environ.pop('TPU_SKIP_MDS_QUERY', None);{JOB}"
+    program = f"import jax, os; os.environ.pop('TPU_SKIP_MDS_QUERY', None);{JOB}"
     pod = {"JAX_FORCE_TPU_INIT": "1", "JAX_COORDINATOR_PORT": str(free_port())}
     with metadata(0) as first, metadata(1) as second:
         places = [environments(1, 1, GCE_METADATA_IP=s, **pod)[0] for s in (first, second)]
