@@ -6,12 +6,11 @@
 Shows that hf/modeling_latent_moe.py behaves as transformers requires of its own models: files, data
 types, initialization, tied and resized embeddings, gradients, padding, outputs, a short training.
 The tests are in the source distribution of transformers. It lacks those of text generation and of
-torch.export; tests/test_modeling.py has some for generation. Prints each test with its result, and
-why it was skipped. Exit code 1 if one fails. Needs requirements-hf.txt and pip.
+torch.export; tests/system/test_modeling_behaviour.py has some for generation. Prints each test with
+its result, and why it was skipped. Exit code 1 if one fails. Needs requirements-hf.txt and pip.
 """
 
 import argparse
-import collections
 import importlib
 import subprocess
 import sys
@@ -28,9 +27,23 @@ from transformers.models.auto import modeling_auto
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hf.modeling_latent_moe import LatentMoeConfig, LatentMoeForCausalLM, LatentMoeModel
-from test_modeling import EXPERTS, SIZES
 
 VERSION = transformers.__version__
+SIZES = {
+    "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "qk_norm": True,
+    "attention_bias": True, "attention": "gqa", "q_lora_rank": 5, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6,
+    "latent_rms_norm_eps": 0.0, "rope_theta": 100.0, "yarn": None, "n_routed_experts": 0,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "rope_in_moe_layers": True,
+    "eos_token_id": 49, "pad_token_id": 0, "tie_word_embeddings": True,
+    "max_position_embeddings": 64, "use_cache": True,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "routed_scaling_factor": 1.0,
+}  # fmt: skip
 MODELS = {
     "Dense": SIZES | {"num_hidden_layers": 2},
     "Experts": SIZES | {"num_hidden_layers": 2, "attention": "mla"} | EXPERTS,
@@ -106,22 +119,6 @@ def case(name: str, sizes: dict, mixins: list[type]) -> type[unittest.TestCase]:
     return type(name, (*mixins, unittest.TestCase), contents)
 
 
-class Report(unittest.TestResult):
-    """Prints a line per test, which has failed or was skipped if a part of it was."""
-
-    def stopTest(self, test):
-        super().stopTest(test)
-        found = {"failed": self.failures + self.errors, "skipped": self.skipped, "passed": []}
-        for result in found:  # the id of a part begins with that of its test
-            texts = [text for part, text in found[result] if part.id().split()[0] == test.id()]
-            if texts:
-                break
-        self.counts[result] += 1
-        reasons = dict.fromkeys(text.strip().split("\n")[-1] for text in texts)
-        name = f"{type(test).__name__}.{test._testMethodName}"
-        print(f"{result:8}{': '.join([name, *reasons])}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sdist", type=Path, help="the source distribution, if it is here already")
@@ -132,15 +129,12 @@ def main() -> None:
     transformers.AutoConfig.register("latent_moe", LatentMoeConfig)
     transformers.AutoModel.register(LatentMoeConfig, LatentMoeModel)
     transformers.utils.logging.disable_progress_bar()
-    report = Report()
-    report.counts = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         mixins = load_mixins(Path(folder), args.sdist)
-        for name, sizes in MODELS.items():
-            tests = case(name, sizes, mixins)
-            unittest.defaultTestLoader.loadTestsFromTestCase(tests).run(report)
-    print(*(text for _, text in report.failures + report.errors), sep="\n")
-    print(f"transformers {VERSION}: {dict(report.counts)}")
+        load = unittest.defaultTestLoader.loadTestsFromTestCase
+        tests = [load(case(name, sizes, mixins)) for name, sizes in MODELS.items()]
+        report = unittest.TextTestRunner(sys.stdout, verbosity=2).run(unittest.TestSuite(tests))
+    print(f"transformers {VERSION}")
     sys.exit(not report.wasSuccessful())
 
 

@@ -6,6 +6,7 @@ The checkpoint is in chunks of at most 64 MiB, as an import writes it. With `--c
 array is one chunk, as one device saves it. Prints JSON: MiB above the imports' memory, and seconds.
 """
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -13,11 +14,9 @@ import sys
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,6 +26,7 @@ from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
 from hf import model_config, tensors
 from runtime import cli
 
+ROOT = Path(__file__).resolve().parent.parent
 RUN = """
 import pathlib, re, convert
 # Not ru_maxrss, which starts at the value of the parent process.
@@ -38,22 +38,14 @@ print((peak() - before) // 1024)
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    config: Path
-    chunk_mib: int = 64  # of an array's chunks in the checkpoint; 0: an array is one chunk
-
-
-def make_run(config: utils.Config, run: Path, cut: bool = True) -> int:
+def make_run(config: utils.Config, run: Path, cut: bool) -> int:
     """Make a run with a checkpoint of random weights; return its number of parameters."""
     run.mkdir()
     (run / "config.toml").write_text(cli.to_toml(config))
     mappings = tensors.weight_mappings(config, model_config.OWN)
-    random = np.random.default_rng(0)
-    tokenizer = load_tokenizer(SAMPLE)
+    random, tokenizer, arrays = np.random.default_rng(0), load_tokenizer(SAMPLE), {}
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
     tokens["end_of_text"] = tokenizer.eot_token
-    arrays = {}
     for mapping in mappings:
         array = np.memmap(run / mapping.name, np.float32, "w+", shape=mapping.shape)
         for part in array if mapping.stack_dims else [array]:
@@ -61,39 +53,31 @@ def make_run(config: utils.Config, run: Path, cut: bool = True) -> int:
         arrays[f"weights.{mapping.name}"] = array
     stacked = {f"weights.{mapping.name}": mapping.stack_dims * cut for mapping in mappings}
     with closing(checkpoint.Checkpoints(run / "checkpoints", keep=1)) as saved:
-        kept = dataclasses.asdict(config) | {"tokens": tokens}
-        saved.save(1, arrays, kept, stacked=stacked)
+        saved.save(1, arrays, dataclasses.asdict(config) | {"tokens": tokens}, stacked=stacked)
     for mapping in mappings:
         (run / mapping.name).unlink()
     return sum(mapping.size for mapping in mappings)
 
 
-def measured(flags: Flags) -> dict[str, float]:
-    config = cli.load(flags.config)
-    if not flags.chunk_mib:
+def measured(file: Path, chunk_mib: int = 64) -> dict[str, float]:
+    config = cli.load(file)
+    if not chunk_mib:
         checkpoint.CHUNK_BYTES = 1 << 50
     with tempfile.TemporaryDirectory() as folder:
         run, out = Path(folder, "run"), Path(folder, "out")
-        parameters = make_run(config, run, bool(flags.chunk_mib))
+        parameters, started = make_run(config, run, bool(chunk_mib)), time.monotonic()
         arguments = ["export", "--run", str(run), "--out", str(out)]
-        arguments += ["--remote_code"] if model_config.unsupported(config.model) else []
-        started = time.monotonic()
-        text = subprocess.run(
-            [sys.executable, "-c", RUN.format(arguments=arguments)],
-            cwd=Path(__file__).resolve().parent.parent,
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        ).stdout
-        files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-        print(text, file=sys.stderr)
-        return {
-            "parameters": parameters,
-            "MiB": int(text.split()[-1]),
-            "MiB written": files >> 20,
-            "s": round(time.monotonic() - started),
-        }
+        arguments += ["--remote_code"] * bool(model_config.unsupported(config.model))
+        command = [sys.executable, "-c", RUN.format(arguments=arguments)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
+        seconds, written = round(time.monotonic() - started), out.glob("*.safetensors")
+        found = {"parameters": parameters, "MiB": int(done.stdout.split()[-1])}
+        return found | {"MiB written": sum(f.stat().st_size for f in written) >> 20, "s": seconds}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(tyro.cli(Flags, description=__doc__))))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--chunk_mib", type=int, default=64, help="0: an array is one chunk")
+    flags = parser.parse_args()
+    print(json.dumps(measured(flags.config, flags.chunk_mib)))

@@ -1,10 +1,12 @@
 """Sizes, weights and tokens on which this model and Hugging Face transformers must agree.
 
 NumPy only, so that the script that runs torch and the tests that do not can both import it.
+`hf_tensors` names and arranges the weights as transformers does; it shares no code with hf/.
 Letters as in model.py.
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -226,3 +228,147 @@ class Maker:
             "experts": self.swiglu((*stack, E), D, G),
             "shared": self.swiglu(stack, D, shared * G) if shared else None,
         }
+
+
+# --- the same weights in a folder of transformers -------------------------------------------------
+
+TYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float64": "F64", "int8": "I8", "int32": "I32",
+}  # fmt: skip
+
+
+def config_json(case):
+    """Return the config.json of a case, for DeepseekV3ForCausalLM."""
+    m = model_with(utils.Model(), **case.model)
+    rope = {"rope_type": "default", "rope_theta": m.rope_theta}
+    if m.rope_scaling.factor > 1:
+        names = ("original_max_position_embeddings", "factor", "beta_fast", "beta_slow")
+        rope |= {name: getattr(m.rope_scaling, name) for name in (*names, "mscale")}
+        rope |= {"rope_type": "yarn", "mscale_all_dim": m.rope_scaling.mscale_all_dim}
+    names = """vocab_size hidden_size num_hidden_layers first_k_dense_replace num_attention_heads
+        kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size
+        moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok n_group
+        topk_group norm_topk_prob routed_scaling_factor rms_norm_eps tie_word_embeddings"""
+    return {name: getattr(m, name) for name in names.split()} | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": m.num_attention_heads,
+        "q_lora_rank": m.q_lora_rank or None,
+        "rope_parameters": rope,
+        "rope_interleave": case.interleaved,
+        "num_mtp_layers": 0,
+    }
+
+
+def linear(prefix, matrices):
+    """Name and transpose matrices: torch stores [outputs, inputs], and names end in `_proj`."""
+    return {f"{prefix}.{name}_proj.weight": w.T for name, w in matrices.items()}
+
+
+def latent_tensors(w, model, interleaved):
+    H, R, C = model.qk_nope_head_dim, model.qk_rope_head_dim, model.kv_lora_rank
+    # Interleaved, pair i is in columns 2i and 2i + 1 there.
+    columns = np.arange(R).reshape(2, R // 2).T.ravel() if interleaved else np.arange(R)
+    up = w["query"]["up"]
+    up = np.concatenate([up[..., :H], up[..., H:][..., columns]], axis=-1).reshape(len(up), -1)
+    down = np.concatenate([w["kv_down"][:, :C], w["kv_down"][:, C:][:, columns]], axis=-1)
+    matrices, names = {"q": up}, {"self_attn.kv_a_layernorm.weight": w["kv_norm"]}
+    if "down" in w["query"]:
+        matrices = {"q_a": w["query"]["down"], "q_b": up}
+        names["self_attn.q_a_layernorm.weight"] = w["query"]["norm"]
+    names["self_attn.kv_a_proj_with_mqa.weight"] = down.T
+    matrices["kv_b"] = w["kv_up"].reshape(C, -1)
+    return names | linear("self_attn", matrices)
+
+
+def grouped_tensors(w, model):
+    kv, names = w["key_value"], {}
+    for letter, matrix, bias, norm in (
+        ("q", w["query"], w["query_bias"], w["query_norm"]),
+        ("k", kv["key"], kv["key_bias"], w["key_norm"]),
+        ("v", kv["value"], kv["value_bias"], None),
+    ):
+        names |= linear("self_attn", {letter: matrix.reshape(model.hidden_size, -1)})
+        names |= {} if bias is None else {f"self_attn.{letter}_proj.bias": bias.ravel()}
+        names |= {} if norm is None else {f"self_attn.{letter}_norm.weight": norm}
+    return names
+
+
+def moe_tensors(w, kind):
+    block, ends = "mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")}
+    if kind == "mixtral":
+        block, ends = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    names = {f"{block}.gate.weight": w["router"].T}
+    for part, end in ends.items():
+        for e, matrix in enumerate(w["experts"][part]):
+            names[f"{block}.experts.{e}.{end}.weight"] = matrix.T
+    if kind in ("deepseek_v3", "latent_moe"):
+        names[f"{block}.gate.e_score_correction_bias"] = w["bias"]
+    return names | linear(f"{block}.shared_experts", w["shared"] or {})
+
+
+def layer_tensors(w, model, kind, interleaved):
+    attention, is_dense = w["attention"], "mlp" in w
+    ffn = w["mlp"] if is_dense else w["moe"]
+    names = {
+        "input_layernorm.weight": attention["norm"],
+        "post_attention_layernorm.weight": ffn["norm"],
+    }
+    if model.attention == "gqa":
+        names |= grouped_tensors(attention, model)
+    else:
+        names |= latent_tensors(attention, model, interleaved)
+    names |= linear("self_attn", {"o": attention["out"].reshape(-1, model.hidden_size)})
+    if is_dense:
+        return names | linear("mlp", {name: ffn[name] for name in ("gate", "up", "down")})
+    return names | moe_tensors(ffn, kind)
+
+
+def take(tree, *index):
+    """One layer of a stack of layers."""
+    if isinstance(tree, dict):
+        return {k: take(v, *index) for k, v in tree.items()}
+    return tree if tree is None else tree[index]
+
+
+def hf_tensors(model, tree, kind="deepseek_v3", interleaved=True):
+    """Return the weights by their names in the files of a `model_type` of transformers."""
+    V, layers = model.vocab_size, []
+    for i in range(model.first_k_dense_replace):
+        layers.append(take(tree["prefix"], i))
+    for b in range(model.blocks):
+        layers += [take(tree["blocks"]["dense"], b, i) for i in range(model.dense_layers)]
+        layers += [take(tree["blocks"]["moe"], b)] * model.moe_layers
+    names = {"model.embed_tokens.weight": tree["embedding"][:V]}
+    for i, w in enumerate(layers):
+        named = layer_tensors(w, model, kind, interleaved)
+        names |= {f"model.layers.{i}.{k}": v for k, v in named.items()}
+    names["model.norm.weight"] = tree["final_norm"]
+    return names if tree["output"] is None else names | {"lm_head.weight": tree["output"][:V]}
+
+
+def write_safetensors(path, tensors):
+    """Write the length of a JSON header, the header, and the values."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, w in tensors.items():
+        offsets = [end, end := end + w.nbytes]
+        header[name] = {"dtype": TYPES[w.dtype.name], "shape": w.shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    values = [w.tobytes() for w in tensors.values()]
+    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *values]))
+
+
+def write_folder(folder, table, *parts, index=None):
+    """Write config.json and the tensors, in one file or in several with an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(table))
+    if len(parts) == 1:
+        write_safetensors(folder / "model.safetensors", parts[0])
+        return
+    found = {}
+    for i, part in enumerate(parts, 1):
+        file = f"model-{i:05}-of-{len(parts):05}.safetensors"
+        write_safetensors(folder / file, part)
+        found |= dict.fromkeys(part, file)
+    table = {"metadata": {}, "weight_map": found | (index or {})}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))

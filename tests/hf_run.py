@@ -22,13 +22,14 @@ from tokenizers import (
 )
 
 import checkpoint
+import hf_case
 import model
+import reference
 import train
 import utils
 from common import full_logits
 from conftest import ROOT
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
-from hf import model_config, tensors
 from hf_case import model_with
 from runtime import cli, run_directory
 
@@ -40,13 +41,6 @@ SIZES = {
     "rope_theta": 1000.0, "intermediate_size": 72, "moe_intermediate_size": 20,
     "n_routed_experts": 8, "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.7, "compute_dtype": "float32",
-}  # fmt: skip
-# A published config, scaled down.
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 24,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "vocab_size": 1000,
 }  # fmt: skip
 
 
@@ -63,33 +57,39 @@ def config_of(folder: Path, model: utils.Model | None = None, **fields) -> utils
     return config
 
 
-def random_weights(mapping: tensors.WeightMapping, random: np.random.Generator) -> np.ndarray:
-    """Matrices that keep the scale of what they multiply, norms around 1, a small bias."""
-    numbers = random.standard_normal(mapping.shape, np.float32)
-    if mapping.name.endswith("bias"):
-        return 0.05 * numbers * bool(mapping.tensor_names)  # V2 has none
-    if "norm" in mapping.name:
-        return 1 + 0.1 * numbers
-    shape = mapping.unstacked_shape
-    inputs = shape[-1] if mapping.rows else math.prod(shape[: mapping.input_dims])
-    return inputs**-0.5 * numbers
+def run_arrays(tree: dict) -> dict[str, np.ndarray]:
+    """Return the weights of hf_case.weights by their names in a checkpoint."""
+    tree = {
+        "first": {"embedding": tree["embedding"], "prefix": tree["prefix"]},
+        "blocks": tree["blocks"],
+        "last": {"norm": tree["final_norm"], "output": tree["output"]},
+    }
+    leaves = jax.tree_util.tree_leaves_with_path({"weights": tree})
+    return {jax.tree_util.keystr(path, simple=True, separator="."): a for path, a in leaves}
+
+
+def weights_of(m: utils.Model, seed: int = 0) -> dict:
+    """Random weights; softmax scores have no bias, as in all classes of transformers."""
+    tree = hf_case.weights(m, seed)
+    if m.moe_layers and m.scoring_func == "softmax":
+        tree["blocks"]["moe"]["moe"]["bias"][:] = 0
+    return tree
 
 
 def make_run(
     folder: Path, seed: int = 0, more_tokens: dict[str, Any] | None = None, **fields
 ) -> utils.Config:
     """Make a run with one checkpoint, of step 3. more_tokens  of its config, as main.py adds."""
-    config, random = config_of(folder, **fields), np.random.default_rng(seed)
-    mappings = tensors.weight_mappings(config, model_config.kind_of(config.model))
+    config = config_of(folder, **fields)
     tokenizer = load_tokenizer(SAMPLE)
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
     tokens |= {"end_of_text": tokenizer.eot_token} | (more_tokens or {})
-    arrays = {f"weights.{mapping.name}": random_weights(mapping, random) for mapping in mappings}
-    stacked = {f"weights.{mapping.name}": mapping.stack_dims for mapping in mappings}
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(cli.to_toml(config))
     with closing(checkpoint.Checkpoints(folder / "checkpoints", 1)) as saved:
-        saved.save(3, arrays, dataclasses.asdict(config) | {"tokens": tokens}, stacked=stacked)
+        arrays = run_arrays(weights_of(config.model, seed))
+        kept = dataclasses.asdict(config) | {"tokens": tokens}
+        saved.save(3, arrays, kept, stacked=dict.fromkeys(arrays, 0))
     return config
 
 
@@ -103,12 +103,8 @@ def write_moonshot(folder, **settings):
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
     names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>"}
     added = {str(len(tokens) + i): {"content": name, "special": True} for i, name in names.items()}
-    fields = {
-        "tokenizer_class": "TikTokenTokenizer",
-        "added_tokens_decoder": added,
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-    }
+    fields = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added}
+    fields |= {"bos_token": "[BOS]", "eos_token": "[EOS]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
     return len(tokens)
 
@@ -127,15 +123,10 @@ def write_sentencepiece(folder, scheme, **settings):
     table = json.loads(learned.to_str())["model"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = [*names, *(token for token in table["vocab"] if token.isascii() or "\u2581" in token)]
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(pair) for pair in table["merges"] if "".join(pair) in tokens]
-    model = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        byte_fallback=True,
-        fuse_unk=True,
-        unk_token="<unk>",
-    )
-    found = Tokenizer(model)
+    known = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+    found = Tokenizer(models.BPE(vocab=vocab, merges=merges, **known))
     replaced = normalizers.Replace(" ", "\u2581")
     if scheme == "segment":
         found.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replaced])
@@ -150,14 +141,9 @@ def write_sentencepiece(folder, scheme, **settings):
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     found.save(str(folder / "tokenizer.json"))
-    fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": True,
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    fields |= {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    fields["clean_up_tokenization_spaces"] = False
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | settings))
 
 
@@ -190,6 +176,12 @@ def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     run = full_logits(config, declared, mesh)
     return np.asarray(run(w, batch))[0, :, :, : config.model.vocab_size]
+
+
+def reference_logits(m: utils.Model, tree: dict, ids: np.ndarray) -> np.ndarray:
+    """The same by reference.py, of weights of hf_case.weights."""
+    found = jax.jit(lambda w: reference.logits(w, ids, m))(tree)
+    return np.asarray(found)[..., : m.vocab_size]
 
 
 def opened(folder: Path, own: bool = False) -> Any:

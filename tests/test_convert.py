@@ -1,12 +1,14 @@
-"""Export and import without Hugging Face's code: exact, from any mesh, in bounded memory.
+"""Export and import without Hugging Face's code: exact, in bounded parts, or refused by name.
 
-test_transformers.py compares with its code.
+Names and layouts are those of hf_case.hf_tensors. make_hf_reference.py opens its folders with
+transformers, whose logits are those of this model with these weights (test_model.py).
 """
 
 import dataclasses
 import io
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -14,41 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import checkpoint
 import convert
-import convert_memory
 import generate
+import hf_case
+import utils
 from conftest import ROOT
 from data import chat
-from data.tokenizer import encode_continuation, load_tokenizer, token_bytes
+from data.tokenizer import encode_continuation, load_tokenizer, text_tokens
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
-from hf_run import PUBLISHED, SIZES, make_run, stored, write_moonshot, write_sentencepiece
-from runtime import cli
-
-MODELS = {
-    "v3": {
-        "prefix_layers": 1,
-        "q_lora_rank": 10,
-        "n_shared_experts": 2,
-        "tie_word_embeddings": False,
-    },
-    "v3, dense then one with experts": {"dense_layers": 3, "blocks": 1},
-    "v3, dense": {"dense_layers": 1, "moe_layers": 0},
-    "v2": {
-        "prefix_layers": 1,
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "qk_nope_head_dim": 10,
-    },
-    "own": {
-        "prefix_layers": 1,
-        "dense_layers": 2,
-        "rope_in_moe_layers": False,
-        "n_shared_experts": 0,
-    },
-}
-
-V2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
-YARN = PUBLISHED["deepseek-v3"]["rope_scaling"]
+from hf_case import hf_tensors, model_with, write_folder
+from hf_run import (
+    PUBLISHED,
+    SIZES,
+    logits,
+    make_run,
+    reference_logits,
+    run_arrays,
+    stored,
+    weights_of,
+    write_moonshot,
+    write_sentencepiece,
+)
+from runtime import cli, run_directory
 
 
 def export(run, out, *flags):
@@ -58,440 +48,11 @@ def export(run, out, *flags):
 
 def import_(folder, out, *flags):
     convert.main(["import", "--folder", str(folder), "--out", str(out), *flags])
+    return cli.load(out / "config.toml").model
 
 
-def settings(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
-    """A run with random weights, and the folder that it was exported to, by name of the model."""
-    made, folder = {}, tmp_path_factory.mktemp("runs")
-
-    def of(name):
-        if name not in made:
-            run, out = folder / name, folder / f"{name} exported"
-            make_run(run, **MODELS[name])
-            export(run, out, "--part_gib", "0.0001", *["--remote_code"] * (name == "own"))
-            made[name] = run, out
-        return made[name]
-
-    return of
-
-
-@pytest.fixture
-def copied(runs_of, tmp_path):
-    """A copy of the folder of v3, to be damaged."""
-    return shutil.copytree(runs_of("v3")[1], tmp_path / "damaged")
-
-
-# --- there and back -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_an_exported_run_that_is_imported_has_every_bit(name, runs_of, tmp_path):
-    run, out = runs_of(name)
-    import_(out, tmp_path / "back")
-    own = ["--remote_code"] * (name == "own")
-    before, after = (
-        safetensors_files.read_folder(out),
-        export(tmp_path / "back", tmp_path / "out", *own),
-    )
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
-    assert settings(out) == settings(tmp_path / "out")
-    old, new = (cli.load(folder / "config.toml").model for folder in (run, tmp_path / "back"))
-    is_own, prefix, step = name == "own", old.first_k_dense_replace, old.decoder_sparse_step
-    expected = {"compute_dtype": "bfloat16", "router_bias_update_speed": 0.0}
-    if not is_own:
-        prefix, step = (prefix + step - 1, 1) if old.moe_layers else (0, 1)
-        expected["latent_rms_norm_eps"] = 1e-6
-    expected |= {"first_k_dense_replace": prefix, "decoder_sparse_step": step}
-    if old.moe_layers:
-        expected |= {"capacity_factor": 0.0, "eval_capacity_factor": 0.0}
-    assert dataclasses.replace(old, **expected) == new
-    if prefix != old.first_k_dense_replace:  # other arrays
-        return
-    before, after = stored(run), stored(tmp_path / "back")
-    assert before.keys() == after.keys()
-    for leaf, array in before.items():
-        # Padding rows are not exported, and imported as zeros.
-        rows = SIZES["vocab_size"] if leaf.endswith(("embedding", "output")) else len(array)
-        assert array.shape == after[leaf].shape and not after[leaf][rows:].any()
-        assert np.array_equal(array[:rows], after[leaf][:rows])
-
-
-@pytest.mark.long
-def test_a_run_of_any_mesh_is_exported(whole, tmp_path):
-    tensors = export(whole, tmp_path / "out", "--remote_code", "--step", "3")
-    before = convert.Checkpoints(whole / "checkpoints")
-    gate = before.arrays(3)["weights.blocks.moe.moe.experts.gate"]
-    gate = gate.whole()
-    before.close()
-    for block, expert in ((0, 0), (1, 7), (3, 5)):  # layers 2 * block + 1
-        name = f"model.layers.{2 * block + 1}.mlp.experts.{expert}.gate_proj.weight"
-        assert np.array_equal(tensors[name].read(), gate[block, expert].T)
-    import_(tmp_path / "out", tmp_path / "back")
-    assert (tmp_path / "back" / "checkpoints" / "0").is_dir()
-
-
-def test_bfloat16_is_rounded_and_the_bias_is_not(runs_of, tmp_path):
-    run, out = runs_of("v3")
-    whole, half = (
-        safetensors_files.read_folder(out),
-        export(run, tmp_path / "half", "--dtype=bfloat16"),
-    )
-    for name, tensor in half.items():
-        exact = name.endswith("e_score_correction_bias")
-        expected = whole[name].read()
-        if not exact:
-            expected = expected.astype(jnp.bfloat16)
-        assert tensor.read().dtype == expected.dtype and np.array_equal(tensor.read(), expected)
-    assert settings(tmp_path / "half")["torch_dtype"] == "bfloat16"
-
-
-def test_pads_and_a_model_without_shared_experts_are_mapped(tmp_path):
-    make_run(tmp_path / "run", n_shared_experts=0)
-    tensors = export(tmp_path / "run", tmp_path / "out")
-    assert tensors["model.embed_tokens.weight"].shape == (SIZES["vocab_size"], SIZES["hidden_size"])
-    shared = [tensor for name, tensor in tensors.items() if "shared" in name]
-    assert len(shared) == 3 * SIZES["blocks"] and not any(t.read().any() for t in shared)
-    assert settings(tmp_path / "out")["n_shared_experts"] == 1
-    assert "lm_head.weight" not in tensors and settings(tmp_path / "out")["tie_word_embeddings"]
-
-
-def test_parts_have_a_bounded_size_and_layers_in_order(runs_of):
-    tensors = safetensors_files.read_folder(runs_of("v3")[1])
-    parts = {}
-    for name, tensor in tensors.items():
-        parts.setdefault(tensor.file.name, []).append((name, tensor.bytes))
-    assert len(parts) > 5
-    for part in parts.values():
-        assert len(part) == 1 or sum(size for _, size in part) <= 0.0001 * 2**30
-    layers = [int(name.split(".")[2]) for name in tensors if ".layers." in name]
-    assert layers == sorted(layers)
-    index = json.loads((runs_of("v3")[1] / safetensors_files.INDEX).read_text())
-    assert index["weight_map"] == {name: t.file.name for name, t in tensors.items()}
-    assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
-
-
-def test_the_folder_has_a_model_card_and_the_modelling_file(whole, tmp_path, capsys):
-    export(whole, tmp_path / "out", "--remote_code")
-    assert "trust_remote_code=True" in capsys.readouterr().out
-    card = (tmp_path / "out" / "README.md").read_text()
-    [last] = [line for line in card.splitlines() if line.startswith("| 6 |")]
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    loss = [r["loss/val"] for r in records if r.get("loss/val") is not None][-1]
-    assert last == f"| 6 | {loss:.4f} |"
-    assert "kv_lora_rank = 16" in card and "trust_remote_code=True" in card
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == load_tokenizer("sample").eot_token
-    copied = tmp_path / "out" / "modeling_latent_moe.py"
-    assert copied.read_text() == (ROOT / "hf/modeling_latent_moe.py").read_text()
-
-
-def test_an_imported_run_can_start_a_run_and_is_not_resumed(runs_of, data, tmp_path):
-    import main
-
-    import_(runs_of("v3")[1], tmp_path / "back", *data)
-    config = cli.load(tmp_path / "back" / "config.toml")
-    with pytest.raises(
-        ValueError, match=r"weights alone, .*--run.init_from .*back --run.name back-2"
-    ):
-        main.run(config)
-
-
-def test_an_imported_run_writes_text_with_its_tokenizer(runs_of, tmp_path, capsys):
-    import_(runs_of("v3")[1], tmp_path / "back")
-    printed = capsys.readouterr().out
-    assert f"generate.py --run {tmp_path / 'back'}" in printed
-    (tmp_path / "back").rename(tmp_path / "moved")
-    flags = ["--prompt", "def ", "--tokens", "3", "--temperature", "0"]
-    generate.main(["--run", str(tmp_path / "moved"), "--model.compute_dtype", "float32", *flags])
-    assert capsys.readouterr().out.startswith("def ")
-
-
-def test_an_imported_run_ends_its_texts_as_published_and_is_exported_so(
-    copied, tmp_path, capsys, monkeypatch
-):
-    printed = []
-
-    def recorded(tokenizer, token):
-        printed.append(token)
-        return token_bytes(tokenizer, token)
-
-    def summary(name):
-        import_(copied, tmp_path / name)
-        flags = ["--prompt", "def ", "--tokens", "9", "--temperature", "0"]
-        capsys.readouterr()
-        generate.main(["--run", str(tmp_path / name), "--model.compute_dtype", "float32", *flags])
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(generate, "token_bytes", recorded)
-    assert "9 tokens: " in summary("one")
-    third = printed[2]
-    ends = [load_tokenizer(str(copied)).eot_token, third]
-    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert f"{printed.index(third)} tokens: " in summary("several")
-    export(tmp_path / "several", tmp_path / "out")
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
-
-
-FACTS = {"max_position_embeddings": 8192, "bos_token_id": 7, "pad_token_id": 5}
-
-
-def of_a_base(copied):
-    """Give a folder facts that no weight holds. Return its generation_config.json."""
-    change(copied, **FACTS)
-    generation = {"bos_token_id": 7, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
-    generation |= {"pad_token_id": 5, "eos_token_id": load_tokenizer(str(copied)).eot_token}
-    (copied / "generation_config.json").write_text(json.dumps(generation))
-    return generation
-
-
-def has_facts(folder, generation):
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    assert {name: settings(folder)[name] for name in FACTS} == FACTS
-    assert json.loads((folder / "generation_config.json").read_text()) == generation
-    assert tokenizer["model_max_length"] == 8192
-
-
-@pytest.mark.parametrize("flags", [[], ["--remote_code"]])
-def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(flags, copied, tmp_path):
-    generation = of_a_base(copied)
-    import_(copied, tmp_path / "run", "--train.seq_len", "64")
-    export(tmp_path / "run", tmp_path / "out", *flags)
-    has_facts(tmp_path / "out", generation)
-
-
-def test_the_card_of_a_model_with_a_chat_template_shows_a_chat(tmp_path):
-    make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
-    export(tmp_path / "run", tmp_path / "out", "--remote_code")
-    assert "apply_chat_template" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
-    make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
-    export(tmp_path / "run", tmp_path / "out", "--remote_code")
-    exported = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert exported["chat_template"] == chat.PLAIN_JINJA
-
-
-def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_path):
-    (copied / "tokenizer.json").unlink()
-    count = write_moonshot(copied)
-    import_(copied, tmp_path / "run")
-    assert (tmp_path / "run" / "tokenizer" / "tiktoken.model").is_file()
-    export(tmp_path / "run", tmp_path / "out")
-    assert load_tokenizer(str(tmp_path / "out")).eot_token == count + 1
-
-
-def test_a_folder_with_sentencepiece_is_imported_continues_lines_and_is_exported(
-    copied, tmp_path, monkeypatch
-):
-    write_sentencepiece(copied, "segment")
-    import_(copied, tmp_path / "run")
-    given = []
-
-    def recorded(self, w, texts, tokens):
-        given.append(texts)
-        return generate_texts(self, w, texts, tokens)
-
-    generate_texts = generate.Generator.generate
-    monkeypatch.setattr(generate.Generator, "generate", recorded)
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n"))
-    flags = ["--interactive", "--tokens", "3", "--model.compute_dtype", "float32"]
-    generate.main(["--run", str(tmp_path / "run"), *flags])
-    tokenizer = load_tokenizer(str(copied))
-    first, second = tokenizer.encode_ordinary("one\n"), encode_continuation(tokenizer, "two\n")
-    assert given == [[[1, *first]], [second]] and second != tokenizer.encode_ordinary("two\n")
-    export(tmp_path / "run", tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "out" / name).is_file()
-    exported = load_tokenizer(str(tmp_path / "out"))
-    assert exported.content == tokenizer.content and exported.special.adds_bos
-
-
-@pytest.mark.long
-def test_export_takes_little_memory():
-    config = ROOT / "configs" / "dense_124m.toml"
-    found = convert_memory.measured(convert_memory.Flags(config=config))
-    assert found["parameters"] > 100e6 and found["MiB written"] > 400
-    assert found["MiB"] * 2**20 <= 600e6
-
-
-# --- published models -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_read(name):
-    table = PUBLISHED[name]
-    found = model_config.from_hf(table, Path("config.json"))
-    m = found.model
-    assert (
-        m.num_hidden_layers == table["num_hidden_layers"]
-        and m.dense_layers == 0
-        and m.moe_layers == 1
-    )
-    assert m.first_k_dense_replace == table["first_k_dense_replace"] and not m.tie_word_embeddings
-    assert m.capacity_factor == m.eval_capacity_factor == 0  # dropless
-    assert m.q_lora_rank == (table["q_lora_rank"] or 0)
-    assert (m.n_group, m.topk_group) == (table["n_group"], table["topk_group"])
-    assert m.latent_rms_norm_eps == 1e-6 and m.rms_norm_eps == table["rms_norm_eps"]
-    yarn = table["rope_scaling"]
-    assert m.rope_scaling.factor == (yarn["factor"] if yarn else 1)
-    assert not yarn or m.rope_scaling.mscale_all_dim == yarn["mscale_all_dim"]
-    assert (m.scoring_func, m.norm_topk_prob) == (table["scoring_func"], table["norm_topk_prob"])
-    assert found.interleaved and found.skipped_layers == table.get("num_nextn_predict_layers", 0)
-
-
-def test_float8_blocks_are_scaled_and_prediction_layers_are_left_out(runs_of, tmp_path, capsys):
-    _, exported = runs_of("v3")
-    folder, plain = tmp_path / "float8", safetensors_files.read_folder(exported)
-    folder.mkdir()
-    table = settings(exported) | {"num_nextn_predict_layers": 1}
-    table["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 8]}
-    (folder / "config.json").write_text(json.dumps(table))
-    name = "model.layers.1.self_attn.o_proj.weight"
-    small = np.dtype(jnp.float8_e4m3fn)
-    rows, columns = plain[name].shape
-    assert rows % 16 == 0 and columns % 8, "the last block is not whole"
-    scales = (-(-rows // 16), -(-columns // 8))
-    ahead = f"model.layers.{table['num_hidden_layers']}.eh_proj.weight"
-    others = {n: (t.dtype, t.shape) for n, t in plain.items() if n != name}
-    shapes = others | {
-        name: (small, plain[name].shape),
-        f"{name}_scale_inv": (np.dtype(np.float32), scales),
-        ahead: (np.dtype(np.float32), (2, 2)),
-    }
-    tensors = safetensors_files.make_folder(folder, [(n, *s) for n, s in shapes.items()], 2**30)
-    for other in others:
-        tensors[other].write(plain[other].read())
-    scale = np.arange(1, 1 + np.prod(scales), dtype=np.float32).reshape(scales)
-    numbers = (3 * plain[name].read()).astype(small)
-    tensors[name].write(numbers)
-    tensors[f"{name}_scale_inv"].write(scale)
-    for says, text in (
-        (None, r"o_proj.weight_scale_inv is \(.*blocks of None"),
-        ({"quant_method": "fp8"}, r"o_proj.weight_scale_inv is \(.*\(128, 128\) needs \(1, 1\)"),
-    ):
-        change(folder, quantization_config=says)
-        refused(folder, text, tmp_path)
-    change(folder, **table)
-    import_(folder, tmp_path / "run")
-    assert "left out: 1 multi-token prediction layers" in capsys.readouterr().out
-    found = stored(tmp_path / "run")["weights.blocks.moe.attention.out"][0]
-    expected = np.empty((rows, columns), np.float32)
-    for i in range(rows):
-        for j in range(columns):
-            expected[i, j] = float(numbers[i, j]) * scale[i // 16, j // 8]
-    assert np.array_equal(found.reshape(columns, rows).T, expected)
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"dense_layers": 1}, "a dense layer between layers with experts"),
-        ({"rope_in_moe_layers": False}, "model.rope_in_moe_layers"),
-        ({"scoring_func": "softmax"}, "model.norm_topk_prob"),
-        ({"rms_norm_eps": 1e-5}, "model.latent_rms_norm_eps"),
-        ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
-        ({"scoring_func": "softmax", "norm_topk_prob": False, "n_group": 2}, "model.n_group 2"),
-        (
-            {"scoring_func": "softmax", "norm_topk_prob": False, "hidden_size": 49},
-            "model.hidden_size 49",
-        ),
-        ({"scoring_func": "softmax", "norm_topk_prob": False}, "model.qk_nope_head_dim"),
-    ],
-)
-def test_a_model_that_transformers_does_not_support_is_refused(fields, named, tmp_path):
-    make_run(tmp_path / "run", **fields)
-    with pytest.raises(ValueError, match=f"{named}.*--remote_code"):
-        export(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    export(tmp_path / "run", tmp_path / "out", "--remote_code")
-
-
-def test_a_bias_of_softmax_scores_is_refused(tmp_path):
-    make_run(tmp_path / "run", qk_nope_head_dim=10)  # with a bias
-    file = tmp_path / "run" / "config.toml"
-    text = file.read_text().replace('scoring_func = "sigmoid"', 'scoring_func = "softmax"')
-    file.write_text(text.replace("norm_topk_prob = true", "norm_topk_prob = false"))
-    with pytest.raises(ValueError, match=r"moe.bias that is not zero .*Use --remote_code"):
-        export(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_of_another_model_than_its_config_is_named(tmp_path):
-    make_run(tmp_path / "run")
-    file = tmp_path / "run" / "config.toml"
-    file.write_text(file.read_text().replace("intermediate_size = 20", "intermediate_size = 22"))
-    with pytest.raises(ValueError, match=r"of another model than its config.*48, 20\) there and"):
-        export(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_deepseek_v2_has_one_group():
-    m = read_model(**V2, n_group=8, topk_method="greedy", topk_group=None)
-    assert (m.n_group, m.topk_group) == (1, 1)
-
-
-def test_deepseek_v2_236b_has_groups_that_rank_by_their_best_expert():
-    m = read_model(**V2, n_group=4, topk_method="group_limited_greedy", topk_group=2)
-    assert (m.n_group, m.topk_group, m.topk_method) == (4, 2, "group_limited_greedy")
-    assert not model_config.unsupported(m)
-    other = dataclasses.replace(m, topk_method="noaux_tc")
-    assert any("noaux_tc" in reason for reason in model_config.unsupported(other))
-
-
-def test_nothing_is_overwritten(runs_of, tmp_path):
-    run, out = runs_of("v3")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    for command in (export, import_):
-        source = run if command is export else out
-        with pytest.raises(ValueError, match=r"--out .*full is not empty"):
-            command(source, tmp_path / "full")
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
-    stop, runs_of, tmp_path, monkeypatch
-):
-    run, out = runs_of("v3")
-    is_full = isinstance(stop, OSError)
-    expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
-    (tmp_path / "export").mkdir()
-    for command, source in ((export, run), (import_, out)):
-        to = tmp_path / command.__name__
-        is_new = not to.exists()
-        with monkeypatch.context() as patch:
-            target = export_checkpoint if command is export else import_checkpoint
-            name = "write_json" if command is export else "read_float32"
-            patch.setattr(target, name, mock.Mock(side_effect=stop))
-            with pytest.raises(expected, match=text):
-                command(source, to)
-        assert not list(to.glob("*")) and to.exists() != is_new
-        command(source, to)
-
-
-def test_an_out_that_cannot_be_made_is_named(runs_of, tmp_path):
-    run, out = runs_of("v3")
-    (tmp_path / "file").touch()
-    for command, source in ((export, run), (import_, out)):
-        with pytest.raises(ValueError, match=r"--out .*file.new was not written"):
-            command(source, tmp_path / "file" / "new")
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
-def test_an_invalid_file_size_is_refused(size, runs_of, tmp_path):
-    with pytest.raises(ValueError, match=f"--part_gib {float(size)} is not a valid file size"):
-        export(runs_of("v3")[0], tmp_path / "out", f"--part_gib={size}")
+def settings(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
 
 
 def change(folder, **values):
@@ -504,160 +65,240 @@ def refused(folder, text, tmp_path):
     assert not list((tmp_path / "run").rglob("*")), "something was left"
 
 
+def same(found, expected):
+    """Compare tensors of a folder, or arrays of a run, with their values by name."""
+    assert found.keys() == expected.keys()
+    for name, w in expected.items():
+        value = found[name].read() if hasattr(found[name], "read") else found[name]
+        np.testing.assert_array_equal(value, w, name)
+
+
+def has_weights(run, m, tree):
+    """Compare a run with weights, whose padding rows are imported as zeros."""
+    expected = run_arrays(tree)
+    for name in {"weights.first.embedding", "weights.last.output"} & expected.keys():
+        w = expected[name]
+        expected[name] = np.where(np.arange(len(w))[:, None] < m.vocab_size, w, 0)
+    same(stored(run), expected)
+
+
+SOFTMAX = {"scoring_func": "softmax", "norm_topk_prob": False}
+GROUPED = {
+    "attention": "gqa", "vocab_size": 997, "hidden_size": 36, "intermediate_size": 20,
+    "blocks": 3, "dense_layers": 1, "moe_layers": 0, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "rope_theta": 500.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {
+    "moe_layers": 1, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "n_shared_experts": 0, "scoring_func": "softmax", "dense_layers": 0,
+}  # fmt: skip
+V3 = SIZES | {
+    "prefix_layers": 1, "q_lora_rank": 10, "n_shared_experts": 2, "tie_word_embeddings": False,
+    "latent_rms_norm_eps": 1e-6, "rope_factor": 8.0, "rope_original_max_position_embeddings": 64,
+}  # fmt: skip
+V2_GROUPS = SIZES | SOFTMAX | {
+    "prefix_layers": 1, "qk_nope_head_dim": 10, "n_group": 4, "topk_group": 2,
+    "topk_method": "group_limited_greedy", "rms_norm_eps": 0.02, "latent_rms_norm_eps": 1e-6,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+OPTIONS = {"prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False}
+KINDS = {  # the model type, and the model here
+    "v3": ("deepseek_v3", V3),
+    "v3, dense layers first, no shared expert": (
+        "deepseek_v3", SIZES | {"dense_layers": 3, "blocks": 1, "n_shared_experts": 0}
+    ),
+    "v2": ("deepseek_v2", V2_GROUPS),
+    "own": ("latent_moe", SIZES | OPTIONS | {"n_shared_experts": 0}),
+    "own, grouped": (
+        "latent_moe",
+        GROUPED | EXPERTS | OPTIONS
+        | {"attention_bias": True, "qk_norm": True, "sliding_window": 37, "n_shared_experts": 2},
+    ),
+    "llama": ("llama", GROUPED | {f"rope_{name}": value for name, value in LLAMA3.items()}),
+    "mixtral": ("mixtral", GROUPED | EXPERTS | {"sliding_window": 41}),
+    "qwen2": ("qwen2", GROUPED | {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        GROUPED | EXPERTS | {"qk_norm": True, "dense_layers": 1, "norm_topk_prob": False},
+    ),
+}  # fmt: skip
+WRITTEN = {  # what config.json has that does not come back in the model
+    "v3": {"first_k_dense_replace": 1, "max_position_embeddings": 512, "num_key_value_heads": 3},
+    "v3, dense layers first, no shared expert": {"first_k_dense_replace": 3, "n_shared_experts": 1},
+    "llama": {"rope_scaling": LLAMA3, "max_position_embeddings": 512, "sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_of_each_kind_is_exported_and_imported_with_every_bit(name, tmp_path):
+    kind, fields = KINDS[name]
+    m = model_with(utils.Model(), **fields)
+    tree = weights_of(m)
+    make_run(tmp_path / "run", model=m)
+    own = ["--remote_code"] * (kind == "latent_moe")
+    found = export(tmp_path / "run", tmp_path / "out", "--part_gib=0.0001", *own)
+    expected = hf_tensors(m, tree, kind)
+    if kind == "deepseek_v3" and m.moe_layers and not m.n_shared_experts:  # its class needs one
+        none = np.zeros((m.moe_intermediate_size, m.hidden_size), np.float32)
+        three = {"gate": none.T, "up": none.T, "down": none}
+        expected |= hf_case.linear(f"model.layers.{m.dense_layers}.mlp.shared_experts", three)
+    same(found, expected)
+    written = settings(tmp_path / "out")
+    assert written["model_type"] == kind and written["hidden_size"] == m.hidden_size
+    assert WRITTEN.get(name, {}).items() <= written.items()
+
+    back = import_(tmp_path / "out", tmp_path / "back")
+    after = {"router_bias_update_speed": 0.0, "compute_dtype": "bfloat16"}
+    if m.attention == "mla" and not own:
+        after["latent_rms_norm_eps"] = 1e-6
+        dense = m.num_hidden_layers - m.blocks * m.moe_layers
+        after |= {"first_k_dense_replace": dense * m.moe_layers, "decoder_sparse_step": 1}
+        after["n_shared_experts"] = max(1, m.n_shared_experts)
+    if m.moe_layers:
+        after |= {"capacity_factor": 0.0, "eval_capacity_factor": 0.0}
+    assert back == dataclasses.replace(m, **after)
+    if back.decoder_sparse_step == m.decoder_sparse_step:  # otherwise other arrays
+        has_weights(tmp_path / "back", m, tree)
+    same(export(tmp_path / "back", tmp_path / "again", *own), expected)
+
+
+def test_a_run_of_deepseek_v2_has_the_logits_of_the_reference(tmp_path):
+    m = model_with(utils.Model(), **V2_GROUPS)
+    make_run(tmp_path / "run", model=m)
+    ids = hf_case.tokens(m.vocab_size)
+    expected = reference_logits(m, weights_of(m), ids)
+    np.testing.assert_allclose(logits(tmp_path / "run", ids), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"model_type": "gpt2", "architectures": ["Gpt2"]}, r"'gpt2' \(Gpt2\).*llama.*deepseek_v3"),
-        ({"model_type": None}, "has model_type None"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ({"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
-        (V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
-        (V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
-        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"kv_lora_rank": 30}, r"is \(.*\), and by the config \(.*\)"),
-    ],
-)  # fmt: skip
-def test_another_architecture_is_refused(values, text, copied, tmp_path):
-    change(copied, **values)
-    refused(copied, text, tmp_path)
+    "name", ["interleaved_tied", "yarn_groups", "prefix_two_shared", "weights_not_normalized"]
+)
+def test_a_folder_whose_logits_in_transformers_are_known_is_imported_exactly(name, tmp_path):
+    case = hf_case.CASES[name]
+    m = model_with(utils.Model(), **case.model)
+    tree = weights_of(m, case.seed)
+    tensors = hf_tensors(m, tree, interleaved=case.interleaved)
+    write_folder(tmp_path / "folder", hf_case.config_json(case), tensors)
+    found = import_(tmp_path / "folder", tmp_path / "run")
+    other = {"capacity_factor": 0.0, "router_bias_update_speed": 0.0, "compute_dtype": "bfloat16"}
+    assert found == dataclasses.replace(m, **other)
+    has_weights(tmp_path / "run", m, tree)
 
 
-def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path):
-    import_(copied, tmp_path / "run", "--model.capacity_factor", "1.5", "--optimizer.lr", "0.1")
-    config = cli.load(tmp_path / "run" / "config.toml")
-    assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 0.0)
-    assert config.optimizer.lr == 0.1
-    with pytest.raises(ValueError, match=r"--folder .*damaged is of another model: model.rope_the"):
-        import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
+@pytest.fixture(scope="module")
+def v3(tmp_path_factory):
+    """A run of V3, with metrics, and the folder of several files to which it was exported."""
+    run, out = (tmp_path_factory.mktemp("v3") / name for name in ("run", "out"))
+    make_run(run, **V3)
+    records = [{"step": 2, "loss/val": 9.5}, {"step": 3, "loss/val": 8.25}, {"step": 4}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    export(run, out, "--part_gib=0.0001")
+    return run, out
 
 
-def read_model(**values):
-    """The model of DeepSeek-V3's config.json with other values; ... is left out."""
-    table = PUBLISHED["deepseek-v3"] | values
-    table = {name: value for name, value in table.items() if value is not ...}
-    return model_config.from_hf(table, Path("config.json")).model
+@pytest.fixture
+def copied(v3, tmp_path):
+    """A copy of the exported folder, to be changed."""
+    return shutil.copytree(v3[1], tmp_path / "copied")
 
 
-def test_rotary_positions_are_read_where_transformers_reads_them():
-    written = {**YARN, "rope_type": "yarn", "rope_theta": 7.0}
-    assert read_model(rope_scaling=..., rope_parameters=written).rope_scaling.factor == 40
-    assert read_model(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
-    assert read_model(rope_parameters={"rope_type": "default"}).rope_scaling.factor == 40
-    few = {name: YARN[name] for name in ("type", "factor", "original_max_position_embeddings")}
-    for less in (few, dict.fromkeys(YARN) | few):
-        m = read_model(rope_scaling=less)
-        assert (m.rope_scaling.beta_fast, m.rope_scaling.beta_slow) == (32, 1)
-        assert m.rope_scaling.mscale == m.rope_scaling.mscale_all_dim == 0
-    with pytest.raises(ValueError, match="lacks factor"):
-        read_model(rope_scaling=YARN | {"factor": None})
-    original = "original_max_position_embeddings"
-    fallback = {"rope_scaling": YARN | {original: None}, "max_position_embeddings": 77}
-    assert read_model(**fallback).rope_scaling.original_max_position_embeddings == 77
+def test_bfloat16_is_rounded_and_the_bias_is_not(v3, tmp_path):
+    half = export(v3[0], tmp_path / "half", "--dtype=bfloat16")
+    for name, tensor in safetensors_files.read_folder(v3[1]).items():
+        dtype = np.float32 if name.endswith("e_score_correction_bias") else jnp.bfloat16
+        found = half[name].read()
+        assert found.dtype == dtype and np.array_equal(found, tensor.read().astype(dtype))
+    assert settings(tmp_path / "half")["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "topk_group"])
-def test_a_key_whose_default_differs_is_required(name):
-    with pytest.raises(ValueError, match=f"lacks {name}"):
-        read_model(**{name: ...})
+def test_parts_have_a_bounded_size_and_layers_in_order(v3):
+    tensors, parts = safetensors_files.read_folder(v3[1]), {}
+    for tensor in tensors.values():
+        parts.setdefault(tensor.file.name, []).append(tensor.bytes)
+    assert len(parts) > 5
+    assert all(len(part) == 1 or sum(part) <= 0.0001 * 2**30 for part in parts.values())
+    layers = [int(name.split(".")[2]) for name in tensors if ".layers." in name]
+    assert layers == sorted(layers)
+    index = settings(v3[1], safetensors_files.INDEX)
+    assert index["weight_map"] == {name: t.file.name for name, t in tensors.items()}
+    assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
 
 
-def test_a_model_without_experts_has_no_scores(tmp_path):
-    make_run(tmp_path / "run", dense_layers=1, moe_layers=0, scoring_func="softmax")
+def test_the_folder_has_a_model_card_and_the_modelling_file(v3, tmp_path, capsys):
+    export(v3[0], tmp_path / "out", "--remote_code", "--step", "3")
+    assert "trust_remote_code=True" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| 2 | 9.5000 |\n| 3 | 8.2500 |\n" in card
+    assert "kv_lora_rank = 24" in card and "trust_remote_code=True" in card
+    assert "apply_chat_template" not in card
+    ends = settings(tmp_path / "out", "generation_config.json")["eos_token_id"]
+    assert ends == load_tokenizer("sample").eot_token
+    copied = tmp_path / "out" / "modeling_latent_moe.py"
+    assert copied.read_text() == (ROOT / "hf/modeling_latent_moe.py").read_text()
+
+
+def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
+    make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
+    export(tmp_path / "run", tmp_path / "out", "--remote_code")
+    assert settings(tmp_path / "out", "tokenizer_config.json")["chat_template"] == chat.PLAIN_JINJA
+    assert "apply_chat_template" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(copied, tmp_path):
+    facts = {"max_position_embeddings": 8192, "bos_token_id": 7, "pad_token_id": 5}
+    change(copied, **facts)
+    generation = {"bos_token_id": 7, "temperature": 0.6, "do_sample": True, "pad_token_id": 5}
+    generation["eos_token_id"] = [load_tokenizer(str(copied)).eot_token, 9]  # texts end at both
+    (copied / "generation_config.json").write_text(json.dumps(generation))
+    import_(copied, tmp_path / "run", "--train.seq_len", "64")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with closing(checkpoint.Checkpoints(tmp_path / "moved" / "checkpoints")) as saved:
+        tokens = saved.record(0)["config"]["tokens"]
+    _, _, ends = text_tokens(tokens, run_directory.at(tmp_path / "moved"))
+    assert list(ends) == generation["eos_token_id"]
+    for own in ([], ["--remote_code"]):
+        out = tmp_path / f"out{len(own)}"
+        export(tmp_path / "moved", out, *own)
+        expected = facts | {"eos_token_id": generation["eos_token_id"]}
+        assert {name: settings(out)[name] for name in expected} == expected
+        assert settings(out, "generation_config.json") == generation
+        assert settings(out, "tokenizer_config.json")["model_max_length"] == 8192
+
+
+def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_path):
+    (copied / "tokenizer.json").unlink()
+    count = write_moonshot(copied)
+    import_(copied, tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer" / "tiktoken.model").is_file()
     export(tmp_path / "run", tmp_path / "out")
-    import_(tmp_path / "out", tmp_path / "back")
+    assert load_tokenizer(str(tmp_path / "out")).eot_token == count + 1
 
 
-def test_missing_and_extra_tensors_are_named(copied, tmp_path):
-    layers = settings(copied)["num_hidden_layers"]
-    change(copied, num_hidden_layers=layers + 1)
-    names = r"lacks 38 of .*: model.layers.3.*, \.\.\.\. Download"
-    refused(copied, names, tmp_path)
-    change(copied, num_hidden_layers=layers, n_routed_experts=7)
-    extra = r"has 6 tensors .*: model.layers.1.mlp.experts.7.*"
-    refused(copied, extra, tmp_path)
-    change(copied, num_hidden_layers=layers - 1, n_routed_experts=8)
-    refused(copied, r"has 38 tensors .*: model.layers.2.*, \.\.\.\. They", tmp_path)
-    change(copied, num_hidden_layers=layers)
-    for part in copied.glob("*.safetensors"):
-        part.write_bytes(
-            part.read_bytes().replace(b"2.mlp.experts.0.up_proj", b"2.mlp.experts.fused_all")
-        )
-    other = (
-        r"lacks 1 of .*: model.layers.2.mlp.experts.0.up_proj.weight. It has 1 .*experts.fused_all"
-    )
-    refused(copied, other, tmp_path)
+def test_a_folder_with_sentencepiece_is_imported_writes_text_and_is_exported(
+    copied, tmp_path, monkeypatch, capsys
+):
+    write_sentencepiece(copied, "segment")
+    import_(copied, tmp_path / "run")
+    assert f"generate.py --run {tmp_path / 'run'}" in capsys.readouterr().out
+    given, generate_texts = [], generate.Generator.generate
 
+    def recorded(self, w, texts, tokens):
+        given.append(texts)
+        return generate_texts(self, w, texts, tokens)
 
-def test_redundant_tensors_are_ignored(runs_of, tmp_path):
-    folder = shutil.copytree(runs_of("v2")[1], tmp_path / "more")  # tied
-    embedding = safetensors_files.read_folder(folder)["model.embed_tokens.weight"].read()
-    (tmp_path / "part").mkdir()
-    added = {
-        "lm_head.weight": embedding,
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
-    }
-    shapes = [(name, w.dtype, w.shape) for name, w in added.items()]
-    part = safetensors_files.make_folder(tmp_path / "part", shapes, 2**30)
-    for name, tensor in part.items():
-        tensor.write(added[name])
-    shutil.copy(tmp_path / "part" / safetensors_files.SINGLE, folder / "more.safetensors")
-    index = json.loads((folder / safetensors_files.INDEX).read_text())
-    index["weight_map"] |= dict.fromkeys(added, "more.safetensors")
-    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
-    import_(folder, tmp_path / "run")
-    other = safetensors_files.read_folder(folder)["lm_head.weight"]
-    other.write(1 + embedding)
-    import_(folder, tmp_path / "untied")
-    assert not cli.load(tmp_path / "untied" / "config.toml").model.tie_word_embeddings
-
-
-def test_an_import_on_a_full_disk_is_refused_and_leaves_nothing(runs_of, small_disk):
-    disk, _ = small_disk
-    refused(runs_of("v3")[1], r"run was not written: .*No space left on device", disk)
-    assert not any(disk.iterdir())
-
-
-def test_damaged_files_are_named(copied, tmp_path):
-    first, second, *_ = sorted(copied.glob("*.safetensors"))
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-1])
-    refused(copied, f"{first.name} is truncated: it has {len(whole) - 1} bytes", tmp_path)
-    first.write_bytes(whole[:20])
-    refused(copied, f"{first.name} is not a safetensors file", tmp_path)
-    first.write_bytes(whole.replace(b'"F32"', b'"I32"'))
-    refused(copied, f"{first.name} has tensors of type I32", tmp_path)
-    first.write_bytes(whole)
-    second.unlink()
-    refused(copied, f"lacks 1 of the .* files .* first {second.name}", tmp_path)
-    (copied / safetensors_files.INDEX).write_text("version https://git-lfs")
-    refused(copied, f"{safetensors_files.INDEX} has no valid weight_map", tmp_path)
-    (copied / safetensors_files.INDEX).unlink()
-    refused(copied, "has neither model.safetensors nor", tmp_path)
-    (copied / "config.json").write_text("{")
-    refused(copied, "config.json is not JSON", tmp_path)
-    (copied / "config.json").unlink()
-    refused(copied, "has no config.json", tmp_path)
-
-
-def test_a_run_without_checkpoint_is_named(runs_of, tmp_path):
-    run, _ = runs_of("v3")
-    (tmp_path / "run").mkdir()
-    shutil.copy(run / "config.toml", tmp_path / "run")
-    with pytest.raises(ValueError, match="no such folder"):
-        export(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(ValueError, match=r"--run .*none does not exist"):
-        export(tmp_path / "none", tmp_path / "out")
-    with pytest.raises(ValueError, match="there is no checkpoint of step 9"):
-        export(run, tmp_path / "out", "--step", "9")
+    monkeypatch.setattr(generate.Generator, "generate", recorded)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n"))
+    flags = ["--interactive", "--tokens", "3", "--model.compute_dtype", "float32"]
+    generate.main(["--run", str(tmp_path / "run"), *flags])
+    tokenizer = load_tokenizer(str(copied))
+    first, second = tokenizer.encode_ordinary("one\n"), encode_continuation(tokenizer, "two\n")
+    assert given == [[[1, *first]], [second]] and second != tokenizer.encode_ordinary("two\n")
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    exported = load_tokenizer(str(tmp_path / "out"))
+    assert exported.content == tokenizer.content and exported.special.adds_bos
 
 
 def test_a_folder_without_tokenizer_makes_no_text_and_no_warning(copied, tmp_path, caplog):
@@ -670,3 +311,335 @@ def test_a_folder_without_tokenizer_makes_no_text_and_no_warning(copied, tmp_pat
         generate.main(["--run", str(tmp_path / "run"), "--prompt", "def"])
     export(tmp_path / "run", tmp_path / "again")
     assert settings(tmp_path / "again")["eos_token_id"] == load_tokenizer("sample").eot_token
+
+
+def test_float8_blocks_are_scaled_and_prediction_layers_are_left_out(tmp_path, capsys):
+    case = hf_case.CASES["moe"]
+    m = model_with(utils.Model(), **case.model)
+    tree = weights_of(m)
+    tensors, name = hf_tensors(m, tree, interleaved=False), "model.layers.1.self_attn.o_proj.weight"
+    rows, columns = tensors[name].shape
+    assert rows % 16 and columns % 8, "the last blocks are not whole"
+    numbers = (3 * tensors[name]).astype(jnp.float8_e4m3fn)
+    scale = np.arange(1, 1 + -(-rows // 16) * -(-columns // 8), dtype=np.float32)
+    scale = scale.reshape(-(-rows // 16), -1)
+    tensors |= {name: numbers, f"{name}_scale_inv": scale}
+    tensors["model.layers.4.eh_proj.weight"] = np.ones((2, 2), np.float32)
+    folder, table = tmp_path / "float8", hf_case.config_json(case) | {"num_nextn_predict_layers": 1}
+    write_folder(folder, table, tensors)
+    for says, text in (
+        (None, r"o_proj.weight_scale_inv is \(.*blocks of None"),
+        ({"quant_method": "fp8"}, r"o_proj.weight_scale_inv is \(.*\(128, 128\) needs \(1, 1\)"),
+    ):
+        change(folder, quantization_config=says)
+        refused(folder, text, tmp_path)
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+    change(folder, quantization_config=blocks)
+    import_(folder, tmp_path / "run")
+    assert "left out: 1 multi-token prediction layers" in capsys.readouterr().out
+    every = [(i, j) for i in range(rows) for j in range(columns)]
+    expected = [numbers[i, j] * scale[i // 16, j // 8] for i, j in every]
+    out = tree["blocks"]["moe"]["attention"]["out"]
+    out[1] = np.array(expected, np.float32).reshape(rows, columns).T.reshape(out[1].shape)
+    has_weights(tmp_path / "run", m, tree)
+
+
+def test_redundant_tensors_are_ignored_and_an_output_matrix_that_differs_is_not(tmp_path):
+    case = hf_case.CASES["interleaved_tied"]
+    m = model_with(utils.Model(), **case.model)
+    tensors = hf_tensors(m, weights_of(m, case.seed))
+    embedding = tensors["model.embed_tokens.weight"]
+    more = {"lm_head.weight": embedding}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    # A tensor that two files have, and one that the index has in another file.
+    repeated = {"model.norm.weight": tensors["model.norm.weight"]}
+    for name, output in {"tied": embedding, "untied": 1 + embedding}.items():
+        parts = tensors, more | repeated | {"lm_head.weight": output}
+        where = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+        write_folder(tmp_path / name, hf_case.config_json(case), *parts, index=where)
+        found = import_(tmp_path / name, tmp_path / f"run-{name}")
+        assert found.tie_word_embeddings == (name == "tied")
+    has_weights(tmp_path / "run-tied", m, weights_of(m, case.seed))
+    bare = {name.removeprefix("model."): w for name, w in tensors.items()}
+    write_folder(tmp_path / "bare", hf_case.config_json(case), bare)
+    import_(tmp_path / "bare", tmp_path / "run-bare")
+    has_weights(tmp_path / "run-bare", m, weights_of(m, case.seed))
+
+
+DEEPSEEK = PUBLISHED["deepseek-v3"]
+YARN = DEEPSEEK["rope_scaling"]
+V2 = SOFTMAX | {"model_type": "deepseek_v2"}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0,
+}  # fmt: skip
+MISTRAL, QWEN2 = LLAMA | {"model_type": "mistral"}, LLAMA | {"model_type": "qwen2"}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE |= {"moe_intermediate_size": 8}
+
+
+def read(base, **values):
+    """The model of a config.json with other values; ... is left out."""
+    table = {name: value for name, value in (base | values).items() if value is not ...}
+    return model_config.from_hf(table, Path("config.json"))
+
+
+def read_v3(**values):
+    return read(DEEPSEEK, **values).model
+
+
+def test_published_configs_are_read():
+    for table in PUBLISHED.values():
+        found = read(table)
+        for name in ("num_hidden_layers", "first_k_dense_replace", "n_group", "scoring_func"):
+            assert getattr(found.model, name) == table[name], name
+        assert found.model.rope_scaling.factor == (table["rope_scaling"] or {"factor": 1})["factor"]
+        assert found.model.capacity_factor == found.model.eval_capacity_factor == 0  # dropless
+        assert found.interleaved
+        assert found.skipped_layers == table.get("num_nextn_predict_layers", 0)
+
+
+def test_rotary_positions_are_read_where_transformers_reads_them():
+    original, written = "original_max_position_embeddings", YARN | {"rope_theta": 7.0}
+    assert read_v3(rope_scaling=..., rope_parameters=written).rope_scaling.factor == 40
+    assert read_v3(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
+    assert read_v3(rope_parameters={"rope_type": "default"}).rope_scaling.factor == 40
+    few = {name: YARN[name] for name in ("type", "factor", original)}
+    for less in (few, dict.fromkeys(YARN) | few):
+        scaling = read_v3(rope_scaling=less).rope_scaling
+        assert (scaling.beta_fast, scaling.beta_slow) == (32, 1)
+        assert scaling.mscale == scaling.mscale_all_dim == 0
+    for given in (YARN, LLAMA3):
+        table = {"rope_scaling": given | {original: None}, "max_position_embeddings": 77}
+        assert getattr(read_v3(**table).rope_scaling, original) == 77
+        assert getattr(read_v3(**table, **{original: 32}).rope_scaling, original) == 32
+
+
+def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does():
+    v2 = {"model_type": "deepseek_v2", "scoring_func": ..., "norm_topk_prob": ...}
+    m = read_v3(**v2, n_group=8, topk_method="greedy", topk_group=None)
+    assert (m.scoring_func, m.norm_topk_prob, m.n_group, m.topk_group) == ("softmax", False, 1, 1)
+    sliding = {"sliding_window": 7, "layer_types": ["sliding_attention"] * 2}
+    m = read(LLAMA, rope_theta=..., num_key_value_heads=..., **sliding).model
+    assert (m.rope_theta, m.num_key_value_heads, m.head_dim, m.sliding_window) == (1e4, 4, 8, 0)
+    assert read(MISTRAL, **sliding).model.sliding_window == 7
+    assert read(MISTRAL).model.sliding_window == 4096
+    assert read(MISTRAL, sliding_window=None).model.sliding_window == 0
+    unused = {"sliding_window": 7, "use_sliding_window": False}
+    assert read(QWEN2, **unused).model.sliding_window == 0
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    m = read(LLAMA, rope_theta=..., **experts).model
+    assert (m.rope_theta, m.sliding_window, m.rms_norm_eps) == (1e6, 0, 1e-5)
+    assert m.moe_intermediate_size == 48 and m.norm_topk_prob
+    others = {"final_logit_softcapping": 5.0, "attention_multiplier": 0.5}
+    others |= {"partial_rotary_factor": 0.5, "query_pre_attn_scalar": 3}
+    assert read(LLAMA, **others) == read(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "text"),
+    [
+        (DEEPSEEK, {"model_type": "gpt2", "architectures": ["G"]}, r"'gpt2' \(G\).*deepseek_v3"),
+        (DEEPSEEK, {"model_type": None}, "has model_type None"),
+        (DEEPSEEK, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias True"),
+        (DEEPSEEK, {"mlp_bias": True}, "mlp_bias True"),
+        (DEEPSEEK, {"num_key_value_heads": 1}, "num_key_value_heads 1"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        (DEEPSEEK, {"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
+        (DEEPSEEK, V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
+        (DEEPSEEK, V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"factor": None}}, "lacks factor"),
+        (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
+        (DEEPSEEK, {"hidden_size": None}, "lacks hidden_size"),
+        # Their defaults differ between classes.
+        (DEEPSEEK, {"routed_scaling_factor": ...}, "lacks routed_scaling_factor"),
+        (DEEPSEEK, {"n_group": ...}, "lacks n_group"),
+        (DEEPSEEK, {"topk_group": ...}, "lacks topk_group"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq"),
+        (LLAMA, {"attention_bias": True}, "attention_bias True"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias True"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (LLAMA, {"is_causal": False}, "is_causal False"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "unsupported rotary"),
+        (LLAMA, {"rope_scaling": YARN}, "rope_scaling .*mscale"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types .*full_attention"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window True"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"decoder_sparse_step": 3}, "decoder_sparse_step 3"),
+    ],
+)  # fmt: skip
+def test_another_architecture_is_refused_by_its_setting(base, values, text):
+    with pytest.raises(ValueError, match=text):
+        read(base, **values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dense_layers": 1}, "a dense layer between layers with experts"),
+        ({"rope_in_moe_layers": False}, "model.rope_in_moe_layers"),
+        ({"rms_norm_eps": 1e-5}, "model.latent_rms_norm_eps"),
+        ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
+        ({"sliding_window": 8}, "model.sliding_window 8"),
+        ({"rope_rope_type": "llama3", "rope_factor": 2.0}, "rope_type llama3"),
+        ({"n_group": 2, "topk_method": "group_limited_greedy"}, "sigmoid scores with"),
+        ({"scoring_func": "softmax"}, "model.norm_topk_prob"),
+        (SOFTMAX | {"n_group": 2}, "model.n_group 2"),
+        (SOFTMAX | {"hidden_size": 49}, "model.hidden_size 49"),
+        (SOFTMAX, "model.qk_nope_head_dim"),
+        (GROUPED | EXPERTS | {"n_shared_experts": 1}, "model.n_shared_experts 1"),
+        (GROUPED | {"attention_bias": True, "qk_norm": True}, "model.qk_norm True"),
+    ],
+)
+def test_what_a_model_has_that_transformers_does_not_support_is_named(fields, named):
+    m = model_with(utils.Model(), **SIZES | {"moe_layers": 1} | fields)
+    assert any(named in reason for reason in model_config.unsupported(m))
+
+
+def test_a_run_that_its_class_cannot_represent_is_refused(tmp_path):
+    make_run(tmp_path / "own", rope_in_moe_layers=False)
+    with pytest.raises(ValueError, match=r"model.rope_in_moe_layers.*--remote_code"):
+        export(tmp_path / "own", tmp_path / "out")
+    make_run(tmp_path / "run", qk_nope_head_dim=10)  # with a bias
+    file = tmp_path / "run" / "config.toml"
+    text = file.read_text()
+    softmax = text.replace('scoring_func = "sigmoid"', 'scoring_func = "softmax"')
+    softmax = softmax.replace("norm_topk_prob = true", "norm_topk_prob = false")
+    wider = text.replace("intermediate_size = 20", "intermediate_size = 22")
+    for changed, message in (
+        (softmax, r"moe.bias that is not zero .*Use --remote_code"),
+        (wider, r"of another model than its config.*48, 20\) there and"),
+    ):
+        file.write_text(changed)
+        with pytest.raises(ValueError, match=message):
+            export(tmp_path / "run", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_a_path_or_size_that_cannot_be_used_is_named(v3, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for command, source in zip((export, import_), v3, strict=True):
+        with pytest.raises(ValueError, match=r"--out .*full is not empty"):
+            command(source, tmp_path / "full")
+        with pytest.raises(ValueError, match=r"--out .*file.new was not written"):
+            command(source, tmp_path / "full" / "file" / "new")
+    with pytest.raises(ValueError, match=r"--run .*none does not exist"):
+        export(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(ValueError, match="there is no checkpoint of step 9"):
+        export(v3[0], tmp_path / "out", "--step", "9")
+    for size in ("0", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--part_gib {float(size)} is not a valid file size"):
+            export(v3[0], tmp_path / "out", f"--part_gib={size}")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
+    stop, v3, tmp_path, monkeypatch
+):
+    is_full = isinstance(stop, OSError)
+    expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
+    (tmp_path / "export").mkdir()
+    for command, source in zip((export, import_), v3, strict=True):
+        to = tmp_path / command.__name__
+        is_new = not to.exists()
+        with monkeypatch.context() as patch:
+            target = export_checkpoint if command is export else import_checkpoint
+            name = "write_json" if command is export else "read_float32"
+            patch.setattr(target, name, mock.Mock(side_effect=stop))
+            with pytest.raises(expected, match=text):
+                command(source, to)
+        assert not list(to.glob("*")) and to.exists() != is_new
+        command(source, to)
+
+
+def test_an_import_on_a_full_disk_is_refused_and_leaves_nothing(v3, small_disk):
+    disk, _ = small_disk
+    refused(v3[1], r"run was not written: .*No space left on device", disk)
+    assert not any(disk.iterdir())
+
+
+def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path):
+    import_(copied, tmp_path / "run", "--model.capacity_factor", "1.5", "--optimizer.lr", "0.1")
+    config = cli.load(tmp_path / "run" / "config.toml")
+    assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 0.0)
+    assert config.optimizer.lr == 0.1
+    with pytest.raises(
+        ValueError, match=r"--folder .*copied is of another model: model.rope_theta"
+    ):
+        import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
+    with pytest.raises(ValueError, match="unknown flag --model"):
+        export(tmp_path / "run", tmp_path / "out", "--model.rope_theta", "5.0")
+
+
+QUERY, NORM, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
+SQUARE = np.ones((2, 2), np.float32)
+
+
+def without(tensors, name):
+    return {other: w for other, w in tensors.items() if other != name}
+
+
+def renamed(tensors, old, new):
+    return {name.replace(old, new): w for name, w in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (lambda t: (t, {HEAD: t[HEAD] + 1}), "two tensors lm_head.weight with other values"),
+        (lambda t: without(t, HEAD), r"lacks 1 of 21 tensors .*lm_head.weight"),
+        (lambda t: renamed(t, "model.", "base_model.model."),
+         r"lacks 20 of .*, \.\.\.\. It has 20 tensors .*: model.base_model.model.*, \.\.\.\. They"),
+        (lambda t: t | {QUERY: t[QUERY].astype(np.float64)}, "of type F64"),
+        (lambda t: t | {QUERY: t[QUERY].astype(np.int8)}, "of type I8"),
+        (lambda t: t | {f"{QUERY}_scale_inv": SQUARE}, "quantization_config does not match"),
+        (lambda t: t | {f"{QUERY}_scale": SQUARE}, "weight_scale. They belong to another model"),
+        (lambda t: t | {"model.norm.foo_scale_inv": SQUARE}, "model.norm.foo_scale_inv"),
+        (lambda t: t | {QUERY.replace("weight", "bias"): t[NORM]}, "q_proj.bias"),
+        (lambda t: t | {"lm_head.bias": np.ones(101, np.float32)}, "lm_head.bias"),
+        (lambda t: t | renamed(t, ".1.", ".2."), r"has 9 tensors .*layers.2"),
+        (lambda t: t | {NORM: t[NORM][1:]}, r"is \(31,\), and by the config \(32,\)"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_the_tensors_of_another_model_is_refused_by_name(changed, text, tmp_path):
+    m = read(LLAMA, num_nextn_predict_layers=1).model
+    made = changed(hf_tensors(m, weights_of(m), "llama"))
+    parts = made if isinstance(made, tuple) else (made,)
+    write_folder(tmp_path / "folder", LLAMA | {"num_nextn_predict_layers": 1}, *parts)
+    refused(tmp_path / "folder", text, tmp_path)
+
+
+def test_damaged_files_are_named(copied, tmp_path):
+    first, second, *_ = sorted(copied.glob("*.safetensors"))
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1])
+    refused(copied, f"{first.name} is truncated: it has {len(whole) - 1} bytes", tmp_path)
+    first.write_bytes(whole[:20])
+    refused(copied, f"{first.name} is not a safetensors file", tmp_path)
+    first.write_bytes(whole)
+    second.unlink()
+    refused(copied, f"lacks 1 of the .* files .* first {second.name}", tmp_path)
+    (copied / safetensors_files.INDEX).write_text("version")
+    refused(copied, f"{safetensors_files.INDEX} has no valid weight_map", tmp_path)
+    (copied / safetensors_files.INDEX).unlink()
+    refused(copied, "has neither model.safetensors nor", tmp_path)
+    (copied / "config.json").write_text("{")
+    refused(copied, "config.json is not JSON", tmp_path)
+    (copied / "config.json").unlink()
+    refused(copied, "has no config.json. Give the folder", tmp_path)
+    (copied / "adapter_config.json").write_text("{}")
+    refused(copied, "has no config.json. It is an adapter. Merge it", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name, copied, tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+    (copied / name).write_text(pointer)
+    refused(copied, f"{name} is a pointer of Git LFS", tmp_path)

@@ -23,29 +23,42 @@ QUESTIONS = [
     {"prompt": prompt, "choices": [f" {word}" for word in WORDS[i : i + 3]], "answer": i % 3}
     for i, prompt in enumerate([*WORDS[:10], "x = 1\n" * 30 + "y"])
 ]
-CHOICE = """
-task: own_choice
+TASK = """
+task: own_{name}
 dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
+dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: prompt
+"""
+CHOICE = """output_type: multiple_choice
 doc_to_choice: choices
 doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
-WRITING = """
-task: own_writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: generate_until
-doc_to_text: prompt
+WRITING = """output_type: generate_until
 doc_to_target: target
 generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 6, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
+GREEDY = {"until": [], "max_gen_toks": 6}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lm_eval", "a"], "needs the package lm_eval, .* -r requirements-hf.txt"),
+        (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
+        (["--limit", "3"], "need --lm_eval"),
+        (["--lm_eval", "a", "--limit", "0"], "--limit 0 is below 1"),
+    ],
+)
+def test_conflicting_flags_are_refused(flags, message, whole, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "inference.lm_eval_adapter", raising=False)
+    monkeypatch.delattr(inference, "lm_eval_adapter", raising=False)
+    with pytest.raises(ValueError, match=message):
+        validate.main(["--run", str(whole), *flags])
 
 
 @pytest.fixture(scope="module")
@@ -78,41 +91,30 @@ def of(*pairs):
     return [SimpleNamespace(args=pair) for pair in pairs]
 
 
-GREEDY = {"until": [], "max_gen_toks": 6}
-
-
 @pytest.fixture(scope="module")
 def texts(adapter):
     """The completion of each word."""
     return adapter.generate_until(of(*((word, GREEDY) for word in WORDS)))
 
 
-@pytest.fixture
-def folder(tmp_path, texts):
-    rows = {
-        "choice": QUESTIONS,
-        "writing": [
-            {"prompt": word, "target": text if i % 4 else "other"}
-            for i, (word, text) in enumerate(zip(WORDS, texts, strict=True))
-        ],
-    }
-    for name, yaml in (("choice", CHOICE), ("writing", WRITING)):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(json.dumps(row) for row in rows[name]))
-        (tmp_path / f"{name}.yaml").write_text(yaml.replace("FILE", str(file)))
-    return tmp_path
-
-
 @pytest.mark.huggingface
 @pytest.mark.filterwarnings("ignore")
-def test_tasks_give_the_accuracy_of_the_same_questions(harness, whole, folder, known, capsys):
-    flags = ["--run", str(whole), "--json"]
-    file = folder / "choice.jsonl"
-    validate.main([*flags, "--questions", str(file)])
-    ours = json.loads(capsys.readouterr().out)
-    tasks = ["--lm_eval", "own_choice,own_writing", "--include_path", str(folder)]
-    validate.main([*flags, *tasks])
-    found = json.loads(capsys.readouterr().out)
+def test_tasks_give_the_accuracy_of_the_same_questions(harness, whole, texts, tmp_path, capsys):
+    both = enumerate(zip(WORDS, texts, strict=True))
+    told = [{"prompt": word, "target": text if i % 4 else "other"} for i, (word, text) in both]
+    for name, yaml, rows in (("choice", CHOICE, QUESTIONS), ("writing", WRITING, told)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, file=file) + yaml)
+
+    def printed(*flags):
+        capsys.readouterr()
+        validate.main(["--run", str(whole), *flags])
+        return capsys.readouterr().out
+
+    where = ["--include_path", str(tmp_path), "--lm_eval"]
+    ours = json.loads(printed("--json", "--questions", str(tmp_path / "choice.jsonl")))
+    found = json.loads(printed("--json", *where, "own_choice,own_writing"))
     assert found["step"] == 6
     choice, writing = (found["results"][f"own_{name}"] for name in ("choice", "writing"))
     assert choice["sample_len"] == len(QUESTIONS)
@@ -120,43 +122,33 @@ def test_tasks_give_the_accuracy_of_the_same_questions(harness, whole, folder, k
     assert choice["acc_norm,none"] == ours["accuracy_norm"]
     assert choice["acc_stderr,none"] == pytest.approx(ours["accuracy_stderr"])
     assert writing["exact_match,none"] == pytest.approx(sum(i % 4 > 0 for i in range(14)) / 14)
-
-
-@pytest.mark.huggingface
-@pytest.mark.filterwarnings("ignore")
-def test_the_result_is_a_table_of_at_most_limit_examples(harness, whole, folder, capsys):
-    tasks = ["--lm_eval", "own_choice", "--include_path", str(folder), "--limit", "2"]
-    validate.main(["--run", str(whole), *tasks])
-    first, *table = capsys.readouterr().out.splitlines()
+    first, *table = printed(*where, "own_choice", "--limit", "2").splitlines()
     assert first == "step 6"
     assert table[0].startswith("|  Tasks   |") and any("|acc_norm|" in line for line in table)
+    with pytest.raises(ValueError, match="--lm_eval no_such is not a task"):
+        printed(*where, "own_choice,no_such")
 
 
 @pytest.mark.huggingface
-def test_choices_have_the_likelihood_that_questions_have(adapter, known):
-    found = adapter.loglikelihood(
-        of(*((q["prompt"], c) for q in QUESTIONS for c in q["choices"])), True
-    )
-    config, declared, mesh, w, (tokenizer, *_) = known
+def test_likelihoods_are_those_of_questions_after_the_begin_of_a_document(harness, adapter, known):
+    pairs = of(*((q["prompt"], c) for q in QUESTIONS for c in q["choices"]))
+    config, declared, mesh, w, tokens = known
     given = [multiple_choice.Question(**q) for q in QUESTIONS]
-    ours = multiple_choice.evaluate(config, declared, mesh, w, given, tokenizer)["log_likelihoods"]
-    assert [score for score, _ in found] == pytest.approx(
-        [score for scores in ours for score in scores], rel=1e-5
-    )
+    ours = multiple_choice.evaluate(config, declared, mesh, w, given, tokens.tokenizer)
+    expected = [score for scores in ours["log_likelihoods"] for score in scores]
+    found = [score for score, _ in adapter.loglikelihood(pairs, True)]
+    assert found == pytest.approx(expected, rel=1e-5)
 
-
-@pytest.mark.huggingface
-def test_texts_begin_as_documents_of_the_training_data_do(harness, known):
-    tokens = known[-1]._replace(begin=[7])
-    adapter, encode = harness.Model(*known[:-1], tokens), tokens.tokenizer.encode_ordinary
-    found = adapter.loglikelihood(of(("def", " f"), ("", "import os")), True)
+    other = harness.Model(*known[:-1], tokens._replace(begin=[7]))
+    encode = tokens.tokenizer.encode_ordinary
+    found = other.loglikelihood(of(("def", " f"), ("", "import os")), True)
     pairs = [([7, *encode("def")], encode(" f")), ([7], encode("import os"))]
-    assert [score for score, _ in found] == adapter.scores(pairs)[0].tolist()
-    assert adapter.loglikelihood_rolling(of(("import os",)), True) == [found[1][0]]
+    assert [score for score, _ in found] == other.scores(pairs)[0].tolist()
+    assert other.loglikelihood_rolling(of(("import os",)), True) == [found[1][0]]
 
 
 @pytest.mark.huggingface
-def test_only_the_greedy_completion_is_greedy(adapter, known, texts):
+def test_a_text_is_greedy_and_ends_before_the_first_of_its_stops(adapter, known, texts):
     prompt = adapter.tok_encode("def")
     generator = adapter.generator()
     generator.reset([0], 0)
@@ -165,29 +157,19 @@ def test_only_the_greedy_completion_is_greedy(adapter, known, texts):
     found = adapter._loglikelihood_tokens([(None, prompt, ids) for ids in (greedy, *others)])
     assert [is_greedy for _, is_greedy in found] == [True, False, False, False, False]
     assert texts[1].startswith(known[4].tokenizer.decode(greedy))
-
-
-@pytest.mark.huggingface
-def test_a_text_ends_before_the_first_of_its_stops(adapter, texts):
     stops = [text[2:4] for text in texts]
-    requests = [
-        (word, GREEDY | {"until": [stop, "never"]}) for word, stop in zip(WORDS, stops, strict=True)
-    ]
+    both = zip(WORDS, stops, strict=True)
+    requests = [(word, GREEDY | {"until": [stop, "never"]}) for word, stop in both]
     found = adapter.generate_until(of(*requests[::-1]))[::-1]  # in the order of the requests
     assert found == [text.split(stop)[0] for text, stop in zip(texts, stops, strict=True)]
 
 
 @pytest.mark.huggingface
-def test_a_prompt_that_is_too_long_loses_its_start(adapter, known):
-    words = " ".join(WORDS * 9)
-    kept = known[4].tokenizer.decode(adapter.tok_encode(words)[-(32 - 6) :])
-    one, other = adapter.generate_until(of((words, GREEDY), (kept, GREEDY)))
-    assert one == other
-
-
-@pytest.mark.huggingface
-def test_every_token_of_a_long_text_is_counted_once(adapter):
+def test_a_long_prompt_loses_its_start_and_every_token_of_a_long_text_counts_once(adapter, known):
     short, long = " ".join(WORDS[:9]), " ".join(WORDS * 9)
+    kept = known[4].tokenizer.decode(adapter.tok_encode(long)[-(32 - 6) :])
+    one, other = adapter.generate_until(of((long, GREEDY), (kept, GREEDY)))
+    assert one == other
     assert len(adapter.tok_encode(short)) <= 32 < len(adapter.tok_encode(long))
     [[whole, _]] = adapter.loglikelihood(of(("", short)), True)
     found = adapter.loglikelihood_rolling(of((short,), (long,), ("",)))
@@ -209,28 +191,3 @@ def test_every_token_of_a_long_text_is_counted_once(adapter):
 def test_a_request_for_sampling_or_too_many_tokens_is_refused(adapter, settings, message):
     with pytest.raises(ValueError, match=message):
         adapter.generate_until(of(("def", settings)))
-
-
-@pytest.mark.huggingface
-@pytest.mark.filterwarnings("ignore")
-def test_an_unknown_task_is_refused(harness, whole, folder):
-    tasks = ["--lm_eval", "own_choice,no_such", "--include_path", str(folder)]
-    with pytest.raises(ValueError, match="--lm_eval no_such is not a task"):
-        validate.main(["--run", str(whole), *tasks])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lm_eval", "a"], "needs the package lm_eval, .* -r requirements-hf.txt"),
-        (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
-        (["--limit", "3"], "need --lm_eval"),
-        (["--lm_eval", "a", "--limit", "0"], "--limit 0 is below 1"),
-    ],
-)
-def test_conflicting_flags_are_refused(flags, message, whole, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "inference.lm_eval_adapter", raising=False)
-    monkeypatch.delattr(inference, "lm_eval_adapter", raising=False)
-    with pytest.raises(ValueError, match=message):
-        validate.main(["--run", str(whole), *flags])

@@ -1,6 +1,6 @@
 """launch/slurm.sh with the daemons of Slurm on two simulated hosts.
 
-Most jobs are stand_in.py, which connects and ends as main.py does; one trains.
+Jobs are stand_in.py, which connects and ends as main.py does. test_launcher.py has bad input.
 """
 
 import re
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 import simulated_hosts
-import tiny_run
-from conftest import ROOT
 from simulated_hosts import SHARED, wait_for, write_script
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
@@ -67,11 +65,8 @@ class Slurm:
         return done.stdout.strip()
 
     def start(self, *words: str, options: str = "", folder: str = "tree", **more: str) -> "Job":
-        number = self(
-            f"sbatch --parsable {options} launch/slurm.sh {shlex.join(words)}",
-            folder=folder,
-            **more,
-        )
+        command = f"sbatch --parsable {options} launch/slurm.sh {shlex.join(words)}"
+        number = self(command, folder, **more)
         return Job(self, number, self.net.shared / folder / f"slurm-{number}.log")
 
     def stand_in(
@@ -95,8 +90,8 @@ class Job:
         """Return a field of scontrol, such as JobState or Restarts."""
         return re.search(rf"\b{name}=(\S+)", self.slurm(f"scontrol show job {self.number}"))[1]
 
-    def wait_for_log(self, text: str, within_s: float = LONG_S) -> None:
-        wait_for(lambda: text in self.log, within_s)
+    def wait_for_log(self, text: str) -> None:
+        wait_for(lambda: text in self.log, LONG_S)
 
     def wait_for_end(self) -> tuple[str, str]:
         """Wait until the job has ended for good; return its state and exit code."""
@@ -125,60 +120,6 @@ def limited(slurm):
     this job starts before the others.
     """
     return slurm.stand_in("limited", 250, options="--time=1")
-
-
-# --- what needs no Slurm --------------------------------------------------------------------------
-
-
-def test_help_prints_the_usage_alone():
-    usage = subprocess.run([ROOT / "launch" / "slurm.sh", "--help"], capture_output=True, text=True)
-    assert usage.returncode == 0 and "sbatch launch/slurm.sh python main.py" in usage.stdout
-    assert "set -euo" not in usage.stdout and "SBATCH --" not in usage.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "job", "message"),
-    [
-        ([], {}, "no command. Give one"),
-        (["--speed", "9"], {}, "unknown option --speed. See ./launch/slurm.sh --help"),
-        (
-            ["python", "main.py"],
-            {},
-            "not a Slurm job. Use sbatch launch/slurm.sh python main.py",
-        ),
-        (["x"], {"SLURM_JOB_ID": "1"}, "has no run.sh. Give sbatch --chdir"),
-    ],
-)
-def test_bad_input_is_refused_with_one_line(tmp_path, words, job, message):
-    command = [ROOT / "launch" / "slurm.sh", *words]
-    done = subprocess.run(command, env=job, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-# --- jobs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_two_nodes_train_as_one_process_even_after_a_requeue(slurm, limited, data, whole):
-    subprocess.run(["cp", "-r", Path(data[1]).parent, slurm.net.shared / "data"], check=True)
-    otherwise = f"""
-    --mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1 --train.steps 24
-    --checkpoint.every_steps 100 --eval.every_steps 0 --run.name slurm --run.dir {SHARED}/runs
-    --data.train {SHARED}/data/train --data.val {SHARED}/data/val --sample.prompts
-    """
-    job = slurm.start("python", "main.py", *tiny_run.FLAGS, *otherwise.split())
-    job.wait_for_log("step 1/24")
-    slurm(f"scancel --signal=TERM {job.number}")
-    job.wait_for_requeue()
-    assert job.wait_for_end() == ("COMPLETED", "0"), job.log
-    saved = re.search(r"0: SIGTERM: stopped. The newest checkpoint is .*?(\d+)", job.log)[1]
-    assert 1 <= int(saved) < 24
-    assert f"continues after step {saved}" in job.log
-    assert "slurm.sh: ended with 143, requeued (1 of 20)" in job.log
-    losses = tiny_run.losses(slurm.net.shared / "runs" / "slurm")
-    assert len(losses) == 24
-    assert losses[:6] == pytest.approx(tiny_run.losses(whole), abs=1e-4)
 
 
 @pytest.mark.parametrize(("how", "state"), [("--batch --signal=TERM", "FAILED"), ("", "CANCELLED")])

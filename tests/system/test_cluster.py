@@ -1,10 +1,9 @@
 """A Ray cluster writes the bits of one process, even if workers and nodes are killed."""
 
 import contextlib
+import json
 import os
 import platform
-import random
-import re
 import signal
 import subprocess
 import sys
@@ -17,25 +16,18 @@ pytest.importorskip("ray")
 
 from conftest import ROOT
 from data import cluster, prepare
-from data.manifest import INDEX
-from data.prepare import main
 from prepared import files_of
 from runtime.buckets import Prefix
 from simulated_hosts import wait_for
-from test_map import flags, source, whole  # noqa: F401
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
     # Clients close their connections when they are garbage collected.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     # Ray does not close the pipes of its processes.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
-# Ray's own log lines: (raylet) ..., 2026-01-31 ...
-RAYS = re.compile(r"(\x1b\[\d+m)?(\(\w[^)]*\)|\[?\d{4}-\d\d-\d\d[ T])")
-KILLS = 6
 TIMEOUT_S = 300
 # Prepares data in tasks that each take `seconds` longer. While a file hold.N lies beside --out, no
 # task ends once there are N records.
@@ -64,6 +56,29 @@ run_command(lambda: prepare.main(arguments))
 """
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster") / "source"
+    folder.mkdir()
+    text = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
+    for name, part in {"a": text[:400_000:2], "b": text[1:400_000:2]}.items():
+        rows = [{"text": part[i : i + 900]} for i in range(0, len(part), 900)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def flags(source, out, *more):
+    where = "--source", str(source), "--out", str(out), "--split-mb", "0.02"
+    return [*where, "--workers", "1", "--val-share", "0.2", "--shard-tokens", "9000", *more]
+
+
+@pytest.fixture(scope="module")
+def whole(source):
+    """The files that one process writes."""
+    prepare.main(flags(source, source.parent / "whole"))
+    return files_of(source.parent / "whole")
+
+
 class Nodes:
     """A cluster of three nodes with one CPU each, and a head without a CPU."""
 
@@ -80,17 +95,18 @@ class Nodes:
     def add(self):
         self.working.append(self.all.add_node(num_cpus=1, **self.options))
 
-    def kill_node(self, chance):
+    def kill_node(self):
         """Kill a node and add another."""
-        self.all.remove_node(self.working.pop(chance.randrange(3)), allow_graceful=False)
+        self.all.remove_node(self.working.pop(0), allow_graceful=False)
         self.add()
+        return True
 
-    def kill_worker(self, chance):
+    def kill_worker(self):
         """Kill a worker that runs a task; return whether there was one."""
         found = [worker for node in self.working for worker in workers_of(node)]
         if found:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(found), signal.SIGKILL)
+                os.kill(found[0], signal.SIGKILL)
         return bool(found)
 
 
@@ -132,86 +148,26 @@ def records(out):
     return len(list(out.glob("splits/0*.json")))
 
 
-def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path):  # noqa: F811
-    out, chance, splits = tmp_path / "out", random.Random(0), records(source.parent / "whole")
-    hold = tmp_path / f"hold.{splits * (KILLS - 1) // KILLS}"
+def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path):
+    out, hold = tmp_path / "out", tmp_path / "hold.8"
     hold.touch()  # or the tasks could end before the last kill
-    process, kills = start(nodes, 0.7, flags(source, out)), 0
-    while process.poll() is None and kills < KILLS:
-        if records(out) < splits * kills / (KILLS + 1):
-            time.sleep(0.02)
-        elif kills % 3 == 1:
-            nodes.kill_node(chance)
-            kills += 1
-        elif nodes.kill_worker(chance):
-            kills += 1
-        else:
-            time.sleep(0.02)
-    assert kills == KILLS
+    process = start(nodes, 0.7, flags(source, out))
+    for count, kill in enumerate((nodes.kill_worker, nodes.kill_node, nodes.kill_worker)):
+        wait_for(lambda n=count: records(out) >= 2 * n + 1, TIMEOUT_S)
+        wait_for(kill)
+    for node in nodes.working:
+        nodes.all.remove_node(node, allow_graceful=False)
+    time.sleep(2)
+    assert process.poll() is None
+    nodes.working = []
+    for _ in range(3):
+        nodes.add()
     hold.unlink()
     finish(process)
     assert files_of(out) == whole
 
 
-@pytest.mark.long
-def test_a_preparation_whose_driver_dies_can_continue_with_or_without_the_cluster(
-    nodes,
-    source,  # noqa: F811
-    whole,  # noqa: F811
-    tmp_path,
-):
-    outs = tmp_path / "processes", tmp_path / "cluster"
-    for out in outs:
-        process = start(nodes, 0.3, flags(source, out))
-        wait_for(lambda out=out, p=process: records(out) >= 4 or p.poll() is not None)
-        assert process.poll() is None
-        process.kill()
-        process.communicate()
-        assert not list(out.rglob(INDEX))
-    process = start(nodes, 0, flags(source, outs[1]))
-    prepare.main(flags(source, outs[0], "--workers", "2"))
-    assert " splits with " in finish(process)
-    for out in outs:
-        assert files_of(out) == whole
-
-
-@pytest.mark.long
-def test_a_cluster_that_loses_all_nodes_waits_for_others(nodes, source, whole, tmp_path):  # noqa: F811
-    out = tmp_path / "out"
-    process = start(nodes, 0.3, flags(source, out))
-    while records(out) < 2:
-        assert process.poll() is None
-        time.sleep(0.02)
-    for node in nodes.working:
-        nodes.all.remove_node(node, allow_graceful=False)
-    nodes.working = []
-    time.sleep(2)
-    assert process.poll() is None
-    for _ in range(3):
-        nodes.add()
-    finish(process)
-    assert files_of(out) == whole
-
-
-@pytest.mark.long
-def test_a_token_limit_and_a_validation_share_are_as_in_one_process(
-    nodes,
-    source,  # noqa: F811
-    tmp_path,
-):
-    options = {"limit": ["--max-tokens", "40000"], "share": ["--val-share", "0.001"]}
-    processes = [
-        start(nodes, 0, flags(source / "a.jsonl", tmp_path / f"{name}-cluster", *more))
-        for name, more in options.items()
-    ]
-    for (name, more), process in zip(options.items(), processes, strict=True):
-        main(flags(source / "a.jsonl", tmp_path / name, *more))
-        finish(process)
-        assert files_of(tmp_path / name) == files_of(tmp_path / f"{name}-cluster")
-
-
-@pytest.mark.long
-def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bucket):  # noqa: F811
+def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bucket):
     url, out = f"{bucket.url}/source", f"{bucket.url}/data/books"
     for path in source.iterdir():
         Prefix(url).write(path.name, path.read_bytes())
@@ -228,18 +184,24 @@ def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bu
     assert there == {n: c for n, c in whole.items() if n.endswith(".npy")}
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def test_an_error_of_a_task_is_the_one_line_of_a_single_process(nodes, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 9_000 + '{"text"\n')
     arguments = flags(tmp_path / "a.jsonl", tmp_path / "out")
     _, errors = (process := start(nodes, 0, arguments)).communicate(timeout=TIMEOUT_S)
     with pytest.raises(ValueError) as raised:
-        main(arguments)
+        prepare.main(arguments)
     assert process.returncode == 2
     assert errors.splitlines()[-1] == f"error: {raised.value}"
     assert f"{tmp_path}/a.jsonl:9001 is not a line of JSON" in errors
+
+
+def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path):
+    before = "from data import cluster\nfrom data.shards import DiskFolder\n"
+    before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"
+    process = start(nodes, 0, flags(source, tmp_path / "out"), before)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "which does not exist here. Use an --out that all machines share" in errors
 
 
 def test_a_missing_cluster_is_one_line(tmp_path):
@@ -255,13 +217,3 @@ def test_a_node_with_other_versions_is_refused():
     assert {"python", "tiktoken", "data/encode.py", "data/manifest.py"} <= versions.keys()
     with pytest.raises(ValueError, match=rf"node {platform.node()} has another tiktoken than"):
         cluster.on_node(None, versions | {"tiktoken": "0.0"})
-
-
-@pytest.mark.long
-def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path, monkeypatch):  # noqa: F811
-    before = "from data import cluster\nfrom data.shards import DiskFolder\n"
-    before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"
-    process = start(nodes, 0, flags(source, tmp_path / "out"), before)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert "which does not exist here. Use an --out that all machines share" in errors
