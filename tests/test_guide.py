@@ -16,7 +16,6 @@ sys.path.append(str(ROOT / "guide"))
 import answers
 import check
 import facts
-import figures
 import pages
 
 PROBLEMS = pages.problems()
@@ -130,7 +129,7 @@ def test_the_command_names_what_it_does_not_know(capsys):
         assert message in capsys.readouterr().out
 
 
-# --- facts and figures ----------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def test_all_facts_are_shown_known_and_not_stale(tmp_path, monkeypatch):
@@ -154,9 +153,3 @@ def test_a_fact_needs_a_kind_and_a_source():
     ):
         with pytest.raises(pages.PageError, match=message):
             facts.compute(fact)
-
-
-def test_every_figure_is_drawn_with_a_title():
-    for name, draw in figures.FIGURES.items():
-        text = draw()
-        assert text.startswith("<svg") and "<title>" in text and text.endswith("</svg>"), name

@@ -1,4 +1,4 @@
-"""What readers of the guide run: commands of its pages, and coding problems."""
+"""What readers of the guide run: commands of its pages, coding problems, and its figures."""
 
 import re
 import shlex
@@ -119,3 +119,11 @@ def test_there_are_commands_of_each_kind():
     found = " ".join(commands().values())
     for part in ("./launcher.sh", "main.py", "python -c", "plan.py", "./run.sh --run.name"):
         assert part in found
+
+
+def test_every_figure_is_drawn_with_a_title():
+    import figures  # late: test_guide puts the guide on the path
+
+    for name, draw in figures.FIGURES.items():
+        text = draw()
+        assert text.startswith("<svg") and "<title>" in text and text.endswith("</svg>"), name
