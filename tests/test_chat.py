@@ -337,11 +337,15 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
     assert read_manifest(tmp_path / "out" / "train").template == template
 
 
-def test_a_template_needs_no_special_tokens_and_always_has_add_generation_prompt():
-    text = "{% for m in messages %}{{ m.content }}.{% endfor %}"
-    text += "{{ '' if add_generation_prompt is defined else '!' }}"
-    found = chat.render(Special({}, {}, None, False, text, []), [("user", "a"), ("assistant", "b")])
-    assert found == [Chunk("a.", 0), Chunk("b.", 1)]
+def test_a_template_needs_no_special_tokens_and_the_longest_of_its_own_is_taken():
+    text = "{% for m in messages %}<a>{{ m.content }}.{% endfor %}"
+    text += "{{ '' if add_generation_prompt is defined else '!' }}"  # it always is
+    talk = [("user", "a"), ("assistant", "b")]
+    found = chat.render(Special({}, {}, None, False, text, []), talk)
+    assert found == [Chunk("<a>a.", 0), Chunk("<a>b.", 1)]
+    found = chat.render(Special({"<a": 0, "<a>": 1}, {}, None, False, text, []), talk)
+    expected = [("<a>", 0, True), ("a.", 0, False), ("<a>", 1, True), ("b.", 1, False)]
+    assert found == [Chunk(*fields) for fields in expected]
 
 
 LOOP = "{% for m in messages %}"

@@ -26,17 +26,14 @@ def test_an_error_of_the_compiler_is_reported_in_one_line(code, log, said):
     assert re.search(said, compiler.failure(code, log))
 
 
-def test_a_missing_libtpu_is_reported_with_the_command_that_installs_it(monkeypatch):
+def test_a_chip_whose_compiler_is_not_here_is_refused_with_the_fix(monkeypatch):
     monkeypatch.setattr(targets, "_has", lambda *_: False)
-    with pytest.raises(ValueError, match=f"uv pip install libtpu=={targets.LIBTPU}"):
-        compiler.compile_step(config_of(), hardware.CHIPS["v4"], "2x2x1")
+    pcie = r"describe this GPU\. Use one of a100, a100-40gb, h100, h200, or benchmark.py step"
+    libtpu = f"uv pip install libtpu=={targets.LIBTPU}"
+    for name, message in (("v4", libtpu), ("h100-pcie", pcie)):
+        with pytest.raises(ValueError, match=message):
+            compiler.compile_step(config_of(), hardware.CHIPS[name], "")
     targets.check(None)
-
-
-def test_a_gpu_that_is_not_described_is_refused_with_those_that_are():
-    message = r"describe this GPU\. Use one of a100, a100-40gb, h100, h200, or benchmark.py step"
-    with pytest.raises(ValueError, match=message):
-        compiler.compile_step(config_of(), hardware.CHIPS["h100-pcie"], "")
 
 
 @pytest.mark.parametrize(

@@ -256,17 +256,19 @@ def test_prefetch_gives_results_in_order_and_an_error_where_its_result_would_hav
 
 
 def test_prefetch_works_ahead_by_its_depth_in_threads_that_end_when_it_is_closed():
-    before, calls = set(threading.enumerate()), []
-    together = threading.Barrier(4)  # of the first and the three that are ahead
+    before, calls = set(threading.enumerate()), {}
+    together, last = threading.Barrier(4), threading.Event()
 
     def function(step):
-        calls.append((step, threading.current_thread()))
+        calls[step] = threading.current_thread()
         if step < 4:
-            together.wait(60)
+            together.wait(60)  # four threads are at work
+        if step == 4:
+            last.set()
 
     results = prefetch(function, itertools.count(), depth=4)
     next(results)
-    assert {0, 1, 2, 3} <= {step for step, _ in calls} <= {0, 1, 2, 3, 4}
-    assert not before & {thread for _, thread in calls}
+    assert last.wait(60)  # while the first result is used, the four after it are computed
+    assert calls.keys() == {0, 1, 2, 3, 4} and not before & {*calls.values()}
     results.close()
     assert not set(threading.enumerate()) - before

@@ -31,9 +31,6 @@ def test_every_mark_begins_ends_and_is_there_once():
     assert {"weights", "attention", "mlp", "moe", "loss", "step", "batch", "permute"} <= {*names}
 
 
-# --- quoted code ----------------------------------------------------------------------------------
-
-
 def test_definitions_and_marks_can_be_quoted(tmp_path, monkeypatch):
     things = {"permute": dataset.permute, "Dataset.spans": dataset.Dataset.spans}
     things |= {"Mixture.identity": dataset.Mixture.identity.fget}  # with its decorator
@@ -53,9 +50,6 @@ def test_definitions_and_marks_can_be_quoted(tmp_path, monkeypatch):
     ):
         with pytest.raises(pages.PageError, match=message):
             pages.excerpt(file, name)
-
-
-# --- problems -------------------------------------------------------------------------------------
 
 
 def wrong(number, given):
@@ -127,9 +121,6 @@ def test_the_command_names_what_it_does_not_know(capsys):
     ):
         assert check.main(words) == 2
         assert message in capsys.readouterr().out
-
-
-# --- facts ----------------------------------------------------------------------------------------
 
 
 def test_all_facts_are_shown_known_and_not_stale(tmp_path, monkeypatch):

@@ -18,9 +18,6 @@ def prose(text):
     return re.sub(r"\]\([^)]*\)", "]", lines)
 
 
-# --- terms ----------------------------------------------------------------------------------------
-
-
 def glossary():
     block = re.search(r"```\{glossary\}\n(.*?)```", TEXTS["glossary"], re.S)[1]
     return [term for line in re.findall(r"^\S.*$", block, re.M) for term in line.split(", ")]
@@ -44,8 +41,6 @@ def test_the_first_use_of_a_term_introduces_it_or_leads_to_the_glossary(term):
             return
     pytest.fail(f"no page uses {term}")
 
-
-# --- numbers and tests ----------------------------------------------------------------------------
 
 UNITS = "[KMGT]i?B|ms|s|seconds?|minutes?|hours?|days?|weeks?|FLOPs|tokens/s|[MGT]bit/s"
 

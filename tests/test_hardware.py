@@ -39,9 +39,6 @@ def test_a_number_of_chips_has_a_usual_slice_or_is_refused_with_the_nearest():
         hardware.topology(hardware.CHIPS["v4"], 24)
 
 
-# --- parameters and MFU ---------------------------------------------------------------------------
-
-
 def all_shapes(m):
     d, n, c, f = m.hidden_size, m.num_attention_heads, m.kv_lora_rank, m.intermediate_size
     h, r, w = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim

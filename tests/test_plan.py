@@ -55,9 +55,6 @@ def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(ca
     assert "No usual slice of v4 has 3 chips" in text
 
 
-# --- with a compiled step, read from compiled.json ------------------------------------------------
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     def replace(key, **fields):
@@ -91,9 +88,6 @@ def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(
         plan.main([*DENSE, "--compile", "--png", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "autotunes kernels" in " ".join(capsys.readouterr().out.split())
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -203,13 +203,17 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, monkeypat
     encode.encoder_of.cache_clear()
 
 
-def test_a_limit_of_tokens_takes_the_first_documents_and_reads_no_later_split(texts, tmp_path):
-    out, flags = tmp_path / "out" / "train", ["--val-share", "0", "--split-mb", "0.0002"]
-    run(texts, out.parent, *flags, "--max-tokens", "300")
-    found, names = texts_of(out), sorted(texts.glob("[0-9]*.txt"))
-    assert found == [path.read_text() for path in names][: len(found)]
+def test_a_limit_of_tokens_takes_the_first_documents_and_reads_no_later_split(
+    texts, tmp_path, monkeypatch
+):
+    read, real = [], prepare.tokenize_split
+    monkeypatch.setattr(prepare, "tokenize_split", lambda *job: read.append(job) or real(*job))
+    flags = ["--val-share", "0", "--split-mb", "0.0002", "--max-tokens", "300"]
+    run(texts, tmp_path / "out", *flags)
+    out, names = tmp_path / "out" / "train", sorted(texts.glob("[0-9]*.txt"))
+    assert texts_of(out) == [path.read_text() for path in names][: len(texts_of(out))]
     assert 300 <= read_manifest(out).tokens < 500
-    assert len([*out.glob("splits/0*.json")]) < 10  # each has a document or two
+    assert len(read) < 10  # each has a document or two
 
 
 # --- sources --------------------------------------------------------------------------------------

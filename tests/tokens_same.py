@@ -38,6 +38,7 @@ from data.manifest import read_manifest
 from data.settings import Prepare, in_validation
 from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
+from prepared import tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_FILES = (".po", ".py", ".txt", ".md", ".rst", ".html", ".js", ".json", ".css", ".xml")
@@ -129,7 +130,7 @@ def beyond_latin(text: str) -> int:
 # --- both sides -----------------------------------------------------------------------------------
 
 
-def prepared(documents: list[str], out: Path, flags: Flags) -> None:
+def write_shards(documents: list[str], out: Path, flags: Flags) -> None:
     source = out.with_name("documents.jsonl")
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
@@ -152,9 +153,8 @@ def read_back(out: Path) -> Iterator[list[int]]:
 
 
 def of_split(folder: Path) -> Iterator[list[int]]:
-    manifest = read_manifest(folder)
-    ids = np.concatenate([np.load(folder / shard.name) for shard in manifest.shards])
-    ends = np.flatnonzero(ids == manifest.end_of_text)
+    ids = tokens_of(folder)
+    ends = np.flatnonzero(ids == read_manifest(folder).end_of_text)
     assert ends[-1] == len(ids) - 1
     for start, end in itertools.pairwise([-1, *ends]):
         yield ids[start + 1 : end].tolist()
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     documents = mixed(flags.mb, flags.wheels)
     with tempfile.TemporaryDirectory(prefix="tokens-same-") as folder:
         out = Path(folder) / "out"
-        prepared(documents, out, flags)
+        write_shards(documents, out, flags)
         summary, differ = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
     print(summary)
     for number in differ[:5]:

@@ -30,9 +30,6 @@ def test_all_other_predictions_match_what_compilers_planned(key):
     assert_predicted(key)
 
 
-# --- the program of this machine's compiler -------------------------------------------------------
-
-
 FULL = {"train": {"remat": "full"}}
 NAMES = {"train": {"remat": "latents,attention_out,hidden,expert_in"}}
 GROUPS = {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "rope_factor": 8.0}
@@ -94,9 +91,6 @@ def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
     assert hlo.read_text().startswith("HloModule") and png.read_bytes().startswith(b"\x89PNG")
 
 
-# --- compilers for other machines -----------------------------------------------------------------
-
-
 @needs_libtpu
 def test_libtpu_still_plans_what_is_recorded():
     name = "small-none-8x1x1"
@@ -139,9 +133,6 @@ LARGE = {"train": {"global_batch_size": 512, "seq_len": 1024}, "hidden_size": 10
 def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, message):
     with pytest.raises(ValueError, match=message):
         compiler.compile_step(config_of(shape, **fields), chip, topology)
-
-
-# --- searches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", ["", "--chips 16 --search"])

@@ -15,7 +15,7 @@ from data.tokenizer import load_tokenizer
 
 def test_ids_in_shards_are_those_of_tiktoken_and_any_difference_is_seen(tmp_path):
     tokenizer, documents, out = load_tokenizer("sample"), tokens_same.mixed(3), tmp_path / "out"
-    tokens_same.prepared(documents, out, tokens_same.Flags())
+    tokens_same.write_shards(documents, out, tokens_same.Flags())
     coded = [*tokens_same.read_back(out)]
     summary, differ = tokens_same.compared(documents, coded, tokenizer)
     assert differ == [] and "(2 in several chunks), " in summary and len(documents) > 300

@@ -41,9 +41,6 @@ from tiny_run import start
 __all__ = ["folder", "pair", "pieces", "source", "talker", "texts"]  # fixtures
 
 
-# --- runs -----------------------------------------------------------------------------------------
-
-
 def test_fifty_short_conversations_are_tuned_on(whole, runs, tmp_path):
     """The commands that the messages name, one after the other."""
     source = write(tmp_path / "chat.jsonl", [{"prompt": f"{n}?", "answer": "1"} for n in range(50)])
@@ -96,9 +93,6 @@ def test_training_and_validation_are_means_over_answers(whole, folder, runs, cap
     expected = mean_over_answers(tree, batch, config, folder / "train")
     assert first["loss/cross_entropy"] == pytest.approx(expected, rel=2e-5)
     assert first["tokens"] == 8 * 32 and math.isfinite(evaluation["loss/val"])
-
-
-# --- transformers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.huggingface
