@@ -41,35 +41,28 @@ class Bounds(NamedTuple):
 README, DOCUMENT, GUIDE = Bounds(15.0, 0.06), Bounds(17.0), Bounds(18.0, 0.08, 35)
 
 PHRASES = {
-    r"\b(?:is|are|was|were|be|been)\s+told\b": "is reported, is logged, receives",
-    r"\btells?\s+of\b": "describe, report",
-    r"\b(?:go|goes|going|gone|went)\s+on\s+(?:from|with|behind|where)\b": "resume, continue from",
-    r"\bmend(?:s|ed|ing)?\b": "fix",
-    r"\bputs?\s+aside\b": "quarantine",
-    r"\bpretend\s+(?:devices?|hosts?)\b": "simulated devices, simulated hosts",
-    r"\bspread\s+experts\b": "expert parallelism",
-    r"\bgathered\s+experts\b": "experts sharded like other weights",
-    r"\b(?:made|makes?)\s+(?:again|anew)\b": "recomputed, created again",
-    r"\bby\s+itself\s+alone\b": "alone",
-    r"\bask(?:s|ed|ing)?\s+for\b": "requested, if enabled",
-    r"\blook(?:s|ed|ing)?\s+at\b": "inspect, read",
-    r"\bkept\s+for\s+the\s+backward\s+pass\b": "saved residuals",
-    r"\bparts?\s+of\s+(?:a|the)\s+sum\b": "partial sum",
-    r"\bchunks?\s+of\s+layers\b": "model chunk, virtual stage",
-    r"\broom\s+(?:at|for|of)\s+(?:an|each|the)\s+(?:experts?|slots?)\b": "capacity",
-    r"\bfar\s+rates?\b": "learning rate far outside the tuned range",
-    r"\btexts?\s+go(?:es)?\s+on\b": "completion",
-    r"\bbefore\s+(?:it|you)\s+(?:is\s+)?book(?:ed)?\b": "capacity planning",
-    r"\bwhole\s+(?:checkpoints?|files?)\b": "complete, committed",
+    r"(?:is|are|was|were|be|been)\s+told": "is reported, is logged, receives",
+    r"tells?\s+of": "describe, report",
+    r"(?:go|goes|going|gone|went)\s+on\s+(?:from|with|behind|where)": "resume, continue from",
+    r"men(?:d|ds|ded|ding)": "fix",
+    r"puts?\s+aside": "quarantine",
+    r"pretend\s+(?:devices?|hosts?)": "simulated devices, simulated hosts",
+    r"spread\s+experts": "expert parallelism",
+    r"gathered\s+experts": "experts sharded like other weights",
+    r"(?:made|makes?)\s+(?:again|anew)": "recomputed, created again",
+    r"by\s+itself\s+alone": "alone",
+    r"ask(?:s|ed|ing)?\s+for": "requested, if enabled",
+    r"look(?:s|ed|ing)?\s+at": "inspect, read",
+    r"kept\s+for\s+the\s+backward\s+pass": "saved residuals",
+    r"parts?\s+of\s+(?:a|the)\s+sum": "partial sum",
+    r"chunks?\s+of\s+layers": "model chunk, virtual stage",
+    r"room\s+(?:at|for|of)\s+(?:an|each|the)\s+(?:experts?|slots?)": "capacity",
+    r"far\s+rates?": "learning rate far outside the tuned range",
+    r"texts?\s+go(?:es)?\s+on": "completion",
+    r"before\s+(?:it|you)\s+(?:is\s+)?book(?:ed)?": "capacity planning",
+    r"whole\s+(?:checkpoints?|files?)": "complete, committed",
 }
-REFUSED = [(re.compile(phrase, re.IGNORECASE), term) for phrase, term in PHRASES.items()]
-
-
-class Finding(NamedTuple):
-    path: Path
-    line: int
-    reason: str
-    sentence: str
+REFUSED = [(re.compile(rf"\b{words}\b", re.IGNORECASE), term) for words, term in PHRASES.items()]
 
 
 class Sentence(NamedTuple):
@@ -99,9 +92,7 @@ def prose_lines(text: str) -> Iterator[str]:
     text = replaced(r"`[^`]*`", "CODE", text)
     for line in text.split("\n"):
         # Lines that begin with : are options of a directive, and fences, in the guide.
-        if line.lstrip().startswith(("|", "#", "![", "<", ":", "+++")) or re.match(
-            r" {4,}\S", line
-        ):
+        if line.lstrip().startswith(NO_PROSE) or re.match(r" {4,}\S", line):
             yield ""
         elif item := re.match(r"\s*(?:[-*]|\d+\.)\s+(.*)", line):
             yield f"\0 {item[1]}"
@@ -179,15 +170,15 @@ def phrases(text: str) -> Iterator[tuple[int, str, str]]:
 MARKER = re.compile(r" {0,3}(?:[-*+>]|1[.)]|#{1,6})\s")  # begins a list, quotation or heading
 
 
-def markers(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each marker that continues a paragraph of Markdown."""
-    before, in_list = "", False
+def markers(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, reason, text) of each marker that continues a paragraph of Markdown."""
+    before, in_list, reason = "", False, "begins a list or heading within a paragraph"
     for number, line in enumerate(without_code_blocks(text).split("\n"), 1):
         if not line.strip():
             in_list = False
         elif MARKER.match(line):
             if before.strip() and not in_list and not before.startswith((*NO_PROSE, "    ")):
-                yield number, line
+                yield number, reason, line
             in_list = True
         before = line
 
@@ -204,8 +195,8 @@ def bounds_of(path: Path) -> Bounds | None:
     return README if path.name == "README.md" else DOCUMENT
 
 
-def findings(path: Path) -> Iterator[Finding]:
-    """Yield what is wrong with one file."""
+def findings(path: Path) -> list[tuple[Path, int, str, str]]:
+    """Return (path, line, reason, sentence) of what is wrong with one file."""
     text, bounds = path.read_text(), bounds_of(path)
     if bounds:
         measured, searched = [*sentences(text)], without_code_blocks(text)
@@ -214,27 +205,23 @@ def findings(path: Path) -> Iterator[Finding]:
         searched = python_text(text)
     else:  # lines of comments that follow each other are one text
         measured, searched = [], re.sub(r"(?m)^\s*#+", " ", text)
-    for line, words, sentence in measured:
-        most = bounds.longest if bounds else MAX_WORDS
-        if words > most:
-            reason = f"{words} words, more than {most}"
-            yield Finding(path, line, reason, sentence)
-    for line, reason, sentence in phrases(searched):
-        yield Finding(path, line, reason, sentence)
+    most = bounds.longest if bounds else MAX_WORDS
+    long = [(s.line, f"{s.words} words, more than {most}", s.text) for s in measured]
+    found = [each for each, s in zip(long, measured, strict=True) if s.words > most]
+    found += phrases(searched)
     if bounds:
-        for line, marked in markers(text):
-            yield Finding(path, line, "begins a list or heading within a paragraph", marked)
+        found += markers(text)
     if bounds and measured:
         mean = statistics.fmean(s.words for s in measured)
-        long = sum(s.words > LONG_WORDS for s in measured) / len(measured)
+        share = sum(s.words > LONG_WORDS for s in measured) / len(measured)
         longest = max(measured, key=lambda s: s.words)
         if mean > bounds.mean:
             reason = f"{mean:.1f} words a sentence on average, more than {bounds.mean:g}"
-            yield Finding(path, longest.line, reason, longest.text)
-        if long > bounds.long_share:
-            reason = f"{long:.0%} of sentences above {LONG_WORDS} words, more than "
-            reason += f"{bounds.long_share:.0%}"
-            yield Finding(path, longest.line, reason, longest.text)
+            found.append((longest.line, reason, longest.text))
+        if share > bounds.long_share:
+            reason = f"{share:.0%} of sentences above {LONG_WORDS} words, more than "
+            found.append((longest.line, f"{reason}{bounds.long_share:.0%}", longest.text))
+    return [(path, *each) for each in found]
 
 
 def tracked_files(root: Path) -> list[Path]:

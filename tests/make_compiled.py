@@ -11,7 +11,9 @@ says how to get them). Run one at a time: each rewrites the file.
 
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -25,229 +27,127 @@ from planning.results import Compiled  # noqa: E402
 from runtime import cli, errors  # noqa: E402
 
 RECORDED = Path(__file__).with_name("compiled.json")
-CHIPS = ("v4", "v5p")  # that CASES are compiled for; GPU_CASES for h100
-ALL_NAMES = ",".join(utils.REMAT_NAMES)
+CHIPS = ("v4", "v5p")  # that TPU_CASES are compiled for; GPU_CASES for h100
+NAMES = "latents,attention_out,expert_in,expert_hidden"
+DENSE_NAMES = "latents,attention,attention_out,mlp_in,hidden"
 
-# {name: (topology, config, flags)}
-CASES = {
-    "jaxformer": ("2x4x4", "jaxformer_1b", {}),
-    "jaxformer-full": ("2x4x4", "jaxformer_1b", {"train.remat": "full"}),
-    "jaxformer-full-layer": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"train.remat": "full", "fsdp.gather": "layer"},
-    ),
-    "jaxformer-all-names-16x1x2": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"mesh": (16, 1, 2), "train.remat": ALL_NAMES},
-    ),
-    "jaxformer-two-names-8x4x1": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"mesh": (8, 4, 1), "train.remat": "latents,attention"},
-    ),
-    "jaxformer-full-4x2x4-interleaved": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"mesh": (4, 2, 4), "mesh.virtual": 2, "train.remat": "full"},
-    ),
-    "jaxformer-none": ("2x4x4", "jaxformer_1b", {"train.remat": "none"}),
-    "moe-full-interleaved": ("2x4x4", "moe_1b", {"train.remat": "full"}),
-    "moe-muon-full-interleaved": (
-        "2x4x4",
-        "moe_1b",
-        {"train.remat": "full", "optimizer.name": "muon"},
-    ),
-    "moe-all-names-layer": (
-        "2x4x4",
-        "moe_1b",
-        {"train.remat": ALL_NAMES, "fsdp.gather": "layer"},
-    ),
-    "moe-two-names-16x2x1": (
-        "2x4x4",
-        "moe_1b",
-        {
-            "mesh": (16, 2, 1),
-            "mesh.virtual": 1,
-            "train.remat": "latents,attention_out,expert_in,expert_hidden",
-        },
-    ),
-    "moe-dropless-full-interleaved": (
-        "2x4x4",
-        "moe_1b",
-        {"train.remat": "full", "model.capacity_factor": 0.0},
-    ),
-    "moe-dropless-gathered-16x2x1": (
-        "2x4x4",
-        "moe_1b",
-        {
-            "mesh": (16, 2, 1),
-            "mesh.virtual": 1,
-            "model.capacity_factor": 0.0,
-            "model.experts_layout": "sharded",
-            "train.remat": "latents,attention_out,expert_in,expert_hidden",
-        },
-    ),
-    "jaxformer-prefix-untied-gathered-4x2x4": (
-        "2x4x4",
-        "jaxformer_1b",
-        {
-            "mesh": (4, 2, 4),
-            "model.num_hidden_layers": 60,
-            "model.first_k_dense_replace": 12,
-            "model.experts_layout": "sharded",
-            "model.no-tie_word_embeddings": None,
-            "train.remat": "full",
-        },
-    ),
-    "dense-full-layer-32x1x1": (
-        "2x4x4",
-        "dense_1b",
-        {
-            "mesh": (32, 1, 1),
-            "train.microbatches": 8,
-            "train.remat": "full",
-            "fsdp.gather": "layer",
-        },
-    ),
-    "dense-names-4x4x2": (
-        "2x4x4",
-        "dense_1b",
-        {
-            "mesh": (4, 4, 2),
-            "train.microbatches": 16,
-            "train.remat": "latents,attention,attention_out,mlp_in,hidden",
-        },
-    ),
-    "dense-full-8x1x4": (
-        "2x4x4",
-        "dense_1b",
-        {"mesh": (8, 1, 4), "train.microbatches": 4, "train.remat": "full"},
-    ),
-    "llama-interleaved": ("2x4x4", "llama_1b", {}),
-    "qwen3-moe-full-interleaved": ("2x4x4", "qwen3_moe_1b", {"train.remat": "full"}),
-    "jaxformer-none-xla": (
-        "2x4x4",
-        "jaxformer_1b",
-        {"train.remat": "none", "model.attention_kernel": "xla"},
-    ),
-    "dense-names-xla-4x4x2": (
-        "2x4x4",
-        "dense_1b",
-        {
-            "mesh": (4, 4, 2),
-            "train.microbatches": 16,
-            "train.remat": "latents,attention,attention_out,mlp_in,hidden",
-            "model.attention_kernel": "xla",
-        },
-    ),
-    "small-none-8x1x1": (
-        "2x2x2",
-        "dense_124m",
-        {
-            "mesh": (8, 1, 1),
-            "train.microbatches": 8,
-            "train.global_batch_size": 256,
-            "train.remat": "none",
-        },
-    ),
-}
-ONE = {"mesh": (1, 1, 1)}
-GPU_CASES = {
-    "gpu-dense-124m": ("", "dense_124m", ONE),
-    "gpu-dense-124m-xla": ("", "dense_124m", ONE | {"model.attention_kernel": "xla"}),
-    "gpu-dense-124m-documents": ("", "dense_124m", ONE | {"data.segments": None}),
-    "gpu-dense-names-8x1x1": ("", "dense_1b", {"mesh": (8, 1, 1), "train.microbatches": 4}),
-    "gpu-dense-muon-8x1x1": (
-        "",
-        "dense_1b",
-        {"mesh": (8, 1, 1), "train.microbatches": 4, "optimizer.name": "muon"},
-    ),
-    "gpu-dense-names-1x1x8": ("", "dense_1b", {"mesh": (1, 1, 8), "train.global_batch_size": 64}),
-    "gpu-moe-none-8x1x1": (
-        "",
-        "moe_1b",
-        {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.remat": "none"},
-    ),
-    # What a search finds for one host of 8 GPUs, and chunks of the loss that were given to it.
-    "gpu-moe-gathered-8x1x1": (
-        "",
-        "moe_1b",
-        {
-            "mesh": (8, 1, 1),
-            "mesh.virtual": 1,
-            "model.experts_layout": "sharded",
-            "train.microbatches": 1,
-            "train.loss-chunk-tokens": 8192,
-            "train.remat": "attention,hidden",
-        },
-    ),
-    "gpu-moe-names-2x2x2-interleaved": ("", "moe_1b", {"mesh": (2, 2, 2)}),
-    "gpu-moe-dropless-names-2x2x2-interleaved": (
-        "",
-        "moe_1b",
-        {"mesh": (2, 2, 2), "model.capacity_factor": 0.0},
-    ),
-    "gpu-dense-names-2x2x2-interleaved": (
-        "",
-        "dense_1b",
-        {"mesh": (2, 2, 2), "mesh.virtual": 2, "train.microbatches": 16},
-    ),
-    "gpu-llama-names-8x1x1": (
-        "",
-        "llama_1b",
-        {"mesh": (8, 1, 1), "mesh.virtual": 1, "train.microbatches": 4},
-    ),
-    "gpu-qwen3-moe-names-2x2x2-interleaved": ("", "qwen3_moe_1b", {"mesh": (2, 2, 2)}),
-    "gpu-moe-full-layer-16x1x1": (
-        "",
-        "moe_1b",
-        {
-            "mesh": (16, 1, 1),
-            "mesh.virtual": 1,
-            "train.remat": "full",
-            "fsdp.gather": "layer",
-        },
-    ),
-}
+# NAME CONFIG [FSDP,PIPELINE,TENSOR] FLAGS
+TPU_CASES = f"""
+jaxformer jaxformer_1b
+jaxformer-full jaxformer_1b --train.remat full
+jaxformer-full-layer jaxformer_1b --train.remat full --fsdp.gather layer
+jaxformer-all-names-16x1x2 jaxformer_1b 16,1,2 --train.remat ALL
+jaxformer-two-names-8x4x1 jaxformer_1b 8,4,1 --train.remat latents,attention
+jaxformer-full-4x2x4-interleaved jaxformer_1b 4,2,4 --mesh.virtual 2 --train.remat full
+jaxformer-none jaxformer_1b --train.remat none
+moe-full-interleaved moe_1b --train.remat full
+moe-muon-full-interleaved moe_1b --train.remat full --optimizer.name muon
+moe-all-names-layer moe_1b --train.remat ALL --fsdp.gather layer
+moe-two-names-16x2x1 moe_1b 16,2,1 --mesh.virtual 1 --train.remat {NAMES}
+moe-dropless-full-interleaved moe_1b --train.remat full --model.capacity_factor 0.0
+moe-dropless-gathered-16x2x1 moe_1b 16,2,1 --mesh.virtual 1 --model.capacity_factor 0.0 \
+ --model.experts_layout sharded --train.remat {NAMES}
+jaxformer-prefix-untied-gathered-4x2x4 jaxformer_1b 4,2,4 --model.num_hidden_layers 60 \
+ --model.first_k_dense_replace 12 --model.experts_layout sharded --model.no-tie_word_embeddings \
+ --train.remat full
+dense-full-layer-32x1x1 dense_1b 32,1,1 --train.microbatches 8 --train.remat full \
+ --fsdp.gather layer
+dense-names-4x4x2 dense_1b 4,4,2 --train.microbatches 16 --train.remat {DENSE_NAMES}
+dense-full-8x1x4 dense_1b 8,1,4 --train.microbatches 4 --train.remat full
+llama-interleaved llama_1b
+qwen3-moe-full-interleaved qwen3_moe_1b --train.remat full
+jaxformer-none-xla jaxformer_1b --train.remat none --model.attention_kernel xla
+dense-names-xla-4x4x2 dense_1b 4,4,2 --train.microbatches 16 --train.remat {DENSE_NAMES} \
+ --model.attention_kernel xla
+small-none-8x1x1 dense_124m 8,1,1 --train.microbatches 8 --train.global_batch_size 256 \
+ --train.remat none
+"""
+# gpu-moe-gathered is what a search finds for one host of 8 GPUs, with chunks of the loss that were
+# given to it.
+GPU_CASES = """
+gpu-dense-124m dense_124m 1,1,1
+gpu-dense-124m-xla dense_124m 1,1,1 --model.attention_kernel xla
+gpu-dense-124m-documents dense_124m 1,1,1 --data.segments
+gpu-dense-names-8x1x1 dense_1b 8,1,1 --train.microbatches 4
+gpu-dense-muon-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --optimizer.name muon
+gpu-dense-names-1x1x8 dense_1b 1,1,8 --train.global_batch_size 64
+gpu-moe-none-8x1x1 moe_1b 8,1,1 --mesh.virtual 1 --train.remat none
+gpu-moe-gathered-8x1x1 moe_1b 8,1,1 --mesh.virtual 1 --model.experts_layout sharded \
+ --train.microbatches 1 --train.loss-chunk-tokens 8192 --train.remat attention,hidden
+gpu-moe-names-2x2x2-interleaved moe_1b 2,2,2
+gpu-moe-dropless-names-2x2x2-interleaved moe_1b 2,2,2 --model.capacity_factor 0.0
+gpu-dense-names-2x2x2-interleaved dense_1b 2,2,2 --mesh.virtual 2 --train.microbatches 16
+gpu-llama-names-8x1x1 llama_1b 8,1,1 --mesh.virtual 1 --train.microbatches 4
+gpu-qwen3-moe-names-2x2x2-interleaved qwen3_moe_1b 2,2,2
+gpu-moe-full-layer-16x1x1 moe_1b 16,1,1 --mesh.virtual 1 --train.remat full --fsdp.gather layer
+"""
+
+
+def flags_of(name: str, config: str, *words: str) -> tuple[str, list[str]]:
+    """Return a case's name and its flags of main.py. words  the mesh if it has one, and flags."""
+    flags = ["--config", str(ROOT / "configs" / f"{config}.toml"), *words]
+    if words and re.fullmatch(r"\d+,\d+,\d+", words[0]):
+        sizes = zip(("fsdp", "pipeline", "tensor"), words[0].split(","), strict=True)
+        flags[2:3] = [f"--mesh.{axis}={size}" for axis, size in sizes]
+    if "--optimizer.name" not in words:
+        flags.append("--optimizer.name=adamw")
+    return name, [flag.replace("ALL", ",".join(utils.REMAT_NAMES)) for flag in flags]
+
+
+CASES = dict(flags_of(*line.split()) for line in (TPU_CASES + GPU_CASES).splitlines() if line)
 
 
 def chips_of(name: str) -> tuple[str, ...]:
-    return CHIPS if name in CASES else ("h100",)
+    return ("h100",) if name.startswith("gpu-") else CHIPS
 
 
-def config_of(name: str) -> tuple[str, utils.Config]:
-    """(topology, config) of a case."""
-    topology, file, changes = (CASES | GPU_CASES)[name]
-    flags = []
-    for key, value in ({"optimizer.name": "adamw"} | changes).items():
-        keys = [key] if key != "mesh" else ["mesh.fsdp", "mesh.pipeline", "mesh.tensor"]
-        values = value if key == "mesh" else [value]
-        flags += [
-            f"--{k}={v}" if v is not None else f"--{k}" for k, v in zip(keys, values, strict=True)
-        ]
-    return topology, cli.parse(["--config", str(ROOT / "configs" / f"{file}.toml"), *flags])
+def config_of(name: str) -> utils.Config:
+    return cli.parse(CASES[name])
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+COLUMNS = ("axes", "kind", "asynchronous", "overlapped", "bytes")  # of a row of collectives
 
 
 def recorded() -> dict[str, dict]:
-    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    """Return {"NAME CHIP": fields of Compiled}."""
+    programs = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    for found in programs.values():
+        rows = found["collectives"]
+        found["collectives"] = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    return programs
 
 
-def record(name: str, chip: str) -> None:
-    topology, config = config_of(name)
-    found, text = compiler.compile_step(config, hardware.chip_named(chip), topology)
+def text_of(programs: dict[str, dict]) -> str:
+    """Return JSON with a line for the numbers of each program, and one for each of its tables."""
+    lines = []
+    for key, found in sorted(programs.items()):
+        rows = [[row[column] for column in COLUMNS] for row in found["collectives"]]
+        fields = (found | {"collectives": rows}).items()
+        texts = [
+            ("\n  " if isinstance(value, dict | list) else "") + json.dumps({name: value})[1:-1]
+            for name, value in fields
+        ]
+        lines.append(f'"{key}": {{{", ".join(texts)}}}'.replace(", \n", ",\n"))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def record(name: str, chip_name: str) -> None:
+    config, chip = config_of(name), hardware.chip_named(chip_name)
+    topology = hardware.topology(chip, math.prod(config.mesh.shape)) if chip.is_tpu else ""
+    found, text = compiler.compile_step(config, chip, topology)
     if folder := os.environ.get("KEEP_HLO"):
-        Path(folder, f"{name}.{chip}.hlo").write_text(text)
-    rows = recorded()
-    rows[f"{name} {chip}"] = dataclasses.asdict(found)
-    RECORDED.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+        Path(folder, f"{name}.{chip_name}.hlo").write_text(text)
+    RECORDED.write_text(text_of(recorded() | {f"{name} {chip_name}": dataclasses.asdict(found)}))
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
     """Predicted over compiled, of memory, FLOPs, and traffic of each axis that carries any."""
-    _, config = config_of(name)
-    return cost.predict(config, hardware.chip_named(chip)).over(Compiled(**found))
+    return cost.predict(config_of(name), hardware.chip_named(chip)).over(Compiled(**found))
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -257,13 +157,13 @@ def table(rows: dict[str, dict]) -> str:
         "traffic by mesh axes |",
         "|---|---|---|---|---|---|",
     ]
-    for name in CASES | GPU_CASES:
-        chips_here = [chip for chip in chips_of(name) if f"{name} {chip}" in rows]
-        found = [rows[f"{name} {chip}"] for chip in chips_here]
+    for name in CASES:
+        keys = {chip: f"{name} {chip}" for chip in chips_of(name)}
+        found = {chip: rows[key] for chip, key in keys.items() if key in rows}
         if not found:
             continue
-        each = [ratios(name, chip, row) for chip, row in zip(chips_here, found, strict=True)]
-        gib = ", ".join(f"{row['memory_bytes_per_chip'] / 2**30:.2f}" for row in found)
+        each = [ratios(name, chip, row) for chip, row in found.items()]
+        gib = ", ".join(f"{row['memory_bytes_per_chip'] / 2**30:.2f}" for row in found.values())
         parts = {part: [r[part] for r in each if part in r] for part in each[0]}
         columns = [
             ", ".join(f"{ratio:.3f}" for ratio in parts.pop(part, []))
@@ -283,12 +183,10 @@ def span(values: list[float]) -> str:
 def main() -> None:
     words = sys.argv[1:]
     if words != ["--print"]:
-        cases = list(CASES | GPU_CASES)
-        wanted = [w for w in words if w in hardware.CHIPS]
-        names = [w for w in words if w not in hardware.CHIPS] or cases
-        unknown = set(names) - set(cases)
-        if unknown:
-            raise ValueError(f"{sorted(unknown)[0]} is not a case. Use one of {', '.join(cases)}.")
+        wanted = [word for word in words if word in hardware.CHIPS]
+        names = [word for word in words if word not in hardware.CHIPS] or list(CASES)
+        if unknown := sorted(set(names) - set(CASES)):
+            raise ValueError(f"{unknown[0]} is not a case. Use one of {', '.join(CASES)}.")
         pairs = [(n, c) for n in names for c in chips_of(n) if not wanted or c in wanted]
         if not pairs:
             raise ValueError(f"{' and '.join(names)} is not compiled for {' or '.join(wanted)}.")

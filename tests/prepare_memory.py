@@ -8,15 +8,15 @@ text, which is a single document. Prints the peak MB of the main process and of 
 number of busy workers, and seconds.
 """
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,33 +37,18 @@ class Flags:
     workers: int = 2
 
 
-def documents(texts: Iterable[str], folder: Path) -> None:
-    for number, text in enumerate(texts):
-        below = folder / f"{number // 1_000:04}"
-        below.mkdir(exist_ok=True)
-        (below / f"{number:07}.txt").write_text(text)
-
-
-def lines(texts: Iterable[str], folder: Path) -> None:
-    with (folder / "a.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-
-
-def parquet(texts: Iterable[str], folder: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), folder / "a.parquet")
-
-
-def one(texts: Iterable[str], folder: Path) -> None:
-    with (folder / "a.txt").open("w") as file:
-        file.writelines(texts)
-
-
-FORMS: dict[str, Callable[[Iterable[str], Path], None]] = {
-    "documents": documents,
-    "lines": lines,
-    "parquet": parquet,  # one row group for each million rows
-    "document": one,
-}
+def write(form: str, texts: Iterable[str], folder: Path) -> None:
+    if form == "documents":
+        for number, text in enumerate(texts):
+            below = folder / f"{number // 1_000:04}"
+            below.mkdir(exist_ok=True)
+            (below / f"{number:07}.txt").write_text(text)
+    elif form == "parquet":  # one row group for each million rows
+        pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), folder / "a.parquet")
+    else:
+        lines = (json.dumps({"text": text}) + "\n" for text in texts) if form == "lines" else texts
+        with (folder / ("a.jsonl" if form == "lines" else "a.txt")).open("w") as file:
+            file.writelines(lines)
 
 
 def texts_of(mb: int) -> Iterator[str]:
@@ -76,49 +61,35 @@ def texts_of(mb: int) -> Iterator[str]:
         yield text[begin : begin + DOCUMENT]
 
 
+def proc(process: int, file: str) -> str:
+    """Return the content of a file of a process; empty if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/{file}").read_text()
+    return ""
+
+
 def peak_mb(process: int) -> float:
     """Return VmHWM. ru_maxrss would start from the parent's value."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = re.search("VmHWM:[^0-9]*([0-9]+)", status)
+    found = re.search("VmHWM:[^0-9]*([0-9]+)", proc(process, "status"))
     return int(found[1]) * 1024 / 1e6 if found else 0
 
 
 def cpu_s(process: int) -> float:
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def children(process: int) -> list[int]:
-    try:
-        found = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [int(child) for child in found.split()]
+    fields = proc(process, "stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0
 
 
 def measured(source: Path, out: Path, workers: int) -> tuple[float, float, int, float]:
     """Return (peak MB of the main process, of the largest worker, busy workers, seconds)."""
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
-    command += ["--val-share", "0"]  # one document is enough
+    command += ["--val-share", "0", "--workers", str(workers)]  # one document is enough
     began, own, worker, busy = time.monotonic(), 0.0, 0.0, set()
-    process = subprocess.Popen(
-        [*map(str, command), "--workers", str(workers)], stdout=subprocess.PIPE, text=True
-    )
-    output: list[str] = []
-    reader = threading.Thread(target=lambda: output.extend(process.stdout))
-    reader.start()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        own = max(own, peak_mb(process.pid))
-        worker = max([worker, *map(peak_mb, children(process.pid))])
-        busy |= {child for child in children(process.pid) if cpu_s(child) > BUSY_S}
+        children = [*map(int, proc(process.pid, f"task/{process.pid}/children").split())]
+        own, worker = max(own, peak_mb(process.pid)), max([worker, *map(peak_mb, children)])
+        busy |= {child for child in children if cpu_s(child) > BUSY_S}
         time.sleep(POLL_S)
-    reader.join()
     if process.returncode:
         raise SystemExit(process.returncode)
     return own, worker, len(busy), time.monotonic() - began
@@ -128,14 +99,13 @@ def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     print("MB of text  form       own MB  worker MB  busy workers  seconds")
     for mb in flags.mb:
-        for name in flags.forms:
+        for form in flags.forms:
             with tempfile.TemporaryDirectory() as folder:
                 source = Path(folder) / "source"
                 source.mkdir()
-                FORMS[name](texts_of(mb), source)
-                found = measured(source, Path(folder) / "out", flags.workers)
-            own, worker, busy, seconds = found
-            row = f"{mb:10}  {name:9}  {own:6.0f}  {worker:9.0f}  {busy:12}  {seconds:7.1f}"
+                write(form, texts_of(mb), source)
+                own, worker, busy, seconds = measured(source, Path(folder) / "out", flags.workers)
+            row = f"{mb:10}  {form:9}  {own:6.0f}  {worker:9.0f}  {busy:12}  {seconds:7.1f}"
             print(row, flush=True)
 
 

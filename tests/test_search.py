@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 import math
 
@@ -8,17 +7,20 @@ import pytest
 import hardware
 import make_compiled
 import utils
+from common import config_of
 from planning import cost, results, search
 
-V4, V5E, H100 = (hardware.CHIPS[name] for name in ("v4", "v5e", "h100"))
-_, JAXFORMER = make_compiled.config_of("jaxformer")
-_, MOE = make_compiled.config_of("gpu-moe-none-8x1x1")
-_, DENSE = make_compiled.config_of("dense-names-4x4x2")
+V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
+# With fewer microbatches, so that a search tries less, and heads that 4 does not divide.
+SMALLER = {"train.global_batch_size": 32, "model.num_attention_heads": 6}
+JAXFORMER = utils.changed(make_compiled.config_of("jaxformer"), SMALLER)
+MOE = make_compiled.config_of("gpu-moe-none-8x1x1")
+DENSE = make_compiled.config_of("dense-names-4x4x2")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return search.search(JAXFORMER, V4, 32)
+    return search.search(JAXFORMER, V4, 4, frozenset(["model.experts_layout"]))
 
 
 def test_all_meshes_of_a_number_of_chips_are_listed():
@@ -27,61 +29,56 @@ def test_all_meshes_of_a_number_of_chips_are_listed():
     assert search.meshes(64, replica=2) == search.meshes(32) and not search.meshes(33, replica=2)
 
 
-def test_every_mesh_is_either_ranked_or_rejected_with_a_reason(found):
+def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first(found):
     ranked = {c.config.mesh.shape[1:] for c in found.best}
-    assert ranked | set(found.rejected) == set(search.meshes(32))
+    assert ranked | set(found.rejected) == set(search.meshes(4))
     assert not ranked & set(found.rejected)
-    assert (
-        "--model.num_attention_heads 12 is not divisible by --mesh.tensor 8"
-        in found.rejected[4, 1, 8]
-    )
-
-
-def test_the_best_comes_first_and_fits(found):
+    heads = "--model.num_attention_heads 6 is not divisible by --mesh.tensor 4"
+    assert heads in found.rejected[1, 1, 4]
     times = [c.predicted.serial_step_s for c in found.best]
     assert times == sorted(times)
     assert all(c.memory <= results.usable_bytes(V4) for c in found.best)
 
 
 def test_shared_traces_predict_what_separate_traces_predict(found):
-    for candidate in found.best[::4]:
+    for candidate in found.best[::2]:
         shared, own = candidate.predicted, cost.predict(candidate.config, V4)
-        close = functools.partial(pytest.approx, rel=0.002)  # slots of experts are rounded once
-        assert shared.memory_bytes_per_chip == close(own.memory_bytes_per_chip)
-        assert shared.flops_per_chip == close(own.flops_per_chip)
-        assert shared.collective_bytes_per_chip == close(own.collective_bytes_per_chip)
-        # What the loss does once for all its chunks is counted for every two of them.
-        assert shared.serial_step_s == pytest.approx(own.serial_step_s, rel=0.02)
+        for name, bound in (
+            ("memory_bytes_per_chip", 0.002),  # slots of experts are rounded once
+            ("flops_per_chip", 0.002),
+            ("collective_bytes_per_chip", 0.002),
+            # What the loss does once for all its chunks is counted for every two of them.
+            ("serial_step_s", 0.02),
+        ):
+            assert getattr(shared, name) == pytest.approx(getattr(own, name), rel=bound), name
+    dropless = config_of((2, 1, 4), capacity_factor=0.0, train={"remat": "hidden,expert_in"})
+    shared, own = (cost.predict(dropless, V4, shared=s) for s in (True, False))
+    assert shared.flops_per_chip == own.flops_per_chip
+    assert shared.memory_bytes_per_chip == own.memory_bytes_per_chip
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [1, pytest.param(1 / 4, marks=pytest.mark.long)],
-    ids=["v4", "quarter of its memory"],
-)
-def test_no_neighbour_of_the_best_is_faster(found, memory):
+def test_no_neighbour_of_the_best_is_faster(found):
     """Each setting that a search chooses is changed by hand."""
-    chip = dataclasses.replace(V4, memory_bytes=int(V4.memory_bytes * memory))
-    best = (found if chip == V4 else search.search(JAXFORMER, chip, 32)).best[0]
+    best = found.best[0]
     changes = [
-        *({"train.microbatches": m} for m in cost.divisors(256 // best.config.mesh.fsdp)),
-        *({"train.remat": policy} for policy in search.remat_policies(JAXFORMER, V4)),
-        {"fsdp.gather": "layer"},
-        {"fsdp.gather": "step"},
-        {"model.experts_layout": "expert_parallel"},
-        {"model.experts_layout": "sharded"},
+        *({"train.microbatches": m} for m in cost.divisors(32 // best.config.mesh.fsdp)),
+        *({"train.remat": policy} for policy in search.remat_policies(best.config, V4)),
+        *({"fsdp.gather": gather} for gather in ("layer", "step")),
     ]
+    tried = 0
     for change in changes:
         try:
-            other = cost.predict(utils.changed(best.config, change), chip, shared=True)
+            other = cost.predict(utils.changed(best.config, change), V4, shared=True)
         except ValueError:
             continue
+        tried += 1
         assert not other.fits or other.serial_step_s >= best.predicted.serial_step_s
+    assert tried > 10
 
 
 def test_given_flags_are_fixed():
     fixed = frozenset(["train.remat", "mesh.tensor", "train.microbatches"])
-    found = search.search(JAXFORMER, V4, 32, fixed)
+    found = search.search(JAXFORMER, V4, 8, fixed)
     assert found.best
     for candidate in found.best:
         c = candidate.config
@@ -92,7 +89,7 @@ def test_given_flags_are_fixed():
 def test_experts_are_sharded_on_one_host_if_all_of_them_fit():
     """One host of H100s has room for all experts, and no reason to send every token to them."""
     flags = dict.fromkeys(results.MESH_FLAGS, 1) | {"mesh.fsdp": 8}
-    fixed = frozenset(results.MESH_FLAGS)
+    fixed = frozenset([*results.MESH_FLAGS, "train.microbatches"])
     found = search.search(utils.changed(MOE, flags | {"mesh.virtual": 1}), H100, 8, fixed)
     assert found.best[0].config.model.experts_layout == "sharded"
     spread = {"model.experts_layout": "expert_parallel"}
@@ -106,57 +103,28 @@ def test_remat_policies_save_less_and_less_of_the_models_residuals():
     names = [set(policy.split(",")) for policy in policies[1:-1]]
     assert names[0] == {"latents", "attention", "attention_out", "mlp_in", "hidden"}
     assert all(len(more - less) == 1 for more, less in itertools.pairwise(names))
-    memory = [sum(cost.memory(cost.Step(utils.changed(DENSE, {"train.remat": p}), "tpu")).values())
-              for p in policies[1:]]  # fmt: skip
+    configs = [utils.changed(DENSE, {"train.remat": policy}) for policy in policies[1:]]
+    memory = [sum(cost.memory(cost.Step(config, "tpu")).values()) for config in configs]
     assert memory == sorted(memory, reverse=True)
 
 
-def test_a_number_of_chips_that_no_mesh_has_is_refused_with_a_reason():
-    with pytest.raises(ValueError, match=r"--chips 7: .* Use another number .*\(7, 1, 1\): --tr"):
-        search.search(JAXFORMER, V4, 7)
-
-
 @pytest.mark.parametrize(
-    "chips_wanted, fixed, message",
+    "chips, fixed, message",
     [
-        (4, {"mesh.fsdp": 8}, r"--chips 4 does not match --mesh.fsdp 8. Use a multiple of 8"),
-        (
-            16,
-            {"mesh.pipeline": 16},
-            r"with --mesh.pipeline 16 the model divides over no mesh of 16",
-        ),
+        (4, {"fsdp": 8}, r"--chips 4 does not match --mesh.fsdp 8. Use a multiple of 8"),
+        (16, {"pipeline": 16}, r"with --mesh.pipeline 16 the model divides over no mesh of 16"),
         (10**9, {}, r"--chips 1000000000 is more than 131072"),
-        (
-            4099,
-            {},
-            r"--chips 4099: the model divides over no mesh of 4099 chips. Use another number",
-        ),
+        (4099, {}, r"--chips 4099: the model divides over no mesh of 4099 chips. Use another numb"),
+        (7, {}, r"--chips 7: .* Use another number .*\(7, 1, 1\): --tr"),
     ],
 )
-def test_impossible_numbers_of_chips_are_refused_quickly(chips_wanted, fixed, message):
-    config = JAXFORMER
-    for flag, value in fixed.items():
-        section, key = flag.split(".")
-        part = dataclasses.replace(getattr(config, section), **{key: value})
-        config = dataclasses.replace(config, **{section: part})
+def test_impossible_numbers_of_chips_are_refused_with_a_reason(chips, fixed, message):
+    config = dataclasses.replace(JAXFORMER, mesh=dataclasses.replace(JAXFORMER.mesh, **fixed))
     with pytest.raises(ValueError, match=message):
-        search.search(config, V4, chips_wanted, frozenset(fixed))
+        search.search(config, V4, chips, frozenset(f"mesh.{axis}" for axis in fixed))
 
 
-@pytest.mark.long
-def test_a_search_without_a_fit_returns_the_smallest_candidate():
-    large = utils.changed(JAXFORMER, {"model.hidden_size": 8192, "model.num_hidden_layers": 384})
-    found = search.search(large, V5E, 8)
-    assert not found.best
-    least = found.smallest
-    assert least.config.train.remat == "full"
-    needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
-    smallest = min(float(reason.split()[1]) for reason in needs)
-    assert least.predicted.memory_bytes_per_chip / 2**30 == pytest.approx(smallest, abs=0.06)
-
-
-@pytest.mark.long
 def test_a_search_without_a_chip_ranks_by_flops():
-    found = search.search(JAXFORMER, None, 8)
+    found = search.search(JAXFORMER, None, 1, frozenset(["train.microbatches"]))
     assert found.best and found.best[0].predicted.seconds is None
     assert {candidate.config.train.remat for candidate in found.best} == {"none"}

@@ -19,32 +19,18 @@ def run(data, tmp_path):
     return tmp_path
 
 
-def shown(capsys, *flags):
-    show.main([*map(str, flags)])
-    return capsys.readouterr().out
-
-
-def test_the_windows_of_a_step_are_printed_with_their_places(run, capsys):
-    config = cli.load(run / "config.toml")
-    opened = open_training(config)
-    out = shown(capsys, "--run", run, "--step", 12)
-    places = re.findall(r"^--- window (\d+): tokens (\d+) to (\d+) of (\S+)$", out, re.MULTILINE)
-    numbers = opened.windows_of(11, np.arange(8)).tolist()
-    assert [int(place[0]) for place in places] == numbers
-    codec = load_tokenizer("sample")
-    for (number, first, last, file), text in zip(
-        places, re.split(r"^--- window .*\n", out, flags=re.MULTILINE)[1:], strict=True
-    ):
-        assert int(first) == 32 * int(number) and int(last) == int(first) + 32
-        ids = np.load(file)[int(first) : int(last) + 1].tolist()
-        assert text == codec.decode(ids) + "\n"
-    tokens = opened.rows(11, np.arange(8))["tokens"]
-    assert codec.decode(tokens[3].tolist()) in out
-
-
-def test_single_windows_are_printed_in_the_order_asked_for(run, capsys):
-    out = shown(capsys, "--run", run, "--windows", 17, 3)
-    assert re.findall(r"^--- window (\d+)", out, re.MULTILINE) == ["17", "3"]
+def test_windows_are_printed_with_their_places(run, capsys):
+    opened = open_training(cli.load(run / "config.toml"))
+    line = r"^--- window (\d+): tokens (\d+) to (\d+) of (\S+)$\n"
+    of_step = opened.windows_of(11, np.arange(8)).tolist()
+    for flags, numbers in (("--step 12", of_step), ("--windows 17 3", [17, 3])):
+        show.main(["--run", str(run), *flags.split()])
+        _, *found = re.split(line, capsys.readouterr().out, flags=re.MULTILINE)
+        assert [int(number) for number in found[::5]] == numbers
+        for number, first, last, file, text in zip(*[iter(found)] * 5, strict=True):
+            assert int(first) == 32 * int(number) and int(last) == int(first) + 32
+            ids = np.load(file)[int(first) : int(last) + 1].tolist()
+            assert text == load_tokenizer("sample").decode(ids) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -39,6 +38,7 @@ from data.manifest import read_manifest
 from data.settings import Prepare, in_validation
 from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
+from prepared import tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_FILES = (".po", ".py", ".txt", ".md", ".rst", ".html", ".js", ".json", ".css", ".xml")
@@ -54,54 +54,27 @@ class Flags:
     workers: int = 2  # of the preparation
 
 
-class Comparison(NamedTuple):
-    documents: int
-    text_bytes: int
-    beyond_latin: int  # bytes of letters outside the Latin script
-    in_chunks: int  # documents of several chunks
-    tokens: int
-    differ: list[int]  # numbers of documents
-
-
 # --- text -----------------------------------------------------------------------------------------
 
-
-def of_python() -> Iterator[str]:
-    """Yield the Python files that every machine has."""
-    yield from (text for _, text in documents(Prepare(source=STDLIB, out="")))
-    for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def awkward() -> list[str]:
-    """Return special tokens as text, runs, surrogate halves, line ends, emoji, long words."""
-    specials = [
-        "<|endoftext|>",
-        "<|fim_prefix|>",
-        "<|fim_middle|>",
-        "<|endofprompt|>",
-        "<|im_start|>",
-    ]
-    runs = [c * n for c in " \t\n\r\xa0\u3000a1.é漢🙂" for n in (1, 2, 3, 4, 5, 7, 8, 9, 31, 1000)]
-    return [
-        *specials,
-        *(f"a{special}b\n{special}{special} {special[:-1]}" for special in specials),
-        *runs,
-        *(f"x{run}y" for run in runs),
-        "\r\n\r\n  \r\n\t\r\nif x:\r\n    y = 1\r\n",
-        "a\ud800b",  # half a surrogate pair, which is replaced
-        "\udfff\ud800",
-        # Emoji that are joined, a flag, a colour of skin, a keycap.
-        "\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",
-        "e\u0301 n\u0303 a\u0327\u0323 \u0915\u094d\u0937 \u200f\u200e\u202e\ufeff",
-        "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad",
-        "It's I'LL we've THEY'D don\u2019t \u017f'\u017f K'K\u212a",
-        "0123456789" * 500,
-        "Donaudampfschifffahrt" * 2000,
-        "漢字かな" * 2000,
-        " " * (CHUNK_CHARACTERS + 5),
-        "word " * (CHUNK_CHARACTERS // 2),
-    ]
+NAMES = ("endoftext", "fim_prefix", "fim_middle", "endofprompt", "im_start")
+SPECIALS = [f"<|{name}|>" for name in NAMES]
+RUNS = [c * n for c in " \t\n\r\xa0\u3000a1.é漢🙂" for n in (1, 2, 3, 4, 5, 7, 8, 9, 31, 1000)]
+AWKWARD = [
+    *SPECIALS,
+    *(f"a{special}b\n{special}{special} {special[:-1]}" for special in SPECIALS),
+    *RUNS,
+    *(f"x{run}y" for run in RUNS),
+    "\r\n\r\n  \r\n\t\r\nif x:\r\n    y = 1\r\n",
+    "a\ud800b",  # half a surrogate pair, which is replaced
+    "\udfff\ud800",
+    # Emoji that are joined, a flag, a colour of skin, a keycap.
+    "\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",
+    "e\u0301 n\u0303 a\u0327\u0323 \u0915\u094d\u0937 \u200f\u200e\u202e\ufeff",
+    "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad",
+    "It's I'LL we've THEY'D don\u2019t \u017f'\u017f K'K\u212a",
+    *("0123456789" * 500, "Donaudampfschifffahrt" * 2000, "漢字かな" * 2000),
+    *(" " * (CHUNK_CHARACTERS + 5), "word " * (CHUNK_CHARACTERS // 2)),
+]
 
 
 def scripts() -> Iterator[str]:
@@ -113,13 +86,9 @@ def scripts() -> Iterator[str]:
             name = unicodedata.name(character, "").split(" ")[0]
             found.setdefault(name, []).append(character)
     for characters in found.values():
-        characters += draw.choices(characters, k=1500)
-        text, at = [], 0
-        while at < len(characters):
-            end = at + draw.randint(1, 9)
-            text += [*characters[at:end], draw.choice(between)]
-            at = end
-        yield "".join(text)
+        left = iter(characters + draw.choices(characters, k=1500))
+        words = iter(lambda left=left: "".join(itertools.islice(left, draw.randint(1, 9))), "")
+        yield "".join(word + draw.choice(between) for word in words)
 
 
 def of_wheels(folder: Path) -> Iterator[str]:
@@ -131,11 +100,18 @@ def of_wheels(folder: Path) -> Iterator[str]:
                     yield packed.read(name).decode(errors="replace")
 
 
+def of_python() -> Iterator[str]:
+    """Yield the Python files that every machine has."""
+    yield from (text for _, text in documents(Prepare(source=STDLIB, out="")))
+    for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
 def mixed(mb: float, wheels: Path | None = None) -> list[str]:
     """Return shuffled documents of about `mb`."""
     of_packages = of_wheels(wheels) if wheels else ()
     found, left = [], mb * 1e6
-    for text in filter(None, itertools.chain(awkward(), scripts(), of_packages, of_python())):
+    for text in filter(None, itertools.chain(AWKWARD, scripts(), of_packages, of_python())):
         if left <= 0:
             break
         found.append(text)
@@ -147,15 +123,14 @@ def mixed(mb: float, wheels: Path | None = None) -> list[str]:
 def beyond_latin(text: str) -> int:
     """Bytes of letters and marks whose names do not begin with LATIN."""
     foreign = (c for c in text if c > "\x7f" and unicodedata.category(c)[0] in "LM")
-    return sum(
-        len(c.encode()) for c in foreign if not unicodedata.name(c, "LATIN").startswith("LATIN")
-    )
+    names = ((c, unicodedata.name(c, "LATIN")) for c in foreign)
+    return sum(len(c.encode()) for c, name in names if not name.startswith("LATIN"))
 
 
 # --- both sides -----------------------------------------------------------------------------------
 
 
-def prepared(documents: list[str], out: Path, flags: Flags) -> None:
+def write_shards(documents: list[str], out: Path, flags: Flags) -> None:
     source = out.with_name("documents.jsonl")
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
@@ -170,8 +145,7 @@ def read_back(out: Path) -> Iterator[list[int]]:
     position = 0
     for line in out.with_name("documents.jsonl").read_bytes().splitlines(keepends=True):
         is_val = in_validation("documents.jsonl", position, Prepare.val_share)
-        found = next(splits["val" if is_val else "train"], None)
-        if found is None:
+        if (found := next(splits["val" if is_val else "train"], None)) is None:
             break
         yield found
         position += len(line)
@@ -179,9 +153,8 @@ def read_back(out: Path) -> Iterator[list[int]]:
 
 
 def of_split(folder: Path) -> Iterator[list[int]]:
-    manifest = read_manifest(folder)
-    ids = np.concatenate([np.load(folder / shard.name) for shard in manifest.shards])
-    ends = np.flatnonzero(ids == manifest.end_of_text)
+    ids = tokens_of(folder)
+    ends = np.flatnonzero(ids == read_manifest(folder).end_of_text)
     assert ends[-1] == len(ids) - 1
     for start, end in itertools.pairwise([-1, *ends]):
         yield ids[start + 1 : end].tolist()
@@ -195,21 +168,22 @@ def directly(tokenizer: tiktoken.Encoding, text: str) -> list[int]:
 
 def compared(
     documents: list[str], coded: Iterable[list[int]], tokenizer: tiktoken.Encoding
-) -> Comparison:
-    """Compare. A document that only one side has differs too."""
+) -> tuple[str, list[int]]:
+    """Return (summary, numbers of documents that differ, or that only one side has)."""
     differ, tokens = [], 0
     for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded)):
         if text is None or ids is None or directly(tokenizer, text) != ids:
             differ.append(number)
         tokens += len(ids or ())
-    return Comparison(
-        len(documents),
-        sum(len(text.encode(errors="replace")) for text in documents),
-        sum(map(beyond_latin, documents)),
-        sum(len(text) > CHUNK_CHARACTERS for text in documents),
-        tokens,
-        differ,
+    chunked = sum(len(text) > CHUNK_CHARACTERS for text in documents)
+    sizes = (sum(len(text.encode(errors="replace")) for text in documents) / 1e6,)
+    sizes += (sum(map(beyond_latin, documents)) / 1e6,)
+    summary = (
+        f"{len(documents):,} documents ({chunked} in several chunks), {sizes[0]:.1f} MB "
+        f"({sizes[1]:.2f} MB of letters beyond Latin), {tokens:,} tokens of {tokenizer.name}: "
+        f"{len(differ)} documents differ from tiktoken"
     )
+    return summary, differ
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -217,17 +191,12 @@ def main(arguments: list[str] | None = None) -> int:
     documents = mixed(flags.mb, flags.wheels)
     with tempfile.TemporaryDirectory(prefix="tokens-same-") as folder:
         out = Path(folder) / "out"
-        prepared(documents, out, flags)
-        found = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
-    print(
-        f"{found.documents:,} documents ({found.in_chunks} in several chunks), "
-        f"{found.text_bytes / 1e6:.1f} MB ({found.beyond_latin / 1e6:.2f} MB of letters beyond "
-        f"Latin), {found.tokens:,} tokens of {flags.tokenizer}: {len(found.differ)} documents "
-        "differ from tiktoken"
-    )
-    for number in found.differ[:5]:
-        print(f"  {number}: {documents[number][:80]!r}" if number < found.documents else "  more")
-    return bool(found.differ)
+        write_shards(documents, out, flags)
+        summary, differ = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
+    print(summary)
+    for number in differ[:5]:
+        print(f"  {number}: {documents[number][:80]!r}" if number < len(documents) else "  more")
+    return bool(differ)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""Plans beside compilers in processes of their own, and searches that take long."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import hardware
+import make_compiled
+import plan
+import utils
+from common import config_of
+from conftest import ROOT
+from planning import compiler, cost, report, search, targets
+from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
+from test_plan import JAXFORMER, SHARED
+
+V4, V5E, H100 = (hardware.CHIPS[name] for name in ("v4", "v5e", "h100"))
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+@pytest.mark.parametrize("key", sorted(RECORDED.keys() - COMPARED))
+def test_all_other_predictions_match_what_compilers_planned(key):
+    assert_predicted(key)
+
+
+FULL = {"train": {"remat": "full"}}
+NAMES = {"train": {"remat": "latents,attention_out,hidden,expert_in"}}
+GROUPS = {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "rope_factor": 8.0}
+PREFIX = {"prefix_layers": 1, "q_lora_rank": 24, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ((2, 1, 4), FULL | {"gather": "layer", "experts_layout": "sharded"}),
+        ((1, 2, 2), NAMES | PREFIX | {"virtual": 2}),
+        ((2, 2, 1, 2), GROUPS),
+        ((2, 2, 2), FULL | {"capacity_factor": 0.0, "experts_layout": "sharded"}),
+    ],
+)
+def test_flops_and_traffic_of_other_meshes_are_those_of_the_compiled_program(shape, fields):
+    assert_planned_as_compiled(config_of(shape, **fields), 0.02)
+
+
+def test_a_step_is_compiled_for_more_simulated_devices_than_this_process_has():
+    small = {"dense_layers": 1, "moe_layers": 0, "hidden_size": 64, "intermediate_size": 64}
+    config = config_of((4, 2, 2), **small)
+    compiled, text = compiler.compile_step(config, None, "")
+    assert text.startswith("HloModule")
+    predicted = cost.predict(config, None)
+    assert compiled.flops_per_chip == pytest.approx(predicted.flops_per_chip, rel=0.01)
+    assert compiled.model_flops_per_chip == predicted.model_flops_per_chip
+    assert compiled.collective_bytes_per_chip.keys() == predicted.collective_bytes_per_chip.keys()
+    parts = compiled.argument_bytes + compiled.temporary_bytes
+    assert parts <= compiled.memory_bytes_per_chip < 1.1 * parts
+
+
+def test_a_compiler_that_is_killed_and_a_config_that_it_refuses_are_reported(tmp_path, monkeypatch):
+    message = r"failed: --model.num_attention_heads 4 is not divisible by"
+    with pytest.raises(ValueError, match=message):
+        compiler.compile_step(config_of((1, 1, 8)), None, "")
+    python = tmp_path / "python"  # a stand-in for the child's interpreter
+    python.write_text("#!/bin/sh\nkill -KILL $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(compiler.sys, "executable", str(python))
+    with pytest.raises(ValueError, match="for cpu failed: the compiler stopped with SIGKILL"):
+        compiler.compile_step(config_of(), None, "")
+
+
+def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
+    sizes = """--model.hidden_size=32 --model.num_hidden_layers=2 --model.num_attention_heads=2
+        --model.kv_lora_rank=16 --model.intermediate_size=64 --model.n_routed_experts=0
+        --model.decoder_sparse_step=1 --model.qk_nope_head_dim=16 --model.qk_rope_head_dim=8
+        --model.v_head_dim=16 --train.seq_len=32 --model.compute_dtype=float32"""
+    hlo, png = tmp_path / "step.hlo", tmp_path / "step.png"
+    files = ["--hlo", str(hlo), "--png", str(png)]
+    plan.main([*sizes.split(), "--chip", "cpu", "--compile", *files, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["compiled"]) >= SHARED | {"compile_s"}
+    assert found["compile_s"] == found["compiled"]["compile_s"] > 0
+    assert found["fits"] is None
+    assert abs(found["ratios"]["FLOPs"] - 1) < 0.05
+    assert abs(found["ratios"]["tensor"] - 1) < 0.1
+    assert hlo.read_text().startswith("HloModule") and png.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_libtpu
+def test_libtpu_still_plans_what_is_recorded():
+    name = "small-none-8x1x1"
+    compiled, _ = compiler.compile_step(make_compiled.config_of(name), V4, "2x2x2")
+    before = RECORDED[f"{name} v4"]
+    assert compiled.flops_per_chip == pytest.approx(before["flops_per_chip"], rel=0.001)
+    for axes, size in before["collective_bytes_per_chip"].items():
+        assert compiled.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02)
+    if importlib.metadata.version("libtpu") == targets.LIBTPU:
+        assert compiled.memory_bytes_per_chip == pytest.approx(
+            before["memory_bytes_per_chip"], rel=0.02
+        )
+    assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
+    gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
+    assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
+
+
+@pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
+def test_the_compiler_for_gpus_still_plans_what_is_recorded():
+    name = "gpu-dense-124m"
+    compiled, text = compiler.compile_step(make_compiled.config_of(name), H100, "")
+    before = RECORDED[f"{name} h100"]
+    for what in ("flops_per_chip", "memory_bytes_per_chip", "memory_traffic_bytes"):
+        assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
+    assert compiled.custom_calls == {} and "__cudnn$fmhaSoftmaxBackward" in text
+
+
+LARGE = {"train": {"global_batch_size": 512, "seq_len": 1024}, "hidden_size": 1024}
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("shape", "fields", "chip", "topology", "message"),
+    [
+        ((3, 3, 3), {}, V4, "3x3x3", "refuses the topology v4:3x3x3: .* 2x2x1, 2x2x2, 2x2x4"),
+        ((2, 1, 1), {}, V4, "1x1x1", "is 2 devices, and there are 1"),
+        ((1, 1, 1), LARGE | {"vocab_size": 50000}, V5E, "1x1", "_EXHAUSTED: .*exceeds available"),
+    ],
+)
+def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, message):
+    with pytest.raises(ValueError, match=message):
+        compiler.compile_step(config_of(shape, **fields), chip, topology)
+
+
+@pytest.mark.parametrize("flags", ["", "--chips 16 --search"])
+def test_a_plan_starts_no_device(flags):
+    """A platform that does not exist is an error when jax looks for devices."""
+    command = [sys.executable, str(ROOT / "plan.py"), *JAXFORMER, "--chip=v4", "--json"]
+    run = subprocess.run(
+        [*command, *flags.split()],
+        env=os.environ | {"JAX_PLATFORMS": "none_such"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 5
+
+
+def test_another_number_of_chips_searches_for_the_best_mesh(capsys, tmp_path, monkeypatch):
+    """32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack."""
+    drawn, real = [], report.draw_bars
+    monkeypatch.setattr(report, "draw_bars", lambda *how: drawn.append(how) or real(*how))
+    flags = [*JAXFORMER, "--chip", "v4", "--train.global_batch_size", "32", "--json"]
+    plan.main([*flags, "--chips", "4", "--png", str(tmp_path / "meshes.png")])
+    found = json.loads(capsys.readouterr().out)
+    mesh = [found["flags"][f"mesh.{axis}"] for axis in ("fsdp", "pipeline", "tensor")]
+    assert mesh[0] * mesh[1] * mesh[2] == 4 == found["chips"]
+    assert found["search"][0]["flags"] == found["flags"]
+    again = [f"--{flag}={value}" for flag, value in found["flags"].items()]
+    plan.main([*flags, *again])
+    assert json.loads(capsys.readouterr().out)["predicted"] == found["predicted"]
+    tops = {}
+    for patch in drawn[-1][0].patches:
+        x = round(patch.get_x() + patch.get_width() / 2)
+        tops[x] = max(tops.get(x, 0.0), patch.get_y() + patch.get_height())
+    times = [1e3 * row["serial_step_s"] for row in found["search"]]
+    assert [tops[x] for x in range(len(times))] == pytest.approx(times, rel=1e-6)
+
+
+def test_a_config_that_fits_nowhere_reports_the_missing_memory():
+    large = {"model.hidden_size": 8192, "model.num_hidden_layers": 384, "train.remat": "full"}
+    config = utils.changed(make_compiled.config_of("jaxformer"), large)
+    fixed = frozenset(["train.remat", "train.microbatches"])
+    found = search.search(config, V5E, 8, fixed)
+    assert not found.best
+    needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
+    smallest = min(float(reason.split()[1]) for reason in needs)
+    memory = found.smallest.predicted.memory_bytes_per_chip / 2**30
+    assert memory == pytest.approx(smallest, abs=0.06)
+    flags = [f"--{flag}={value}" for flag, value in (large | {"train.microbatches": 8}).items()]
+    message = "fits on no mesh of 8 v5e: at best .*GiB per chip are missing.*Use more chips"
+    with pytest.raises(ValueError, match=message):
+        plan.main([*JAXFORMER, "--chip=v5e", "--chips=8", *flags])
