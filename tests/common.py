@@ -11,7 +11,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 import model
@@ -37,12 +36,6 @@ def jitted_step(config, declared, mesh):
     """Return (state, batch) -> (next state, report), with the schedule of the config."""
     step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
     return lambda state, batch: step(state, batch, schedule)
-
-
-def mostly_long(names, *always):
-    """Return parameters for parametrize. All but `always` have the mark `long`."""
-    assert set(always) <= set(names)
-    return [n if n in always else pytest.param(n, marks=pytest.mark.long) for n in names]
 
 
 # One model and its meshes (shape, virtual) for several files, so that the compilation cache serves

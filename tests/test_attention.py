@@ -22,7 +22,7 @@ from attention_kernels.splash import splash_kernel
 from common import config_of, mesh_of, relative_error
 from conftest import ROOT
 
-B, N, Y, A, W = 2, 4, 2, 24, 16
+B, N, Y, A, W = 2, 8, 4, 24, 16
 SCALE = 0.3  # of scores: not 1 / sqrt(A)
 
 

@@ -169,7 +169,7 @@ def test_memory_traffic_counts_slices_and_updates_by_their_own_size():
     row, four, eight = 400, 1600, 3200
     expected = 3 * (row + 4 + row)  # of add_one: read, the index, written; the rest stays there
     expected += 3 * four + 2 * (row + 4 + row)  # of whole, and of put: rows and their numbers
-    expected += four + eight + 2 * eight  # of the all-gather and the copy
+    expected += 2 * 2 * row + four + eight + 2 * eight  # of the update, all-gather and copy
     assert hlo.memory_bytes(read("gpu_memory")) == expected
 
 

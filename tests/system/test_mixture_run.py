@@ -1,14 +1,11 @@
-import metrics
 from runtime import cli, jsonl
 from tiny_run import start
 
 
-def test_a_run_of_a_mixture_records_each_dataset_and_resumes(data, runs):
+def test_a_run_of_a_mixture_records_each_dataset(data, runs):
     out = data[1].rpartition("/")[0]
     mixed = ["--data.mixture", f"one 0.75 {out}", f"two 0.25 {out}"]
     start(mixed, runs, "mixed")
-    start(mixed, runs, "halves", "--train.steps", "3")
-    start(mixed, runs, "halves")
     records = jsonl.read(runs / "mixed" / "metrics.jsonl")
     config = cli.load(runs / "mixed" / "config.toml")
     assert config.data.mixture == tuple(mixed[1:])
@@ -18,6 +15,3 @@ def test_a_run_of_a_mixture_records_each_dataset_and_resumes(data, runs):
         assert abs(used[0] - 0.75 * sum(used)) < 1
     evaluations = [r for r in records if "loss/val" in r]
     assert evaluations and all(r["loss/val/one"] == r["loss/val/two"] for r in evaluations)
-    for one, other in zip(records, jsonl.read(runs / "halves" / "metrics.jsonl"), strict=True):
-        same = one.keys() - set(metrics.MEASURED)
-        assert {k: one[k] for k in same} == {k: other[k] for k in same}
