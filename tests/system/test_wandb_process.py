@@ -23,7 +23,7 @@ from test_loggers import WANDB
 from test_metrics import step
 from test_wandb_process import children
 
-loggers.CLOSE_S, loggers.BACKLOG_RECORDS = 8.0, 20
+loggers.CLOSE_S, loggers.BACKLOG_RECORDS = map(int, sys.argv[3:])
 folder, number, service = pathlib.Path(sys.argv[1]), int(sys.argv[2]), 0
 with metrics.Metrics(WANDB, folder) as out:
     out.train(step(1))
@@ -57,21 +57,22 @@ def children(process):
     ids=("offline", "dies", "hangs", "no server"),
 )
 def test_a_run_ends_whatever_becomes_of_its_wandb_process(number, more, tmp_path):
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(int(number))]
+    healthy = not number and not more
+    limits = ("100", "10000") if healthy else ("8", "20")
+    command = [sys.executable, "-c", RUN, str(tmp_path), str(int(number)), *limits]
     folders = ROOT, ROOT / "tests", ROOT / "tests" / "system"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | more
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
     log = tmp_path / "log"
     with log.open("w") as file:  # not a pipe, which a stopped child would keep open
-        how = {"cwd": tmp_path, "stdout": file, "stderr": subprocess.STDOUT, "timeout": 120}
+        how = {"cwd": tmp_path, "stdout": file, "stderr": subprocess.STDOUT, "timeout": 240}
         code = subprocess.run(command, env=environment, **how).returncode
     printed = log.read_text()
     assert code == 0 and "ended" in printed and "Traceback" not in printed, printed
     if number:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(printed.split()[-1]), signal.SIGKILL)
-    healthy = not number and not more
     assert printed.count(NO_MORE) == (not healthy), printed
     assert len(jsonl.read(tmp_path / "metrics.jsonl")) == 41
     if healthy:
