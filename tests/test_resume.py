@@ -31,6 +31,120 @@ NEWEST = run_directory.at("absent"), 1
 SHORT = "--train.steps 2 --checkpoint.every_steps 1 --eval.every_steps 0 --sample.prompts"
 
 
+# --- settings of a run that resumes ---------------------------------------------------------------
+
+
+def changed(section, **fields):
+    return CONFIG | {section: CONFIG[section] | fields}
+
+
+def test_settings_that_do_not_change_the_result_may_change():
+    for section, fields in {
+        "mesh": {"fsdp": 8, "pipeline": 1, "tensor": 1, "virtual": 2},
+        "train": {"steps": 9, "microbatches": 8, "remat": "full", "loss_chunk_tokens": 64},
+        "model": {"eval_capacity_factor": 4.0, "experts_layout": "sharded"},
+        "data": {"val": "elsewhere"},
+    }.items():
+        resume.check_compatible(CONFIG, changed(section, **fields), *NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("model", "capacity_factor", 1.0),
+        ("data", "order", "blocks"),
+        ("train", "seed", 1),
+        ("optimizer", "lr", 0.5),
+        ("optimizer", "schedule_steps", 7),
+    ],
+)
+def test_settings_that_change_the_result_are_refused_by_name(section, field, value):
+    expected = f"{section}.{field} {CONFIG[section][field]!r} -> {value!r}"
+    now = changed(section, **{field: value}) | {"tokens": {"train": "bb"}}
+    with pytest.raises(ConfigError) as refusal:
+        resume.check_compatible(CONFIG | {"tokens": {"train": "aa"}}, now, *NEWEST)
+    for text in (expected, "tokens.train 'aa' -> 'bb'"):
+        assert text in str(refusal.value)
+
+
+def test_shards_may_move_and_another_rounding_is_a_warning(capsys):
+    old = CONFIG | {"tokens": {"train": "aa"}}
+    moved = changed("data", train="gs://bucket/elsewhere") | {"tokens": old["tokens"]}
+    resume.check_compatible(old, moved, *NEWEST)
+    assert capsys.readouterr().out == ""
+    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
+    warning = "warning: the run resumes with another model.compute_dtype 'float32'"
+    assert warning in capsys.readouterr().out
+
+
+# --- another decay, and records without a checkpoint ----------------------------------------------
+
+
+def wsd(**fields):
+    """A config whose second half of 6 steps decays."""
+    own = {"schedule": "wsd", "warmup_steps": 1, "min_lr_ratio": 0.0, "schedule_steps": 6}
+    return changed("optimizer", **own | {"decay_share": 0.5} | fields)
+
+
+def test_only_the_decay_may_change_and_only_before_it(tmp_path):
+    for step in (2, 4, 6):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / str(step) / COMMIT).touch()
+    run = run_directory.at(tmp_path / "run")
+    longer = {"schedule_steps": 10}
+    resume.check_compatible(wsd(), wsd(**longer), run, 2)
+    fix = f"step 2 is before .* --run.init_from {run} --run.init_from_step 2 --run.init_optimizer"
+    for now, step, message in (
+        (longer, 4, f"optimizer.schedule_steps 6 -> 10. Use the old values.*{fix}"),
+        (longer | {"warmup_steps": 2}, 2, "optimizer.schedule_steps 6 -> 10"),
+        (longer | {"lr": 0.1}, 2, "optimizer.lr .* -> 0.1, optimizer.schedule_steps 6 -> 10"),
+        (longer | {"schedule": "cosine"}, 2, "optimizer.schedule 'wsd' -> 'cosine'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resume.check_compatible(wsd(), wsd(**now), run, step)
+    settings = {"optimizer": utils.Optimizer(**wsd()["optimizer"])}
+    here = {"run.dir": str(tmp_path), "run.name": "run", "train.steps": 10}
+    config = utils.changed(dataclasses.replace(utils.Config(), **settings), here)
+    with pytest.raises(ConfigError, match=f"rate is 0 after 6 .*another --run.name.*{fix}"):
+        resume.with_schedule(config, 10)
+    config = utils.changed(utils.Config(), {"run.dir": str(tmp_path), "run.init_optimizer": True})
+    with pytest.raises(ConfigError, match="continues a checkpoint of another run: name both"):
+        resume.resolve(config)
+
+
+def test_a_run_that_would_remove_records_without_a_checkpoint_is_refused(tmp_path):
+    def saving(every):
+        here = {"run.dir": str(tmp_path), "run.name": "x", "train.steps": 6}
+        return utils.changed(utils.Config(), here | {"checkpoint.every_steps": every})
+
+    for before, now, folder, steps, refused in (
+        (2, 2, False, 3, True),  # its checkpoints are not here
+        (2, 2, True, 3, False),  # killed while its first one was written
+        (2, 2, True, 4, True),  # its checkpoints were removed
+        (2, 2, False, 1, False),  # killed before its first one was due
+        (20, 20, False, 6, True),  # due after the last of 6 steps
+        (0, 2, False, 1, True),  # saves none
+        (2, 0, False, 1, True),
+        (2, 0, False, 0, False),  # an evaluation before the first step
+        (None, 2, False, 1, False),  # without config.toml
+        (None, 2, False, 2, True),
+    ):
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        run = run_directory.of(saving(now))
+        run.files.mkdir()
+        if before is not None:
+            (run.files / "config.toml").write_text(cli.to_toml(saving(before)))
+        (run.files / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {steps}}}\n')
+        if folder:
+            run.checkpoints.mkdir()
+        refusal = pytest.raises(ConfigError, match=rf"of {steps} steps and no checkpoint")
+        with refusal if refused else contextlib.nullcontext():
+            resume.resolve(saving(now))
+
+
+# --- runs that start from another run's weights ---------------------------------------------------
+
+
 def copy(run, to):
     """The folder with all that a run is started with."""
     shutil.copytree(run / "checkpoints", to / "checkpoints")
@@ -220,114 +334,3 @@ def test_another_model_or_data_of_another_tokenizer_is_refused(source, data, tmp
     with pytest.raises(ValueError, match=message):
         start(flags, tmp_path, "new", *init)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_would_remove_records_without_a_checkpoint_is_refused(tmp_path):
-    def saving(every):
-        here = {"run.dir": str(tmp_path), "run.name": "x", "train.steps": 6}
-        return utils.changed(utils.Config(), here | {"checkpoint.every_steps": every})
-
-    for before, now, folder, steps, refused in (
-        (2, 2, False, 3, True),  # its checkpoints are not here
-        (2, 2, True, 3, False),  # killed while its first one was written
-        (2, 2, True, 4, True),  # its checkpoints were removed
-        (2, 2, False, 1, False),  # killed before its first one was due
-        (20, 20, False, 6, True),  # due after the last of 6 steps
-        (0, 2, False, 1, True),  # saves none
-        (2, 0, False, 1, True),
-        (2, 0, False, 0, False),  # an evaluation before the first step
-        (None, 2, False, 1, False),  # without config.toml
-        (None, 2, False, 2, True),
-    ):
-        shutil.rmtree(tmp_path / "x", ignore_errors=True)
-        run = run_directory.of(saving(now))
-        run.files.mkdir()
-        if before is not None:
-            (run.files / "config.toml").write_text(cli.to_toml(saving(before)))
-        (run.files / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {steps}}}\n')
-        if folder:
-            run.checkpoints.mkdir()
-        refusal = pytest.raises(ConfigError, match=rf"of {steps} steps and no checkpoint")
-        with refusal if refused else contextlib.nullcontext():
-            resume.resolve(saving(now))
-
-
-# --- settings of a run that resumes ---------------------------------------------------------------
-
-
-def changed(section, **fields):
-    return CONFIG | {section: CONFIG[section] | fields}
-
-
-def test_settings_that_do_not_change_the_result_may_change():
-    for section, fields in {
-        "mesh": {"fsdp": 8, "pipeline": 1, "tensor": 1, "virtual": 2},
-        "train": {"steps": 9, "microbatches": 8, "remat": "full", "loss_chunk_tokens": 64},
-        "model": {"eval_capacity_factor": 4.0, "experts_layout": "sharded"},
-        "data": {"val": "elsewhere"},
-    }.items():
-        resume.check_compatible(CONFIG, changed(section, **fields), *NEWEST)
-
-
-@pytest.mark.parametrize(
-    ("section", "field", "value"),
-    [
-        ("model", "capacity_factor", 1.0),
-        ("data", "order", "blocks"),
-        ("train", "seed", 1),
-        ("optimizer", "lr", 0.5),
-        ("optimizer", "schedule_steps", 7),
-    ],
-)
-def test_settings_that_change_the_result_are_refused_by_name(section, field, value):
-    expected = f"{section}.{field} {CONFIG[section][field]!r} -> {value!r}"
-    now = changed(section, **{field: value}) | {"tokens": {"train": "bb"}}
-    with pytest.raises(ConfigError) as refusal:
-        resume.check_compatible(CONFIG | {"tokens": {"train": "aa"}}, now, *NEWEST)
-    for text in (expected, "tokens.train 'aa' -> 'bb'"):
-        assert text in str(refusal.value)
-
-
-def test_shards_may_move_and_another_rounding_is_a_warning(capsys):
-    old = CONFIG | {"tokens": {"train": "aa"}}
-    moved = changed("data", train="gs://bucket/elsewhere") | {"tokens": old["tokens"]}
-    resume.check_compatible(old, moved, *NEWEST)
-    assert capsys.readouterr().out == ""
-    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
-    warning = "warning: the run resumes with another model.compute_dtype 'float32'"
-    assert warning in capsys.readouterr().out
-
-
-# --- another decay --------------------------------------------------------------------------------
-
-
-def wsd(**fields):
-    """A config whose second half of 6 steps decays."""
-    own = {"schedule": "wsd", "warmup_steps": 1, "min_lr_ratio": 0.0, "schedule_steps": 6}
-    return changed("optimizer", **own | {"decay_share": 0.5} | fields)
-
-
-def test_only_the_decay_may_change_and_only_before_it(tmp_path):
-    for step in (2, 4, 6):
-        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
-        (tmp_path / "run" / "checkpoints" / str(step) / COMMIT).touch()
-    run = run_directory.at(tmp_path / "run")
-    longer = {"schedule_steps": 10}
-    resume.check_compatible(wsd(), wsd(**longer), run, 2)
-    fix = f"step 2 is before .* --run.init_from {run} --run.init_from_step 2 --run.init_optimizer"
-    for now, step, message in (
-        (longer, 4, f"optimizer.schedule_steps 6 -> 10. Use the old values.*{fix}"),
-        (longer | {"warmup_steps": 2}, 2, "optimizer.schedule_steps 6 -> 10"),
-        (longer | {"lr": 0.1}, 2, "optimizer.lr .* -> 0.1, optimizer.schedule_steps 6 -> 10"),
-        (longer | {"schedule": "cosine"}, 2, "optimizer.schedule 'wsd' -> 'cosine'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            resume.check_compatible(wsd(), wsd(**now), run, step)
-    settings = {"optimizer": utils.Optimizer(**wsd()["optimizer"])}
-    here = {"run.dir": str(tmp_path), "run.name": "run", "train.steps": 10}
-    config = utils.changed(dataclasses.replace(utils.Config(), **settings), here)
-    with pytest.raises(ConfigError, match=f"rate is 0 after 6 .*another --run.name.*{fix}"):
-        resume.with_schedule(config, 10)
-    config = utils.changed(utils.Config(), {"run.dir": str(tmp_path), "run.init_optimizer": True})
-    with pytest.raises(ConfigError, match="continues a checkpoint of another run: name both"):
-        resume.resolve(config)
