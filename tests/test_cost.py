@@ -226,6 +226,9 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
     assert predicted.bubble == 0
     alone = cost.predict(sizes(config, fsdp=1), V4)
     assert alone.collective_bytes_per_chip == {} and alone.traffic == []
+    assert alone.memory["weights"] == 4 * alone.parameters  # at rest they are float32
+    # Gradients are read twice; weights and two moments are read and written.
+    assert alone.memory_traffic["optimizer"] == pytest.approx(32 * alone.parameters, rel=1e-6)
 
 
 @pytest.mark.parametrize(

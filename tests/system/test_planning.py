@@ -135,7 +135,7 @@ def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, me
         compiler.compile_step(config_of(shape, **fields), chip, topology)
 
 
-@pytest.mark.parametrize("flags", ["", "--chips 16 --search"])
+@pytest.mark.parametrize("flags", ["", "--chips 8 --search --train.global_batch_size 32"])
 def test_a_plan_starts_no_device(flags):
     """A platform that does not exist is an error when jax looks for devices."""
     command = [sys.executable, str(ROOT / "plan.py"), *JAXFORMER, "--chip=v4", "--json"]
@@ -146,7 +146,7 @@ def test_a_plan_starts_no_device(flags):
         text=True,
         check=True,
     )
-    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 5
+    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 3
 
 
 def test_another_number_of_chips_searches_for_the_best_mesh(capsys, tmp_path, monkeypatch):
