@@ -134,7 +134,9 @@ def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, me
         compiler.compile_step(config_of(shape, **fields), chip, topology)
 
 
-@pytest.mark.parametrize("flags", ["", "--chips 8 --search --train.global_batch_size 32"])
+@pytest.mark.parametrize(
+    "flags", ["", "--chips 8 --search --train.global_batch_size 32 --train.remat full"]
+)
 def test_a_plan_starts_no_device(flags):
     """A platform that does not exist is an error when jax looks for devices."""
     command = [sys.executable, str(ROOT / "plan.py"), *JAXFORMER, "--chip=v4", "--json"]
