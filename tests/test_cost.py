@@ -32,6 +32,7 @@ COMPARED = [
     "jaxformer v4",
     "jaxformer-prefix-untied-gathered-4x2x4 v5p",
     "moe-dropless-full-interleaved v4",
+    "small-none-8x1x1 v4",
     "gpu-dense-124m h100",
     "gpu-dense-muon-8x1x1 h100",
     "gpu-moe-names-2x2x2-interleaved h100",
