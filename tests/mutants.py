@@ -674,7 +674,7 @@ long-context-cut-at-the-end
 warmup-longer-than-the-schedule: main
 - warmup = min(self.warmup_steps, max(1, steps - 1))
 + warmup = self.warmup_steps
-padding-of-a-full-vocabulary: weights cost
+padding-of-a-full-vocabulary: weights hardware
 - return -(-self.vocab_size // 256) * 256
 + return (self.vocab_size // 256 + 1) * 256
 batch-without-replicas: utils training

@@ -32,6 +32,7 @@ COMPARED = [
     "jaxformer v4",
     "jaxformer-prefix-untied-gathered-4x2x4 v5p",
     "moe-dropless-full-interleaved v4",
+    "small-none-8x1x1 v4",
     "gpu-dense-124m h100",
     "gpu-dense-muon-8x1x1 h100",
     "gpu-moe-names-2x2x2-interleaved h100",
@@ -226,6 +227,9 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
     assert predicted.bubble == 0
     alone = cost.predict(sizes(config, fsdp=1), V4)
     assert alone.collective_bytes_per_chip == {} and alone.traffic == []
+    assert alone.memory["weights"] == 4 * alone.parameters  # at rest they are float32
+    # Gradients are read twice; weights and two moments are read and written.
+    assert alone.memory_traffic["optimizer"] == pytest.approx(32 * alone.parameters, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ def per_token(fields, length):
     ("q_lora_rank", "tied", "moe_layers"), [(0, True, 1), (11, False, 1), (11, True, 0)]
 )
 def test_parameters_are_the_sizes_of_the_tree(q_lora_rank, tied, moe_layers):
-    fields = model_with(
-        MODEL, q_lora_rank=q_lora_rank, tie_word_embeddings=tied, moe_layers=moe_layers
-    )
+    """A vocabulary of 500 is padded to 512, and one of 512 is not."""
+    fields = {"q_lora_rank": q_lora_rank, "tie_word_embeddings": tied, "moe_layers": moe_layers}
+    fields = model_with(MODEL, vocab_size=500 if tied else 512, **fields)
     total = sum(math.prod(shape) for shape in all_shapes(fields))
     active = total - moe_layers * 3 * (8 - 2) * 3 * 40 * 24
     assert weights.count(declared(fields)) == (total, active)

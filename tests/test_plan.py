@@ -49,9 +49,8 @@ def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(ca
     one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.remat=none"]
     text = printed(capsys, *JAXFORMER, "--chip", "v5e", *one)
     assert "does not fit: 49.80 GiB more" in text and "--search finds what fits" in text
-    three = ["--mesh.pipeline=3", "--model.num_hidden_layers=12", "--train.microbatches=3"]
-    sizes = ["--model.vocab_size=1536", "--train.global_batch_size=24"]
-    text = printed(capsys, one[0], one[2], *three, *sizes)
+    three = ["--mesh.pipeline=3", "--model.num_hidden_layers=54", "--model.vocab_size=99840"]
+    text = printed(capsys, *JAXFORMER, *one, *three)
     assert "No usual slice of v4 has 3 chips" in text
 
 

@@ -42,7 +42,6 @@ PREFIX = {"prefix_layers": 1, "q_lora_rank": 24, "tie_word_embeddings": False}
         ((2, 1, 4), FULL | {"gather": "layer", "experts_layout": "sharded"}),
         ((1, 2, 2), NAMES | PREFIX | {"virtual": 2}),
         ((2, 2, 1, 2), GROUPS),
-        ((2, 2, 2), FULL | {"capacity_factor": 0.0, "experts_layout": "sharded"}),
     ],
 )
 def test_flops_and_traffic_of_other_meshes_are_those_of_the_compiled_program(shape, fields):
@@ -135,7 +134,9 @@ def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, me
         compiler.compile_step(config_of(shape, **fields), chip, topology)
 
 
-@pytest.mark.parametrize("flags", ["", "--chips 16 --search"])
+@pytest.mark.parametrize(
+    "flags", ["", "--chips 8 --search --train.global_batch_size 32 --train.remat full"]
+)
 def test_a_plan_starts_no_device(flags):
     """A platform that does not exist is an error when jax looks for devices."""
     command = [sys.executable, str(ROOT / "plan.py"), *JAXFORMER, "--chip=v4", "--json"]
@@ -146,14 +147,15 @@ def test_a_plan_starts_no_device(flags):
         text=True,
         check=True,
     )
-    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 5
+    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 3
 
 
 def test_another_number_of_chips_searches_for_the_best_mesh(capsys, tmp_path, monkeypatch):
     """32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack."""
     drawn, real = [], report.draw_bars
     monkeypatch.setattr(report, "draw_bars", lambda *how: drawn.append(how) or real(*how))
-    flags = [*JAXFORMER, "--chip", "v4", "--train.global_batch_size", "32", "--json"]
+    flags = [*JAXFORMER, "--chip=v4", "--train.global_batch_size=32", "--json"]
+    flags.append("--train.remat=full")  # so that a search tries less
     plan.main([*flags, "--chips", "4", "--png", str(tmp_path / "meshes.png")])
     found = json.loads(capsys.readouterr().out)
     mesh = [found["flags"][f"mesh.{axis}"] for axis in ("fsdp", "pipeline", "tensor")]
@@ -172,8 +174,9 @@ def test_another_number_of_chips_searches_for_the_best_mesh(capsys, tmp_path, mo
 
 def test_a_config_that_fits_nowhere_reports_the_missing_memory():
     large = {"model.hidden_size": 8192, "model.num_hidden_layers": 384, "train.remat": "full"}
+    large |= {"mesh.virtual": 1}
     config = utils.changed(make_compiled.config_of("jaxformer"), large)
-    fixed = frozenset(["train.remat", "train.microbatches"])
+    fixed = frozenset(["train.remat", "train.microbatches", "mesh.virtual"])
     found = search.search(config, V5E, 8, fixed)
     assert not found.best
     needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
