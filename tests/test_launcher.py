@@ -119,6 +119,7 @@ class Launcher:
         self.folder, self.tree, self.bin = folder, folder / "tree", folder / "bin"
         (self.tree / "launch").mkdir(parents=True)
         self.bin.mkdir()
+        (folder / "link").symlink_to("tree/launcher.sh")
         for name in ("launcher.sh", "launch/hosts.sh"):
             shutil.copy(ROOT / name, self.tree / name)
         simulated_hosts.run("git", "init", "-q", cwd=self.tree)
@@ -129,7 +130,7 @@ class Launcher:
 
     def __call__(self, *words, **variables):
         variables = {"PATH": f"{self.bin}:{os.environ['PATH']}"} | variables
-        return run(self.tree / "launcher.sh", *words, cwd=self.tree, **variables)
+        return run("./link", *words, cwd=self.folder, **variables)
 
     def on_hosts(self, *words, **variables):
         return self("--hosts", str(self.folder / "hosts.txt"), *words, **variables)
