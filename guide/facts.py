@@ -582,14 +582,14 @@ DISTRIBUTED = [
         "chain-loss",
         "4.8e-7",
         "| 5 to 8 | 1 x 8 | (8, 1, 1) | 1 | 2 | 4.8e-07 | 4.8e-07 | 85 of 85",
-        "python tests/mesh_chain.py",
+        "pytest tests/system/test_run_meshes.py",
         "edb01e4",
     ),
     recorded(
         "chain-arrays",
         "85",
         "| 17 to 20 | 1 x 1 | (1, 1, 1) | 1 | 2 | 4.8e-07 | 0.0e+00 | 85 of 85",
-        "python tests/mesh_chain.py",
+        "pytest tests/system/test_run_meshes.py",
         "edb01e4",
     ),
 ]

@@ -389,7 +389,7 @@ def start() -> str:
 
 
 def mesh_chain() -> str:
-    """Draw the meshes of tests/mesh_chain.py with the differences of docs/measured.md."""
+    """Draw the meshes of a chain of resumed runs, with the differences of docs/measured.md."""
     document = (ROOT / "docs/measured.md").read_text()
     row = r"\| (\d+ to \d+) \| \d x \d \| (\(\d, \d, \d\)) \| \d \| \d \| (\S+) \|"
     svg = Svg(640, 112, "One run on five meshes")
