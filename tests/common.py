@@ -11,7 +11,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 import model
@@ -21,7 +20,6 @@ import train
 import utils
 from hf_case import model_with
 from inference import decode
-from planning import hlo
 
 # All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
@@ -39,20 +37,12 @@ def jitted_step(config, declared, mesh):
     return lambda state, batch: step(state, batch, schedule)
 
 
-def mostly_long(names, *always):
-    """Return parameters for parametrize. All but `always` have the mark `long`."""
-    assert set(always) <= set(names)
-    return [n if n in always else pytest.param(n, marks=pytest.mark.long) for n in names]
-
-
 # One model and its meshes (shape, virtual) for several files, so that the compilation cache serves
 # all but the first.
 RUN = {"tie_word_embeddings": False, "capacity_factor": 0.0}
 RUN_MESHES = {
     "1x1x1": ((1, 1, 1), 1),
     "8x1x1": ((8, 1, 1), 1),
-    "2x2x2": ((2, 2, 2), 1),
-    "1x4x2": ((1, 4, 2), 1),
     "2x2x2_virtual": ((2, 2, 2), 2),
     "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
 }
@@ -232,11 +222,6 @@ def check_routing(config, stats, parts):
         counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
         assert counts.tolist() == parts["tokens_per_expert"].tolist()
     assert stats.dropped == 0
-
-
-def collective_bytes(text, branch_share=None):
-    """Return the bytes of the results of collectives, by kind, over all executions."""
-    return hlo.executed(text, hlo.collective_cost, branch_share)
 
 
 def decoded_logits(config, tree, tokens):
