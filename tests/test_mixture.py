@@ -52,17 +52,11 @@ def test_each_dataset_has_its_share_of_any_windows_in_the_order_it_has_alone(fol
         own = [window for of, window in found if of == name]
         alone = Dataset(folder, 5, seed=2).windows_at(np.arange(len(own)))
         assert own == alone.tolist()
-
-
-def test_a_batch_is_a_function_of_the_step_and_the_rows(folders):
-    data, rows = mixed(folders, seed=3), np.arange(8)
-    seen = [data.rows(step, rows) for step in range(40)]
-    again = mixed(folders, seed=3)
+    again = mixed(folders, seed=2)  # a batch is a function of the step and the rows
     for step in (39, 0, 17):
         for part in (rows[:3], rows[[6, 1]]):
-            for name, array in again.rows(step, part).items():
-                np.testing.assert_array_equal(array, seen[step][name][part])
-                assert array.dtype == seen[step][name].dtype
+            windows = [found[8 * step + row] for row in part]
+            assert named(again.rows(step, part)["tokens"]) == windows
 
 
 def test_the_order_continues_across_the_end_of_a_period(folders):
