@@ -20,7 +20,6 @@ import train
 import utils
 from hf_case import model_with
 from inference import decode
-from planning import hlo
 
 # All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
@@ -44,8 +43,6 @@ RUN = {"tie_word_embeddings": False, "capacity_factor": 0.0}
 RUN_MESHES = {
     "1x1x1": ((1, 1, 1), 1),
     "8x1x1": ((8, 1, 1), 1),
-    "2x2x2": ((2, 2, 2), 1),
-    "1x4x2": ((1, 4, 2), 1),
     "2x2x2_virtual": ((2, 2, 2), 2),
     "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
 }
@@ -225,11 +222,6 @@ def check_routing(config, stats, parts):
         counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
         assert counts.tolist() == parts["tokens_per_expert"].tolist()
     assert stats.dropped == 0
-
-
-def collective_bytes(text, branch_share=None):
-    """Return the bytes of the results of collectives, by kind, over all executions."""
-    return hlo.executed(text, hlo.collective_cost, branch_share)
 
 
 def decoded_logits(config, tree, tokens):

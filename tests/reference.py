@@ -89,17 +89,12 @@ def queries(w, h_BTD, epsilon):
     return einsum("BTQ,QNA->BTNA", latent_BTQ, w["up"])
 
 
-def latent_epsilon(model):
-    """Of the norms of latents."""
-    return model.latent_rms_norm_eps or model.rms_norm_eps
-
-
 def attention(w, x_BTD, model, segments_BT, rotary):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1), without the residual."""
     if "key_value" in w:
         return grouped_attention(w, x_BTD, model, segments_BT, rotary)
     H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
-    epsilon = latent_epsilon(model)
+    epsilon = model.latent_rms_norm_eps or model.rms_norm_eps
     h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
     q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, epsilon), [H], axis=-1)
     kv_down = einsum("BTD,DZ->BTZ", h_BTD, w["kv_down"])
@@ -198,12 +193,8 @@ def of_best_groups(ranking_BTE, model):
 
 def scores(w, h_BTD, model):
     """How well each expert suits each token, between 0 and 1."""
-    logits_BTE = einsum("BTD,DE->BTE", h_BTD, w["router"])
-    return (
-        jax.nn.sigmoid(logits_BTE)
-        if model.scoring_func == "sigmoid"
-        else jax.nn.softmax(logits_BTE)
-    )
+    score = jax.nn.sigmoid if model.scoring_func == "sigmoid" else jax.nn.softmax
+    return score(einsum("BTD,DE->BTE", h_BTD, w["router"]))
 
 
 def balance(score_BTE, counts_BE, model):
@@ -279,10 +270,6 @@ def loss(weights, batch, model):
     return sum(parts.values()), parts | {"tokens_per_expert": per_layer}
 
 
-def numpy_rms_norm(x, scale, epsilon):
-    return scale * x / np.sqrt(np.mean(x**2) + epsilon)
-
-
 def numpy_swiglu(gate, up, down, h):
     return (h @ gate / (1 + np.exp(-(h @ gate))) * (h @ up)) @ down
 
@@ -304,7 +291,7 @@ def numpy_moe(w, x_TD, model, kept_TK=None):
     E, K, T = model.n_routed_experts, model.num_experts_per_tok, len(x_TD)
     y_TD, choices_TK, share_TE = np.zeros_like(x_TD), np.zeros((T, K), int), np.zeros((T, E))
     for t in range(T):
-        h = numpy_rms_norm(x_TD[t], w["norm"], model.rms_norm_eps)
+        h = w["norm"] * x_TD[t] / np.sqrt(np.mean(x_TD[t] ** 2) + model.rms_norm_eps)
         logit = h @ w["router"]
         sigmoid = model.scoring_func == "sigmoid"
         s = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit) / np.sum(np.exp(logit))

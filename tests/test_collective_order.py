@@ -103,12 +103,7 @@ def test_a_collective_of_a_step_waits_for_the_loops_before_it(name):
     assert not unordered(compiled.as_text())
 
 
-@pytest.mark.parametrize("first", [2.0, jnp.nan, jnp.inf])
-def test_no_value_and_no_gradient_changes(first):
-    w, x = {"a": jnp.array([first, 3.0]), "n": jnp.array([4])}, jnp.array([[first], [5.0]])
-    for got, tree in ((after(w, x), w), (in_turn(w, x), (w, x))):
-        jax.tree.map(np.testing.assert_array_equal, got, tree)
-    loss = lambda a, x: (in_turn({"a": a}, x)[0]["a"] * x[:, 0] ** 2).sum()  # noqa: E731
-    gradients = jax.grad(loss, argnums=(0, 1))(w["a"], x)
-    np.testing.assert_array_equal(gradients[0], x[:, 0] ** 2)
-    np.testing.assert_array_equal(gradients[1][:, 0], 2 * w["a"] * x[:, 0])
+def test_numbers_that_are_not_finite_change_no_value():
+    w, x = {"a": jnp.array([jnp.nan, 3.0]), "n": jnp.array([4])}, jnp.array([[jnp.inf], [5.0]])
+    for found, tree in ((after(w, x), w), (after(x, w), x), (in_turn(w, x), (w, x))):
+        jax.tree.map(np.testing.assert_array_equal, found, tree)

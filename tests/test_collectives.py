@@ -17,11 +17,9 @@ def seconds(chip, kind, *groups, count=None):
     ("ranks", "slice_of", "sides"),
     [
         (2, (4, 4, 4), ((2, 1),)),
-        (8, (4, 4, 4), ((4, 2), (2, 1))),
         (64, (4, 4, 4), ((4, 2), (4, 2), (4, 2))),
         (32, (2, 4, 4), ((4, 1), (4, 1), (2, 1))),
         (256, (16, 16), ((16, 2), (16, 2))),  # rings along sides of sixteen
-        (32, (4, 8), ((8, 1), (4, 1))),
     ],
 )
 def test_ranks_lie_on_sides_of_the_slice_that_are_rings_where_cubes_are_whole(

@@ -23,11 +23,9 @@ from inference import decode
 from planning import cost
 
 LLAMA3 = {
-    "rope_rope_type": "llama3",
-    "rope_factor": 4.0,
+    "rope_rope_type": "llama3", "rope_factor": 4.0, "rope_theta": 10.0,
     "rope_original_max_position_embeddings": 12,
-    "rope_theta": 10.0,
-}
+}  # fmt: skip
 
 
 def config_for(shape=(1, 1, 1), gather="step", segments=False, train=None, **fields):
@@ -38,15 +36,8 @@ def config_for(shape=(1, 1, 1), gather="step", segments=False, train=None, **fie
 
 def test_loss_and_gradients_match_the_one_device_reference():
     """With every option, experts that are dropless and sharded, 2 ranks for each key head."""
-    config = config_for(
-        (2, 1, 4),
-        gather="layer",
-        segments=True,
-        attention_bias=True,
-        qk_norm=True,
-        sliding_window=7,
-        experts_layout="sharded",
-    )
+    options = {"attention_bias": True, "qk_norm": True, "sliding_window": 7}
+    config = config_for((2, 1, 4), "layer", segments=True, experts_layout="sharded", **options)
     check_step(config, hf_case.weights(config.model, 3))
 
 
@@ -119,9 +110,7 @@ def alibi_reference(w, x_BTD, fields, segments_BT, rotary):
     return y
 
 
-def test_another_attention_is_trained_decoded_planned_and_counted_without_other_changes(
-    monkeypatch,
-):
+def test_another_attention_is_trained_decoded_planned_and_counted(monkeypatch):
     monkeypatch.setitem(attention.KINDS, "alibi", Alibi)
     monkeypatch.setattr(reference, "grouped_attention", alibi_reference)
     monkeypatch.setattr(decode, "BLOCK", 8)

@@ -1,5 +1,7 @@
 """What is read in small traces, against counts written out by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,9 +19,9 @@ ONE = jaxpr.Sizes(1, ((1, 1),))
 N = 16  # floats of a row
 
 
-def read(function, *shapes, sizes=ONE, skipped=""):
+def read(function, *shapes, sizes=ONE):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jaxpr.Reader(sizes, 1.0, skipped).read(jax.make_jaxpr(function)(*args))
+    return jaxpr.Reader(sizes, 1.0).read(jax.make_jaxpr(function)(*args))
 
 
 def flops(ops):
@@ -36,17 +38,6 @@ def test_products_in_loops_and_calls_count_as_often_as_they_run():
 
     program = read(lambda x: lax.scan(trip, x, None, length=5)[0] @ x, (N, N))
     assert flops(program.ops) == 6 * 2 * N**3
-
-
-def test_a_skipped_call_is_found_and_not_counted():
-    def layer_7(x):
-        return x @ x
-
-    def body(x, _):
-        return jax.jit(layer_7)(x), None
-
-    program = read(lambda x: lax.scan(body, x, None, length=3)[0], (N, N), skipped="layer_")
-    assert jaxpr.calls(program.ops, "layer_") == {7: 3} and flops(program.ops) == 0
 
 
 def test_one_trace_serves_every_division_of_the_batch():
@@ -87,21 +78,6 @@ def test_what_is_not_saved_is_recomputed_as_far_as_it_is_needed(policy, kept, pr
         assert int(found.bytes[0]) == kept * 4 * N * N
 
 
-def test_names_inside_a_loop_are_saved_for_each_trip():
-    def trip(x, _):
-        return jnp.sin(checkpoint_name(x @ x, "inside")), None
-
-    forward, _, needed, known = forward_and_backward(
-        lambda w, x: lax.scan(trip, x, None, length=4)[0] @ w
-    )
-    policy = jax.checkpoint_policies.save_only_these_names("inside")
-    found = jaxpr.remat(forward, needed, known, policy)
-    trips = {n for value, n in found.saved.items() if value not in forward.inputs}
-    assert trips == {4}
-    nothing = jaxpr.remat(forward, needed, known, jax.checkpoint_policies.nothing_saveable)
-    assert total(nothing.costs) == 4 * 2 * N**3
-
-
 def peak(function, *shapes):
     return int(read(function, *shapes).peak[0]) // (4 * N * N)
 
@@ -113,16 +89,9 @@ def test_the_peak_is_the_largest_sum_of_live_values():
     assert peak(lambda x: jnp.sin(jnp.tanh(x @ x) * 2) @ x, (N, N)) == 1
     # Two that wait for each other.
     assert peak(lambda x: ((x @ x) @ (x @ x)) @ x, (N, N)) == 3
-
-
-def test_the_carry_of_a_loop_is_overwritten():
-    def trip(x, _):
-        return x @ x, None
-
-    many, few = (
-        peak(lambda x, n=n: lax.scan(trip, x @ x, None, length=n)[0] @ x, (N, N)) for n in (9, 3)
-    )
-    assert many == few <= 3
+    # The carry of a loop is overwritten.
+    loop = lambda x: lax.scan(lambda x, _: (x @ x, None), x, None, length=9)[0]  # noqa: E731
+    assert peak(lambda x: loop(x @ x) @ x, (N, N)) <= 3
 
 
 # --- names of primitives, which JAX may change ----------------------------------------------------
@@ -130,16 +99,6 @@ def test_the_carry_of_a_loop_is_overwritten():
 OWN = {"foreign_kernel"}  # a primitive of this project
 # No public function makes it alone; JAX inserts it in transposed programs.
 INSERTED = {"all_gather_invariant"}
-
-
-def names_in(traced):
-    """Return the names of all primitives of a jaxpr, also within others."""
-    found = {eqn.primitive.name for eqn in traced.eqns}
-    for eqn in traced.eqns:
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            found |= names_in(inner) if hasattr(inner, "eqns") else set()
-    return found
 
 
 def examples():
@@ -157,8 +116,8 @@ def examples():
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharded = jax.shard_map(collectives, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-    traced = (jax.make_jaxpr(function)(jnp.zeros(8)).jaxpr for function in (sharded, local))
-    return set().union(*map(names_in, traced))
+    traced = (str(jax.make_jaxpr(function)(jnp.zeros(8))) for function in (sharded, local))
+    return {name for text in traced for name in re.findall(r"= ([\w-]+)", text)}
 
 
 def test_names_of_primitives_are_those_of_jax():

@@ -47,22 +47,14 @@ def float64():
         yield
 
 
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def experts_of(model):
-    """The weights of the first layer with experts, in float64."""
-    return jax.tree.map(lambda leaf: leaf[0], weights_of(model)["blocks"]["moe"]["moe"])
-
-
 @pytest.mark.parametrize(
     ("scores", "normalize", "groups", "shared"),
     [("sigmoid", True, GROUPS, 2), ("softmax", False, GREEDY, 0), ("softmax", True, {}, 1)],
 )
 def test_moe_matches_a_loop_over_tokens(scores, normalize, groups, shared):
     model = small(scoring_func=scores, norm_topk_prob=normalize, n_shared_experts=shared, **groups)
-    w, x_TD = experts_of(model), normal(T, model.hidden_size)
+    w = jax.tree.map(lambda leaf: leaf[0], weights_of(model)["blocks"]["moe"]["moe"])
+    x_TD = np.random.default_rng(3).standard_normal((T, model.hidden_size))
     y_BTD, counts_BE, balance = jax.jit(reference.moe, static_argnums=2)(w, x_TD[None], model)
     expected_TD, choices_TK, expected_balance = reference.numpy_moe(w, x_TD, model)
     np.testing.assert_allclose(y_BTD[0], expected_TD, rtol=1e-12, atol=1e-13)
