@@ -96,9 +96,7 @@ errors.run_command(command)
 
 
 @pytest.mark.parametrize("redirection", ["2>&1 | true", ">/dev/full", ""])
-def test_a_command_outlives_the_readers_of_its_output_and_signals_after_a_stop(
-    redirection, tmp_path
-):
+def test_a_command_outlives_the_readers_of_its_output_and_later_signals(redirection, tmp_path):
     """What a terminal cannot show is written as escapes."""
     script, done = tmp_path / "script.py", tmp_path / "done"
     script.write_text(COMMAND, encoding="utf-8")

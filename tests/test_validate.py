@@ -98,9 +98,7 @@ def test_a_loss_that_is_not_finite_has_no_perplexity_and_only_learned_tokens_cou
         ("--config configs/tiny.toml", "--config cannot be combined with --run"),
     ],
 )
-def test_invalid_flags_are_refused_in_one_line_with_the_fix(
-    whole, flags, message, monkeypatch, capsys
-):
+def test_invalid_flags_are_refused_in_one_line(whole, flags, message, monkeypatch, capsys):
     extra = flags.split()
     run = [] if "--run" in extra else ["--run", str(whole)]
     monkeypatch.setattr(sys, "argv", ["validate.py", *run, *extra])

@@ -17,7 +17,7 @@ OTHER_MESH = [*OTHER_MESH.split(), "--train.microbatches", "2"]
 ONE_DEVICE = "--mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1"
 
 
-def test_a_run_that_moves_from_mesh_to_mesh_has_the_losses_of_one_that_stays(
+def test_a_run_that_moves_between_meshes_has_the_losses_of_one_that_stays(
     data, runs, whole, capsys
 ):
     profile = "--profile.first_step 1 --profile.steps 1"
