@@ -134,24 +134,6 @@ def test_wandb_has_the_records_of_each_step_under_one_identity(tmp_path, runs, c
     assert "warning" not in capsys.readouterr().out
 
 
-def test_wandb_decides_by_its_own_credentials_whether_a_run_is_online(tmp_path, runs, monkeypatch):
-    netrc, key = tmp_path / "netrc", "0123456789abcdef" * 3
-    for expected, host, name, value in (
-        ("online", "api.wandb.ai", "", ""),
-        ("offline", "api.wandb.ai", "WANDB_MODE", "offline"),
-        ("offline", "elsewhere.example", "", ""),
-        ("online", None, "WANDB_API_KEY", key),
-    ):
-        netrc.write_text(f"machine {host}\n  login user\n  password {key}\n" if host else "")
-        netrc.chmod(0o600)
-        with monkeypatch.context() as patched:
-            patched.setenv(name or "UNUSED", value)
-            wandb.teardown()
-            with metrics.Metrics(WANDB, tmp_path / "run"):
-                pass
-        assert runs.pop().mode == expected, (host, name)
-
-
 # --- TensorBoard ----------------------------------------------------------------------------------
 
 
@@ -172,15 +154,3 @@ def test_tensorboard_has_the_numbers_of_each_record_and_a_histogram_per_layer(tm
     histogram = values["moe/tokens_per_expert/0"].histo
     assert (list(histogram.bucket), list(histogram.bucket_limit)) == ([3, 1], [1, 2])
     assert (histogram.min, histogram.max, histogram.num, histogram.sum) == (0, 2, 4, 3)
-
-
-# The file that could not be written is closed when it is collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk_ends_tensorboard_and_not_the_run(small_disk, capsys):
-    disk, _ = small_disk
-    (disk / "fill").write_bytes(bytes(500 * 1024))
-    [sink] = loggers.open_sinks(EVENTS, disk, 0)
-    for number in range(1, 400):
-        sink.put(step(number))
-    sink.close()
-    assert capsys.readouterr().out.count(f"warning: TensorBoard {NO_MORE}: OSError") == 1

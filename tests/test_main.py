@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import itertools
 import re
 from types import SimpleNamespace
 
@@ -117,18 +116,15 @@ def test_a_run_stopped_killed_and_resumed_ends_with_the_bits_of_one_that_was_not
         np.testing.assert_array_equal(resumed, expected)
 
 
-def test_a_run_logs_its_plan_first_and_measurements_last(interrupted):
+def test_a_run_logs_its_plan_first_then_samples_and_measurements_last(interrupted):
     """When the last save is complete."""
     assert interrupted.saved_in_time
-    lines, folder = interrupted.printed.getvalue().splitlines(), interrupted.folder
+    text, folder = interrupted.printed.getvalue(), interrupted.folder
     plan = cost.predict(cli.load(folder / "config.toml"), None).line()
-    planned = [i for i, line in enumerate(lines) if line == plan]
-    first = next(i for i, line in enumerate(lines) if line.startswith("step 4/6"))
-    assert planned[0] < first < planned[1]
-    found = re.fullmatch(
-        r"measured: (\S+) GiB per device \(planned by the compiler\); (\S+) s per step \(median\)",
-        lines[planned[1] + 1],
-    )
+    sample = text.index("\nstep 6, a completion of 'import':\n    import")
+    assert text.index(f"{plan}\n") < text.index("\nstep 4/6") < sample
+    measured = r"\nmeasured: (\S+) GiB per device \(planned by the compiler\); (\S+) s per step"
+    found = re.search(measured, text[sample:])
     seconds = [r["step_s"] for r in jsonl.read(folder / "metrics.jsonl") if "step_s" in r]
     assert float(found[2]) == pytest.approx(np.median(seconds[4:]), rel=0.01)
     predicted = float(re.match(r"plan: (\S+) GiB", plan)[1])
@@ -146,13 +142,6 @@ def test_a_run_that_was_killed_accounts_for_all_its_starts(interrupted):
     steps_s = sum(r["step_s"] - r["data_wait_s"] for r in records if "step_s" in r)
     assert spent["steps"] == pytest.approx(steps_s, rel=0.5)
     assert goodput.summary(lines) in interrupted.printed.getvalue().splitlines()
-
-
-def test_a_run_that_resumes_within_the_traced_steps_ends_no_trace(tmp_path):
-    config = cli.parse(["--profile.first_step", "1", "--profile.steps", "2"])
-    loop = SimpleNamespace(config=config, directory=run_directory.at(tmp_path), tracing=False)
-    main.Loop._profile(loop, 3)
-    assert not loop.tracing and not list(tmp_path.iterdir())
 
 
 def test_a_finished_run_started_again_prints_its_result_and_draws_a_missing_picture(
@@ -173,30 +162,6 @@ def test_a_finished_run_started_again_prints_its_result_and_draws_a_missing_pict
 # --- the loop, without a model --------------------------------------------------------------------
 
 
-def test_a_request_during_a_step_waits_for_this_step_alone():
-    """The next one is not begun before: it would have to end, too."""
-    loop, begun = object.__new__(main.Loop), []
-
-    def wait():
-        if loop.running and loop.running[0] == 3:
-            loop.asked = True
-
-    def stop_if_requested(*_):
-        if loop.asked:
-            raise Stopped("SIGTERM", 143)
-
-    loop.config, loop.first, loop.running, loop.asked = cli.parse([]), 1, None, False
-    loop.schedule = loop.replicas = loop.validation = None
-    loop.watchdog = SimpleNamespace(phase=lambda name: None)
-    loop.step = lambda state, batch, schedule: begun.append(batch) or (state, {})
-    loop._wait, loop._stop_if_requested, loop._read_report = wait, stop_if_requested, lambda: None
-    loop._missing, loop._profile = (lambda step: ()), (lambda number: None)
-    loop._evaluate_and_sample = lambda *_: None
-    with pytest.raises(Stopped):
-        loop._steps(None, itertools.count(2))
-    assert begun == [2, 3]
-
-
 def test_a_run_without_a_checkpoint_or_a_plan_says_so(tmp_path, monkeypatch):
     assert "Nothing is saved, as --checkpoint" in main._resumable(None)
     with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
@@ -207,18 +172,17 @@ def test_a_run_without_a_checkpoint_or_a_plan_says_so(tmp_path, monkeypatch):
 
 
 def test_a_run_that_skips_too_many_steps_stops_with_the_reason(tmp_path):
-    spikes = "above 4.0 .--train.skip_spikes. .* --train.skip_spikes, as 8.0, or inspect"
-    for factor, fix in (("0.0", "Lower --optimizer.lr, or inspect"), ("4.0", spikes)):
+    for factor, fix in (("0.0", "Lower --optimizer.lr, or"), ("4.0", "skip_spikes, as 8.0, or")):
         config = cli.parse(["--train.skip_spikes", factor, "--train.max_skipped_in_row", "3"])
         loop = SimpleNamespace(config=config, directory=run_directory.at(tmp_path))
         main.Loop._stop_if_diverged(loop, 8, {"skipped_in_row": 2})
-        with pytest.raises(ValueError, match=f"{fix}.*data/show.py --run {tmp_path} --step 9; "):
+        with pytest.raises(ValueError, match=f"{fix}.*data/show.py --run {tmp_path} --step 9"):
             main.Loop._stop_if_diverged(loop, 9, {"skipped_in_row": 3})
 
 
 def test_a_skipped_step_is_logged_and_recorded_with_its_windows(tmp_path, capsys, data):
-    config = cli.parse([*FLAGS, *data])
-    dataset, directory = open_training(config), run_directory.at(tmp_path)
+    config, directory = cli.parse([*FLAGS, *data]), run_directory.at(tmp_path)
+    dataset = open_training(config)
     loop = SimpleNamespace(config=config, directory=directory, train_data=dataset)
     lost = {"stats": SimpleNamespace(loss=np.nan), "grad_norm": np.float32(9), "skipped_in_row": 1}
     spike = lost | {"stats": SimpleNamespace(loss=2.5), "spike": np.True_, "median": 0.5}
@@ -232,8 +196,7 @@ def test_a_skipped_step_is_logged_and_recorded_with_its_windows(tmp_path, capsys
     assert other == {"step": 3, "why": "spike"} | numbers | {"loss": 2.5, "median": 0.5}
     printed = capsys.readouterr().out
     assert "step 2 is not applied (not finite): loss nan, gradient norm 9;" in printed
-    spike = "step 3 is not applied (spike): loss 2.5000, gradient norm 9 after a median of 0.5; the"
-    assert spike in printed
+    assert "(spike): loss 2.5000, gradient norm 9 after a median of 0.5; the" in printed
 
 
 @pytest.mark.parametrize(("before", "now"), [(5.0, 0.0), (0.0, 5.0)])
@@ -268,10 +231,8 @@ def test_a_run_resumes_with_skip_spikes_turned_on_or_off(before, now, tmp_path):
         ("whole --model.v_head_dim 8 --data.seed 1", "seed 0 -> 1, model.v_head_dim 16"),
         ("whole --checkpoint.every_steps 0", "a run without saves cannot resume from"),
         ("a --model.num_attention_heads 3", "Use --model.num_attention_heads 4"),
-        ("a --model.num_hidden_layers 6", "Use --model.num_hidden_layers 8"),
         ("a --mesh.virtual 2 --train.microbatches 1", "Use --train.microbatches 2"),
-        ("a --mesh.fsdp 8 --train.global_batch_size 32 --model.hidden_size 64",
-         "is 32 devices, and there are 8"),
+        ("a --mesh.fsdp 8 --train.global_batch_size 32 --model.hidden_size 64", "is 32 devices"),
         ("a --data.train absent", "absent"),
         ("a --model.vocab_size 512", "only ids below 512. Use --model.vocab_size 4096"),
         ("a --train.seq_len 1000000", "1000000 is longer than the data"),
@@ -304,17 +265,16 @@ def test_settings_that_do_not_depend_on_the_mesh_are_checked_without_one():
     with pytest.raises(ValueError, match=r"--train\.global_batch_size 6 is not divisible"):
         main.parse(["--train.global_batch_size", "6"])
     flags = ["--model.num_hidden_layers", "24", "--mesh.pipeline", "5"]
-    message = r"layers 30, or --mesh.pipeline 1 or 2 or 3 or 4 or 6 or 12\."
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"layers 30, or --mesh.pipeline 1 or 2 or 3 or 4 or 6 or"):
         model.declare(cli.parse(flags, checked=False))
 
 
-def test_the_example_configs_describe_runs_that_can_start():
+def test_the_example_configs_describe_runs_that_can_start_with_a_tuned_learning_rate():
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = cli.load(path)
-        cli.check(config)
-        model.declare(config)
-        sharded_model.schedule_of(config)
+        assert train.mesh_problem(config) is None, path
+        tunes = {"run.init_from": "runs/a"} if path.name == "tune.toml" else {}
+        assert optimizer.learning_rate_warning(utils.changed(config, tunes)) == "", path
 
 
 # --- the mesh and its devices ---------------------------------------------------------------------
@@ -343,16 +303,13 @@ def chips(platform, count, slices=1):
     ]
 
 
-@pytest.mark.parametrize("shape", [(16, 2, 2), (2, 16, 2), (64, 1, 1)], ids=str)
-def test_an_axis_of_two_fits_on_a_cube_of_64_chips(shape):
+def test_an_axis_of_two_fits_on_a_cube_of_64_chips():
     """Each axis of the torus is 4 long, and none of them is the mesh axis's own."""
-    fsdp, pipeline, tensor = shape
-    mesh = utils.Mesh(fsdp=fsdp, pipeline=pipeline, tensor=tensor)
+    mesh = utils.Mesh(fsdp=2, pipeline=16, tensor=2)
     placed = train.make_mesh(utils.Config(mesh=mesh), chips("tpu", 64)).devices
-    assert placed.shape == (1, *shape) and len({d.id for d in placed.flat}) == 64
-    if tensor == 2:  # neighbours
-        for one, other in placed.reshape(-1, 2):
-            assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
+    assert placed.shape == (1, 2, 16, 2) and len({d.id for d in placed.flat}) == 64
+    for one, other in placed.reshape(-1, 2):  # neighbours
+        assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
 
 
 def test_a_slice_of_tpus_is_a_replica_and_hosts_of_cpus_and_gpus_are_not_slices():
@@ -373,23 +330,15 @@ AUTO = ["--model.compute_dtype", "auto"]
 
 @pytest.mark.parametrize(
     ("platform", "count", "shape", "virtual"),
-    [
-        ("cpu", 1, (1, 1, 1), 1),
-        ("cpu", 3, (2, 1, 1), 1),
-        ("cpu", 4, (2, 1, 2), 1),
-        ("cpu", 8, (2, 2, 2), 2),
-        ("gpu", 1, (1, 1, 1), 1),
-        ("gpu", 8, (2, 1, 4), 1),
-    ],
+    [("cpu", 3, (2, 1, 1), 1), ("cpu", 8, (2, 2, 2), 2), ("gpu", 8, (2, 1, 4), 1)],
 )
 def test_a_mesh_that_is_not_set_is_derived_from_the_devices(platform, count, shape, virtual):
     config = main.parse(AUTO)
     assert config.mesh == utils.UNSET_MESH
-    made, why = train.for_devices(config, chips(platform, count))
+    made, idle = train.for_devices(config, chips(platform, count))
     assert made.mesh.shape == (1, *shape) and made.mesh.virtual == virtual
     assert train.mesh_problem(made) is None
-    assert str(shape) in why and f"of {count} {platform} devices" in why and "--mesh.fsdp" in why
-    assert ("the most that divide" in why) == (count == 3)
+    assert bool(idle) == ("has 2 of 3 devices, the most that divide" in idle) == (count == 3)
     assert made.model.compute_dtype == {"cpu": "float32", "gpu": "bfloat16"}[platform]
 
 
@@ -399,10 +348,9 @@ def test_a_mesh_that_is_set_is_kept_and_refused_if_it_does_not_fit(tmp_path):
     for words in (["--mesh.tensor=1"], [*AUTO, "--mesh.tensor", "1"], [f"--config={file}"]):
         config = main.parse(words)
         assert config.mesh == utils.Mesh(tensor=1)
-        made, why = train.for_devices(config, chips("cpu", 3))
-        assert made.mesh == config.mesh and not why
-        _, why = train.for_devices(config, chips("cpu", 8))
-        assert why.startswith("warning: the mesh has 4 of 8 devices")
+        made, idle = train.for_devices(config, chips("cpu", 3))
+        assert made.mesh == config.mesh and not idle
+        assert "has 4 of 8 devices" in train.for_devices(config, chips("cpu", 8))[1]
         with pytest.raises(ValueError, match="is 4 devices, and there are 3"):
             train.make_mesh(made, chips("cpu", 3))
 
@@ -417,13 +365,6 @@ def test_on_several_hosts_no_device_stays_idle(monkeypatch):
         train.for_devices(main.parse([]), chips("gpu", 6))
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"JAX_ENABLE_X64 is set.*Unset it"):
         train.make_mesh(utils.Config())
-
-
-def test_only_a_v4_gets_options_for_asynchronous_collectives():
-    wanted = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
-    for kind, expected in {"TPU v4": wanted, "TPU v5 lite": None, "NVIDIA H100": None}.items():
-        mesh = SimpleNamespace(devices=np.array([[[SimpleNamespace(device_kind=kind)]]]))
-        assert train.compiler_options(mesh) == expected
 
 
 def test_a_process_reads_its_own_rows_once():
@@ -446,12 +387,9 @@ def test_a_process_reads_its_own_rows_once():
     ("steps", "schedule", "flags", "rise", "begin", "length"),
     [
         (20, "wsd", "warmup_steps 4 --optimizer.decay_share 0.25", 4, 15, 5),
-        (20, "cosine", "warmup_steps 4", 4, 4, 16),
         (20, "cosine", "warmup_steps 4 --optimizer.schedule_steps 10", 4, 4, 6),
         # The warmup is not cut but for one step, and the decay begins after it.
         (10, "wsd", "warmup_steps 40 --optimizer.decay_share 0.4", 9, 9, 1),
-        (10, "cosine", "warmup_steps 40", 9, 9, 1),
-        (10, "wsd", "warmup_steps 5 --optimizer.decay_share 1", 5, 5, 5),
         (10, "wsd", "warmup_steps 0 --optimizer.decay_share 1", 0, 0, 10),
     ],
 )

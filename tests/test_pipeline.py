@@ -143,20 +143,9 @@ def assert_same(found, expected):
 
 
 # One rank, few and odd microbatches, more and fewer chunks than ranks.
-@pytest.mark.parametrize(
-    ("sizes", "recomputed"),
-    [
-        ((1, 1, 3), True),
-        ((1, 3, 2), False),
-        ((2, 1, 1), False),
-        ((2, 3, 4), False),
-        ((4, 1, 5), False),
-        ((4, 2, 8), True),
-    ],
-    ids=str,
-)
-def test_training_and_evaluation_match_plain_differentiation(sizes, recomputed):
-    schedule, functions = Schedule(*sizes), RECOMPUTED if recomputed else FUNCTIONS
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 1), (2, 3, 4), (4, 1, 5), (4, 2, 8)], ids=str)
+def test_training_and_evaluation_match_plain_differentiation(sizes):
+    schedule, functions = Schedule(*sizes), RECOMPUTED if sizes == (4, 2, 8) else FUNCTIONS
     w, data = inputs_of(schedule)
     grads, stats, evaluated, (results, by_microbatch) = train(schedule, functions)(w, data)
     one = jax.grad(plain_loss, has_aux=True)
@@ -168,12 +157,6 @@ def test_training_and_evaluation_match_plain_differentiation(sizes, recomputed):
         assert_same(found["sum"], sums.sum(0))
     assert_same(results, {"loss": errors.sum(), "first": data.gain.sum()})
     assert_same(by_microbatch, {"loss": errors, "first": data.gain.sum(1)})
-
-
-def test_a_block_on_the_data_of_an_idle_slot_gives_nan():
-    w = jax.tree.map(lambda a: a[0], inputs_of(Schedule(1, 1, 1))[0].blocks)
-    y, loss = formula(w, jnp.ones(B), jnp.float32(0), jnp.zeros((B, D)))
-    assert np.isnan(y).all() and np.isnan(loss), "the test above would not see an unmasked slot"
 
 
 def ring_of(functions, schedule):
@@ -205,14 +188,3 @@ def test_the_program_grows_with_neither_blocks_nor_microbatches():
         text = str(jax.make_jaxpr(train(schedule))(*inputs_of(schedule, blocks)))
         texts.append(re.sub(r"\d+|\s+", "_", text))  # without sizes
     assert len(texts[0]) > 10_000 and texts[0] == texts[1] == texts[2]
-
-
-def test_a_loss_that_is_not_reduced_is_an_error_at_trace_time():
-    def forgotten(outer, data, y):
-        _, stats = last(outer, data, y)
-        loss = jnp.sum((y @ outer.last - data.targets[:, : outer.last.shape[1]]) ** 2)
-        return loss, stats | {"loss": loss}
-
-    schedule = Schedule(2, 1, 2)
-    with pytest.raises((TypeError, ValueError), match=r"var(ying|iance)|vma|manual axes"):
-        jax.eval_shape(train(schedule, FUNCTIONS._replace(last=forgotten)), *inputs_of(schedule))

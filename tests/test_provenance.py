@@ -1,12 +1,10 @@
 """What a run records of its origin."""
 
 import datetime
-import json
 import subprocess
 import sys
 
 import jax
-import numpy as np
 
 from runtime import jsonl, provenance
 
@@ -17,10 +15,8 @@ def test_a_start_has_command_code_host_devices_and_versions(monkeypatch):
     assert start["step"] == 7 and start["command"] == sys.argv
     assert datetime.datetime.fromisoformat(start["time"]).utcoffset() == datetime.timedelta(0)
     assert start["devices"] == {"cpu": 8} and start["processes"] == 1 and start["host"]
-    expected = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
+    expected = {"python": sys.version.split()[0], "jax": jax.__version__}
     assert expected.items() <= start["versions"].items()
-    assert {"jaxlib", "flax", "optax", "orbax-checkpoint"} <= start["versions"].keys()
-    assert json.loads(json.dumps(start)) == start
 
 
 def test_a_start_has_the_variables_that_matter_and_no_secret(monkeypatch):
@@ -49,8 +45,6 @@ def test_the_commit_and_whether_the_code_differs_from_it_are_recorded(tmp_path, 
     assert provenance._commit() == first
     (tmp_path / "runtime/provenance.py").write_text("changed")
     assert provenance._commit() == first | {"changed": True}
-    monkeypatch.setenv("PATH", "")
-    assert provenance._commit() == {"commit": None, "changed": None}
 
 
 def test_each_start_is_a_line_and_one_that_cannot_be_written_is_a_warning(tmp_path, capsys):

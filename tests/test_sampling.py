@@ -3,7 +3,6 @@
 Letters: B sequences, T positions, P positions with logits, V vocabulary.
 """
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,6 @@ import utils
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from inference import decode, sampling
-from runtime import distributed
-from runtime.errors import Exit, JobFailed
 from tiny_run import load
 
 PROMPTS = ("def", "import jax", "")
@@ -34,8 +31,8 @@ def tokenizer(manifest):
     return load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
 
 
-def sampled(monkeypatch, manifest, logits, steps=(7,), length=16, **sample):
-    """Texts of PROMPTS after each of `steps`, where logits(tokens [B, P]) is the model."""
+def sampled(monkeypatch, manifest, logits, tokens, length=16):
+    """The most likely texts of PROMPTS, where logits(tokens [B, P]) is the model."""
 
     def extend(config, declared, mesh):
         def of_tokens(w, cache, tokens_BT, start_B, at_BP):
@@ -47,28 +44,19 @@ def sampled(monkeypatch, manifest, logits, steps=(7,), length=16, **sample):
     config = utils.Config(
         mesh=utils.Mesh(virtual=2),
         train=utils.Train(seq_len=length),
-        sample=utils.Sample(prompts=PROMPTS, **sample),
+        sample=utils.Sample(prompts=PROMPTS, tokens=tokens, temperature=0.0),
     )
     sampler = sampling.Sampler(config, train.make_mesh(config), manifest)
     sampler.generator.ends.insert(0, 4094)  # another token that ends a text, and that none has
     monkeypatch.setattr(sampler.generator, "convert_weights", lambda w: w)
-    texts = []
-    for step in steps:
-        samples = sampler(None, step)
-        assert [(s["step"], s["prompt"]) for s in samples] == [(step, p) for p in PROMPTS]
-        texts.append([s["text"] for s in samples])
-    return texts
+    samples = sampler(None, 7)
+    assert [(s["step"], s["prompt"]) for s in samples] == [(7, prompt) for prompt in PROMPTS]
+    return [s["text"] for s in samples]
 
 
 def counting(tokens_BP):
     """Logits of the next id; the first id follows the last."""
     return jax.nn.one_hot((tokens_BP + 1) % 4096, 4096)
-
-
-def following(tokenizer, manifest, prompt, count):
-    last = (tokenizer.encode_ordinary(prompt) or [manifest.end_of_text])[-1]
-    ids = [(last + 1 + i) % 4096 for i in range(count)]
-    return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
 
 
 def test_temperature_0_samples_the_most_likely_token_until_a_document_ends(
@@ -80,49 +68,25 @@ def test_temperature_0_samples_the_most_likely_token_until_a_document_ends(
         return counting(jnp.where(tokens_BP == end, manifest.end_of_text - 1, tokens_BP))
 
     def expected(*counts):
-        pairs = zip(PROMPTS, counts, strict=True)
-        return [following(tokenizer, manifest, prompt, count) for prompt, count in pairs]
+        lasts = [(tokenizer.encode_ordinary(p) or [manifest.end_of_text])[-1] for p in PROMPTS]
+        ids = [[(n + 1 + i) % 4096 for i in range(k)] for n, k in zip(lasts, counts, strict=True)]
+        return [tokenizer.decode([i for i in each if i < tokenizer.n_vocab]) for each in ids]
 
-    [texts] = sampled(monkeypatch, manifest, ending, tokens=4, temperature=0.0)
-    assert texts == expected(2, 4, 4)
+    assert sampled(monkeypatch, manifest, ending, 4) == expected(2, 4, 4)
     assert len(tokenizer.encode_ordinary(PROMPTS[1])) > 1, "a long prompt is cut at its start"
-    [texts] = sampled(monkeypatch, manifest, counting, length=4, tokens=3, temperature=0.0)
-    assert texts == expected(3, 3, 3)
+    assert sampled(monkeypatch, manifest, counting, 3, length=4) == expected(3, 3, 3)
 
 
-def test_samples_are_the_same_again_at_the_same_step(monkeypatch, manifest):
-    def even(tokens_BP):
-        return jnp.zeros((*tokens_BP.shape, 4096))
-
-    one, other, again = sampled(monkeypatch, manifest, even, steps=(1, 2, 1), temperature=1.0)
-    assert one == again
-    assert all(a != b for a, b in zip(one, other, strict=True)) and len(set(one)) == len(PROMPTS)
-
-
-def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(
-    manifest, monkeypatch, capsys
-):
+def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(manifest, capsys):
     config = utils.Config(mesh=utils.Mesh(fsdp=4, pipeline=2, tensor=1))
     mesh = train.make_mesh(config)
     narrow = utils.changed(config, {"model.hidden_size": 12})  # divides over 4 ranks, not over 8
     assert sampling.make_sampler(narrow, mesh, manifest) is None
-    message = "no samples: --model.hidden_size 12 is not divisible by --mesh.fsdp 8"
-    assert message in capsys.readouterr().out
+    assert "no samples: --model.hidden_size 12 is not divisible" in capsys.readouterr().out
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**20, "bytes_in_use": 0})
     full = SimpleNamespace(devices=mesh.devices, axis_types=mesh.axis_types, local_devices=[device])
     assert sampling.make_sampler(config, full, manifest) is None
     assert "GiB per device, and 0.00 are free" in capsys.readouterr().out
-
-    @contextlib.contextmanager
-    def shared():
-        yield
-        raise JobFailed("process 1 (h1): they need 2.00 GiB, and 1.00 are free", Exit.CONFIG)
-
-    monkeypatch.setattr(sampling, "Sampler", lambda *arguments: "a sampler")
-    assert sampling.make_sampler(config, None, None) == "a sampler"
-    monkeypatch.setattr(distributed, "shared_errors", shared)
-    assert sampling.make_sampler(config, None, None) is None, "all processes or none sample"
-    assert "no samples: process 1 (h1): they need 2.00 GiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -133,7 +97,6 @@ def test_a_run_trains_without_samples_that_do_not_fit_its_mesh_or_memory(
         ({"temperature": 1.0, "top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
         # The first two have 0.75, so the third is needed for 0.8.
         ({"temperature": 1.0, "top_p": 0.8}, [5 / 9, 2.5 / 9, 1.5 / 9, 0]),
-        ({"temperature": 1.0, "top_p": 0.01}, [1, 0, 0, 0]),
         ({"temperature": 0.0}, [1, 0, 0, 0]),
     ],
 )

@@ -19,8 +19,6 @@ import train
 import utils
 import weights
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, jitted_step, mesh_of, on_mesh
-from conftest import ROOT
-from runtime import cli
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
@@ -96,7 +94,7 @@ def run(name):
 
 
 def assert_trains_as_one_device(name):
-    """The same losses, from the same weights; at the end the same bits in every copy."""
+    """From the same weights, with the same losses; at the end the same bits in every copy."""
     (one, _, _), (other, states, last) = run("1x1x1"), run(name)
     config, mesh, _ = step_of("1x1x1")
     seeded = canonical(config, weights.initialize(model.declare(config), mesh, config.train.seed))
@@ -169,8 +167,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
 
 
 def test_a_step_learns_only_from_weighted_targets_and_is_finite_without_any():
-    config, *_ = begun("1x1x1")
-    one = batch(config, 0)
+    one = batch(config := run_config("1x1x1"), 0)
     prompts = one["loss_weights"] == 0
     assert 0.1 < prompts.mean() < 0.4
     other = one | {"targets": np.where(prompts, one["targets"] // 2, one["targets"])}
@@ -246,9 +243,7 @@ def test_a_spike_changes_only_the_counters():
     ("name", "width", "rate", "source", "report"),
     [
         ("adamw", 48, 0.1, "", "lr 0.1 is far .* adamw .*size 48 .* 0.00057 and 0.057, .*0.005"),
-        ("adamw", 1600, 0.01, "", "lr 0.01 is far .* .* 5.7e-05 and 0.0057, as .* 0.00057"),
         ("muon", 48, 1e-4, "", "lr 0.0001 is far .* muon .* 0.0016 and 0.16, as .*lr 0.016"),
-        ("muon", 48, 0.15, "", None),
         ("muon", 1600, 0.15, "", "is far"),
         ("lion", 48, 1e9, "", None),  # has no tuned rate
         ("adamw", 576, 1e-3, "runs/a", "in the range of pretraining.*configs/tune.toml"),
@@ -261,12 +256,6 @@ def test_a_learning_rate_far_outside_the_tuned_range_causes_a_warning(
     config = config_of(optimizer={"name": name, "lr": rate}, hidden_size=width)
     found = optimizer.learning_rate_warning(utils.changed(config, {"run.init_from": source}))
     assert re.search(report, found) if report else found == ""
-
-
-def test_example_configs_have_learning_rates_in_the_tuned_range():
-    for path in sorted((ROOT / "configs").glob("*.toml")):
-        tunes = {"run.init_from": "runs/a"} if path.name == "tune.toml" else {}
-        assert optimizer.learning_rate_warning(utils.changed(cli.load(path), tunes)) == "", path
 
 
 @pytest.mark.parametrize(("clip", "embeddings"), [(0.5, False), (0.0, True)])

@@ -9,7 +9,6 @@ import utils
 from conftest import ROOT
 from runtime import cli
 
-HIGH_FREQUENCY = "model.rope_scaling.high_freq_factor"
 ROPE = "model.rope_scaling.factor 2 --model.rope_scaling"
 
 
@@ -44,13 +43,11 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         ("model.hiden_size 3", "unknown flag --model.hiden_size: did you mean --model.hidden_size"),
         ("run.name a stray", "'stray' follows no flag that takes a value"),
         ("model.tie_word_embeddings maybe", "--model.tie_word_embeddings 'maybe' is no switch"),
-        ("model.no_tie_word_embeddings True", "'True' follows no flag"),
         ("config absent.toml", "absent.toml cannot be read"),
         ("train.global_batch_size 9", "not divisible .*Use --train.global_batch_size 16"),
         ("mesh.replica 3", "is not divisible by .* x --mesh.fsdp x --mesh.replica = "),
         ("train.seq_len 255", "Use --train.seq_len 256"),
         ("eval.sequences -1", "--eval.sequences -1 is below 0. Use 0 or more"),
-        ("mesh.virtual 0", "--mesh.virtual 0 is below 1"),
         ("optimizer.lr -1", "--optimizer.lr -1.0 is below 0"),
         ("model.num_experts_per_tok 9", "more than --model.n_routed_experts 8. Use 8 or less"),
         ("model.n_group 3", "3 with --model.n_routed_experts 8: .*Use --model.n_group 2"),
@@ -59,28 +56,19 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         ("model.n_group 4 --model.num_experts_per_tok 3", "2 in each .*Use --model.topk_group 2"),
         ("model.attention gqa --model.num_key_value_heads 3", "Use --model.num_key_value_heads 1"),
         ("model.attention gqa --model.head_dim 7", "head_dim 7 is odd.*Use 8"),
-        ("model.attention gqa --model.num_key_value_heads 0", "0 is below 1"),
-        ("model.sliding_window -1", "--model.sliding_window -1 is below 0"),
-        (f"{ROPE}.rope_type llama3 --{HIGH_FREQUENCY} 1", "above 0 and below .*1.0 and 4"),
+        (f"{ROPE}.rope_type llama3 --model.rope_scaling.low_freq_factor 9", "above 0 and below"),
         (f"{ROPE}.factor 0.5", "--model.rope_scaling.factor 0.5 is below 1.*Use 1.0"),
         (f"{ROPE}.beta_slow 0", "above 0.*beta_slow 1.0"),
-        (f"{ROPE}.beta_fast 0.5", "at most .*beta_fast 0.5"),
         (f"{ROPE}.factor 2 --model.rope_theta 1", "Use --model.rope_theta 10000"),
         ("model.num_hidden_layers 7", "Use --model.num_hidden_layers 8"),
-        ("model.qk_rope_head_dim 7", "Use 8"),
         ("run.peer_seconds 0", "0.0 must be above 0. Use 30.0"),
         ("run.time_limit soon", "'soon' is not a time"),
         ("train.skip_spikes 0.5", "0.5 would skip .*1 or more. Use 5.0, or 0.0"),
         ("optimizer.beta2 1", "--optimizer.beta2 1.0 must be below 1.* Use 0.95"),
-        ("optimizer.muon_beta 1.5", "--optimizer.muon_beta 1.5 must"),
-        ("train.skip_spikes -1", "--train.skip_spikes -1.0 is below 0"),
-        ("model.capacity_factor -1", "--model.capacity_factor -1.0 is below 0"),
         ("model.attention_kernel splash --train.seq_len 200", "Use .* 256, or"),
         ("train.steps 0", "--train.steps 0 is below 1"),
-        ("rope_theta 1", "did you mean --model.rope_theta?"),
         ("seed 1", "did you mean --train.seed or --data.seed?"),
-        ("n_embd 1", "did you mean --model.hidden_size"),  # names of other programs
-        ("learning_rate 1", "did you mean --optimizer.lr"),
+        ("learning_rate 1", "did you mean --optimizer.lr"),  # a name of other programs
         ("train.remat attention,everything", "everything.*none, full, or.*latents"),
     ],
 )
@@ -93,15 +81,12 @@ def test_the_error_for_a_wrong_flag_has_the_fix(flags, message):
     ("text", "message"),
     [
         ("[model]\nhiden_size = 3", "key hiden_size in .model.: did you mean model.hidden_size?"),
-        ("[train]\nhidden_size = 3", "unknown key hidden_size in .train.: did you mean model.h"),
         ("hidden_size = 3", "unknown key hidden_size: did you mean model.hidden_size?"),
         ("[modle]\nhidden_size = 3", "unknown section .modle.: did you mean model?"),
-        ("[modle]", "unknown key modle"),
         ("[model]\nhidden_size = '3'", "model.hidden_size = '3' is not int"),
         ("[model]\nscoring_func = 'relu'", "'relu' is not one of 'sigmoid', 'softmax'"),
         ("max_iters = 1", "did you mean train.steps"),
         ("[run]\nname = 'a'\nname = 'b'", "a key twice: line 3, .*name = 'b'"),
-        ("[run]\n[data]\n[run]", r"a key twice: line 3, .*\[run\]"),
         ("[sample]\nprompts = [1]", r"sample.prompts = \(1,\) is not tuple.*like \[\"def\"\]"),
         ("[model", "cannot be read"),
     ],
@@ -112,11 +97,11 @@ def test_the_error_for_a_wrong_file_has_the_fix(tmp_path, text, message):
 
 
 def test_a_switch_works_with_or_without_a_value():
-    tie = "--model.tie_word_embeddings"
+    tie, no = "--model.tie_word_embeddings", "--model.no-tie-word-embeddings"
     others = "--model.hidden_size 96 --data.segments 1 --run.name=x=1 --sample.prompts False a=b"
     for tied, *written in (
         (True, "", tie, f"{tie} True", f"{tie}=1", f"{tie} False {tie}"),
-        (False, "--model.no-tie-word-embeddings", f"{tie} 0", f"{tie}=false"),
+        (False, no, f"{tie} 0", f"{tie}=false", f"{tie.replace('_', '-')} False"),
     ):
         for flags in written:
             config = cli.parse(f"{flags} {others}".split())
@@ -125,28 +110,14 @@ def test_a_switch_works_with_or_without_a_value():
             assert (config.sample.prompts, config.run.name) == (("False", "a=b"), "x=1")
 
 
-def test_every_switch_takes_a_value_in_either_spelling():
-    switches = [name for name, field in utils.fields_of().items() if field.type is bool]
-    assert len(switches) >= 5
-    for value in (True, False):
-        spaced = [word for name in switches for word in (f"--{name}", str(value))]
-        dashes = [f"--{name}={value}".replace("_", "-") for name in switches]
-        for arguments in (spaced, dashes):
-            config = cli.parse(arguments, checked=False)
-            assert [utils.get(config, name) for name in switches] == [value] * len(switches)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("model.scoring_func", "relu", "'relu' is not one of 'sigmoid', 'softmax'"),
-        ("run.resume", "no", "--run.resume 'no' is not one of 'auto', 'never', 'must'"),
         ("model.hidden_size", "256", "--model.hidden_size '256' is not int. Write it like 256"),
-        ("model.hidden_size", 256.0, "--model.hidden_size 256.0 is not int"),
         ("model.tie_word_embeddings", 0, "_embeddings 0 is not bool. Write it like true"),
         ("mesh.fsdp", True, "--mesh.fsdp True is not int"),
         ("sample.prompts", "def", "--sample.prompts 'def' is not tuple"),
-        ("data.train", None, "--data.train None is not str"),
     ],
 )
 def test_a_config_built_in_python_is_checked_like_a_file(name, value, message):

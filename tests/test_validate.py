@@ -46,14 +46,12 @@ def test_a_checkpoint_has_exactly_the_validation_that_its_run_recorded(whole, pr
     assert found["perplexity"] == math.exp(found["loss/val"])
     assert files == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}, "nothing written"
     record = recorded(whole, 3)
-    first, *rest = printed("--step", "3").splitlines()
+    first, loss, perplexity, bits, balance, dropped = printed("--step", "3").splitlines()
     assert re.fullmatch("step 3 on 16 windows of 32 tokens of .*val", first)
-    loss, perplexity, bits, balance, dropped = rest
     assert loss == f"loss           {record['loss/val']:.4f} nats per token"
     assert perplexity == f"perplexity     {math.exp(record['loss/val']):.2f}"
-    assert bits.startswith("bits per byte  ")
+    assert bits.startswith("bits per byte  ") and dropped.startswith("dropped        0.00% ")
     assert balance.startswith(f"balance        {record['loss/val_balance']:.3f} ")
-    assert dropped.startswith("dropped        0.00% ")
 
 
 def test_other_shards_have_the_loss_of_the_one_device_reference(whole, printed, data):
@@ -92,25 +90,16 @@ def test_a_loss_that_is_not_finite_has_no_perplexity_and_only_learned_tokens_cou
     ("flags", "message"),
     [
         ("--run absent", r"--run absent does not exist. Give the folder of a run"),
-        ("--run {data}", r"has no config.toml. Give the folder of a run"),
         ("--step 4", r"no checkpoint of step 4 .* has steps \[3, 6\]. Use one"),
         ("--model.vocab_size 512", "512 covers only ids below 512.*Use --model.vocab_size 4096"),
         ("--model.hidden_size 64", r"of another model: weights\..* Use the config .*config.toml"),
         ("--eval.sequence 8", "unknown flag --eval.sequence.*did you mean --eval.sequences"),
-        ("--steps 3", "unknown flag --steps.*did you mean"),
         ("--eval.sequences 0", "--eval.sequences 0 is no evaluation. Use --eval.sequences 64"),
         ("--config configs/tiny.toml", "--config cannot be combined with --run"),
-        ("--data.val absent", "absent"),
-        (
-            "--mesh.fsdp 1 --mesh.tensor 16 --model.num_attention_heads 16",
-            "is 32 devices, and there are 8",
-        ),
     ],
 )
-def test_invalid_flags_are_refused_in_one_line_with_the_fix(
-    whole, data, flags, message, monkeypatch, capsys
-):
-    extra = flags.format(data=data[1]).split()
+def test_invalid_flags_are_refused_in_one_line(whole, flags, message, monkeypatch, capsys):
+    extra = flags.split()
     run = [] if "--run" in extra else ["--run", str(whole)]
     monkeypatch.setattr(sys, "argv", ["validate.py", *run, *extra])
     monkeypatch.setattr(validate, "Validation", None)  # before anything is compiled

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -50,7 +49,6 @@ def test_momenta_with_different_layouts_in_memory_are_exchanged():
     assert step.lower(state, sharded_model.abstract_batch(config, mesh), s).compile()
 
 
-@functools.cache
 def muon_run(name):
     """Return (config, mesh, the state after five steps with Muon)."""
     rows = {"microbatches": MICROBATCHES[name], "global_batch_size": 8, "steps": 5}
@@ -65,9 +63,8 @@ def muon_run(name):
     return config, mesh, state
 
 
-@pytest.mark.parametrize("name", ["2x2x2_virtual", "2x1x2x2_virtual"])
-def test_five_steps_with_muon_end_at_the_weights_of_one_device_and_restore_there(name, tmp_path):
-    (config, _, state), (one, mesh, expected) = muon_run(name), muon_run("1x1x1")
+def test_five_steps_with_muon_end_at_the_weights_of_one_device_and_restore_there(tmp_path):
+    (config, _, state), (one, mesh, expected) = muon_run("2x1x2x2_virtual"), muon_run("1x1x1")
     weights = [canonical(config, s.weights) for s in (state, expected)]
     for a, b in zip(*map(jax.tree.leaves, weights), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
