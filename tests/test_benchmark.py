@@ -169,5 +169,5 @@ def test_the_ratio_is_over_the_better_of_the_others_which_have_the_same_first_lo
         for name, loss in (("ours", 8.31), ("theirs", 8.32), ("theirs", 8.40))
     )
     peer.check_first_losses([ours, near])
-    with pytest.raises(ValueError, match="ours is 8.3100 and that of theirs 8.4000: weights or"):
+    with pytest.raises(ValueError, match=r"ours is 8.3100 and that of theirs 8.4000: weights or"):
         peer.check_first_losses([ours, near, far])
