@@ -19,6 +19,7 @@ ranges from the end and beyond it, and pages and offsets of lists.
 import base64
 import contextlib
 import fnmatch
+import http
 import http.client
 import json
 import logging
@@ -36,17 +37,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
-MESSAGES = {
-    304: "Not Modified",
-    401: "Invalid Credentials",
-    403: "Access denied: the caller does not have storage.objects.create access to the object.",
-    404: "The specified bucket does not exist.",
-    412: "At least one of the pre-conditions you specified did not hold.",
-    416: "Requested range not satisfiable",
-    429: "The rate of change requests to the object exceeds the rate limit.",
-    500: "Backend Error",
-    503: "Service Unavailable",
-}
 WRITES = {"upload", "start", "delete", "copy", "compose", "other"}
 UNSENT = {"connection", "content-length", "keep-alive", "server", "date"}  # set by the proxy
 
@@ -72,7 +62,6 @@ class Fault:
     seconds: float = 60.0
     seen: int = 0  # requests that matched
     done: int = 0  # of these, failed
-    happened: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def hits(self, request: "Request") -> bool:
@@ -83,15 +72,15 @@ class Fault:
         if self.stopped.is_set() or self.seen <= self.after or self.done >= self.times:
             return False
         self.done += 1
-        self.happened.set()
         return True
 
 
 def flipped(content: bytes, start: int, end: int) -> bytes:
     """Flip one bit in the middle of content[start:end], if that is not empty."""
-    middle = (start + end) // 2
-    byte = content[middle : middle + 1] if start < end else b""
-    return content[:middle] + bytes(b ^ 1 for b in byte) + content[middle + len(byte) :]
+    changed = bytearray(content)
+    if start < end:
+        changed[(start + end) // 2] ^= 1
+    return bytes(changed)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -105,24 +94,22 @@ class Answer:
 
 
 def error(status: int, message: str = "") -> Answer:
-    message = message or MESSAGES[status]
+    message = message or http.HTTPStatus(status).phrase
     error = {"code": status, "message": message, "errors": [{"reason": "test"}]}
     body = b"" if status == 304 else json.dumps({"error": error}).encode()
     return Answer(status, {"Content-Type": "application/json"}, body)
 
 
 class Request:
-    """A request, with its operation, bucket and object.
-
-    start  query and object name of the chunked upload that this is a chunk of
-    """
+    """A request, with its operation, bucket and object."""
 
     def __init__(
-        self, method: str, target: str, headers: dict[str, str], body: bytes, start: dict[str, str]
+        self, method: str, target: str, headers: dict[str, str], body: bytes, starts: dict[str, Any]
     ):
         self.method, self.target, self.headers, self.body = method, target, headers, body
         self.path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
-        self.query = start | {key: values[0] for key, values in query.items()}
+        self.query = {key: values[0] for key, values in query.items()}
+        self.query = starts.get(self.query.get("upload_id"), {}) | self.query
         found = re.search(r"/b/([^/]+)(/o(?:/(.*))?)?$", self.path)
         bucket, objects, name = found.groups("") if found else ("", "", "")
         self.does = self._does(bool(objects), name)
@@ -208,9 +195,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Emulator(RequestHandler):
     disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    log_message = Handler.log_message
 
 
 class Proxy(ThreadingHTTPServer):
@@ -225,12 +210,13 @@ class Server:
     def __init__(self) -> None:
         for name in ("gcp_storage_emulator", "api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        storage = Storage(use_memory_fs=True)
-        self._emulator = Proxy(("127.0.0.1", 0), partial(Emulator, storage))
+        emulator = partial(Emulator, Storage(use_memory_fs=True))
+        self._emulator = Proxy(("127.0.0.1", 0), emulator)
         self._proxy = Proxy(("127.0.0.1", 0), Handler)
         self._proxy.owner = self
         self._one = threading.Lock()  # a precondition holds until its request is done
-        self._starts: dict[str, dict[str, str]] = {}  # of chunked uploads, by upload_id
+        # Query and object name of the first request of chunked uploads, by upload_id.
+        self._starts: dict[str, dict[str, str]] = {}
         self._buckets: dict[str, Bucket] = {}
         url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
         self.environment = {
@@ -274,8 +260,7 @@ class Server:
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> tuple[Answer | None, bool]:
         """Return (the response, None if there is none; whether it is cut in the middle)."""
-        upload = parse_qs(urlsplit(target).query).get("upload_id", [""])[0]
-        request = Request(method, target, headers, body, self._starts.get(upload, {}))
+        request = Request(method, target, headers, body, self._starts)
         bucket = self._buckets.get(request.bucket)
         kinds = bucket.faults_of(request) if bucket else set()
         answer = self._respond(request, kinds)
@@ -287,9 +272,9 @@ class Server:
     def _respond(self, request: Request, kinds: set[int | str]) -> Answer | None:
         if "cut request" in kinds:
             return None
-        status = next((kind for kind in kinds if isinstance(kind, int)), None)
-        if status is not None:
-            return error(status)
+        for status in kinds:
+            if isinstance(status, int):
+                return error(status)
         if "flip request" in kinds:
             request.body = flipped(request.body, *request.content())
         with self._one:
@@ -414,19 +399,17 @@ class Bucket:
             fault.stopped.set()
 
 
-def main() -> None:
+def main(delay_ms: str) -> None:
     """Serve a bucket until this process ends. Print its url and environment as JSON.
 
-    python tests/fake_bucket.py DELAY_MS   added to each response; default 0
+    python tests/fake_bucket.py DELAY_MS   added to each response
     """
-    delay_s = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.0
     with Server() as server:
         bucket = server.bucket()
-        if delay_s:
-            bucket.fault("delay", seconds=delay_s)
+        bucket.fault("delay", seconds=float(delay_ms) / 1e3)
         print(json.dumps({"url": bucket.url, "environment": bucket.environment}), flush=True)
         threading.Event().wait()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
