@@ -12,7 +12,6 @@ code 1 if anything differs.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -26,6 +25,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from processes import LIMIT_S, ROOT, environments, start
 
@@ -66,43 +66,41 @@ class Flags:
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
 
-@dataclass(frozen=True)
-class Interruption:
+class Interruption(NamedTuple):
     """When a process interrupts itself."""
 
     kind: str
     after: int  # so many of the kind are done first
     delay_s: float
-    number: int = signal.SIGKILL
+    number: int
 
 
 # --- in the process that is interrupted -----------------------------------------------------------
 
 
-def child(interruption: Interruption | None, arguments: list[str]) -> None:
+def child(interruption: list, arguments: list[str]) -> None:
     """Train, interrupt this process, and print when."""
     import main
     from runtime import errors, watchdog
 
-    if interruption:
+    this = Interruption(*interruption or ("none", 0, 0.0, 0))
+    begun = Counter()
+    phase = watchdog.Watchdog.phase
 
-        def interrupt() -> None:
-            print(f"interrupted: {time.monotonic()}", flush=True)
-            os.kill(os.getpid(), interruption.number)
+    def interrupt() -> None:
+        print(f"interrupted: {time.monotonic()}", flush=True)
+        os.kill(os.getpid(), this.number)
 
-        begun = Counter()
-        phase = watchdog.Watchdog.phase
+    def counted(self: watchdog.Watchdog, name: str) -> None:
+        phase(self, name)
+        kind = name.split()[0]
+        begun[kind] += 1
+        if kind == this.kind and begun[kind] == this.after + 1:
+            timer = threading.Timer(this.delay_s, interrupt)
+            timer.daemon = True
+            timer.start()
 
-        def counted(self: watchdog.Watchdog, name: str) -> None:
-            phase(self, name)
-            kind = name.split()[0]
-            begun[kind] += 1
-            if kind == interruption.kind and begun[kind] == interruption.after + 1:
-                timer = threading.Timer(interruption.delay_s, interrupt)
-                timer.daemon = True
-                timer.start()
-
-        watchdog.Watchdog.phase = counted
+    watchdog.Watchdog.phase = counted
     errors.run_command(lambda: main.run(main.parse(arguments)))
 
 
@@ -150,32 +148,22 @@ class Job:
         started = []
         places = environments(self.processes, 8 // self.processes)
         for number, environment in enumerate(places):
-            interruption = interruptions.get(number)
-            text = json.dumps(dataclasses.asdict(interruption)) if interruption else "null"
-            log = (self.folder / f"{self.name}.{self.attempts}.{number}.log").open("w+")
+            text = json.dumps(interruptions.get(number))
+            log = self.folder / f"{self.name}.{self.attempts}.{number}.log"
             command = __file__, "--child", text, *self.arguments
-            started.append((start(command, environment, log), log))
-        return self._ended(started, interruptions)
-
-    def _ended(self, started: list, interruptions: dict[int, Interruption]) -> Ended:
-        until = time.monotonic() + LIMIT_S
+            with log.open("w") as file:
+                started.append((start(command, environment, file), log))
         stopped = {n for n, i in interruptions.items() if i.number == signal.SIGSTOP}
         try:
             for number, (process, _) in enumerate(started):
                 if number not in stopped:
-                    process.wait(max(1, until - time.monotonic()))
+                    process.wait(LIMIT_S)
             at = time.monotonic()
         finally:
             for process, _ in started:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # what is stopped, or did not end
-        codes, output = [], []
-        for process, log in started:
-            codes.append(process.wait())
-            log.seek(0)
-            output.append(log.read())
-            log.close()
-        return Ended(codes, output, at)
+                process.kill()  # what is stopped, or did not end
+        codes = [process.wait() for process, _ in started]
+        return Ended(codes, [log.read_text() for _, log in started], at)
 
 
 def reported(run: Path) -> dict[str, object]:
@@ -186,21 +174,18 @@ def reported(run: Path) -> dict[str, object]:
     import metrics
     import plot
 
-    records = [
+    found = {"samples.jsonl": (run / "samples.jsonl").read_bytes()}
+    found["metrics.jsonl"] = [
         {name: value for name, value in record.items() if name not in metrics.MEASURED}
         for record in jsonl.read(run / "metrics.jsonl")
     ]
-    found = {"metrics.jsonl": records, "samples.jsonl": (run / "samples.jsonl").read_bytes()}
     with contextlib.closing(checkpoint.Checkpoints(run / "checkpoints")) as saved:
-        step = saved.steps()[-1]
-        found["step"] = step
-        arrays = saved.arrays(step)
-        found |= {name: a.whole().tobytes() for name, a in arrays.items()}
+        found["step"] = step = saved.steps()[-1]
+        found |= {name: a.whole().tobytes() for name, a in saved.arrays(step).items()}
     found["pictures"] = sorted(p.name for p in (run / "plots").iterdir())
-    shown = vars(plot.RunRecords(run)) | {"name": ""}
-    found |= {
-        f"picture of {k}": repr(getattr(v, "tolist", lambda v=v: v)()) for k, v in shown.items()
-    }
+    for name, shown in vars(plot.RunRecords(run)).items():
+        if name != "name":
+            found[f"picture of {name}"] = repr(getattr(shown, "tolist", lambda v=shown: v)())
     return found
 
 
@@ -218,18 +203,14 @@ class Chaos:
         with contextlib.redirect_stdout(None):
             prepare.main([*source, "--out", str(self.data)])
 
-    def run_whole(self, processes: int) -> None:
-        """Keep what a run that is never stopped ends with."""
-        job = Job(self.folder, f"whole-{processes}", self.data, processes)
-        ended = job.attempt({})
-        if any(ended.codes):
-            raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
-        self.expected[processes] = reported(job.run)
-
     def interrupt(self, what: str, processes: int, interruptions: int, number: int) -> None:
         """Interrupt runs so many times in all, and let each of them come to its end."""
         if interruptions and processes not in self.expected:
-            self.run_whole(processes)
+            whole = Job(self.folder, f"whole-{processes}", self.data, processes)
+            ended = whole.attempt({})
+            if any(ended.codes):
+                raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
+            self.expected[processes] = reported(whole.run)
         left, kinds = interruptions, list(KINDS)
         self.random.shuffle(kinds)
         while left:
@@ -237,7 +218,7 @@ class Chaos:
             if kinds[0] == "restore":  # a new run restores nothing
                 kinds.append(kinds.pop(0))
             while True:
-                interruption = self._interruption(kinds, number) if left else None
+                interruption = self._interruption(kinds[0], number) if left else None
                 victim = self.random.randrange(processes)
                 ended = job.attempt({victim: interruption} if interruption else {})
                 if ended.interrupted(victim) is not None:
@@ -256,27 +237,23 @@ class Chaos:
             differ = [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
             self.compared += 1
             if differ:
-                names = ", ".join(differ)
-                self.wrong.append(f"{job.name}: after {job.attempts} attempts {names} differ")
+                self._log(job, f"{', '.join(differ)} differ")
             shutil.rmtree(job.run)
 
-    def _interruption(self, kinds: list[str], number: int) -> Interruption:
-        kind = kinds[0]
+    def _interruption(self, kind: str, number: int) -> Interruption:
         delay_s, most = KINDS[kind]
-        return Interruption(
-            kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number
-        )
+        after = self.random.randint(0, most)
+        return Interruption(kind, after, self.random.uniform(0, delay_s), number)
 
     def _log(self, job: Job, wrong: str) -> None:
         self.wrong.append(f"{job.name}, attempt {job.attempts}: {wrong}")
 
     def _survivors(self, job: Job, victim: int, ended: Ended) -> None:
+        seconds = ended.at - ended.interrupted(victim)
         for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
-            if number != victim and code not in (75, -signal.SIGABRT):
-                self._log(job, f"process {number} ended with {code}:\n{text}")
-            seconds = ended.at - ended.interrupted(victim)
-            if number != victim and seconds > PEER_S + 5:
-                self._log(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
+            in_time = code in (75, -signal.SIGABRT) and seconds <= PEER_S + 5
+            if number != victim and not in_time:
+                self._log(job, f"process {number} ended with {code} after {seconds:.1f} s:\n{text}")
 
     def table(self) -> str:
         columns = list(dict.fromkeys(what for what, _ in self.rows))
@@ -305,9 +282,9 @@ def main(flags: Flags) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        fields = json.loads(sys.argv[2])
+        interruption = json.loads(sys.argv[2])
         del sys.argv[1:3]  # what is left is the same in all processes, as pre-flight checks want
-        child(fields and Interruption(**fields), sys.argv[1:])
+        child(interruption, sys.argv[1:])
     else:
         import tyro
 
