@@ -128,44 +128,6 @@ class Ended:
         return done or not any(self.codes)
 
 
-class Job:
-    """One run, started until it completes."""
-
-    def __init__(self, folder: Path, name: str, data: Path, processes: int):
-        self.folder, self.name, self.processes = folder, name, processes
-        self.run = folder / name
-        self.arguments = [
-            *MODEL.split(),
-            *("--run.peer_seconds", str(PEER_S), "--run.dir", str(folder), "--run.name", name),
-        ]
-        for split in ("train", "val"):
-            self.arguments += [f"--data.{split}", str(data / split)]
-        self.attempts = 0
-
-    def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
-        """Start the run; these processes interrupt themselves."""
-        self.attempts += 1
-        started = []
-        places = environments(self.processes, 8 // self.processes)
-        for number, environment in enumerate(places):
-            text = json.dumps(interruptions.get(number))
-            log = self.folder / f"{self.name}.{self.attempts}.{number}.log"
-            command = __file__, "--child", text, *self.arguments
-            with log.open("w") as file:
-                started.append((start(command, environment, file), log))
-        stopped = {n for n, i in interruptions.items() if i.number == signal.SIGSTOP}
-        try:
-            for number, (process, _) in enumerate(started):
-                if number not in stopped:
-                    process.wait(LIMIT_S)
-            at = time.monotonic()
-        finally:
-            for process, _ in started:
-                process.kill()  # what is stopped, or did not end
-        codes = [process.wait() for process, _ in started]
-        return Ended(codes, [log.read_text() for _, log in started], at)
-
-
 def reported(run: Path) -> dict[str, object]:
     """All that a run ends with, but what was measured: bytes of arrays, records, samples, and what
     the pictures show.
@@ -192,8 +154,6 @@ def reported(run: Path) -> dict[str, object]:
 class Chaos:
     def __init__(self, flags: Flags, folder: Path):
         self.folder, self.random = folder, random.Random(flags.seed)
-        self.data = folder / "data"
-        self.expected: dict[int, dict[str, object]] = {}  # by the number of processes
         self.wrong: list[str] = []
         self.rows: Counter[tuple[str, str]] = Counter()
         self.compared = 0
@@ -201,59 +161,76 @@ class Chaos:
 
         source = ["--source", str(ROOT), "--glob", "*.py", "--val-share", "0.2"]
         with contextlib.redirect_stdout(None):
-            prepare.main([*source, "--out", str(self.data)])
+            prepare.main([*source, "--out", str(folder / "data")])
+
+    def start(
+        self, name: str, processes: int, victim: int = 0, interruption: Interruption | None = None
+    ) -> Ended:
+        """Start a run, or resume it. The victim interrupts itself."""
+        arguments = [*MODEL.split(), "--run.peer_seconds", str(PEER_S), "--run.name", name]
+        arguments += ["--run.dir", str(self.folder)]
+        for split in ("train", "val"):
+            arguments += [f"--data.{split}", str(self.folder / "data" / split)]
+        started, logs = [], [self.folder / f"{name}.{n}.log" for n in range(processes)]
+        for number, environment in enumerate(environments(processes, 8 // processes)):
+            text = json.dumps(interruption if number == victim else None)
+            with logs[number].open("w") as log:
+                started.append(start((__file__, "--child", text, *arguments), environment, log))
+        stops = interruption and interruption.number == signal.SIGSTOP
+        try:
+            for number, process in enumerate(started):
+                if not (stops and number == victim):
+                    process.wait(LIMIT_S)
+            at = time.monotonic()
+        finally:
+            for process in started:
+                process.kill()  # what is stopped, or did not end
+        return Ended([p.wait() for p in started], [log.read_text() for log in logs], at)
 
     def interrupt(self, what: str, processes: int, interruptions: int, number: int) -> None:
         """Interrupt runs so many times in all, and let each of them come to its end."""
-        if interruptions and processes not in self.expected:
-            whole = Job(self.folder, f"whole-{processes}", self.data, processes)
-            ended = whole.attempt({})
-            if any(ended.codes):
-                raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
-            self.expected[processes] = reported(whole.run)
         left, kinds = interruptions, list(KINDS)
         self.random.shuffle(kinds)
+        if left:
+            ended = self.start(f"whole-{processes}", processes)
+            if any(ended.codes):
+                raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
         while left:
-            job = Job(self.folder, f"{what}-{left}", self.data, processes)
+            name = f"{what}-{left}"
             if kinds[0] == "restore":  # a new run restores nothing
                 kinds.append(kinds.pop(0))
             while True:
-                interruption = self._interruption(kinds[0], number) if left else None
+                delay_s, most = KINDS[kinds[0]]
+                delay_s, after = self.random.uniform(0, delay_s), self.random.randint(0, most)
+                interruption = Interruption(kinds[0], after, delay_s, number) if left else None
                 victim = self.random.randrange(processes)
-                ended = job.attempt({victim: interruption} if interruption else {})
+                ended = self.start(name, processes, victim, interruption)
                 if ended.interrupted(victim) is not None:
                     left -= 1
-                    kinds.append(kinds.pop(0))  # one that this attempt had no more of is next again
-                    self.rows[what, interruption.kind] += 1
+                    self.rows[what, kinds[0]] += 1
                     done = f"{what}: {interruptions - left} of {interruptions}"
-                    print(f"{done}, {interruption.kind} + {interruption.delay_s:.2f} s")
+                    print(f"{done}, {kinds[0]} + {delay_s:.2f} s")
+                    kinds.append(kinds.pop(0))  # one that this start had no more of is next again
                 if ended.finished:  # before the interruption, or in spite of it
                     break
                 if not interruption or ended.codes[victim] != -signal.SIGKILL:
-                    self._log(job, f"ended with {ended.codes}\n{ended.output}")
+                    self.wrong.append(f"{name} ended with {ended.codes}\n{ended.output}")
                     return
-                self._survivors(job, victim, ended)
-            expected, found = self.expected[processes], reported(job.run)
+                self._check_survivors(name, victim, ended)
+            found, expected = (reported(self.folder / n) for n in (name, f"whole-{processes}"))
             differ = [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
             self.compared += 1
             if differ:
-                self._log(job, f"{', '.join(differ)} differ")
-            shutil.rmtree(job.run)
+                self.wrong.append(f"{name}: {', '.join(differ)} differ")
+            shutil.rmtree(self.folder / name)
 
-    def _interruption(self, kind: str, number: int) -> Interruption:
-        delay_s, most = KINDS[kind]
-        after = self.random.randint(0, most)
-        return Interruption(kind, after, self.random.uniform(0, delay_s), number)
-
-    def _log(self, job: Job, wrong: str) -> None:
-        self.wrong.append(f"{job.name}, attempt {job.attempts}: {wrong}")
-
-    def _survivors(self, job: Job, victim: int, ended: Ended) -> None:
-        seconds = ended.at - ended.interrupted(victim)
+    def _check_survivors(self, name: str, victim: int, ended: Ended) -> None:
+        seconds = ended.at - (ended.interrupted(victim) or ended.at)
         for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
             in_time = code in (75, -signal.SIGABRT) and seconds <= PEER_S + 5
             if number != victim and not in_time:
-                self._log(job, f"process {number} ended with {code} after {seconds:.1f} s:\n{text}")
+                how = f"process {number} ended with {code} after {seconds:.1f} s"
+                self.wrong.append(f"{name}: {how}:\n{text}")
 
     def table(self) -> str:
         columns = list(dict.fromkeys(what for what, _ in self.rows))

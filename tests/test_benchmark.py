@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import itertools
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -56,14 +55,6 @@ def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypa
 def test_flags_that_are_unknown_or_measure_nothing_are_refused(main, words, message):
     with pytest.raises(ValueError, match=message):
         main(words)
-
-
-def test_rates_are_medians(monkeypatch):
-    calls = [(10.0 * i, 10.0 * i + 1 + i % 3) for i in range(common.STEPS + 1)]
-    ticks = iter(itertools.chain(*calls))
-    monkeypatch.setattr(common.time, "perf_counter", lambda: next(ticks))
-    rate = common.matmul_flops_per_s(64, common.jnp.float32, in_flight=2)
-    assert rate == pytest.approx(2 * 64**3 * 2 / 2)  # a median of 2 s for two products
 
 
 def test_a_timed_compilation_reads_no_cache_and_a_later_one_does(tmp_path, request):

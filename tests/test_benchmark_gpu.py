@@ -2,15 +2,12 @@
 
 import argparse
 import math
-import os
-import time
 
 import numpy as np
 import pytest
 
 import hardware
 import model
-import simulated_hosts
 import weights
 from benchmarks import common, gpu
 from planning import cost
@@ -120,18 +117,3 @@ def test_one_wrong_gradient_of_many_and_nan_do_not_pass_the_check():
     for loss, gradient in ((0.0, 0.5), (math.nan, 0.0), (0.0, math.nan), (0.5, 0.0)):
         with pytest.raises(ValueError, match="does not compute what the CPU does"):
             gpu.check_errors("bfloat16", loss, {"a": 0.0, "b": gradient})
-
-
-def test_clocks_and_power_are_sampled_if_there_are_any(tmp_path, monkeypatch):
-    sample = f": >{tmp_path}/sampled; echo '1980, 2619, 690.5, [N/A], 7000'"
-    simulated_hosts.write_script(tmp_path / "nvidia-smi", sample)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with gpu.monitor() as found:
-        while not (tmp_path / "sampled").exists():
-            time.sleep(0.01)
-    memory = {"clocks.mem": 2619, "memory.used": 7000}
-    assert found == {"clocks.sm": 1980, "power.draw": 690.5} | memory
-    monkeypatch.setenv("PATH", "/nowhere")
-    with gpu.monitor() as found:
-        pass
-    assert found == {} == gpu.smi("name")
