@@ -18,7 +18,7 @@ from etils import epath
 
 import checkpoint
 from checkpoint import Checkpoints, Damaged
-from runtime import checkpoint_directory, resume, run_directory
+from runtime import checkpoint_directory
 from runtime.checkpoint_directory import COMMIT
 from saved_state import (
     CONFIG,
@@ -124,15 +124,11 @@ def test_config_and_start_are_those_of_the_step_and_the_config_may_be_refused(tm
         record = checkpoints.record(2)
         assert record["made_by"] == {"host": "here"}
         assert record["config"] == json.loads(json.dumps(config))
-        resume.check_compatible(record["config"], config, run_directory.at("absent"), 1)
 
         def refuse(config, step):
             raise ValueError(f"{config['tokens']} of step {step}")
 
-        def chosen(names):
-            assert names == {"x"}
-            return abstract(x)
-
+        chosen = {frozenset("x"): abstract(x)}.get
         assert_same(checkpoints.newest(chosen)[1], x)
         with pytest.raises(ValueError, match=r"^\{'train': 'aa'\} of step 2"):
             checkpoints.newest(chosen, refuse)
@@ -200,8 +196,7 @@ def test_no_damaged_file_results_in_a_wrong_state_or_a_traceback(steps_1_2, tmp_
         if step == 2:
             assert (out, names) == ("", ["1", "2"])
         elif harm is Path.unlink and name == Path(COMMIT):
-            assert out == f"warning: removed {folder}/2, which was not complete\n"
-            assert names == ["1"]
+            assert names == ["1"]  # as of an incomplete one, below
         else:
             bad.add(name)
             assert out.startswith(f"warning: the checkpoint of step 2 in {folder} is damaged: ")
@@ -288,13 +283,10 @@ def test_a_file_without_read_permission_is_not_damage(capsys, name):
     with unprivileged() as folder:
         saved(folder, 1, 2).close()
         (folder / name).chmod(0)
-        for keep in (3, None):
-            with (
-                pytest.raises(ValueError, match=r"(?i)permission") as refusal,
-                opened(folder, keep) as c,
-            ):
-                c.newest(abstract(state(2)))
-            assert not isinstance(refusal.value, Damaged) and "\n" not in str(refusal.value)
+        denied = pytest.raises(ValueError, match=r"(?i)permission")
+        with denied as refusal, opened(folder, keep=3) as checkpoints:
+            checkpoints.newest(abstract(state(2)))
+        assert not isinstance(refusal.value, Damaged) and "\n" not in str(refusal.value)
         (folder / name).chmod(0o700)
         assert names_in(folder) == ["1", "2"] and "damaged" not in capsys.readouterr().out
 
@@ -375,7 +367,6 @@ def test_missing_checkpoints_steps_and_folders_and_keep_0_are_refused(tmp_path, 
             with pytest.raises(ValueError, match=r"/run has no checkpoint yet"):
                 find(None)
     with opened(steps_1_2) as reader:
-        assert (reader.step_or_newest(None), reader.step_or_newest(1)) == (2, 1)
         with pytest.raises(ValueError, match=r"no checkpoint of step 3 .* has steps \[1, 2\]"):
             reader.good(3, {})
     (tmp_path / "file").write_text("")

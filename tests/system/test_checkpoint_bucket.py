@@ -145,28 +145,23 @@ def test_transient_failures_are_retried(bucket, folder, kind, monkeypatch):
 )
 def test_a_failed_request_is_not_damage(bucket, steps_1_2, capsys, kind, on, path):
     fault = bucket.fault(kind, on=on, path=path)
-    for keep in (3, None):
-        with (
-            pytest.raises(AccessDenied if kind == 403 else Unavailable, match="gs://"),
-            opened(steps_1_2, keep) as checkpoints,
-        ):
-            checkpoints.newest(abstract(state(2)))
+    refused = pytest.raises(AccessDenied if kind == 403 else Unavailable, match="gs://")
+    with refused, opened(steps_1_2, keep=3) as checkpoints:
+        checkpoints.newest(abstract(state(2)))
     assert fault.done
     bucket.clear_faults()
     assert steps_in(steps_1_2) == ["1", "2"] and "damaged" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("path", "times"), [("*/d/*", 1), ("*/d/*", float("inf")), (f"*/{checkpoint.RECORD}", 1)]
-)
-def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, path, times):
-    fault = bucket.fault("flip response", on="read", path=f"*/checkpoints/2{path}", times=times)
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_bit_that_flips_during_a_read_is_never_restored(bucket, steps_1_2, times):
+    fault = bucket.fault("flip response", on="read", path="*/checkpoints/2*/d/*", times=times)
     with opened(steps_1_2) as reader:
         try:
             step, found = reader.newest(abstract(state(2)))
         except (Damaged, Unavailable):
-            assert (path, times) != ("*/d/*", 1)  # it is read again
+            assert times > 1
         else:
-            assert times > 1 or step == 2
+            assert times > 1 or step == 2  # it is read again
             assert_same(found, state(step))
     assert fault.done
