@@ -366,9 +366,9 @@ def test_missing_checkpoints_steps_and_folders_and_keep_0_are_refused(tmp_path, 
         for find in (checkpoints.step_or_newest, lambda step: checkpoints.good(step, {})):
             with pytest.raises(ValueError, match=r"/run has no checkpoint yet"):
                 find(None)
-    with opened(steps_1_2) as reader:
-        with pytest.raises(ValueError, match=r"no checkpoint of step 3 .* has steps \[1, 2\]"):
-            reader.good(3, {})
+    missing = pytest.raises(ValueError, match=r"no checkpoint of step 3 .* has steps \[1, 2\]")
+    with missing, opened(steps_1_2) as reader:
+        reader.good(3, {})
     (tmp_path / "file").write_text("")
     for name, keep, message in (
         ("elsewhere", None, "no such folder"),

@@ -88,11 +88,10 @@ def test_a_run_with_only_checkpoints_exists_and_a_missing_one_is_reported(url):
 
 def test_records_that_cannot_be_uploaded_are_kept_and_reported(bucket, url, capsys):
     folder = fresh(url)
-    kept = r"could not be uploaded: .* They are kept in"
-    with pytest.raises(TransientError, match=kept) as error, folder.synced():
+    kept = rf"could not be uploaded: .* They are kept in {folder.files}"
+    with pytest.raises(TransientError, match=kept), folder.synced():
         (folder.files / "metrics.jsonl").write_text("1\n")
         bucket.fault(503, on="upload")
-    assert str(folder.files) in str(error.value)
     with pytest.raises(KeyError), folder.synced():
         (folder.files / "metrics.jsonl").write_text("1\n")
         raise KeyError
