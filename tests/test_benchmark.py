@@ -1,6 +1,7 @@
 """What benchmarks share, and those of steps, text and checkpoints, mostly in this process."""
 
 import ast
+import contextlib
 import importlib.util
 import sys
 from functools import partial
@@ -107,13 +108,9 @@ def test_equally_many_steps_run_with_a_save_and_without_and_saves_are_complete(t
     rounds = list(training.rounds(flags.interval_s, flags.rounds))
     training.checkpoints.close()
     [steps] = {one.steps for pair in rounds for one in pair}
-    first = training.done - 4 * steps  # the step after which the first interval begins
-    saved = checkpoint.Checkpoints(tmp_path)
-    assert saved.steps()[-1] == first + 2 * steps
-    shapes = common.train.abstract_state(training.config, training.program.declared, training.mesh)
-    for number in (first + steps, first + 2 * steps):
-        assert int(saved.restore(number, shapes).step) == number
-    saved.close()
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+        # Two of four intervals saved.
+        assert saved.steps()[-2:] == [training.done - 3 * steps, training.done - 2 * steps]
     for save, other in rounds:
         assert save.seconds >= save.call_s + save.wait_s and save.write_s > 0 == other.write_s
 
@@ -141,10 +138,7 @@ def test_both_trainers_have_a_model_of_transformers_and_need_its_package(monkeyp
 def test_the_ratio_is_over_the_better_of_the_others_which_have_the_same_first_loss():
     seconds = np.array([[1.0, 4.0, 3.0], [2.0, 4.0, 3.0], [3.0, 1.0, 3.0]])
     assert peer.over_the_better(seconds) == [3.0, 1.5, 1.0]
-    ours, near, far = (
-        SimpleNamespace(name=name, first_loss=loss)
-        for name, loss in (("ours", 8.31), ("theirs", 8.32), ("theirs", 8.40))
-    )
+    ours, near, far = (SimpleNamespace(name=str(x), first_loss=x) for x in (8.31, 8.32, 8.40))
     peer.check_first_losses([ours, near])
-    with pytest.raises(ValueError, match=r"ours is 8.3100 and that of theirs 8.4000: weights or"):
+    with pytest.raises(ValueError, match=r"8.31 is 8.3100 and that of 8.4 8.4000: weights or"):
         peer.check_first_losses([ours, near, far])

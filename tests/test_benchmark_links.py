@@ -1,6 +1,5 @@
 """benchmark.py links: what it plans, and what it prints of measured times."""
 
-import contextlib
 import io
 
 import pytest
@@ -57,17 +56,14 @@ def test_a_microbatch_per_device_has_the_same_size_in_each_layout(config, predic
     for name in (links.ALONE, *links.LAYOUTS):
         c = links.layout_of(config, name)
         cli.check(c)
-        assert c.train.global_batch_size == config.train.global_batch_size
         assert c.train.global_batch_size / c.train.microbatches / c.mesh.batch == 4
     useful = predictions[links.ALONE].flops / predictions["FSDP"].flops
     assert 0.95 < useful < 1.1  # a host alone computes its share without a bubble
 
 
 def test_lines_cross_where_both_take_equally_long(result):
-    mbit = [10.0, 1000.0, 100.0]  # in any order
-    falling = [1000 / m for m in mbit]
-    level = [4.0] * 3
-    assert links.crossing(mbit, falling, level) == pytest.approx(250)
+    mbit, falling = [10.0, 1000.0, 100.0], [100.0, 1.0, 10.0]  # in any order
+    assert links.crossing(mbit, falling, [4.0] * 3) == pytest.approx(250)
     assert links.crossing(mbit, falling, [0.5] * 3) is None  # only beyond what was measured
     measured, planned = result.crossings("FSDP", "1F1B")
     assert measured == pytest.approx(planned)
@@ -96,19 +92,6 @@ def test_flags_that_cannot_be_measured_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             links.parse(words.split())
-
-
-def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(config, tmp_path):
-    class Here(links.Host):
-        def command(self, *words, folder):
-            return ["sh", "-c", "echo no such device >&2"]
-
-    job = links.Job("FSDP", config, [Here("a", "10.0.0.1")], 1, tmp_path)
-    with contextlib.closing(job):
-        for process in job._processes:
-            process.wait()  # no process reads the request
-        with pytest.raises(links.TransientError, match="a process of FSDP ended: no such device"):
-            job.step()
 
 
 def test_each_kind_of_collective_sends_the_requested_bytes():
