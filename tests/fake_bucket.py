@@ -13,10 +13,9 @@ google-cloud-storage, gcsfs and tensorstore, also for child processes:
 matches the object's name in the bucket; for a copy, the new one.
 
 The proxy adds what the emulator lacks: atomic preconditions on generations, generations of reads,
-ranges from the end and beyond it, and pages and offsets of lists.
+ranges from the end and beyond it, and offsets of lists.
 """
 
-import base64
 import contextlib
 import fnmatch
 import http
@@ -50,7 +49,7 @@ class Fault:
     kind  an HTTP status to respond with; or
           "cut request": reset the connection before the request arrives,
           "cut response": execute the request, and cut the response in the middle,
-          "flip request", "flip response": flip one bit in the middle of the content,
+          "flip request", "flip response": flip one bit at the end of the content,
           "delay": wait for `seconds`, or until `stopped` is set.
     """
 
@@ -75,12 +74,10 @@ class Fault:
         return True
 
 
-def flipped(content: bytes, start: int, end: int) -> bytes:
-    """Flip one bit in the middle of content[start:end], if that is not empty."""
-    changed = bytearray(content)
-    if start < end:
-        changed[(start + end) // 2] ^= 1
-    return bytes(changed)
+def flipped(content: bytes, end: int) -> bytes:
+    """Flip one bit of the last byte before `end`, if there is one."""
+    at = max(0, end - 1)
+    return content[:at] + bytes(byte ^ 1 for byte in content[at:end]) + content[end:]
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -142,16 +139,10 @@ class Request:
             return self.query.get("name") or json.loads(found[0])["name"]
         return name
 
-    def content(self) -> tuple[int, int]:
-        """Return the begin and end of the object's content in the body."""
-        kind = self.headers.get("content-type", "")
-        if not kind.startswith("multipart/related"):
-            return 0, len(self.body)
-        boundary = re.search(r"""boundary=["']*([^"';]+)""", kind)
-        mark = b"--" + boundary[1].encode()
-        second = self.body.index(mark, self.body.index(mark) + 1)
-        start = re.compile(rb"\r?\n\r?\n").search(self.body, second).end()
-        return start, self.body.rindex(mark) - 2
+    def end(self) -> int:
+        """Return the end of the object's content in the body."""
+        parts = self.headers.get("content-type", "").startswith("multipart/related")
+        return self.body.rindex(b"\r\n--") if parts else len(self.body)
 
 
 # --- the proxy ------------------------------------------------------------------------------------
@@ -276,11 +267,11 @@ class Server:
             if isinstance(status, int):
                 return error(status)
         if "flip request" in kinds:
-            request.body = flipped(request.body, *request.content())
+            request.body = flipped(request.body, request.end())
         with self._one:
             answer = self._refusal(request) or self._done(request)
         if "flip response" in kinds:
-            answer.body = flipped(answer.body, 0, len(answer.body))
+            answer.body = flipped(answer.body, len(answer.body))
         return answer
 
     # --- what the emulator lacks
@@ -294,7 +285,11 @@ class Server:
             answer.headers["X-Goog-Generation"] = self._object(request)["generation"]
             answer.headers["X-Goog-Metageneration"] = "1"
         if request.does == "list" and answer.status == 200:
-            answer.body = json.dumps(page(json.loads(answer.body), request.query)).encode()
+            start, end = request.query.get("startOffset", ""), request.query.get("endOffset")
+            found = json.loads(answer.body)
+            items = {i["name"]: i for i in found["items"] if i["name"] >= start}
+            found["items"] = [items[n] for n in sorted(items) if not end or n < end]
+            answer.body = json.dumps(found).encode()
         return answer
 
     def _object(self, request: Request, name: str = "") -> dict[str, Any]:
@@ -352,21 +347,6 @@ class Server:
             return error(400, f"{method} {target} cannot be emulated: {failed!r}")
         finally:
             emulator.close()
-
-
-def page(listing: dict[str, Any], query: dict[str, str]) -> dict[str, Any]:
-    """Return the requested page of a list."""
-    after = base64.b64decode(query.get("pageToken", "")).decode()
-    start, end = query.get("startOffset", ""), query.get("endOffset")
-    entries = {item["name"]: item for item in listing["items"]} | dict.fromkeys(listing["prefixes"])
-    names = sorted(n for n in entries if n > after and n >= start and (not end or n < end))
-    most = int(query.get("maxResults", 1000))
-    some = {name: entries[name] for name in names[:most]}
-    listing["items"] = [item for item in some.values() if item]
-    listing["prefixes"] = [name for name, item in some.items() if not item]
-    if len(names) > most:
-        listing["nextPageToken"] = base64.b64encode(names[most - 1].encode()).decode()
-    return listing
 
 
 class Bucket:
