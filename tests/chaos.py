@@ -232,14 +232,6 @@ class Chaos:
                 how = f"process {number} ended with {code} after {seconds:.1f} s"
                 self.wrong.append(f"{name}: {how}:\n{text}")
 
-    def table(self) -> str:
-        columns = list(dict.fromkeys(what for what, _ in self.rows))
-        lines = [f"| kind of work | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        for kind in KINDS:
-            cells = [str(self.rows[what, kind]) for what in columns]
-            lines.append(f"| {kind} | {' | '.join(cells)} |")
-        return "\n".join(lines)
-
 
 def main(flags: Flags) -> int:
     started = time.monotonic()
@@ -250,7 +242,8 @@ def main(flags: Flags) -> int:
         chaos.interrupt("killed", 1, flags.kills, signal.SIGKILL)
         chaos.interrupt("killed, of two", 2, flags.pairs, signal.SIGKILL)
         chaos.interrupt("stopped, of two", 2, flags.stops, signal.SIGSTOP)
-    print(chaos.table())
+    for (what, kind), count in sorted(chaos.rows.items()):
+        print(f"{what:16}{kind:12}{count:4}")
     print(*chaos.wrong, sep="\n")
     what = f"{len(chaos.wrong)} faults" if chaos.wrong else "all equal, bit for bit"
     print(f"{chaos.compared} runs compared in {time.monotonic() - started:.0f} s: {what}")
