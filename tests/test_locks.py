@@ -2,9 +2,7 @@
 
 import functools
 import importlib.metadata
-import os
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -84,22 +82,3 @@ def test_make_sh_describes_its_use_and_refuses_bad_input(tmp_path):
         command = [ROOT / "locks" / "make.sh", *word.split()]
         done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True)
         assert done.returncode == code and text in done.stdout + done.stderr
-
-
-def test_a_lock_is_made_for_each_accelerator_with_hashes_and_without_an_index(tmp_path):
-    """uv is a stand-in that prints how it is called."""
-    shutil.copytree(ROOT / "locks", tmp_path / "locks")
-    for file in ROOT.glob("requirements*.txt"):
-        shutil.copy(file, tmp_path)
-    (tmp_path / "bin").mkdir()
-    simulated_hosts.write_script(tmp_path / "bin" / "uv", 'echo "$* < $(cat)" >>calls\n')
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    command = [tmp_path / "locks" / "make.sh"]
-    subprocess.run(command, env={"PATH": path}, stdin=subprocess.DEVNULL, check=True)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == len(LOCKS)
-    for option in ("--universal", "--generate-hashes", "--no-emit-index-url"):
-        assert all(option in call for call in calls)
-    for extra in ACCELERATORS:
-        [call] = [call for call in calls if f"locks/{extra}.txt" in call]
-        assert call.endswith(f"< jax[{extra}]") and "--constraints locks/cpu.txt" in call
