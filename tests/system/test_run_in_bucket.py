@@ -99,7 +99,7 @@ if os.fork() == 0:
 os.wait()
 assert folder.files.exists()
 with folder.synced():
-    (folder.files / "metrics.jsonl").write_text("1")
+    (folder.files / "metrics.jsonl").write_text(str(os.getpid()))
 """
 
 
