@@ -12,7 +12,6 @@ code 1 if anything differs.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -26,6 +25,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from processes import LIMIT_S, ROOT, environments, start
 
@@ -66,43 +66,41 @@ class Flags:
     folder: Path | None = None  # for runs and logs; a temporary one if not given
 
 
-@dataclass(frozen=True)
-class Interruption:
+class Interruption(NamedTuple):
     """When a process interrupts itself."""
 
     kind: str
     after: int  # so many of the kind are done first
     delay_s: float
-    number: int = signal.SIGKILL
+    number: int
 
 
 # --- in the process that is interrupted -----------------------------------------------------------
 
 
-def child(interruption: Interruption | None, arguments: list[str]) -> None:
+def child(interruption: list, arguments: list[str]) -> None:
     """Train, interrupt this process, and print when."""
     import main
     from runtime import errors, watchdog
 
-    if interruption:
+    this = Interruption(*interruption or ("none", 0, 0.0, 0))
+    begun = Counter()
+    phase = watchdog.Watchdog.phase
 
-        def interrupt() -> None:
-            print(f"interrupted: {time.monotonic()}", flush=True)
-            os.kill(os.getpid(), interruption.number)
+    def interrupt() -> None:
+        print(f"interrupted: {time.monotonic()}", flush=True)
+        os.kill(os.getpid(), this.number)
 
-        begun = Counter()
-        phase = watchdog.Watchdog.phase
+    def counted(self: watchdog.Watchdog, name: str) -> None:
+        phase(self, name)
+        kind = name.split()[0]
+        begun[kind] += 1
+        if kind == this.kind and begun[kind] == this.after + 1:
+            timer = threading.Timer(this.delay_s, interrupt)
+            timer.daemon = True
+            timer.start()
 
-        def counted(self: watchdog.Watchdog, name: str) -> None:
-            phase(self, name)
-            kind = name.split()[0]
-            begun[kind] += 1
-            if kind == interruption.kind and begun[kind] == interruption.after + 1:
-                timer = threading.Timer(interruption.delay_s, interrupt)
-                timer.daemon = True
-                timer.start()
-
-        watchdog.Watchdog.phase = counted
+    watchdog.Watchdog.phase = counted
     errors.run_command(lambda: main.run(main.parse(arguments)))
 
 
@@ -130,54 +128,6 @@ class Ended:
         return done or not any(self.codes)
 
 
-class Job:
-    """One run, started until it completes."""
-
-    def __init__(self, folder: Path, name: str, data: Path, processes: int):
-        self.folder, self.name, self.processes = folder, name, processes
-        self.run = folder / name
-        self.arguments = [
-            *MODEL.split(),
-            *("--run.peer_seconds", str(PEER_S), "--run.dir", str(folder), "--run.name", name),
-        ]
-        for split in ("train", "val"):
-            self.arguments += [f"--data.{split}", str(data / split)]
-        self.attempts = 0
-
-    def attempt(self, interruptions: dict[int, Interruption]) -> Ended:
-        """Start the run; these processes interrupt themselves."""
-        self.attempts += 1
-        started = []
-        places = environments(self.processes, 8 // self.processes)
-        for number, environment in enumerate(places):
-            interruption = interruptions.get(number)
-            text = json.dumps(dataclasses.asdict(interruption)) if interruption else "null"
-            log = (self.folder / f"{self.name}.{self.attempts}.{number}.log").open("w+")
-            command = __file__, "--child", text, *self.arguments
-            started.append((start(command, environment, log), log))
-        return self._ended(started, interruptions)
-
-    def _ended(self, started: list, interruptions: dict[int, Interruption]) -> Ended:
-        until = time.monotonic() + LIMIT_S
-        stopped = {n for n, i in interruptions.items() if i.number == signal.SIGSTOP}
-        try:
-            for number, (process, _) in enumerate(started):
-                if number not in stopped:
-                    process.wait(max(1, until - time.monotonic()))
-            at = time.monotonic()
-        finally:
-            for process, _ in started:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # what is stopped, or did not end
-        codes, output = [], []
-        for process, log in started:
-            codes.append(process.wait())
-            log.seek(0)
-            output.append(log.read())
-            log.close()
-        return Ended(codes, output, at)
-
-
 def reported(run: Path) -> dict[str, object]:
     """All that a run ends with, but what was measured: bytes of arrays, records, samples, and what
     the pictures show.
@@ -186,29 +136,24 @@ def reported(run: Path) -> dict[str, object]:
     import metrics
     import plot
 
-    records = [
+    found = {"samples.jsonl": (run / "samples.jsonl").read_bytes()}
+    found["metrics.jsonl"] = [
         {name: value for name, value in record.items() if name not in metrics.MEASURED}
         for record in jsonl.read(run / "metrics.jsonl")
     ]
-    found = {"metrics.jsonl": records, "samples.jsonl": (run / "samples.jsonl").read_bytes()}
     with contextlib.closing(checkpoint.Checkpoints(run / "checkpoints")) as saved:
-        step = saved.steps()[-1]
-        found["step"] = step
-        arrays = saved.arrays(step)
-        found |= {name: a.whole().tobytes() for name, a in arrays.items()}
+        found["step"] = step = saved.steps()[-1]
+        found |= {name: a.whole().tobytes() for name, a in saved.arrays(step).items()}
     found["pictures"] = sorted(p.name for p in (run / "plots").iterdir())
-    shown = vars(plot.RunRecords(run)) | {"name": ""}
-    found |= {
-        f"picture of {k}": repr(getattr(v, "tolist", lambda v=v: v)()) for k, v in shown.items()
-    }
+    for name, shown in vars(plot.RunRecords(run)).items():
+        if name != "name":
+            found[f"picture of {name}"] = repr(getattr(shown, "tolist", lambda v=shown: v)())
     return found
 
 
 class Chaos:
     def __init__(self, flags: Flags, folder: Path):
         self.folder, self.random = folder, random.Random(flags.seed)
-        self.data = folder / "data"
-        self.expected: dict[int, dict[str, object]] = {}  # by the number of processes
         self.wrong: list[str] = []
         self.rows: Counter[tuple[str, str]] = Counter()
         self.compared = 0
@@ -216,75 +161,76 @@ class Chaos:
 
         source = ["--source", str(ROOT), "--glob", "*.py", "--val-share", "0.2"]
         with contextlib.redirect_stdout(None):
-            prepare.main([*source, "--out", str(self.data)])
+            prepare.main([*source, "--out", str(folder / "data")])
 
-    def run_whole(self, processes: int) -> None:
-        """Keep what a run that is never stopped ends with."""
-        job = Job(self.folder, f"whole-{processes}", self.data, processes)
-        ended = job.attempt({})
-        if any(ended.codes):
-            raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
-        self.expected[processes] = reported(job.run)
+    def start(
+        self, name: str, processes: int, victim: int = 0, interruption: Interruption | None = None
+    ) -> Ended:
+        """Start a run, or resume it. The victim interrupts itself."""
+        arguments = [*MODEL.split(), "--run.peer_seconds", str(PEER_S), "--run.name", name]
+        arguments += ["--run.dir", str(self.folder)]
+        for split in ("train", "val"):
+            arguments += [f"--data.{split}", str(self.folder / "data" / split)]
+        started, logs = [], [self.folder / f"{name}.{n}.log" for n in range(processes)]
+        for number, environment in enumerate(environments(processes, 8 // processes)):
+            text = json.dumps(interruption if number == victim else None)
+            with logs[number].open("w") as log:
+                started.append(start((__file__, "--child", text, *arguments), environment, log))
+        stops = interruption and interruption.number == signal.SIGSTOP
+        try:
+            for number, process in enumerate(started):
+                if not (stops and number == victim):
+                    process.wait(LIMIT_S)
+            at = time.monotonic()
+        finally:
+            for process in started:
+                process.kill()  # what is stopped, or did not end
+        return Ended([p.wait() for p in started], [log.read_text() for log in logs], at)
 
     def interrupt(self, what: str, processes: int, interruptions: int, number: int) -> None:
         """Interrupt runs so many times in all, and let each of them come to its end."""
-        if interruptions and processes not in self.expected:
-            self.run_whole(processes)
         left, kinds = interruptions, list(KINDS)
         self.random.shuffle(kinds)
+        if left:
+            ended = self.start(f"whole-{processes}", processes)
+            if any(ended.codes):
+                raise SystemExit(f"an undisturbed run ended with {ended.codes}:\n{ended.output[0]}")
         while left:
-            job = Job(self.folder, f"{what}-{left}", self.data, processes)
+            name = f"{what}-{left}"
             if kinds[0] == "restore":  # a new run restores nothing
                 kinds.append(kinds.pop(0))
             while True:
-                interruption = self._interruption(kinds, number) if left else None
+                delay_s, most = KINDS[kinds[0]]
+                delay_s, after = self.random.uniform(0, delay_s), self.random.randint(0, most)
+                interruption = Interruption(kinds[0], after, delay_s, number) if left else None
                 victim = self.random.randrange(processes)
-                ended = job.attempt({victim: interruption} if interruption else {})
+                ended = self.start(name, processes, victim, interruption)
                 if ended.interrupted(victim) is not None:
                     left -= 1
-                    kinds.append(kinds.pop(0))  # one that this attempt had no more of is next again
-                    self.rows[what, interruption.kind] += 1
+                    self.rows[what, kinds[0]] += 1
                     done = f"{what}: {interruptions - left} of {interruptions}"
-                    print(f"{done}, {interruption.kind} + {interruption.delay_s:.2f} s")
+                    print(f"{done}, {kinds[0]} + {delay_s:.2f} s")
+                    kinds.append(kinds.pop(0))  # one that this start had no more of is next again
                 if ended.finished:  # before the interruption, or in spite of it
                     break
                 if not interruption or ended.codes[victim] != -signal.SIGKILL:
-                    self._log(job, f"ended with {ended.codes}\n{ended.output}")
+                    self.wrong.append(f"{name} ended with {ended.codes}\n{ended.output}")
                     return
-                self._survivors(job, victim, ended)
-            expected, found = self.expected[processes], reported(job.run)
+                self._check_survivors(name, victim, ended)
+            found, expected = (reported(self.folder / n) for n in (name, f"whole-{processes}"))
             differ = [k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)]
             self.compared += 1
             if differ:
-                names = ", ".join(differ)
-                self.wrong.append(f"{job.name}: after {job.attempts} attempts {names} differ")
-            shutil.rmtree(job.run)
+                self.wrong.append(f"{name}: {', '.join(differ)} differ")
+            shutil.rmtree(self.folder / name)
 
-    def _interruption(self, kinds: list[str], number: int) -> Interruption:
-        kind = kinds[0]
-        delay_s, most = KINDS[kind]
-        return Interruption(
-            kind, self.random.randint(0, most), self.random.uniform(0, delay_s), number
-        )
-
-    def _log(self, job: Job, wrong: str) -> None:
-        self.wrong.append(f"{job.name}, attempt {job.attempts}: {wrong}")
-
-    def _survivors(self, job: Job, victim: int, ended: Ended) -> None:
+    def _check_survivors(self, name: str, victim: int, ended: Ended) -> None:
+        seconds = ended.at - (ended.interrupted(victim) or ended.at)
         for number, (code, text) in enumerate(zip(ended.codes, ended.output, strict=True)):
-            if number != victim and code not in (75, -signal.SIGABRT):
-                self._log(job, f"process {number} ended with {code}:\n{text}")
-            seconds = ended.at - ended.interrupted(victim)
-            if number != victim and seconds > PEER_S + 5:
-                self._log(job, f"process {number} ended after {seconds:.1f} s:\n{text}")
-
-    def table(self) -> str:
-        columns = list(dict.fromkeys(what for what, _ in self.rows))
-        lines = [f"| kind of work | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        for kind in KINDS:
-            cells = [str(self.rows[what, kind]) for what in columns]
-            lines.append(f"| {kind} | {' | '.join(cells)} |")
-        return "\n".join(lines)
+            in_time = code in (75, -signal.SIGABRT) and seconds <= PEER_S + 5
+            if number != victim and not in_time:
+                how = f"process {number} ended with {code} after {seconds:.1f} s"
+                self.wrong.append(f"{name}: {how}:\n{text}")
 
 
 def main(flags: Flags) -> int:
@@ -296,7 +242,8 @@ def main(flags: Flags) -> int:
         chaos.interrupt("killed", 1, flags.kills, signal.SIGKILL)
         chaos.interrupt("killed, of two", 2, flags.pairs, signal.SIGKILL)
         chaos.interrupt("stopped, of two", 2, flags.stops, signal.SIGSTOP)
-    print(chaos.table())
+    for (what, kind), count in sorted(chaos.rows.items()):
+        print(f"{what:16}{kind:12}{count:4}")
     print(*chaos.wrong, sep="\n")
     what = f"{len(chaos.wrong)} faults" if chaos.wrong else "all equal, bit for bit"
     print(f"{chaos.compared} runs compared in {time.monotonic() - started:.0f} s: {what}")
@@ -305,9 +252,9 @@ def main(flags: Flags) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        fields = json.loads(sys.argv[2])
+        interruption = json.loads(sys.argv[2])
         del sys.argv[1:3]  # what is left is the same in all processes, as pre-flight checks want
-        child(fields and Interruption(**fields), sys.argv[1:])
+        child(interruption, sys.argv[1:])
     else:
         import tyro
 

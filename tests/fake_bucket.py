@@ -13,12 +13,12 @@ google-cloud-storage, gcsfs and tensorstore, also for child processes:
 matches the object's name in the bucket; for a copy, the new one.
 
 The proxy adds what the emulator lacks: atomic preconditions on generations, generations of reads,
-ranges from the end and beyond it, and pages and offsets of lists.
+ranges from the end and beyond it, and offsets of lists.
 """
 
-import base64
 import contextlib
 import fnmatch
+import http
 import http.client
 import json
 import logging
@@ -36,17 +36,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
-MESSAGES = {
-    304: "Not Modified",
-    401: "Invalid Credentials",
-    403: "Access denied: the caller does not have storage.objects.create access to the object.",
-    404: "The specified bucket does not exist.",
-    412: "At least one of the pre-conditions you specified did not hold.",
-    416: "Requested range not satisfiable",
-    429: "The rate of change requests to the object exceeds the rate limit.",
-    500: "Backend Error",
-    503: "Service Unavailable",
-}
 WRITES = {"upload", "start", "delete", "copy", "compose", "other"}
 UNSENT = {"connection", "content-length", "keep-alive", "server", "date"}  # set by the proxy
 
@@ -60,7 +49,7 @@ class Fault:
     kind  an HTTP status to respond with; or
           "cut request": reset the connection before the request arrives,
           "cut response": execute the request, and cut the response in the middle,
-          "flip request", "flip response": flip one bit in the middle of the content,
+          "flip request", "flip response": flip one bit at the end of the content,
           "delay": wait for `seconds`, or until `stopped` is set.
     """
 
@@ -72,7 +61,6 @@ class Fault:
     seconds: float = 60.0
     seen: int = 0  # requests that matched
     done: int = 0  # of these, failed
-    happened: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def hits(self, request: "Request") -> bool:
@@ -83,15 +71,13 @@ class Fault:
         if self.stopped.is_set() or self.seen <= self.after or self.done >= self.times:
             return False
         self.done += 1
-        self.happened.set()
         return True
 
 
-def flipped(content: bytes, start: int, end: int) -> bytes:
-    """Flip one bit in the middle of content[start:end], if that is not empty."""
-    middle = (start + end) // 2
-    byte = content[middle : middle + 1] if start < end else b""
-    return content[:middle] + bytes(b ^ 1 for b in byte) + content[middle + len(byte) :]
+def flipped(content: bytes, end: int) -> bytes:
+    """Flip one bit of the last byte before `end`, if there is one."""
+    at = max(0, end - 1)
+    return content[:at] + bytes(byte ^ 1 for byte in content[at:end]) + content[end:]
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -105,24 +91,22 @@ class Answer:
 
 
 def error(status: int, message: str = "") -> Answer:
-    message = message or MESSAGES[status]
+    message = message or http.HTTPStatus(status).phrase
     error = {"code": status, "message": message, "errors": [{"reason": "test"}]}
     body = b"" if status == 304 else json.dumps({"error": error}).encode()
     return Answer(status, {"Content-Type": "application/json"}, body)
 
 
 class Request:
-    """A request, with its operation, bucket and object.
-
-    start  query and object name of the chunked upload that this is a chunk of
-    """
+    """A request, with its operation, bucket and object."""
 
     def __init__(
-        self, method: str, target: str, headers: dict[str, str], body: bytes, start: dict[str, str]
+        self, method: str, target: str, headers: dict[str, str], body: bytes, starts: dict[str, Any]
     ):
         self.method, self.target, self.headers, self.body = method, target, headers, body
         self.path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
-        self.query = start | {key: values[0] for key, values in query.items()}
+        self.query = {key: values[0] for key, values in query.items()}
+        self.query = starts.get(self.query.get("upload_id"), {}) | self.query
         found = re.search(r"/b/([^/]+)(/o(?:/(.*))?)?$", self.path)
         bucket, objects, name = found.groups("") if found else ("", "", "")
         self.does = self._does(bool(objects), name)
@@ -155,16 +139,10 @@ class Request:
             return self.query.get("name") or json.loads(found[0])["name"]
         return name
 
-    def content(self) -> tuple[int, int]:
-        """Return the begin and end of the object's content in the body."""
-        kind = self.headers.get("content-type", "")
-        if not kind.startswith("multipart/related"):
-            return 0, len(self.body)
-        boundary = re.search(r"""boundary=["']*([^"';]+)""", kind)
-        mark = b"--" + boundary[1].encode()
-        second = self.body.index(mark, self.body.index(mark) + 1)
-        start = re.compile(rb"\r?\n\r?\n").search(self.body, second).end()
-        return start, self.body.rindex(mark) - 2
+    def end(self) -> int:
+        """Return the end of the object's content in the body."""
+        parts = self.headers.get("content-type", "").startswith("multipart/related")
+        return self.body.rindex(b"\r\n--") if parts else len(self.body)
 
 
 # --- the proxy ------------------------------------------------------------------------------------
@@ -208,9 +186,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Emulator(RequestHandler):
     disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    log_message = Handler.log_message
 
 
 class Proxy(ThreadingHTTPServer):
@@ -225,12 +201,13 @@ class Server:
     def __init__(self) -> None:
         for name in ("gcp_storage_emulator", "api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        storage = Storage(use_memory_fs=True)
-        self._emulator = Proxy(("127.0.0.1", 0), partial(Emulator, storage))
+        emulator = partial(Emulator, Storage(use_memory_fs=True))
+        self._emulator = Proxy(("127.0.0.1", 0), emulator)
         self._proxy = Proxy(("127.0.0.1", 0), Handler)
         self._proxy.owner = self
         self._one = threading.Lock()  # a precondition holds until its request is done
-        self._starts: dict[str, dict[str, str]] = {}  # of chunked uploads, by upload_id
+        # Query and object name of the first request of chunked uploads, by upload_id.
+        self._starts: dict[str, dict[str, str]] = {}
         self._buckets: dict[str, Bucket] = {}
         url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
         self.environment = {
@@ -274,8 +251,7 @@ class Server:
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> tuple[Answer | None, bool]:
         """Return (the response, None if there is none; whether it is cut in the middle)."""
-        upload = parse_qs(urlsplit(target).query).get("upload_id", [""])[0]
-        request = Request(method, target, headers, body, self._starts.get(upload, {}))
+        request = Request(method, target, headers, body, self._starts)
         bucket = self._buckets.get(request.bucket)
         kinds = bucket.faults_of(request) if bucket else set()
         answer = self._respond(request, kinds)
@@ -287,15 +263,15 @@ class Server:
     def _respond(self, request: Request, kinds: set[int | str]) -> Answer | None:
         if "cut request" in kinds:
             return None
-        status = next((kind for kind in kinds if isinstance(kind, int)), None)
-        if status is not None:
-            return error(status)
+        for status in kinds:
+            if isinstance(status, int):
+                return error(status)
         if "flip request" in kinds:
-            request.body = flipped(request.body, *request.content())
+            request.body = flipped(request.body, request.end())
         with self._one:
             answer = self._refusal(request) or self._done(request)
         if "flip response" in kinds:
-            answer.body = flipped(answer.body, 0, len(answer.body))
+            answer.body = flipped(answer.body, len(answer.body))
         return answer
 
     # --- what the emulator lacks
@@ -309,7 +285,11 @@ class Server:
             answer.headers["X-Goog-Generation"] = self._object(request)["generation"]
             answer.headers["X-Goog-Metageneration"] = "1"
         if request.does == "list" and answer.status == 200:
-            answer.body = json.dumps(page(json.loads(answer.body), request.query)).encode()
+            start, end = request.query.get("startOffset", ""), request.query.get("endOffset")
+            found = json.loads(answer.body)
+            items = {i["name"]: i for i in found["items"] if i["name"] >= start}
+            found["items"] = [items[n] for n in sorted(items) if not end or n < end]
+            answer.body = json.dumps(found).encode()
         return answer
 
     def _object(self, request: Request, name: str = "") -> dict[str, Any]:
@@ -369,21 +349,6 @@ class Server:
             emulator.close()
 
 
-def page(listing: dict[str, Any], query: dict[str, str]) -> dict[str, Any]:
-    """Return the requested page of a list."""
-    after = base64.b64decode(query.get("pageToken", "")).decode()
-    start, end = query.get("startOffset", ""), query.get("endOffset")
-    entries = {item["name"]: item for item in listing["items"]} | dict.fromkeys(listing["prefixes"])
-    names = sorted(n for n in entries if n > after and n >= start and (not end or n < end))
-    most = int(query.get("maxResults", 1000))
-    some = {name: entries[name] for name in names[:most]}
-    listing["items"] = [item for item in some.values() if item]
-    listing["prefixes"] = [name for name, item in some.items() if not item]
-    if len(names) > most:
-        listing["nextPageToken"] = base64.b64encode(names[most - 1].encode()).decode()
-    return listing
-
-
 class Bucket:
     """One bucket, its faults, and its requests."""
 
@@ -414,19 +379,17 @@ class Bucket:
             fault.stopped.set()
 
 
-def main() -> None:
+def main(delay_ms: str) -> None:
     """Serve a bucket until this process ends. Print its url and environment as JSON.
 
-    python tests/fake_bucket.py DELAY_MS   added to each response; default 0
+    python tests/fake_bucket.py DELAY_MS   added to each response
     """
-    delay_s = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.0
     with Server() as server:
         bucket = server.bucket()
-        if delay_s:
-            bucket.fault("delay", seconds=delay_s)
+        bucket.fault("delay", seconds=float(delay_ms) / 1e3)
         print(json.dumps({"url": bucket.url, "environment": bucket.environment}), flush=True)
         threading.Event().wait()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -18,7 +18,6 @@ Exit code: 0 if no case fails; else 1.
 """
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -26,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +51,6 @@ from runtime import cli, jsonl  # noqa: E402
 BOUND = 2e-5  # relative, of a loss or of the largest gradient of an array
 LOGITS = 1e-4
 STEPS = 1e-4  # of losses after steps on another mesh
-
-
-class Difference(Exception):
-    """A check failed. The first word is its name."""
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -172,27 +166,15 @@ def is_valid(case: dict[str, Any]) -> bool:
     return True
 
 
-# --- checks ---------------------------------------------------------------------------------------
+# --- checks: each returns what differs, or an empty text ------------------------------------------
 
 
-def check(case: dict[str, Any]) -> None:
-    """Raise Difference for the first check that fails."""
-    for name, function in CHECKS.items():
-        try:
-            function(case)
-        except Difference as error:
-            raise Difference(f"{name}: {error}") from None
-        except Exception as error:
-            raise Difference(f"{name}: {''.join(traceback.format_exception(error)[-6:])}") from None
-
-
-def check_step(case: dict[str, Any]) -> None:
+def check_step(case: dict[str, Any]) -> str:
     """A near tie of two experts can be decided by rounding, so three sets of weights are tried."""
-    found = {}
     for seed in (3, 4, 5):
         if not (found := differences_of_step(case, seed)):
-            return
-    raise Difference(str(found))
+            return ""
+    return str(found)
 
 
 def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
@@ -213,11 +195,11 @@ def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
     return {name: float(error) for name, error in found.items() if not error <= BOUND}
 
 
-def check_decode(case: dict[str, Any]) -> None:
+def check_decode(case: dict[str, Any]) -> str:
     decode.BLOCK = 8  # so that there are several blocks
     case = case | {"segments": False, "microbatches": 1}
     if not is_valid(case):
-        return
+        return ""
     c, mesh = config(case), mesh_of(config(case))
     declared, batch = model.declare(c), common.batch_of(c, 1)
     w = transformer_of(c, mesh, hf_case.weights(c.model, 3))
@@ -225,25 +207,18 @@ def check_decode(case: dict[str, Any]) -> None:
     try:
         model.declare(decode.decoding_config(c, c.mesh.fsdp, c.mesh.tensor))
     except utils.ConfigError:  # the model does not divide over the mesh to decode on
-        return
+        return ""
     found = common.decoded_logits(c, hf_case.weights(c.model, 3), batch["tokens"])
     seen = whole > -np.inf  # padding of the vocabulary is not
     error = relative_error(found[seen], whole[seen])
-    if not error <= LOGITS:
-        raise Difference(f"logits differ by {error:.1e}")
+    return "" if error <= LOGITS else f"logits differ by {error:.1e}"
 
 
-@functools.cache
-def stepper(text: str, other: bool) -> tuple[utils.Config, Any, Any, Callable]:
-    c = config(json.loads(text), other)
-    mesh = mesh_of(c)
-    return c, mesh, model.declare(c), jitted_step(c, model.declare(c), mesh)
-
-
-def check_resume(case: dict[str, Any]) -> None:
-    text = json.dumps(case)
-    c, mesh, declared, step = stepper(text, False)
-    o, other_mesh, other_declared, other_step = stepper(text, True)
+def check_resume(case: dict[str, Any]) -> str:
+    c, o = config(case), config(case, other=True)
+    mesh, other_mesh = mesh_of(c), mesh_of(o)
+    declared, other_declared = model.declare(c), model.declare(o)
+    step = jitted_step(c, declared, mesh)
     state = train.initial_state(c, declared, mesh)
     for number in range(2):
         state, _ = step(state, common.on_mesh(c, mesh, common.batch_of(c, 10 + number)))
@@ -258,14 +233,16 @@ def check_resume(case: dict[str, Any]) -> None:
         for a, b in zip(*both, strict=True):
             a, b = np.asarray(a), np.asarray(b)
             if a.tobytes() != b.tobytes():  # stacks differ in shape, and not in order
-                raise Difference(f"an array of {name} of shape {a.shape} is not restored")
+                return f"an array of {name} of shape {a.shape} is not restored"
     batch = common.batch_of(c, 12)
     _, one = step(state, common.on_mesh(c, mesh, batch))
+    other_step = jitted_step(o, other_declared, other_mesh)
     _, two = other_step(restored, common.on_mesh(o, other_mesh, batch))
     losses = [float(report["stats"].loss) for report in (one, two)]
     norms = [float(report["grad_norm"]) for report in (one, two)]
-    if not abs(losses[0] - losses[1]) <= STEPS or not abs(norms[0] / norms[1] - 1) <= 1e-3:
-        raise Difference(f"losses {losses} and gradient norms {norms} of the step after it")
+    if abs(losses[0] - losses[1]) <= STEPS and abs(norms[0] / norms[1] - 1) <= 1e-3:
+        return ""
+    return f"losses {losses} and gradient norms {norms} of the step after it"
 
 
 CHECKS = {"step": check_step, "decode": check_decode, "resume": check_resume}
@@ -273,12 +250,14 @@ CHECKS = {"step": check_step, "decode": check_decode, "resume": check_resume}
 
 def failure_of(case: dict[str, Any]) -> str:
     """Return what fails, or an empty text. Compiled programs of earlier cases are dropped."""
-    stepper.cache_clear()
     jax.clear_caches()
-    try:
-        check(case)
-    except Difference as error:
-        return str(error)
+    for name, check in CHECKS.items():
+        try:
+            failure = check(case)
+        except Exception as error:
+            failure = "".join(traceback.format_exception(error)[-6:])
+        if failure:
+            return f"{name}: {failure}"
     return ""
 
 
@@ -295,25 +274,22 @@ def main(arguments: list[str] | None = None) -> int:
         failure = failure_of(flags.case)
         print(failure or "all checks pass")
         return bool(failure)
-    done = {}
-    if flags.out and flags.out.exists():
-        done = {record["seed"]: record for record in jsonl.read(flags.out)}
-    failed = 0
-    for seed in range(flags.seed, flags.seed + flags.cases):
-        if seed in done:
-            failed += bool(done[seed]["failure"])
+    seeds, failures = range(flags.seed, flags.seed + flags.cases), {}
+    if flags.out:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        failures = {r["seed"]: r["failure"] for r in jsonl.read(flags.out) if r["seed"] in seeds}
+    for seed in seeds:
+        if seed in failures:
             continue
         case, began = draw(seed), time.monotonic()
-        failure = failure_of(case)
-        seconds = time.monotonic() - began
-        mesh = "x".join(map(str, case["shape"]))
+        failure = failures[seed] = failure_of(case)
+        mesh, seconds = "x".join(map(str, case["shape"])), time.monotonic() - began
         print(f"seed {seed}  {mesh}  {seconds:.0f} s  {failure or 'equal'}", flush=True)
         if failure:
-            failed += 1
             print(f"  ./run.sh python tests/fuzz.py --case '{json.dumps(case)}'")
         if flags.out:
-            flags.out.parent.mkdir(parents=True, exist_ok=True)
             jsonl.append(flags.out, [{"seed": seed, "case": case, "failure": failure}])
+    failed = sum(map(bool, failures.values()))
     print(f"{flags.cases} cases, {failed} differ")
     return bool(failed)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import resource
 import time
 
@@ -60,6 +61,12 @@ def state_on(mesh, seed=0, virtual=1):
     return {"weights": weights, "optimizer": (adam, rest), "step": put(jnp.int32(seed), P())}
 
 
+@functools.cache
+def state(step):
+    """What `saved` saves as this step. It must not be donated."""
+    return state_on(mesh_of(2, 2, 2), seed=step)
+
+
 def abstract(state):
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -83,9 +90,13 @@ def assert_newest(checkpoints, step, state):
 def saved(folder, *steps):
     checkpoints = checkpoint.Checkpoints(folder, keep=3)
     for step in steps:
-        checkpoints.save(step, state_on(mesh_of(2, 2, 2), seed=step), CONFIG)
+        checkpoints.save(step, state(step), CONFIG)
     checkpoints.wait()
     return checkpoints
+
+
+def names_in(folder):
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 @contextlib.contextmanager
@@ -119,21 +130,19 @@ def full_disk():
 
 
 @contextlib.contextmanager
-def failing(method, error):
-    """Orbax cannot do this to a path. It renames a folder last, in a thread."""
+def failing(error):
+    """Orbax cannot rename a folder, which it does last, in a thread."""
 
     def fails(*_, **__):
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(epath.Path("x")), method, fails)
+        patch.setattr(type(epath.Path("x")), "rename", fails)
         yield
 
 
 FAULTS = {  # (what fails, the exception's type, the end of its message)
     "disk full": (full_disk, ValueError, "File too large"),
-    "rename refused": (lambda: failing("rename", OSError("no rename")), ValueError, "no rename"),
-    "an error in a thread": (lambda: failing("rename", KeyError("rename")), KeyError, "rename"),
-    # In one process, Orbax's other threads wait 5 minutes for the folder, and Python for them.
-    "no folder": (lambda: failing("mkdir", OSError("no folder")), ValueError, "no folder"),
+    "rename refused": (lambda: failing(OSError("no rename")), ValueError, "no rename"),
+    "an error in a thread": (lambda: failing(KeyError("rename")), KeyError, "rename"),
 }

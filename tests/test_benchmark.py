@@ -1,8 +1,8 @@
 """What benchmarks share, and those of steps, text and checkpoints, mostly in this process."""
 
 import ast
+import contextlib
 import importlib.util
-import itertools
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -31,14 +31,13 @@ DENSE = ["--config", str(ROOT / "configs/dense_124m.toml")]
 
 
 def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypatch, capsys):
-    for words in ([], ["--help"]):
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
-        benchmark.run()
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--help"])
+    benchmark.run()
     lines = capsys.readouterr().out.splitlines()
     for file in {*ROOT.glob("benchmarks/*.py")}:
         doc = ast.get_docstring(ast.parse(file.read_text())) or ""
         listed = f"  {file.stem:12}{doc.partition(chr(10))[0]}"
-        assert lines.count(listed) == 2 * (file.stem not in ("__init__", "common"))
+        assert (listed in lines) == (file.stem not in ("__init__", "common"))
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
     with pytest.raises(ValueError, match=r"benchmark.py speed is unknown. Use one of checkpoint,"):
         benchmark.run()
@@ -52,24 +51,11 @@ def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypa
         (experts.main, DENSE, r"no experts. Use another --config"),
         (experts.main, ["--factors"], r"Use --factors 0 1.5"),
         (checkpoint_benchmark.parse, ["--rounds", "-1"], r"leaves nothing.*--rounds 5"),
-        (checkpoint_benchmark.parse, ["--round", "1"], r"flag --round: did you mean --rounds"),
     ],
 )
 def test_flags_that_are_unknown_or_measure_nothing_are_refused(main, words, message):
     with pytest.raises(ValueError, match=message):
         main(words)
-
-
-def test_spreads_and_rates_are_medians(monkeypatch, capsys):
-    assert common.spread([1.5, 1.25, 9.0], 3) == "1.500 (1.250 to 9.000)"
-    calls = [(10.0 * i, 10.0 * i + 1 + i % 3) for i in range(common.STEPS + 1)]
-    ticks = iter(itertools.chain(*calls))
-    monkeypatch.setattr(common.time, "perf_counter", lambda: next(ticks))
-    rate = common.matmul_flops_per_s(64, common.jnp.float32, in_flight=2)
-    assert rate == pytest.approx(2 * 64**3 * 2 / 2)  # a median of 2 s for two products
-    with pytest.raises(SystemExit):
-        mesh.main(["--help"])
-    assert mesh.__doc__.splitlines()[0] in capsys.readouterr().out
 
 
 def test_a_timed_compilation_reads_no_cache_and_a_later_one_does(tmp_path, request):
@@ -79,20 +65,18 @@ def test_a_timed_compilation_reads_no_cache_and_a_later_one_does(tmp_path, reque
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     request.addfinalizer(compilation_cache.reset_cache)
-    hits = []
-    jax.monitoring.register_event_listener(
-        lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
-    )
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 
-    def compiled():
+    def hits():
         jax.jit(lambda x: 3 * x + 1).lower(1.0).compile()
-        return len(hits)
+        return events.count("/jax/compilation_cache/cache_hits")
 
-    assert compiled() == 0
+    assert hits() == 0
     [entry] = tmp_path.iterdir()
     with common.without_compilation_cache():
-        assert compiled() == compiled() == 0
-    assert compiled() == 1 and [*tmp_path.iterdir()] == [entry]
+        assert hits() == hits() == 0
+    assert hits() == 1 and [*tmp_path.iterdir()] == [entry]
 
 
 def test_step_prints_rates_of_a_real_step(capsys):
@@ -124,13 +108,9 @@ def test_equally_many_steps_run_with_a_save_and_without_and_saves_are_complete(t
     rounds = list(training.rounds(flags.interval_s, flags.rounds))
     training.checkpoints.close()
     [steps] = {one.steps for pair in rounds for one in pair}
-    first = training.done - 4 * steps  # the step after which the first interval begins
-    saved = checkpoint.Checkpoints(tmp_path)
-    assert saved.steps()[-1] == first + 2 * steps
-    shapes = common.train.abstract_state(training.config, training.program.declared, training.mesh)
-    for number in (first + steps, first + 2 * steps):
-        assert int(saved.restore(number, shapes).step) == number
-    saved.close()
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
+        # Two of four intervals saved.
+        assert saved.steps()[-2:] == [training.done - 3 * steps, training.done - 2 * steps]
     for save, other in rounds:
         assert save.seconds >= save.call_s + save.wait_s and save.write_s > 0 == other.write_s
 
@@ -140,22 +120,16 @@ def test_equally_many_steps_run_with_a_save_and_without_and_saves_are_complete(t
     # A ratio is that of one round.
     rounds = [(interval(3.0), interval(2.0)), (interval(5.0), interval(4.0))]
     text = checkpoint_benchmark.report(training, rounds)
-    assert "mesh (fsdp, pipeline, tensor) = (1, 1, 1); 2 x 16 tokens per step\n" in text
     assert "ratio           1.375 (1.250 to 1.500), " in text
     assert "ratio of CPU    1.311 (1.222 to 1.400), " in text
-    assert flags.rounds == 2 and config.run.name == "tiny"
 
 
 # --- peer -----------------------------------------------------------------------------------------
 
 
 def test_both_trainers_have_a_model_of_transformers_and_need_its_package(monkeypatch):
-    ours, theirs = common.reference_config().model, peer.config_of_both("moe").model
-    assert not unsupported(theirs) and unsupported(ours)
-    differ = {n for n, v in vars(theirs).items() if v != getattr(ours, n)}
-    assert differ == {"first_k_dense_replace", "decoder_sparse_step"}
-    llama = peer.config_of_both("llama").model
-    assert not unsupported(llama) and kind_of(llama) == LLAMA
+    moe, llama = (peer.config_of_both(name).model for name in ("moe", "llama"))
+    assert not unsupported(moe) and not unsupported(llama) and kind_of(llama) == LLAMA
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install -r requirements-hf\.txt"):
         peer.main([])
@@ -164,10 +138,7 @@ def test_both_trainers_have_a_model_of_transformers_and_need_its_package(monkeyp
 def test_the_ratio_is_over_the_better_of_the_others_which_have_the_same_first_loss():
     seconds = np.array([[1.0, 4.0, 3.0], [2.0, 4.0, 3.0], [3.0, 1.0, 3.0]])
     assert peer.over_the_better(seconds) == [3.0, 1.5, 1.0]
-    ours, near, far = (
-        SimpleNamespace(name=name, first_loss=loss)
-        for name, loss in (("ours", 8.31), ("theirs", 8.32), ("theirs", 8.40))
-    )
+    ours, near, far = (SimpleNamespace(name=str(x), first_loss=x) for x in (8.31, 8.32, 8.40))
     peer.check_first_losses([ours, near])
-    with pytest.raises(ValueError, match=r"ours is 8.3100 and that of theirs 8.4000: weights"):
+    with pytest.raises(ValueError, match=r"8.31 is 8.3100 and that of 8.4 8.4000: weights or"):
         peer.check_first_losses([ours, near, far])

@@ -2,8 +2,6 @@
 
 import argparse
 import math
-import os
-import time
 
 import numpy as np
 import pytest
@@ -43,7 +41,7 @@ def run_rows(tmp_path, monkeypatch):
     return rows, called
 
 
-def test_a_failed_row_does_not_end_the_others_and_runs_again_alone(run_rows, capsys, monkeypatch):
+def test_a_failed_row_does_not_end_the_others_and_runs_again_alone(run_rows, capsys):
     rows, called = run_rows
     assert rows(statuses={"dense_124m-none": "failed", "dense_1b-none": "memory"}) == []
     assert called == list(gpu.ROWS)
@@ -53,19 +51,14 @@ def test_a_failed_row_does_not_end_the_others_and_runs_again_alone(run_rows, cap
     rows("dense_124m-none", "dense_1b-none", "dense_1b-full")
     assert called == ["dense_124m-none"]
     assert capsys.readouterr().out.count("fine") == 4  # machine, check and a row, from the file
-    called.clear()  # rows of another GPU do not count
-    monkeypatch.setattr(gpu, "smi", lambda *fields: {"name": "NVIDIA H200"})
-    rows("dense_1b-full")
-    assert called == ["machine", "check", "dense_1b-full"]
 
 
-@pytest.mark.parametrize("gate", gpu.GATES)
-def test_a_failed_check_ends_the_others_unless_forced(run_rows, gate):
+def test_a_failed_check_ends_the_others_unless_forced(run_rows):
     rows, called = run_rows
-    with pytest.raises(ValueError, match=f"row {gate} did not pass.*--force"):
-        rows(statuses={gate: "failed"})
-    assert called[-1] == gate
-    rows("dense_1b-full", statuses={gate: "failed"}, force=True)
+    with pytest.raises(ValueError, match=r"row check did not pass.*--force"):
+        rows(statuses={"check": "failed"})
+    assert called == ["machine", "check"]
+    rows("dense_1b-full", statuses={"check": "failed"}, force=True)
     assert called[-1] == "dense_1b-full"
 
 
@@ -82,22 +75,17 @@ def test_without_time_no_row_starts_and_a_stopped_one_starts_anew(run_rows, tmp_
 
 
 def test_exit_code_and_log_give_the_status():
-    full = (
-        "Traceback\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory\nFor simplicity"
-    )
+    full = "Traceback\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory\nFor more"
     autotuned = "W RESOURCE_EXHAUSTED while autotuning\nerror: the loss is not finite"
     for code, log, status, error in (
         (0, "", "ok", ""),
         (None, "", "time", "stopped after 9 s"),
         (1, full, "memory", "RESOURCE_EXHAUSTED"),
         (2, autotuned, "failed", "exit code 2: error: the loss is not finite"),
-        (-11, "Fatal", "failed", "SIGSEGV: Fatal"),
         (-6, "", "failed", "SIGABRT: nothing in its log"),
     ):
         found = gpu.status_of(code, log, 9)
         assert found["status"] == status and error in found.get("error", "")
-    record = {"status": "memory", "planned_bytes": 85 * 2**30, "error": "much"}
-    assert gpu.describe(record) == "out of memory: the plan needs 85.0 GiB. much"
 
 
 # --- rows and their sizes -------------------------------------------------------------------------
@@ -105,7 +93,6 @@ def test_exit_code_and_log_give_the_status():
 
 def test_every_row_fits_one_gpu_of_80_gb_by_the_plan():
     assert gpu.ROWS[:2] == gpu.GATES and len(set(gpu.ROWS)) == len(gpu.ROWS) == 18
-    assert gpu.ROWS[2:6] == tuple(f"{name}-none" for name in gpu.MODELS)
     chip = hardware.CHIPS["h100"]
     for name in gpu.MODELS:
         for kind in ("none", "full"):
@@ -130,22 +117,3 @@ def test_one_wrong_gradient_of_many_and_nan_do_not_pass_the_check():
     for loss, gradient in ((0.0, 0.5), (math.nan, 0.0), (0.0, math.nan), (0.5, 0.0)):
         with pytest.raises(ValueError, match="does not compute what the CPU does"):
             gpu.check_errors("bfloat16", loss, {"a": 0.0, "b": gradient})
-
-
-def test_clocks_and_power_are_medians_of_the_samples_if_there_are_any(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    seen = tmp_path / "seen"  # the first sample has another clock
-    program.write_text(
-        f"#!/bin/sh\n[ -e {seen} ] && mhz=1980 || mhz=1000\n: > {seen}\n"
-        'echo "$mhz, 2619, 690.5, [N/A], 7000"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with gpu.monitor() as found:
-        time.sleep(1.5)
-    memory = {"clocks.mem": 2619, "memory.used": 7000}
-    assert found == {"clocks.sm": 1980, "power.draw": 690.5} | memory
-    monkeypatch.setenv("PATH", "/nowhere")
-    with gpu.monitor() as found:
-        pass
-    assert found == {} == gpu.smi("name")

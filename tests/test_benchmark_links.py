@@ -1,9 +1,6 @@
 """benchmark.py links: what it plans, and what it prints of measured times."""
 
-import contextlib
-import dataclasses
 import io
-import math
 
 import pytest
 from rich.console import Console
@@ -43,10 +40,10 @@ def result(predictions):
 
 
 def test_the_planned_time_is_that_of_the_plan_without_overlap(config, predictions):
-    for name, mbit in (("FSDP", 30), ("interleaved", 1000)):
-        chip = links.host_chip(RATE, mbit * 125_000)
+    chip = links.host_chip(RATE, 30 * 125_000)
+    for name in links.LAYOUTS:
         predicted = cost.predict(links.layout_of(config, name), chip, "cpu")
-        assert predictions[name].seconds(RATE, mbit) == pytest.approx(predicted.serial_step_s)
+        assert predictions[name].seconds(RATE, 30) == pytest.approx(predicted.serial_step_s)
 
     def order(mbit):
         return sorted(links.LAYOUTS, key=lambda name: predictions[name].seconds(RATE, mbit))
@@ -59,45 +56,35 @@ def test_a_microbatch_per_device_has_the_same_size_in_each_layout(config, predic
     for name in (links.ALONE, *links.LAYOUTS):
         c = links.layout_of(config, name)
         cli.check(c)
-        assert c.train.global_batch_size == config.train.global_batch_size
         assert c.train.global_batch_size / c.train.microbatches / c.mesh.batch == 4
     useful = predictions[links.ALONE].flops / predictions["FSDP"].flops
     assert 0.95 < useful < 1.1  # a host alone computes its share without a bubble
 
 
 def test_lines_cross_where_both_take_equally_long(result):
-    mbit = [10.0, 1000.0, 100.0]  # in any order
-    falling = [1000 / m for m in mbit]
-    level = [4.0] * 3
-    assert links.crossing(mbit, falling, level) == pytest.approx(250)
-    assert links.crossing(mbit, level, falling) == pytest.approx(250)
+    mbit, falling = [10.0, 1000.0, 100.0], [100.0, 1.0, 10.0]  # in any order
+    assert links.crossing(mbit, falling, [4.0] * 3) == pytest.approx(250)
     assert links.crossing(mbit, falling, [0.5] * 3) is None  # only beyond what was measured
     measured, planned = result.crossings("FSDP", "1F1B")
     assert measured == pytest.approx(planned)
-    fsdp, one = result.predictions["FSDP"], result.predictions["1F1B"]
-    exact = (fsdp.megabits - one.megabits) / (one.flops - fsdp.flops) * RATE
-    assert math.log(measured / exact) == pytest.approx(0, abs=0.3)  # a line between two points
 
 
 def test_tables_lines_and_a_picture_show_measured_and_planned_times(result, tmp_path):
     console = Console(width=200, file=io.StringIO())
     console.print(links.step_table(result), links.collective_table(result))
     text = console.file.getvalue()
-    assert "not throttled" not in text and "30 Mbit/s" in text and "4000 Mbit/s, 5 ms" in text
+    assert "30 Mbit/s" in text and "4000 Mbit/s, 5 ms" in text
     assert "FSDP / FSDP" in text and "1F1B / 1F1B" in text
     assert f"{1e3 * links.SIZES[1] * 8e-6 / 30:,.1f}" in text  # of 1 MiB
     lines = "\n".join(links.lines(result))
     assert "15.0 GFLOP/s" in lines and "1F1B is faster than FSDP: measured" in lines
-    for found in (result, dataclasses.replace(result, measurements=result.measurements[:1])):
-        links.draw(found, tmp_path / "links.png")
-        assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    links.draw(result, tmp_path / "links.png")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_flags_that_cannot_be_measured_are_refused():
     for words, message in (
         ("--steps 0", "leave nothing to measure"),
-        ("--mbit", "leave nothing to measure"),
-        ("--delay_ms -1", "leave nothing to measure"),
         ("--mesh.fsdp 4", "Remove the --mesh flags"),
         ("--model.num_hidden_layers 6", "num_hidden_layers"),
         ("--png links.gif", r"does not end in .png"),
@@ -105,19 +92,6 @@ def test_flags_that_cannot_be_measured_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             links.parse(words.split())
-
-
-def test_the_end_of_a_process_is_an_error_with_the_end_of_its_log(config, tmp_path):
-    class Here(links.Host):
-        def command(self, *words, folder):
-            return ["sh", "-c", "echo no such device >&2"]
-
-    job = links.Job("FSDP", config, [Here("a", "10.0.0.1")], 1, tmp_path)
-    with contextlib.closing(job):
-        for process in job._processes:
-            process.wait()  # no process reads the request
-        with pytest.raises(links.TransientError, match="a process of FSDP ended: no such device"):
-            job.step()
 
 
 def test_each_kind_of_collective_sends_the_requested_bytes():

@@ -31,120 +31,6 @@ NEWEST = run_directory.at("absent"), 1
 SHORT = "--train.steps 2 --checkpoint.every_steps 1 --eval.every_steps 0 --sample.prompts"
 
 
-# --- settings of a run that resumes ---------------------------------------------------------------
-
-
-def changed(section, **fields):
-    return CONFIG | {section: CONFIG[section] | fields}
-
-
-def test_settings_that_do_not_change_the_result_may_change():
-    for section, fields in {
-        "mesh": {"fsdp": 8, "pipeline": 1, "tensor": 1, "virtual": 2},
-        "train": {"steps": 9, "microbatches": 8, "remat": "full", "loss_chunk_tokens": 64},
-        "model": {"eval_capacity_factor": 4.0, "experts_layout": "sharded"},
-        "data": {"val": "elsewhere"},
-    }.items():
-        resume.check_compatible(CONFIG, changed(section, **fields), *NEWEST)
-
-
-@pytest.mark.parametrize(
-    ("section", "field", "value"),
-    [
-        ("model", "capacity_factor", 1.0),
-        ("data", "order", "blocks"),
-        ("train", "seed", 1),
-        ("optimizer", "lr", 0.5),
-        ("optimizer", "schedule_steps", 7),
-    ],
-)
-def test_settings_that_change_the_result_are_refused_by_name(section, field, value):
-    expected = f"{section}.{field} {CONFIG[section][field]!r} -> {value!r}"
-    now = changed(section, **{field: value}) | {"tokens": {"train": "bb"}}
-    with pytest.raises(ConfigError) as refusal:
-        resume.check_compatible(CONFIG | {"tokens": {"train": "aa"}}, now, *NEWEST)
-    for text in (expected, "tokens.train 'aa' -> 'bb'"):
-        assert text in str(refusal.value)
-
-
-def test_shards_may_move_and_another_rounding_is_a_warning(capsys):
-    old = CONFIG | {"tokens": {"train": "aa"}}
-    moved = changed("data", train="gs://bucket/elsewhere") | {"tokens": old["tokens"]}
-    resume.check_compatible(old, moved, *NEWEST)
-    assert capsys.readouterr().out == ""
-    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
-    warning = "warning: the run resumes with another model.compute_dtype 'float32'"
-    assert warning in capsys.readouterr().out
-
-
-# --- another decay, and records without a checkpoint ----------------------------------------------
-
-
-def wsd(**fields):
-    """A config whose second half of 6 steps decays."""
-    own = {"schedule": "wsd", "warmup_steps": 1, "min_lr_ratio": 0.0, "schedule_steps": 6}
-    return changed("optimizer", **own | {"decay_share": 0.5} | fields)
-
-
-def test_only_the_decay_may_change_and_only_before_it(tmp_path):
-    for step in (2, 4, 6):
-        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
-        (tmp_path / "run" / "checkpoints" / str(step) / COMMIT).touch()
-    run = run_directory.at(tmp_path / "run")
-    longer = {"schedule_steps": 10}
-    resume.check_compatible(wsd(), wsd(**longer), run, 2)
-    fix = f"step 2 is before .* --run.init_from {run} --run.init_from_step 2 --run.init_optimizer"
-    for now, step, message in (
-        (longer, 4, f"optimizer.schedule_steps 6 -> 10. Use the old values.*{fix}"),
-        (longer | {"warmup_steps": 2}, 2, "optimizer.schedule_steps 6 -> 10"),
-        (longer | {"lr": 0.1}, 2, "optimizer.lr .* -> 0.1, optimizer.schedule_steps 6 -> 10"),
-        (longer | {"schedule": "cosine"}, 2, "optimizer.schedule 'wsd' -> 'cosine'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            resume.check_compatible(wsd(), wsd(**now), run, step)
-    settings = {"optimizer": utils.Optimizer(**wsd()["optimizer"])}
-    here = {"run.dir": str(tmp_path), "run.name": "run", "train.steps": 10}
-    config = utils.changed(dataclasses.replace(utils.Config(), **settings), here)
-    with pytest.raises(ConfigError, match=f"rate is 0 after 6 .*another --run.name.*{fix}"):
-        resume.with_schedule(config, 10)
-    config = utils.changed(utils.Config(), {"run.dir": str(tmp_path), "run.init_optimizer": True})
-    with pytest.raises(ConfigError, match="continues a checkpoint of another run: name both"):
-        resume.resolve(config)
-
-
-def test_a_run_that_would_remove_records_without_a_checkpoint_is_refused(tmp_path):
-    def saving(every):
-        here = {"run.dir": str(tmp_path), "run.name": "x", "train.steps": 6}
-        return utils.changed(utils.Config(), here | {"checkpoint.every_steps": every})
-
-    for before, now, folder, steps, refused in (
-        (2, 2, False, 3, True),  # its checkpoints are not here
-        (2, 2, True, 3, False),  # killed while its first one was written
-        (2, 2, True, 4, True),  # its checkpoints were removed
-        (2, 2, False, 1, False),  # killed before its first one was due
-        (20, 20, False, 6, True),  # due after the last of 6 steps
-        (0, 2, False, 1, True),  # saves none
-        (2, 0, False, 1, True),
-        (2, 0, False, 0, False),  # an evaluation before the first step
-        (None, 2, False, 1, False),  # without config.toml
-        (None, 2, False, 2, True),
-    ):
-        shutil.rmtree(tmp_path / "x", ignore_errors=True)
-        run = run_directory.of(saving(now))
-        run.files.mkdir()
-        if before is not None:
-            (run.files / "config.toml").write_text(cli.to_toml(saving(before)))
-        (run.files / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {steps}}}\n')
-        if folder:
-            run.checkpoints.mkdir()
-        refusal = pytest.raises(ConfigError, match=rf"of {steps} steps and no checkpoint")
-        with refusal if refused else contextlib.nullcontext():
-            resume.resolve(saving(now))
-
-
-# --- runs that start from another run's weights ---------------------------------------------------
-
-
 def copy(run, to):
     """The folder with all that a run is started with."""
     shutil.copytree(run / "checkpoints", to / "checkpoints")
@@ -162,12 +48,8 @@ def source(whole, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(data, runs, source):
-    """(folder, what it logged) of two steps from the last weights of `whole`."""
-    logged = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "log", logged.append)
-        folder = start(data, runs, "started", "--run.init_from", str(source), *SHORT.split())
-    return folder, logged
+    """Two steps from the last weights of `whole`."""
+    return start(data, runs, "started", "--run.init_from", str(source), *SHORT.split())
 
 
 def evaluations(folder):
@@ -177,18 +59,16 @@ def evaluations(folder):
 def test_a_run_starts_with_the_final_loss_of_the_other_and_records_where_it_is_from(
     started, whole, source, data, runs, capsys
 ):
-    folder, logged = started
-    first, last = evaluations(folder)
+    first, last = evaluations(started)
     assert first == evaluations(whole)[-1] | {"step": 0}
-    assert (last["step"], len(losses(folder))) == (2, 2)
+    assert (last["step"], len(losses(started))) == (2, 2)
     mine, other = (
         [r["lr"] for r in jsonl.read(run / "metrics.jsonl") if "lr" in r][:2]
-        for run in (folder, whole)
+        for run in (started, whole)
     )
     assert mine == other  # a new schedule
-    kept = folder / run_directory.HF / "config.json"  # of an imported base, for its export
+    kept = started / run_directory.HF / "config.json"  # of an imported base, for its export
     assert kept.read_text() == '{"bos_token_id": 7}'
-    assert f"{folder}: a new run, weights from {source} at step 6" in logged
     flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name", "started"]
     warning = "warning: --run.init_from elsewhere is not read"
     for more in ([], ["--run.init_from", "elsewhere"]):
@@ -198,17 +78,16 @@ def test_a_run_starts_with_the_final_loss_of_the_other_and_records_where_it_is_f
 
 
 def test_a_run_resumes_with_the_same_bits_without_the_other_run(started, source, data, tmp_path):
-    whole = started[0]
-    stopped = Path(shutil.copytree(whole, tmp_path / "started"))
+    stopped = Path(shutil.copytree(started, tmp_path / "started"))
     shutil.rmtree(stopped / "checkpoints" / "2")  # as killed before its end
     away = source.rename(tmp_path / "away")
     try:
         resumed = start(data, tmp_path, "started", "--run.init_from", str(source), *SHORT.split())
     finally:
         away.rename(source)
-    assert losses(resumed) == losses(whole)
-    assert evaluations(resumed) == evaluations(whole)
-    for one, other in zip(arrays(resumed, 2), arrays(whole, 2), strict=True):
+    assert losses(resumed) == losses(started)
+    assert evaluations(resumed) == evaluations(started)
+    for one, other in zip(arrays(resumed, 2), arrays(started, 2), strict=True):
         np.testing.assert_array_equal(one, other)
     assert cli.load(resumed / "config.toml").run.init_from_step == 6
 
@@ -246,10 +125,6 @@ def test_the_named_step_or_the_newest_undamaged_one_is_loaded(source, data, tmp_
     (run / "checkpoints" / "6" / "config" / checkpoint.RECORD).unlink()
     assert begin(data, tmp_path, *flags)[0].run.init_from_step == 3
     assert f"warning: the checkpoint of step 6 in {run}" in capsys.readouterr().out
-    (run / "checkpoints" / "3" / "config" / checkpoint.RECORD).unlink()
-    with pytest.raises(ValueError, match=r"is damaged \(steps \[3, 6\]\)"):
-        start(data, tmp_path, "refused", *flags)
-    assert not (tmp_path / "refused").exists()
 
 
 # --- [model] of the other run ---------------------------------------------------------------------
@@ -260,21 +135,18 @@ def test_without_a_config_the_model_section_is_that_of_the_other_run(
 ):
     theirs = cli.load(source / "config.toml").model
     here = ["--run.dir", str(tmp_path)]
-    flags = ["--run.init_from", str(source), *here]
-    for spelled in (flags, [f"--run.init_from={source}", *here]):
-        config = main.parse([*spelled, "--model.dropout", "0.1"])
-        assert config.model == dataclasses.replace(theirs, dropout=0.1)
-        assert (config.run.init_from, config.train) == (str(source), utils.Train())
+    flags = [f"--run.init_from={source}", *here]
+    config = main.parse([*flags, "--model.dropout", "0.1"])
+    assert config.model == dataclasses.replace(theirs, dropout=0.1)
+    assert (config.run.init_from, config.train) == (str(source), utils.Train())
     file = tmp_path / "own.toml"
     file.write_text("[model]\nhidden_size = 96\n")
     assert main.parse([*flags, "--config", str(file)]).model == utils.Model(hidden_size=96)
     assert main.parse([*flags, "--config", str(ROOT / "configs/tune.toml")]).model == theirs
     assert main.parse(here).model == utils.Model()
     # A run that resumes keeps its model also when the other run is gone.
-    folder = started[0]
-    flags = ["--run.dir", str(runs), "--run.name", folder.name, "--run.init_from"]
-    for init in (str(source), "gone"):
-        assert main.parse([*flags, init]).model == cli.load(folder / "config.toml").model
+    flags = ["--run.dir", str(runs), "--run.name", started.name, "--run.init_from", "gone"]
+    assert main.parse(flags).model == cli.load(started / "config.toml").model
 
 
 def test_settings_that_weights_do_not_depend_on_may_differ_and_all_others_are_named():
@@ -283,14 +155,9 @@ def test_settings_that_weights_do_not_depend_on_may_differ_and_all_others_are_na
     free |= {"experts_layout": "sharded", "compute_dtype": "float32", "attention_kernel": "xla"}
     other = dataclasses.replace(utils.Model(), **free)
     resume.check_same_model(Path("a"), utils.Model(), other)
-    names = [*(utils.fields_of(utils.Model).keys() - free.keys())]
-    for name in names:
+    for name in utils.fields_of(utils.Model).keys() - free.keys():
         with pytest.raises(ValueError, match=f"another model: model.{name} .* there and None here"):
             resume.check_same_model(Path("a"), other, utils.changed(other, {name: None}))
-    with pytest.raises(ValueError) as refused:
-        resume.check_same_model(Path("a"), other, utils.changed(other, dict.fromkeys(names[:12])))
-    assert str(refused.value).count("there and None here") == 10
-    assert " and 2 more. " in str(refused.value)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -313,9 +180,8 @@ def test_a_folder_without_usable_weights_is_refused(source, data, tmp_path):
         ("no_steps", r"no_steps has no checkpoint yet. .*or give another"),
         ("new", r"--run.init_from .*new is this run's own folder, .*Use another --run.name"),
     ):
-        with pytest.raises(ConfigError, match=message) as refused:
+        with pytest.raises(ConfigError, match=message):
             start(data, tmp_path, "new", "--run.init_from", str(tmp_path / init))
-        assert "\n" not in str(refused.value)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["config.toml"]
 
 
@@ -334,3 +200,101 @@ def test_another_model_or_data_of_another_tokenizer_is_refused(source, data, tmp
     with pytest.raises(ValueError, match=message):
         start(flags, tmp_path, "new", *init)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_would_remove_records_without_a_checkpoint_is_refused(tmp_path):
+    def saving(every):
+        here = {"run.dir": str(tmp_path), "run.name": "x", "train.steps": 6}
+        return utils.changed(utils.Config(), here | {"checkpoint.every_steps": every})
+
+    for before, now, folder, steps, refused in (
+        (2, 2, False, 3, True),  # its checkpoints are not here
+        (2, 2, True, 3, False),  # killed while its first one was written
+        (2, 2, True, 4, True),  # its checkpoints were removed
+        (2, 2, False, 1, False),  # killed before its first one was due
+        (20, 20, False, 6, True),  # due after the last of 6 steps
+        (2, 0, False, 1, True),  # saves none
+        (2, 0, False, 0, False),  # an evaluation before the first step
+        (None, 2, False, 2, True),  # without config.toml
+    ):
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        run = run_directory.of(saving(now))
+        run.files.mkdir()
+        if before is not None:
+            (run.files / "config.toml").write_text(cli.to_toml(saving(before)))
+        (run.files / "metrics.jsonl").write_text(f'{{"step": 0}}\n{{"step": {steps}}}\n')
+        if folder:
+            run.checkpoints.mkdir()
+        refusal = pytest.raises(ConfigError, match=rf"of {steps} steps and no checkpoint")
+        with refusal if refused else contextlib.nullcontext():
+            resume.resolve(saving(now))
+
+
+# --- settings of a run that resumes ---------------------------------------------------------------
+
+
+def changed(section, **fields):
+    return CONFIG | {section: CONFIG[section] | fields}
+
+
+def test_settings_that_do_not_change_the_result_may_change_and_rounding_is_a_warning(capsys):
+    for section, fields in {
+        "mesh": {"fsdp": 8, "pipeline": 1, "tensor": 1, "virtual": 2},
+        "train": {"steps": 9, "microbatches": 8, "remat": "full", "loss_chunk_tokens": 64},
+        "model": {"eval_capacity_factor": 4.0, "experts_layout": "sharded"},
+        "data": {"train": "gs://bucket/elsewhere", "val": "elsewhere"},
+    }.items():
+        old, now = (c | {"tokens": {"train": "aa"}} for c in (CONFIG, changed(section, **fields)))
+        resume.check_compatible(old, now, *NEWEST)
+    assert capsys.readouterr().out == ""
+    resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
+    warning = "warning: the run resumes with another model.compute_dtype 'float32'"
+    assert warning in capsys.readouterr().out
+
+
+def test_settings_that_change_the_result_are_refused_by_name():
+    for section, field, value in (
+        ("model", "capacity_factor", 1.0),
+        ("data", "order", "blocks"),
+        ("train", "seed", 1),
+        ("optimizer", "lr", 0.5),
+    ):
+        expected = f"{section}.{field} {CONFIG[section][field]!r} -> {value!r}"
+        now = changed(section, **{field: value}) | {"tokens": {"train": "bb"}}
+        with pytest.raises(ConfigError, match=expected) as refusal:
+            resume.check_compatible(CONFIG | {"tokens": {"train": "aa"}}, now, *NEWEST)
+        assert "tokens.train 'aa' -> 'bb'" in str(refusal.value)
+
+
+# --- another decay --------------------------------------------------------------------------------
+
+
+def wsd(**fields):
+    """A config whose second half of 6 steps decays."""
+    own = {"schedule": "wsd", "warmup_steps": 1, "min_lr_ratio": 0.0, "schedule_steps": 6}
+    return changed("optimizer", **own | {"decay_share": 0.5} | fields)
+
+
+def test_only_the_decay_may_change_and_only_before_it(tmp_path):
+    for step in (2, 4, 6):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / str(step) / COMMIT).touch()
+    run = run_directory.at(tmp_path / "run")
+    longer = {"schedule_steps": 10}
+    resume.check_compatible(wsd(), wsd(**longer), run, 2)
+    fix = f"step 2 is before .* --run.init_from {run} --run.init_from_step 2 --run.init_optimizer"
+    for now, step, message in (
+        (longer, 4, f"optimizer.schedule_steps 6 -> 10. Use the old values.*{fix}"),
+        (longer | {"warmup_steps": 2}, 2, "optimizer.schedule_steps 6 -> 10"),
+        (longer | {"lr": 0.1}, 2, "optimizer.lr .* -> 0.1, optimizer.schedule_steps 6 -> 10"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resume.check_compatible(wsd(), wsd(**now), run, step)
+    here = {"run.dir": str(tmp_path), "run.name": "run", "train.steps": 10}
+    settings = here | {"optimizer": utils.Optimizer(**wsd()["optimizer"])}
+    config = utils.changed(utils.Config(), settings)
+    with pytest.raises(ConfigError, match=f"rate is 0 after 6 .*another --run.name.*{fix}"):
+        resume.with_schedule(config, 10)
+    config = utils.changed(utils.Config(), {"run.dir": str(tmp_path), "run.init_optimizer": True})
+    with pytest.raises(ConfigError, match="continues a checkpoint of another run: name both"):
+        resume.resolve(config)

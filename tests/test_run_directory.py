@@ -21,23 +21,20 @@ def fresh(url):
 
 def test_a_folder_on_a_disk_has_no_copy(tmp_path):
     folder = run_directory.at(tmp_path / "x")
-    assert (folder.files, folder.name, str(folder)) == (tmp_path / "x", "x", str(tmp_path / "x"))
-    assert folder.checkpoints == tmp_path / "x" / "checkpoints"
+    assert (folder.files, folder.checkpoints) == (tmp_path / "x", tmp_path / "x" / "checkpoints")
     assert not folder.exists() and folder.saved_steps() == []
-    (tmp_path / "x" / "checkpoints" / "12").mkdir(parents=True)
-    (tmp_path / "x" / "checkpoints" / "12" / "commit_success.txt").touch()
-    (tmp_path / "x" / "checkpoints" / "damaged-3").mkdir()
+    for name in ("12/commit_success.txt", "damaged-3/commit_success.txt"):
+        (folder.checkpoints / name).parent.mkdir(parents=True)
+        (folder.checkpoints / name).touch()
     assert folder.exists() and folder.has_checkpoints() and folder.saved_steps() == [12]
     with folder.synced():
         folder.upload()
 
 
-@pytest.mark.parametrize(
-    "name", ["gs:/b/x", "gs://", "gs://b", "gs://b/", "gs://b//x", "gs://b/./x", "gs://b/a/../x"]
-)
-def test_an_ambiguous_object_name_is_refused(name):
-    with pytest.raises(ValueError, match=r"names no folder of a bucket. Give one as gs://bucket/"):
-        run_directory.at(name)
+def test_an_ambiguous_object_name_is_refused():
+    for name in ("gs:/b/x", "gs://b", "gs://b//x", "gs://b/a/../x"):
+        with pytest.raises(ValueError, match=r"names no folder of a bucket. Give one as gs://buck"):
+            run_directory.at(name)
 
 
 def uploads(bucket):
@@ -46,13 +43,11 @@ def uploads(bucket):
 
 def test_files_are_downloaded_and_changed_ones_uploaded(bucket, url):
     there = Prefix(url)
-    there.write("metrics.jsonl", b"1\n")
-    there.write("config.toml", b"c")
-    there.write("lock", b"another's")
-    there.write("checkpoints/12/commit_success.txt", b"")
-    there.write("checkpoints/13/x", b"")
-    there.write("", b"")  # some programs make such objects for folders
-    there.write("plots/", b"")
+    for name in (
+        *("metrics.jsonl", "config.toml", "lock", "checkpoints/12/commit_success.txt"),
+        *("checkpoints/13/x", "", "plots/"),  # some programs make the last two for folders
+    ):
+        there.write(name, b"1\n")
     folder = fresh(url)
     assert folder is run_directory.at(f"{url}/") and folder.exists()
     assert sorted(file.name for file in folder.files.iterdir()) == ["config.toml", "metrics.jsonl"]
@@ -73,7 +68,7 @@ def test_files_are_downloaded_and_changed_ones_uploaded(bucket, url):
         (folder.files / "plots").mkdir()
         (folder.files / "plots" / "loss.png").write_bytes(b"png")
     assert "upload runs/x/plots/loss.png 200" in uploads(bucket)
-    assert there.read("lock") == b"another's"
+    assert there.read("lock") == b"1\n"
     # A tokenizer is no record: it is fetched when it is needed.
     there.write("tokenizer/tokenizer.json", b"{}")
     assert folder.tokenizer("lost") == str(folder.files / "tokenizer")
@@ -93,11 +88,10 @@ def test_a_run_with_only_checkpoints_exists_and_a_missing_one_is_reported(url):
 
 def test_records_that_cannot_be_uploaded_are_kept_and_reported(bucket, url, capsys):
     folder = fresh(url)
-    kept = r"could not be uploaded: .* They are kept in"
-    with pytest.raises(TransientError, match=kept) as error, folder.synced():
+    kept = rf"could not be uploaded: .* They are kept in {folder.files}"
+    with pytest.raises(TransientError, match=kept), folder.synced():
         (folder.files / "metrics.jsonl").write_text("1\n")
         bucket.fault(503, on="upload")
-    assert str(folder.files) in str(error.value)
     with pytest.raises(KeyError), folder.synced():
         (folder.files / "metrics.jsonl").write_text("1\n")
         raise KeyError
@@ -112,8 +106,6 @@ def test_a_run_that_was_replaced_uploads_nothing(bucket, url, monkeypatch, capsy
         Prefix(url).write("lock", b"another's")
         bucket.log.clear()
         folder.upload()
-    with pytest.raises(writer_lock.Replaced), folder.synced():
-        (folder.files / "metrics.jsonl").write_text("1\n")
     assert not uploads(bucket)
     assert "warning: gs://" in capsys.readouterr().out
 
@@ -153,21 +145,18 @@ def test_each_record_is_uploaded_once_over_all_starts(url, monkeypatch):
 def test_truncated_records_are_not_downloaded_again(url):
     """The new file is longer, shorter, or as long as what was sent."""
     folder = fresh(url)
-    for records in ("1\n2\n3\n", "1\n2\n", "1\n2\n3\n4\n", "1\n9\n9\n4\n5\n", "6\n" * 5, "", "7\n"):
+    for records in ("1\n2\n3\n", "1\n2\n", "1\n9\n9\n4\n5\n", "6\n" * 5, "", "7\n"):
         (folder.files / "metrics.jsonl").write_text(records)
         folder.upload()
         assert content(fresh(url)) == records
 
 
-@pytest.mark.parametrize(
-    ("on", "kind"),
-    [("upload", "cut request"), ("compose", "cut request"), ("compose", "cut response")],
-)
-def test_a_repeated_request_appends_once(bucket, url, on, kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["cut request", "cut response"])
+def test_a_repeated_request_appends_once(bucket, url, kind, monkeypatch):
     monkeypatch.setattr(buckets, "RETRY_S", 20.0)
     folder = fresh(url)
     add(folder, "1\n")
-    fault = bucket.fault(kind, on=on, times=1)
+    fault = bucket.fault(kind, on="compose", times=1)
     add(folder, "2\n")
     add(folder, "3\n")
     assert fault.done == 1 and content(fresh(url)) == "1\n2\n3\n"
@@ -176,7 +165,7 @@ def test_a_repeated_request_appends_once(bucket, url, on, kind, monkeypatch):
 
 
 def test_what_another_program_writes_between_the_requests_is_not_appended(url, monkeypatch):
-    write, generation = Prefix.write, Prefix.generation
+    write = Prefix.write
 
     def overtaken(self, name, *how):
         written = write(self, name, *how)
@@ -194,13 +183,7 @@ def test_what_another_program_writes_between_the_requests_is_not_appended(url, m
     Prefix(url).remove(["metrics.jsonl"])  # it is written again
     add(folder, "3\n")
     assert content(fresh(url)) == "1\n2\n3\n"
-
-    def changing(self, name):
-        found = generation(self, name)
-        self.write(name, b"another's")
-        return found
-
-    monkeypatch.setattr(Prefix, "generation", changing)
+    monkeypatch.setattr(Prefix, "generation", lambda self, name: 1)  # it changes at each try
     (folder.files / "config.toml").write_text("")
     with pytest.raises(Unavailable, match="is being changed by another program"):
         folder.upload()

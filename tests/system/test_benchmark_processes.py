@@ -3,20 +3,19 @@
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, experts, gpu, links, mesh, peer, reference
+from benchmarks import common, decode, experts, gpu, mesh, peer, reference
 from benchmarks import data as data_benchmark
 from benchmarks.common import with_values
 from conftest import ROOT
-from planning import cost, timeline
+from planning import cost
 from runtime import cli
+from test_benchmark import TINY
 
 # --- programs in this process ---------------------------------------------------------------------
 
@@ -32,8 +31,7 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
     monkeypatch.setattr(common.train, "planned_bytes", lambda *_: 2**20)
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
     mesh.main([])
-    text = capsys.readouterr().out
-    assert "tokens/s of 8 devices over 1: " in text and "  32 layers, 16 microbatches: " in text
+    assert "tokens/s of 8 devices over 1: " in capsys.readouterr().out
     monkeypatch.setattr(reference, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)
     monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_, **__: 100e9)
@@ -44,14 +42,9 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
 
 
 def test_experts_compares_dropless_with_capacity(capsys, monkeypatch):
-    sizes = "--model.num_hidden_layers 1 --model.hidden_size 32 --model.moe_intermediate_size 16"
-    sizes += " --model.decoder_sparse_step 1"
-    batch = "--train.global_batch_size 2 --train.seq_len 16 --train.microbatches 1"
-    words = f"{sizes} --model.num_attention_heads 2 --model.vocab_size 256 {batch}".split()
-    words += [f"--mesh.{axis}=1" for axis in common.ONE_DEVICE]
+    sizes = "--model.moe_intermediate_size 16 --model.n_routed_experts 8 --factors 0 0.5"
     monkeypatch.setattr(experts, "step_seconds", lambda programs: [3.0, 2.0])
-    config = ["--config", str(ROOT / "configs/tiny.toml"), "--eval.sequences", "2"]
-    experts.main([*config, *words, "--factors", "0", "0.5"])
+    experts.main([*TINY, *sizes.split()])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows[0][:4] == ["dropless", "3.000", "1.500", "0.00%"]
     assert rows[1][:3] == ["0.5", "2.000", "1.000"] and float(rows[1][3].rstrip("%")) > 40
@@ -63,12 +56,9 @@ def test_generation_is_timed_near_and_far_with_a_short_and_a_long_cache(capsys):
     sizes |= {"kv_lora_rank": 32, "vocab_size": 256, "intermediate_size": 64}
     configs = {"moe": decode.decoding_config(64, **sizes, moe_intermediate_size=16)}
     decode.compare(configs, batches=(2,), lengths=(256, 512), near=3, far=300)
-    text = capsys.readouterr().out
-    [row] = [line.split() for line in text.splitlines() if line.split()[1:2] == ["moe"]]
-    assert "after 300 over after 3; a cache of 512 over 256" in " ".join(text.split())
-    texts, tokens_per_s, ms, *ratios = [
-        float(cell) for cell in row if cell.replace(".", "").isdigit()
-    ]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    [row] = [line for line in lines if line[1:2] == ["moe"]]
+    texts, tokens_per_s, ms, *ratios = [float(c) for c in row if c.replace(".", "").isdigit()]
     assert texts == 2 and tokens_per_s * ms / 1e3 == pytest.approx(2, rel=0.1)
     assert len(ratios) == 3 and min(ratios[:2]) > 0
 
@@ -76,49 +66,38 @@ def test_generation_is_timed_near_and_far_with_a_short_and_a_long_cache(capsys):
 # --- data -----------------------------------------------------------------------------------------
 
 
-def test_data_measures_disk_and_bucket_and_the_waiting_of_a_run(
-    tmp_path, bucket_server, abandoned_connections, monkeypatch
-):
+def test_data_measures_disk_and_bucket_and_the_waiting_of_a_run(tmp_path, bucket, monkeypatch):
     """With a run that has ended. Clients of this process keep the address of the first bucket."""
     flags = data_benchmark.Flags(
         tokens=40_000, bucket_tokens=40_000, shards=2, many=5, rows=4, rounds=1, steps=3
     )
-    for name, value in bucket_server.environment.items():
-        monkeypatch.setenv(name, value)
-    url = bucket_server.bucket().url
 
     def train(command, **_):
         run = tmp_path / "runs" / "waits"
         run.mkdir(parents=True)
         steps = [{"data_wait_s": wait, "step_s": 2.0} for wait in (1.0, 0.1, 0.3)]
         data_benchmark.jsonl.append(run / "metrics.jsonl", [*steps, {"loss/val": 3.0}])
-        assert command[2:4] == ["--config", "configs/tiny.toml"]
         assert str(tmp_path / "runs") in command
 
     with data_benchmark.emulated_bucket(dataclasses.replace(flags, delay_ms=0.0)) as other:
         assert other.startswith("gs://")  # of a process that ends with the benchmark
-    emulated = lambda flags: contextlib.nullcontext(url)  # noqa: E731
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    emulated = lambda flags: contextlib.nullcontext(bucket.url)  # noqa: E731
     monkeypatch.setattr(data_benchmark, "emulated_bucket", emulated)
     monkeypatch.setattr(data_benchmark.subprocess, "run", train)
-    for name, value in bucket_server.environment.items():
-        monkeypatch.setenv(name, value)
     rows = [*data_benchmark.measure(flags, tmp_path)]
-    assert [row[0].split(",")[0] for row in rows] == [
-        *["M tokens/s from a disk"] * 2,
-        *["ms until opened", "ms until the first batch"] * 2,
-        *(["M tokens/s from the bucket"] * 2 + ["requests per step"]) * 2,
-        "% of a step that a run waits",
-    ]
+    assert len(rows) == 13  # two ways to read a disk and to open shards, and a bucket
     assert rows[-1][1] == "10.00 (5.00 to 15.00)"  # of the steps after the first
 
 
 # --- gpu ------------------------------------------------------------------------------------------
 
 # Packages that a machine with a GPU may lack. rich is not here: flax imports it.
-ABSENT = (
+ABSENT = {
     *("tyro", "google.cloud", "google_crc32c", "datasets", "wandb", "orbax", "tensorstore"),
     *("tiktoken", "matplotlib"),
-)
+}
 
 
 def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monkeypatch):
@@ -129,7 +108,6 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     machine = gpu.run_row("machine", True, tmp_path, 300)
     assert machine["status"] == "ok", machine
     assert "TFLOP/s in 256 x 256 x 256 bfloat16 products" in machine["text"]
-    assert {"chip", "driver", "cuda", "versions", "commit", "smi"} <= machine.keys()
 
     def measured(row):
         parts = gpu.measure(row, True, tmp_path)
@@ -151,8 +129,7 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     assert steps["tokens_per_s"] == pytest.approx(tokens / steps["step_s"])
     assert steps["planned_bytes"] == cost.predict(config, None, "cpu").memory_bytes_per_chip
     assert steps["compiler_bytes"] > 0 and steps["memory_bytes"] > 0 and steps["compile_s"] > 0
-    assert steps["mfu"] is None  # this CPU has no known peak
-    assert "nan" in gpu.describe(steps) and f"{steps['step_s']:.4f}" in gpu.describe(steps)
+    assert f"{steps['step_s']:.4f}" in gpu.describe(steps)
 
     profile = measured("dense_124m-profile")
     shares = profile["shares"]
@@ -162,29 +139,18 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     assert shares.get("other", 0) < 0.05
     for layer, kernels in profile["kernels"].items():
         assert 0 < sum(kernels.values()) <= shares[layer] + 1e-9
-    [file] = (tmp_path / "dense_124m-profile").rglob("perfetto_trace.json.gz")
-    names = [event.get("name", "") for event in timeline.read(file)["traceEvents"]]
-    assert any(name.startswith("steady/attention ") for name in names)
 
 
-def test_a_row_that_is_stopped_in_time_or_fails_has_its_error(tmp_path):
+def test_a_row_that_is_stopped_in_time_has_its_error(tmp_path):
     found = gpu.run_row("machine", True, tmp_path, 0.2)
     assert found == {"status": "time", "error": "stopped after 0 s"}
-    found = gpu.run_row("no_such-none", True, tmp_path, 300)
-    assert found["status"] == "failed" and "there is no row no_such-none" in found["error"]
 
 
 # --- links ----------------------------------------------------------------------------------------
 
 
 def test_a_process_answers_with_the_seconds_of_steps(tmp_path):
-    small = with_values(
-        links.layout_of(links.parse([])[1], links.ALONE),
-        model={"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
-        train={"seq_len": 8, "global_batch_size": 8},
-        eval={"sequences": 8},
-    )
-    (tmp_path / "alone.toml").write_text(cli.to_toml(small))
+    (tmp_path / "alone.toml").write_text(cli.to_toml(cli.parse(TINY)))
     command = [sys.executable, "benchmark.py", "links", "work", str(tmp_path / "alone.toml")]
     done = subprocess.run(command, cwd=ROOT, input="step\nstep\n", capture_output=True, text=True)
     seconds = [*map(json.loads, done.stdout.splitlines())]
@@ -205,38 +171,4 @@ def test_both_train_in_turns_from_the_same_first_loss(capsys):
     peer.compare(config, peer.Flags(turns=2, compile=False))  # compares the losses
     text = capsys.readouterr().out
     assert "this project over the better of the others: " in text
-    assert "DeepseekV3ForCausalLM, eager" in text and "2 x 32 tokens" in text
-
-
-@dataclasses.dataclass
-class Trained:
-    """Instead of a trainer. The time of its step is the number of its process."""
-
-    error: str = ""
-    name: str = "theirs"
-    first_loss: float = 1.0
-    ready_s: float = 0.0
-    dropped: float = 0.0
-
-    def step(self):
-        if self.error == "killed":
-            os._exit(3)
-        if self.error:
-            raise ValueError(self.error)
-        return float(os.getpid())
-
-
-def test_each_trainer_has_a_process_that_ends_with_it_and_its_error_is_raised():
-    one, other = peer.TrainerProcess(Trained), peer.TrainerProcess(Trained, "", "b")
-    assert (one.name, one.first_loss, other.name) == ("theirs", 1.0, "b")
-    ids = [trainer.turn() for trainer in (one, other, one)]
-    one.close(), other.close()
-    assert ids[0] == ids[2] and len({*ids, float(os.getpid())}) == 3
-    for number in ids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(number), 0)
-    for how, error in (("out of memory", ValueError), ("killed", BrokenProcessPool)):
-        one = peer.TrainerProcess(Trained, how)
-        with pytest.raises(error, match="out of memory" if how != "killed" else "terminated"):
-            one.turn()
-        one.close()
+    assert "DeepseekV3ForCausalLM, eager" in text

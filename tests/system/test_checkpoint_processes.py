@@ -4,7 +4,7 @@ import pytest
 
 from conftest import ROOT
 from processes import environments, run_all
-from saved_state import FAULTS, assert_newest, mesh_of, opened, saved, state_on
+from saved_state import FAULTS, assert_newest, mesh_of, names_in, opened, saved, state_on
 
 # A job as main.py starts it: an error that all processes raise is one line and an exit code.
 JOB = """
@@ -36,9 +36,6 @@ def cannot_write(checkpoints, is_this):
 def cannot_read(checkpoints, is_this):
     read, state = StoredArray.read, state_on(mesh_of(1, 4, 2), seed=1, virtual=2)
 
-    def lost(*given):
-        raise ValueError("NOT_FOUND: no such chunk")
-
     def denied(*given):
         raise ValueError("PERMISSION_DENIED: Error reading")
 
@@ -49,7 +46,6 @@ def cannot_read(checkpoints, is_this):
         return found
 
     for broken, kind, error in (
-        (lost, Damaged, "NOT_FOUND: no such chunk"),
         (denied, errors.JobFailed, "PERMISSION_DENIED"),
         (flipped, Damaged, "does not have the values"),
     ):
@@ -77,10 +73,6 @@ def folder(tmp_path):
     return tmp_path / "checkpoints"
 
 
-def names_in(folder):
-    return sorted(entry.name for entry in folder.iterdir())
-
-
 def in_two_processes(folder, name, rank):
     places = environments(2, 4, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     return run_all(places, "-c", JOB, str(folder), name, str(rank))
@@ -95,9 +87,7 @@ def test_all_processes_restore_the_previous_step_if_one_reads_damaged_values(fol
         assert_newest(reader, 3, state_on(mesh_of(8, 1, 1), seed=3))
 
 
-@pytest.mark.parametrize(
-    ("fault", "rank"), [("disk full", 1), ("no folder", 0), ("an error in a thread", 0)]
-)
+@pytest.mark.parametrize(("fault", "rank"), [("disk full", 1), ("an error in a thread", 0)])
 def test_all_processes_end_with_the_reason_why_one_cannot_write(folder, fault, rank):
     codes, outputs = in_two_processes(folder, fault, rank)
     code = 1 if fault == "an error in a thread" else 2
