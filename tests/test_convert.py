@@ -8,7 +8,6 @@ import dataclasses
 import io
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -16,29 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoint
 import convert
 import generate
 import hf_case
 import utils
 from conftest import ROOT
 from data import chat
-from data.tokenizer import encode_continuation, load_tokenizer, text_tokens
+from data.tokenizer import encode_continuation, load_tokenizer
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
 from hf_case import hf_tensors, model_with, write_folder
 from hf_run import (
     PUBLISHED,
     SIZES,
-    logits,
     make_run,
-    reference_logits,
     run_arrays,
     stored,
     weights_of,
     write_moonshot,
     write_sentencepiece,
 )
-from runtime import cli, run_directory
+from runtime import cli
 
 
 def export(run, out, *flags):
@@ -164,17 +160,7 @@ def test_a_run_of_each_kind_is_exported_and_imported_with_every_bit(name, tmp_pa
     same(export(tmp_path / "back", tmp_path / "again", *own), expected)
 
 
-def test_a_run_of_deepseek_v2_has_the_logits_of_the_reference(tmp_path):
-    m = model_with(utils.Model(), **V2_GROUPS)
-    make_run(tmp_path / "run", model=m)
-    ids = hf_case.tokens(m.vocab_size)
-    expected = reference_logits(m, weights_of(m), ids)
-    np.testing.assert_allclose(logits(tmp_path / "run", ids), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name", ["interleaved_tied", "yarn_groups", "prefix_two_shared", "weights_not_normalized"]
-)
+@pytest.mark.parametrize("name", ["interleaved_tied", "yarn_groups", "prefix_two_shared"])
 def test_a_folder_whose_logits_in_transformers_are_known_is_imported_exactly(name, tmp_path):
     case = hf_case.CASES[name]
     m = model_with(utils.Model(), **case.model)
@@ -210,7 +196,6 @@ def test_bfloat16_is_rounded_and_the_bias_is_not(v3, tmp_path):
         dtype = np.float32 if name.endswith("e_score_correction_bias") else jnp.bfloat16
         found = half[name].read()
         assert found.dtype == dtype and np.array_equal(found, tensor.read().astype(dtype))
-    assert settings(tmp_path / "half")["torch_dtype"] == "bfloat16"
 
 
 def test_parts_have_a_bounded_size_and_layers_in_order(v3):
@@ -226,20 +211,16 @@ def test_parts_have_a_bounded_size_and_layers_in_order(v3):
     assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
 
 
-def test_the_folder_has_a_model_card_and_the_modelling_file(v3, tmp_path, capsys):
-    export(v3[0], tmp_path / "out", "--remote_code", "--step", "3")
-    assert "trust_remote_code=True" in capsys.readouterr().out
-    card = (tmp_path / "out" / "README.md").read_text()
+def test_the_folder_has_a_model_card_the_modelling_file_and_the_template_of_tuning(v3, tmp_path):
+    export(v3[0], tmp_path / "own", "--remote_code", "--step", "3")
+    card = (tmp_path / "own" / "README.md").read_text()
     assert "| 2 | 9.5000 |\n| 3 | 8.2500 |\n" in card
     assert "kv_lora_rank = 24" in card and "trust_remote_code=True" in card
     assert "apply_chat_template" not in card
-    ends = settings(tmp_path / "out", "generation_config.json")["eos_token_id"]
+    ends = settings(tmp_path / "own", "generation_config.json")["eos_token_id"]
     assert ends == load_tokenizer("sample").eot_token
-    copied = tmp_path / "out" / "modeling_latent_moe.py"
+    copied = tmp_path / "own" / "modeling_latent_moe.py"
     assert copied.read_text() == (ROOT / "hf/modeling_latent_moe.py").read_text()
-
-
-def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
     make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
     export(tmp_path / "run", tmp_path / "out", "--remote_code")
     assert settings(tmp_path / "out", "tokenizer_config.json")["chat_template"] == chat.PLAIN_JINJA
@@ -254,10 +235,6 @@ def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(copie
     (copied / "generation_config.json").write_text(json.dumps(generation))
     import_(copied, tmp_path / "run", "--train.seq_len", "64")
     (tmp_path / "run").rename(tmp_path / "moved")
-    with closing(checkpoint.Checkpoints(tmp_path / "moved" / "checkpoints")) as saved:
-        tokens = saved.record(0)["config"]["tokens"]
-    _, _, ends = text_tokens(tokens, run_directory.at(tmp_path / "moved"))
-    assert list(ends) == generation["eos_token_id"]
     for own in ([], ["--remote_code"]):
         out = tmp_path / f"out{len(own)}"
         export(tmp_path / "moved", out, *own)
@@ -431,9 +408,6 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
     m = read(LLAMA, rope_theta=..., **experts).model
     assert (m.rope_theta, m.sliding_window, m.rms_norm_eps) == (1e6, 0, 1e-5)
     assert m.moe_intermediate_size == 48 and m.norm_topk_prob
-    others = {"final_logit_softcapping": 5.0, "attention_multiplier": 0.5}
-    others |= {"partial_rotary_factor": 0.5, "query_pre_attn_scalar": 3}
-    assert read(LLAMA, **others) == read(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +417,6 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
         (DEEPSEEK, {"model_type": None}, "has model_type None"),
         (DEEPSEEK, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (DEEPSEEK, {"attention_bias": True}, "attention_bias True"),
-        (DEEPSEEK, {"mlp_bias": True}, "mlp_bias True"),
         (DEEPSEEK, {"num_key_value_heads": 1}, "num_key_value_heads 1"),
         (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
@@ -452,24 +425,15 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
         (DEEPSEEK, V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
         (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
         (DEEPSEEK, {"rope_scaling": YARN | {"factor": None}}, "lacks factor"),
         (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
         (DEEPSEEK, {"hidden_size": None}, "lacks hidden_size"),
-        # Their defaults differ between classes.
-        (DEEPSEEK, {"routed_scaling_factor": ...}, "lacks routed_scaling_factor"),
-        (DEEPSEEK, {"n_group": ...}, "lacks n_group"),
-        (DEEPSEEK, {"topk_group": ...}, "lacks topk_group"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq"),
-        (LLAMA, {"attention_bias": True}, "attention_bias True"),
+        (DEEPSEEK, {"n_group": ...}, "lacks n_group"),  # its default differs between classes
         (LLAMA, {"mlp_bias": True}, "mlp_bias True"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (LLAMA, {"is_causal": False}, "is_causal False"),
-        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "unsupported rotary"),
         (LLAMA, {"rope_scaling": YARN}, "rope_scaling .*mscale"),
         (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types .*full_attention"),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window True"),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (QWEN3_MOE, {"decoder_sparse_step": 3}, "decoder_sparse_step 3"),
     ],
@@ -487,10 +451,8 @@ def test_another_architecture_is_refused_by_its_setting(base, values, text):
         ({"rms_norm_eps": 1e-5}, "model.latent_rms_norm_eps"),
         ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
         ({"sliding_window": 8}, "model.sliding_window 8"),
-        ({"rope_rope_type": "llama3", "rope_factor": 2.0}, "rope_type llama3"),
         ({"n_group": 2, "topk_method": "group_limited_greedy"}, "sigmoid scores with"),
         ({"scoring_func": "softmax"}, "model.norm_topk_prob"),
-        (SOFTMAX | {"n_group": 2}, "model.n_group 2"),
         (SOFTMAX | {"hidden_size": 49}, "model.hidden_size 49"),
         (SOFTMAX, "model.qk_nope_head_dim"),
         (GROUPED | EXPERTS | {"n_shared_experts": 1}, "model.n_shared_experts 1"),
@@ -534,17 +496,11 @@ def test_nothing_is_overwritten_and_a_path_or_size_that_cannot_be_used_is_named(
         export(tmp_path / "none", tmp_path / "out")
     with pytest.raises(ValueError, match="there is no checkpoint of step 9"):
         export(v3[0], tmp_path / "out", "--step", "9")
-    for size in ("0", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"--part_gib {float(size)} is not a valid file size"):
-            export(v3[0], tmp_path / "out", f"--part_gib={size}")
+    with pytest.raises(ValueError, match="--part_gib nan is not a valid file size"):
+        export(v3[0], tmp_path / "out", "--part_gib=nan")
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
-    stop, v3, tmp_path, monkeypatch
-):
-    is_full = isinstance(stop, OSError)
-    expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
+def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(v3, tmp_path, monkeypatch):
     (tmp_path / "export").mkdir()
     for command, source in zip((export, import_), v3, strict=True):
         to = tmp_path / command.__name__
@@ -552,8 +508,8 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
         with monkeypatch.context() as patch:
             target = export_checkpoint if command is export else import_checkpoint
             name = "write_json" if command is export else "read_float32"
-            patch.setattr(target, name, mock.Mock(side_effect=stop))
-            with pytest.raises(expected, match=text):
+            patch.setattr(target, name, mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
                 command(source, to)
         assert not list(to.glob("*")) and to.exists() != is_new
         command(source, to)
@@ -570,9 +526,7 @@ def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path)
     config = cli.load(tmp_path / "run" / "config.toml")
     assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 0.0)
     assert config.optimizer.lr == 0.1
-    with pytest.raises(
-        ValueError, match=r"--folder .*copied is of another model: model.rope_theta"
-    ):
+    with pytest.raises(ValueError, match=r"copied is of another model: model.rope_theta"):
         import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
     with pytest.raises(ValueError, match="unknown flag --model"):
         export(tmp_path / "run", tmp_path / "out", "--model.rope_theta", "5.0")
@@ -580,10 +534,6 @@ def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path)
 
 QUERY, NORM, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
 SQUARE = np.ones((2, 2), np.float32)
-
-
-def without(tensors, name):
-    return {other: w for other, w in tensors.items() if other != name}
 
 
 def renamed(tensors, old, new):
@@ -594,16 +544,13 @@ def renamed(tensors, old, new):
     ("changed", "text"),
     [
         (lambda t: (t, {HEAD: t[HEAD] + 1}), "two tensors lm_head.weight with other values"),
-        (lambda t: without(t, HEAD), r"lacks 1 of 21 tensors .*lm_head.weight"),
+        (lambda t: {n: w for n, w in t.items() if n != HEAD}, r"lacks 1 of 21 .*lm_head.weight"),
         (lambda t: renamed(t, "model.", "base_model.model."),
          r"lacks 20 of .*, \.\.\.\. It has 20 tensors .*: model.base_model.model.*, \.\.\.\. They"),
         (lambda t: t | {QUERY: t[QUERY].astype(np.float64)}, "of type F64"),
-        (lambda t: t | {QUERY: t[QUERY].astype(np.int8)}, "of type I8"),
         (lambda t: t | {f"{QUERY}_scale_inv": SQUARE}, "quantization_config does not match"),
         (lambda t: t | {f"{QUERY}_scale": SQUARE}, "weight_scale. They belong to another model"),
-        (lambda t: t | {"model.norm.foo_scale_inv": SQUARE}, "model.norm.foo_scale_inv"),
         (lambda t: t | {QUERY.replace("weight", "bias"): t[NORM]}, "q_proj.bias"),
-        (lambda t: t | {"lm_head.bias": np.ones(101, np.float32)}, "lm_head.bias"),
         (lambda t: t | renamed(t, ".1.", ".2."), r"has 9 tensors .*layers.2"),
         (lambda t: t | {NORM: t[NORM][1:]}, r"is \(31,\), and by the config \(32,\)"),
     ],

@@ -1,7 +1,4 @@
-"""The exported modelling file computes the logits of transformers' DeepSeek-V3 and of reference.py.
-
-tests/system/test_modeling_behaviour.py has what transformers requires beyond that.
-"""
+"""The exported modelling file computes the logits of transformers' DeepSeek-V3 and reference.py."""
 
 import numpy as np
 import pytest
@@ -80,7 +77,6 @@ def test_logits_are_those_of_the_reference_with_every_option(name, tmp_path):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_mscale_all_dim": 0.0},
         {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.3},
         {"rope_original_max_position_embeddings": 64},  # the first pair is below 0
         # and the last above all

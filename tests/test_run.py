@@ -1,4 +1,4 @@
-"""run.sh and tests/newest.sh with stand-ins: nothing is installed, no device is looked for."""
+"""run.sh and tests/newest.sh with stand-ins. CI runs the tests with newest.sh itself."""
 
 import os
 import re
@@ -116,11 +116,10 @@ def test_the_environment_is_set_up_once_and_not_for_help(checkout):
 
 
 def test_packages_are_compiled_at_their_installation_if_python_may_not_do_it_later(checkout):
-    for value, given, compiled in (("", {}, "no"), ("1", {}, "1"), ("1", {"0"}, "0")):
-        shutil.rmtree(checkout.folder / ".venv", ignore_errors=True)
-        more = {"UV_COMPILE_BYTECODE": "0"} if given else {}
-        checkout.run("true", PYTHONDONTWRITEBYTECODE=value, **more)
-        assert (checkout.folder / "bytecode").read_text().split()[-2:] == [compiled] * 2
+    checkout.run("true", PYTHONDONTWRITEBYTECODE="1")
+    shutil.rmtree(checkout.folder / ".venv")
+    checkout.run("true")
+    assert (checkout.folder / "bytecode").read_text().split() == ["1", "1", "no", "no"]
 
 
 def test_a_changed_lock_is_installed_into_the_same_environment(ready):
@@ -160,7 +159,6 @@ def test_a_failed_set_up_shows_why_and_exits_2_before_the_command(checkout, step
     done = checkout.run("echo", "hello")
     assert done.returncode == 2 and "hello" not in done.stdout
     assert "no route to host" in done.stderr
-    assert "no route to host" in (checkout.folder / ".cache" / "install.log").read_text()
     assert done.stderr.splitlines()[-1].startswith("run.sh: could not set up .venv")
 
 
@@ -182,11 +180,8 @@ def test_an_environment_whose_folder_was_moved_is_created_again_and_a_link_is_us
 def test_without_uv_a_python_that_cannot_be_used_is_refused_with_the_fix(checkout):
     checkout.without_uv()
     for given, message in (
-        (
-            {"OLD": "1"},
-            "python3 is not Python 3.11 to 3.14. Set PYTHON, as in PYTHON=python3.12 ./",
-        ),
-        ({"VENV_CODE": "1"}, "python3 -m venv failed. Install uv, or the system package python3-v"),
+        ({"OLD": "1"}, "python3 is not Python 3.11 to 3.14. Set PYTHON, as in"),
+        ({"VENV_CODE": "1"}, "python3 -m venv failed. Install uv"),
     ):
         done = checkout.run("true", **given)
         assert done.returncode == 2 and message in done.stderr
@@ -235,17 +230,15 @@ def test_variables_that_change_what_python_and_pip_use_reach_neither_set_up_nor_
 
 
 def test_macos_has_what_a_run_needs(checkout):
-    """Its uname and sysctl, no /proc and no flock; bash is the one of this machine."""
-    for name in ("flock", "nvidia-smi", "uname"):
+    """Its sysctl, no /proc and no flock; bash is the one of this machine."""
+    for name in ("flock", "nvidia-smi"):
         (checkout.stubs / name).unlink()
-    write_script(checkout.stubs / "uname", '[ "$1" = -m ] && echo arm64 || echo Darwin\n')
     write_script(checkout.stubs / "sysctl", 'echo "$2: ${CPU:-M1}"\n')
     text = (checkout.folder / "run.sh").read_text()
     (checkout.folder / "run.sh").write_text(text.replace("/proc/cpuinfo", "/no/cpuinfo"))
-    done = checkout.run("--train.steps", "2", OSTYPE="darwin23")
+    done = checkout.run("--train.steps", "2")
     assert done.returncode == 0 and "flock is not installed" in done.stderr
     assert len(done.stderr.splitlines()) == 3
-    assert checkout.calls[-1] == "python main.py --config configs/tiny.toml --train.steps 2"
     one, other = (checkout.variables(CPU=cpu) for cpu in ("M1", "M2"))
     assert one["JAX_COMPILATION_CACHE_DIR"] != other["JAX_COMPILATION_CACHE_DIR"]
 
@@ -254,17 +247,11 @@ def test_macos_has_what_a_run_needs(checkout):
 # tests have no bash 3.2.
 LACKING = {
     r"\b(declare|local|typeset)\s+-\w*[Agn]": "local -n name=$1",
-    r"\b(mapfile|readarray|coproc|globstar|inherit_errexit|lastpipe)\b": "mapfile -t lines",
+    r"\b(mapfile|readarray|coproc|wait\s+-n)\b": "mapfile -t lines",
     r"\$\{\w+(\[[^]]*\])?(,|\^|@)": 'echo "${names[0]^}"',
-    r"\[\[?( .*)? -v ": "[[ -v name ]]",
-    r"&>>|\|&|;&": "cmd |& tee",
+    r"\[\[?( .*)? -v |&>>|\|&|;&": "[[ -v name ]]",
     r"\$\{\w+\[ *-|\$\{\w+:[^}]*: *-": "echo ${names[-1]}",
-    r"\bwait\s+-n": "wait -n",
-    r"\bread\b.*-t\s*0?\.": "read -t 0.5 x",
-    r"\{\w+\}[<>]": "exec {fd}>file",
-    r"%\([^)]*\)T": "printf '%(%s)T'",
-    r"\$\{?(BASHPID|EPOCH\w+|SRANDOM|PIPESTATUS_|BASH_ARGV0)\b": "echo $EPOCHSECONDS",
-    r"\$'[^']*\\[uU]": "echo $'\\u00e4'",
+    r"\{\w+\}[<>]|%\([^)]*\)T|\$EPOCH": "exec {fd}>file",
     # Without an element an array is an unset variable there.
     r'(?<!\+)"\$\{(?!cpu_flags|files)\w+\[[@*]\]\}"': 'for x in "${left[@]}"; do',
     r"\b(nproc|timeout|realpath|tac|stat -c|date .*%N|sed -[iu]|readlink -\w|base64 -\w)\b": "tac",
@@ -285,6 +272,7 @@ def test_the_driver_decides_which_packages_and_settings_a_gpu_or_cpu_gets(checko
     cpu = checkout.variables()
     assert cpu["JAX_PLATFORMS"] == "cpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in cpu
     assert sorted(cpu["XLA_FLAGS"].split()) == sorted(conftest.XLA_FLAGS)
+    assert "malloc.trim_threshold=" in cpu["GLIBC_TUNABLES"]  # freed memory is used again
     for extra in ("cuda12", "cuda13"):
         gpu = checkout.variables(DRIVER=DRIVER[extra])
         assert checkout.calls[-1] == f"{INSTALL} -r locks/cpu.txt -r locks/{extra}.txt"
@@ -302,25 +290,6 @@ def test_what_the_user_sets_is_kept(ready):
     assert flags.startswith(given) and flags.count("device_count") == 1
     assert sorted(flags.split()[2:]) == sorted(conftest.XLA_FLAGS[1:])
     assert processes.with_flags(given, conftest.XLA_FLAGS) == flags
-
-
-FAULTS = """
-from resource import getrusage
-def faults():
-    before = getrusage(0).ru_minflt
-    b"x" * (1 << 28)
-    return getrusage(0).ru_minflt - before
-faults()
-print(faults())
-"""
-
-
-def test_memory_that_is_freed_is_used_again_on_a_cpu(checkout):
-    def faults(tunables):
-        command, environment = [sys.executable, "-c", FAULTS], {"GLIBC_TUNABLES": tunables}
-        return int(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
-
-    assert faults(checkout.variables()["GLIBC_TUNABLES"]) < 100 < faults("")
 
 
 def test_programs_are_cached_for_each_kind_of_cpu(ready):
@@ -376,45 +345,16 @@ def test_no_file_becomes_a_closed_standard_stream(ready, closed):
     assert found == [f"{n}>" in closed for n in "12"]
 
 
-NEWEST = """case "$1$2" in
--c*) exit {old} ;;
--mpytest) echo "tests run by {name}: $3"; exit 5 ;;
-esac
-"""
-RUN = """case "$2" in
-venv) mkdir -p "$7/bin" && cp "$6" "$7/bin/python" ;;
-pip) cat "$9" "${11}" >required; exit "${PIP:-0}" ;;
-esac
-"""
-
-
-def test_the_newest_python_runs_the_tests_with_a_jax_of_any_version(checkout):
-    def newest(*words, **variables):
-        variables["HOME"] = str(checkout.folder)
-        return checkout.run(*words, path=str(checkout.folder / "tests/newest.sh"), **variables)
-
+def test_the_newest_jax_needs_a_newer_python_and_a_set_up_that_succeeds(checkout):
     (checkout.folder / "tests").mkdir()
-    for name in ("requirements.txt", "requirements-dev.txt", "tests/newest.sh"):
-        shutil.copy(conftest.ROOT / name, checkout.folder / name)
-    write_script(checkout.folder / "run.sh", RUN)
-    write_script(checkout.stubs / "python3", NEWEST.format(old=1, name="old"))
-    assert "tests/newest.sh --help" in newest("--help").stdout
-    for given, message in (
-        ({}, "'uv python install 3.13', or set PYTHON"),
-        ({"PYTHON": "python3"}, "python3 is not Python 3.12 or newer"),
+    shutil.copy(conftest.ROOT / "tests" / "newest.sh", checkout.folder / "tests")
+    write_script(checkout.folder / "run.sh", "exit 1\n")
+    path = str(checkout.folder / "tests" / "newest.sh")
+    for old, given, message in (
+        (1, {}, "'uv python install 3.13', or set PYTHON"),
+        (1, {"PYTHON": "python3"}, "python3 is not Python 3.12 or newer"),
+        (0, {"PYTHON": "python3"}, "could not set up .cache/newest with python3"),
     ):
-        done = newest(**given)
+        write_script(checkout.stubs / "python3", f"exit {old}\n")
+        done = checkout.run(path=path, HOME=str(checkout.folder), **given)
         assert done.returncode == 2 and message in done.stderr
-    for version in ("3.12.1", "3.13.0"):
-        path = checkout.folder / f".pyenv/versions/{version}/bin/python3"
-        path.parent.mkdir(parents=True)
-        write_script(path, NEWEST.format(old=0, name=version))
-    done = newest(PIP="1")
-    assert done.returncode == 2 and "could not set up .cache/newest" in done.stderr
-    assert "tests run" not in done.stdout
-    done = newest("tests/test_hlo.py")
-    assert done.returncode == 5 and done.stdout == "tests run by 3.13.0: tests/test_hlo.py\n"
-    required = (checkout.folder / "required").read_text().splitlines()
-    assert {"jax"} == {line for line in required if re.match(r"jax\b(?!lib)", line)}
-    assert any(line.startswith("flax>=") for line in required)
-    assert any(line.startswith("pytest>=") for line in required)

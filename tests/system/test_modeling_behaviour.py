@@ -1,8 +1,4 @@
-"""The exported modelling file with caches, beams, masks, padding and texts in parts.
-
-Needs requirements-hf.txt. common_models.py runs transformers' own tests, which the wheel lacks, of
-gradients, checkpointing, resized embeddings, outputs and files.
-"""
+"""The exported modelling file with caches, beams, masks, padding and texts in parts."""
 
 import pytest
 
@@ -14,9 +10,23 @@ pytestmark = [
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from common_models import EXPERTS, SIZES  # noqa: E402
 from hf.modeling_latent_moe import LatentMoeConfig, LatentMoeForCausalLM  # noqa: E402
 
+SIZES = {
+    "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "qk_norm": True,
+    "attention_bias": True, "attention": "gqa", "q_lora_rank": 5, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6,
+    "latent_rms_norm_eps": 0.0, "rope_theta": 100.0, "yarn": None, "n_routed_experts": 0,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "rope_in_moe_layers": True,
+    "eos_token_id": 49, "pad_token_id": 0, "tie_word_embeddings": True,
+    "max_position_embeddings": 64, "use_cache": True,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "routed_scaling_factor": 1.0,
+}  # fmt: skip
 KINDS = {
     "grouped, window": {"attention_window": 4},
     "grouped, experts": EXPERTS,

@@ -1,6 +1,6 @@
 """transformers computes our logits from exported folders, and its folders are imported exactly.
 
-Needs requirements-hf.txt. test_families.py has grouped-query models.
+test_families.py has grouped-query models.
 """
 
 import numpy as np
@@ -24,7 +24,6 @@ CASES = {
     "v3, no shared expert, dense layers first": {
         "n_shared_experts": 0, "dense_layers": 2, "blocks": 1, "num_experts_per_tok": 6,
     },
-    "v3, dense": {"dense_layers": 1, "moe_layers": 0, "q_lora_rank": 5},
     "v2": {
         "scoring_func": "softmax", "norm_topk_prob": False, "qk_nope_head_dim": 10, "n_group": 4,
         "topk_group": 2, "topk_method": "group_limited_greedy", "prefix_layers": 1,
