@@ -1,7 +1,4 @@
-"""The launcher on simulated hosts, with real ssh and tmux.
-
-Most runs are stand_in.py, which connects and ends as main.py does; one trains.
-"""
+"""The launcher on simulated hosts, with real ssh and tmux. Most runs are stand_in.py."""
 
 import os
 import re
@@ -29,15 +26,10 @@ class Cluster:
 
     def __call__(self, *words, file=None, **more):
         """Run ./launcher.sh WORDS, on two hosts unless `file` names others."""
-        return subprocess.run(
-            [str(self.tree / "launcher.sh"), "--hosts", file or self.file, *words],
-            env=os.environ | {"PATH": f"{self.net.bin}:{os.environ['PATH']}"} | more,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self.tree,
-        )
+        command = [str(self.tree / "launcher.sh"), "--hosts", file or self.file, *words]
+        environment = os.environ | {"PATH": f"{self.net.bin}:{os.environ['PATH']}"} | more
+        how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run(command, env=environment, cwd=self.tree, **how)
 
     def start(self, *words, **more):
         done = self(*words, **more)
@@ -56,11 +48,11 @@ class Cluster:
         return done.returncode, {name.split("@")[-1]: rest for name, rest in lines}, done.stderr
 
     def wait_for_status(self, host, text):
-        """Wait until status prints `text` for a host; return the exit code and the problems."""
+        """Wait until status prints `text` for a host; return the problems."""
 
         def reported():
-            code, lines, problems = self.status()
-            return (code, problems) if text in lines.get(host.address, "") else None
+            _, lines, problems = self.status()
+            return problems if text in lines.get(host.address, "") else None
 
         return wait_for(reported)
 
@@ -149,11 +141,11 @@ def test_any_login_shell_works_even_one_that_prints_at_its_start(two):
 
 
 def test_a_new_commit_removes_old_files_of_the_tree_and_keeps_all_other_files(two):
-    a, own = two.all[0], "runs/x/1 data/y/2 own.txt"
+    a, own = two.all[0], "runs/x own.txt"
     (two.tree / "old.txt").write_text("old")
     simulated_hosts.commit(two.tree, "with a file")
     two.start("--", "sleep", "0.1")
-    a(f"cd {FOLDER} && mkdir -p runs/x data/y && touch {own} && ls old.txt")
+    a(f"cd {FOLDER} && mkdir -p runs && touch {own} && ls old.txt")
     (two.tree / "old.txt").unlink()
     commit = simulated_hosts.commit(two.tree, "without it")
     two.start("--", "sleep", "0.1")
@@ -180,11 +172,6 @@ def test_a_host_that_ssh_cannot_reach_is_named_and_nothing_starts(two, tmp_path)
     (tmp_path / "hosts.txt").write_text(f"{a.address}\nno-such-host.invalid\n")
     message = "no-such-host.invalid failed: ssh: Could not resolve hostname"
     assert a.address not in refused(two, str(tmp_path / "hosts.txt"), message)
-    b("mv /run/sshd/key.pub /run/sshd/key.away && touch /run/sshd/key.pub")
-    try:
-        refused(two, two.file, f"root@{b.address} failed: root@{b.address}: Permission denied")
-    finally:
-        b("mv /run/sshd/key.away /run/sshd/key.pub")
     known = two.net.folder / "known"
     text = known.read_text()
     key_of_a = text.splitlines()[0].split(" ", 1)[1]
@@ -193,7 +180,7 @@ def test_a_host_that_ssh_cannot_reach_is_named_and_nothing_starts(two, tmp_path)
         error = refused(two, two.file, f"Host key for {b.address} has changed")
     finally:
         known.write_text(text)
-    assert "ssh-keygen -R HOST" in error and a.address not in error
+    assert a.address not in error
 
 
 def test_a_host_that_fails_alone_is_named_and_the_others_are_stopped(two):
@@ -235,8 +222,7 @@ def test_a_run_whose_connections_are_cut_continues_and_a_restart_resumes_it(two)
     last = int(re.findall(r"step (\d+)/2000", before)[-1])
     wait_for(lambda: f"step {last + 1}/2000" in two.log(a, 0))
     b("tmux kill-server")
-    two.wait_for_status(a, "ended with 143")
-    wait_for(lambda: not b.processes())
+    wait_for(lambda: "ended with 143" in two.log(a, 0) and not b.processes())
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -247,7 +233,7 @@ def test_a_killed_process_or_a_full_disk_is_named_with_its_host(two, victim):
     code, _, problems = two.status()
     assert code == 1 and f"root@{lost.address}: its disk is full: " in problems
     two.kill(victim)
-    _, problems = two.wait_for_status(other, "ended with 134")
+    problems = two.wait_for_status(other, "ended with 134")
     assert f"root@{lost.address}: ended with 137: it was killed" in problems
     assert f"{FOLDER}/.launch/train/{1 - victim}/log" in problems
     assert f"root@{other.address}: it lost process {victim}, on root@{lost.address}" in problems
@@ -265,7 +251,7 @@ def test_a_host_whose_network_is_cut_is_named(two):
     finally:
         two.net.connect(b, True)
     wait_for(lambda: two.net.answers(b))
-    _, problems = two.wait_for_status(b, "ended with 134")
+    problems = two.wait_for_status(b, "ended with 134")
     assert f"root@{b.address}: it lost process 0, on root@{a.address}" in problems
 
 
