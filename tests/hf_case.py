@@ -17,21 +17,17 @@ LOGITS_FILE = Path(__file__).with_name("hf_reference.npz")
 
 
 def model_with(model: utils.Model, **fields) -> utils.Model:
-    """Return the model with other fields.
+    """Return the model with other fields; YaRN is given as `rope_factor` and so on.
 
-    Layers may be given as `prefix_layers`, `blocks`, and per block `dense_layers` and `moe_layers`
-    (0 or 1); YaRN as `rope_factor` and so on.
+    Layers may be given as `prefix_layers`, `blocks`, and `dense_layers`, `moe_layers` of a block.
     """
     prefix = fields.pop("prefix_layers", model.first_k_dense_replace)
     blocks, moe = (fields.pop(name, getattr(model, name)) for name in ("blocks", "moe_layers"))
     step = fields.pop("dense_layers", model.dense_layers) + moe
     if not moe:
         fields["n_routed_experts"] = 0
-    fields = {
-        "num_hidden_layers": prefix + blocks * step,
-        "first_k_dense_replace": prefix,
-        "decoder_sparse_step": step,
-    } | fields
+    layers = {"num_hidden_layers": prefix + blocks * step, "first_k_dense_replace": prefix}
+    fields = layers | {"decoder_sparse_step": step} | fields
     names = {f"rope_{f.name}": f.name for f in dataclasses.fields(utils.RopeScaling)}
     scaling = {names[name]: fields.pop(name) for name in [*fields] if name in names}
     scaling = dataclasses.replace(model.rope_scaling, **scaling)
@@ -58,11 +54,9 @@ GROUPS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 3, "topk_
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: fields of `utils.Model`, and the layout of rotary pairs in transformers."""
-
-    model: dict
+    model: dict  # fields of utils.Model
     seed: int  # one whose routing is decisive: see make_hf_reference.py
-    interleaved: bool = False  # rotary pairs are neighbours there, halves here
+    interleaved: bool = False  # rotary pairs are neighbours in transformers, halves here
 
 
 def case(seed, prefix, query, shared, interleaved=False, **more):
@@ -75,14 +69,10 @@ CASES = {
     "moe": case(0, prefix=0, query=0, shared=1),
     "prefix_two_shared": case(1, prefix=3, query=0, shared=2),
     "prefix_query_latent_two_shared": case(0, prefix=3, query=22, shared=2),
-    "interleaved_tied": case(
-        0, prefix=3, query=22, shared=1, interleaved=True, tie_word_embeddings=True
-    ),
+    "interleaved_tied": case(0, 3, 22, 1, interleaved=True, tie_word_embeddings=True),
     "weights_not_normalized": case(2, prefix=0, query=0, shared=1, norm_topk_prob=False),
     "yarn_groups": case(1, prefix=3, query=22, shared=1, rms_norm_eps=0.02, **YARN, **GROUPS),
-    "yarn_no_mscale": case(
-        0, prefix=0, query=0, shared=1, interleaved=True, **YARN | {"rope_mscale_all_dim": 0.0}
-    ),
+    "yarn_no_mscale": case(0, 0, 0, 1, interleaved=True, **YARN | {"rope_mscale_all_dim": 0.0}),
 }
 
 
@@ -93,10 +83,7 @@ def tokens(vocabulary, sequences=2, length=16):
 
 
 def weights(model, seed, dtype=np.float32):
-    """Return random weights for `model`, a `utils.Model` or any object with its fields.
-
-    Matrices are normal / sqrt(inputs), norms are not 1, router and bias are large.
-    """
+    """Return random weights; norms are not 1, the router and its bias are large."""
     make = Maker(np.random.default_rng(seed), dtype)
     table = -(-model.vocab_size // 256) * 256, model.hidden_size
     prefix, stack = model.first_k_dense_replace, (model.blocks, model.dense_layers)
@@ -169,14 +156,11 @@ class Maker:
 
     def query(self, model, stack):
         D, Q, N = model.hidden_size, model.q_lora_rank, model.num_attention_heads
-        A = model.qk_nope_head_dim + model.qk_rope_head_dim
-        if Q == 0:
-            return {"up": self.normal(stack, D, N, A, std=D**-0.5)}
-        return {
-            "down": self.normal(stack, D, Q, std=D**-0.5),
-            "norm": self.norm(stack, Q),
-            "up": self.normal(stack, Q, N, A, std=Q**-0.5),
-        }
+        A, names = model.qk_nope_head_dim + model.qk_rope_head_dim, {}
+        if Q:
+            names["down"] = self.normal(stack, D, Q, std=D**-0.5)
+            names["norm"] = self.norm(stack, Q)
+        return names | {"up": self.normal(stack, Q or D, N, A, std=(Q or D) ** -0.5)}
 
     def swiglu(self, stack, D, F):
         return {
@@ -199,10 +183,7 @@ class Maker:
 
 # --- the same weights in a folder of transformers -------------------------------------------------
 
-TYPES = {
-    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float64": "F64", "int8": "I8", "int32": "I32",
-}  # fmt: skip
+TYPES = {"float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3"}
 
 
 def config_json(case):

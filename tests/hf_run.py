@@ -76,9 +76,7 @@ def weights_of(m: utils.Model, seed: int = 0) -> dict:
     return tree
 
 
-def make_run(
-    folder: Path, seed: int = 0, more_tokens: dict[str, Any] | None = None, **fields
-) -> utils.Config:
+def make_run(folder: Path, seed=0, more_tokens: dict | None = None, **fields) -> utils.Config:
     """Make a run with one checkpoint, of step 3. more_tokens  of its config, as main.py adds."""
     config = config_of(folder, **fields)
     tokenizer = load_tokenizer(SAMPLE)
@@ -150,24 +148,18 @@ def write_sentencepiece(folder, scheme, **settings):
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """The weights of a run's newest checkpoint, as they are on disk."""
     with closing(checkpoint.Checkpoints(folder / "checkpoints")) as saved:
-        arrays = saved.arrays(saved.step_or_newest(None))
-        return {
-            name: array.whole() for name, array in arrays.items() if name.startswith("weights.")
-        }
+        arrays = saved.arrays(saved.step_or_newest(None)).items()
+        return {name: array.whole() for name, array in arrays if name.startswith("weights.")}
 
 
 def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
     """Of ids [B, T] on a mesh, without pads of the vocabulary."""
-    config = cli.load(folder / "config.toml")
     B, T = ids.shape
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, compute_dtype="float32", capacity_factor=0.0),
-        mesh=utils.Mesh(fsdp=shape[0], pipeline=shape[1], tensor=shape[2]),
-        train=dataclasses.replace(
-            config.train, global_batch_size=B, microbatches=1, seq_len=T, loss_chunk_tokens=T
-        ),
-    )
+    sizes = {"global_batch_size": B, "microbatches": 1, "seq_len": T, "loss_chunk_tokens": T}
+    values = {f"train.{name}": size for name, size in sizes.items()}
+    values |= {"model.compute_dtype": "float32", "model.capacity_factor": 0.0}
+    values |= dict(zip(("mesh.fsdp", "mesh.pipeline", "mesh.tensor"), shape, strict=True))
+    config = utils.changed(cli.load(folder / "config.toml"), values)
     devices = jax.devices()[: math.prod(shape)]
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     shapes = train.abstract_state(config, declared, mesh).weights

@@ -15,7 +15,6 @@ import os, sys
 import jax
 from runtime import distributed, errors
 from runtime.errors import TransientError
-from utils import ConfigError
 
 sys.argv.append(os.environ.get("OTHER", ""))
 rank = jax.process_index
@@ -47,14 +46,13 @@ def test_workers_of_a_plain_tpu_pod_find_each_other():
     assert all("gathered [0, 3000]" in text for text in printed)
 
 
-@pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("TransientError", 75)])
-def test_an_error_on_one_process_ends_all_with_its_code_and_reason(error, code):
-    block = f"""with distributed.shared_errors():
+def test_an_error_on_one_process_ends_all_with_its_code_and_reason():
+    block = """with distributed.shared_errors():
             if rank() == 1:
-                raise {error}("no such data")
+                raise TransientError("no such data")
         print("went on")"""
     codes, printed = run_job(block)
-    assert codes == [code, code], printed
+    assert codes == [75, 75], printed
     for text in printed:
         assert "gathered [0, 3000]" in text and "went on" not in text
         assert re.search(r"process 1 \(.*\): '?no such data", text)
@@ -91,22 +89,19 @@ def test_processes_that_are_started_differently_report_the_difference():
         assert re.search(r"command differs: -c on process 0 .*, -c --steps=9 on process 1", text)
 
 
-# What a host cannot see does not exist there.
 HIDING = """
-import builtins, io, os, pathlib, sys
+import os, pathlib, sys
 import main
 from runtime import errors
 
-def hide(function):
-    def found(path, *words, **how):
-        if "HIDDEN" in os.environ and str(path).startswith(os.environ["HIDDEN"]):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return function(path, *words, **how)
-    return found
+read_bytes = pathlib.Path.read_bytes
 
-for name in ("open", "read_text", "read_bytes"):
-    setattr(pathlib.Path, name, hide(getattr(pathlib.Path, name)))
-builtins.open = io.open = hide(io.open)
+def read(path):
+    if "HIDDEN" in os.environ and str(path).startswith(os.environ["HIDDEN"]):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    return read_bytes(path)
+
+pathlib.Path.read_bytes = read
 errors.run_command(lambda: main.run(main.parse(sys.argv[1:])))
 """
 

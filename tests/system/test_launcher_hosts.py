@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -115,29 +116,28 @@ def test_arguments_and_secrets_reach_the_command_also_when_it_restarts(two):
 
 def test_any_login_shell_works_even_one_that_prints_at_its_start(two):
     simulated_hosts.require(*NOISE)
-    used = two.all[: len(NOISE)]
-    file = two.net.hosts_file(used, "shells.txt")
-    for host, (shell, (name, text)) in zip(used, NOISE.items(), strict=True):
-        (two.net.shared / shell).write_text(text)
-        use = f"sed 's#^\\(root:.*:\\)[^:]*$#\\1{shutil.which(shell)}#' /etc/passwd"
+    used = dict(zip(NOISE, two.all, strict=False))
+    file = two.net.hosts_file(used.values(), "shells.txt")
+    for shell, host in used.items():
+        name, text = NOISE[shell]
+        use = f"sed 's#^\\(root:.*:\\)[^:]*$#\\1{shutil.which(shell)}#' passwd.before >/etc/passwd"
         host("cat .bashrc >before && cat /etc/passwd >passwd.before")
-        host(f"mkdir -p $(dirname {name}) && cat {SHARED}/{shell} >>{name}")
-        host(f"{use} >passwd.new && cat passwd.new >/etc/passwd")
+        host(f"mkdir -p $(dirname {name}) && printf '%s' {shlex.quote(text)} >>{name} && {use}")
     try:
         show = "import sys, time; print(sys.argv[1:]); time.sleep(99)"
         two.start("--", "python", "-u", "-c", show, *TYPED, file=file)
         code, lines, problems = two.status(file=file)
         assert code == 0 and not problems
         assert all(line.startswith("up ") for line in lines.values()), lines
-        for number, host in enumerate(used):
+        for number, host in enumerate(used.values()):
             wait_for(lambda h=host, n=number: str(TYPED) in two.log(h, n))
         again = two("--", *STAND_IN, "1", file=file)
         assert again.returncode == 2 and "train is already running on" in again.stderr
         done = two("stop", file=file)
         assert done.returncode == 0 and done.stdout.count("ended with 143") == 3, done.stderr
     finally:
-        for host, (name, _) in zip(used, NOISE.values(), strict=True):
-            host(f"rm -f {name}; cat before >.bashrc; cat passwd.before >/etc/passwd")
+        for shell, host in used.items():
+            host(f"rm -f {NOISE[shell][0]}; cat before >.bashrc; cat passwd.before >/etc/passwd")
 
 
 def test_a_new_commit_removes_old_files_of_the_tree_and_keeps_all_other_files(two):
