@@ -44,19 +44,6 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_of(folder: Path, model: utils.Model | None = None, **fields) -> utils.Config:
-    m = model or model_with(utils.Model(), **SIZES | fields)
-    config = utils.Config(
-        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
-        model=m,
-        train=utils.Train(global_batch_size=1, microbatches=1, seq_len=64),
-        eval=utils.Eval(sequences=1),
-        run=utils.Run(name=folder.name, dir=str(folder.parent)),
-    )
-    cli.check(config)
-    return config
-
-
 def run_arrays(tree: dict) -> dict[str, np.ndarray]:
     """Return the weights of hf_case.weights by their names in a checkpoint."""
     tree = {
@@ -76,9 +63,16 @@ def weights_of(m: utils.Model, seed: int = 0) -> dict:
     return tree
 
 
-def make_run(folder: Path, seed=0, more_tokens: dict | None = None, **fields) -> utils.Config:
+def make_run(folder: Path, seed=0, model=None, more_tokens=None, **fields) -> utils.Config:
     """Make a run with one checkpoint, of step 3. more_tokens  of its config, as main.py adds."""
-    config = config_of(folder, **fields)
+    config = utils.Config(
+        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
+        model=model or model_with(utils.Model(), **SIZES | fields),
+        train=utils.Train(global_batch_size=1, microbatches=1, seq_len=64),
+        eval=utils.Eval(sequences=1),
+        run=utils.Run(name=folder.name, dir=str(folder.parent)),
+    )
+    cli.check(config)
     tokenizer = load_tokenizer(SAMPLE)
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
     tokens |= {"end_of_text": tokenizer.eot_token} | (more_tokens or {})

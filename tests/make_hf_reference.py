@@ -67,7 +67,6 @@ def main():
     arrays = {name: logits(case) for name, case in hf_case.CASES.items()}
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     np.savez_compressed(hf_case.LOGITS_FILE, versions=versions, **arrays)
-    print(f"{hf_case.LOGITS_FILE.name}: {len(arrays)} cases, {versions}")
 
 
 if __name__ == "__main__":

@@ -167,25 +167,23 @@ FAILED = "F1129 Check failed: a == b\n" + STACK_TRACE
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "left", "lost"),
     [
-        (UNHEALTHY + STACK_TRACE, UNHEALTHY + native_output.LOST.format("3, 12") + "\n"),
-        (UNREACHED + STACK_TRACE, UNREACHED + native_output.LOST.format("0") + "\n"),
-        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, None),
-        (FAILED, FAILED),
-        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB"),
+        (UNREACHED + STACK_TRACE, UNREACHED, "0"),
+        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, UNHEALTHY + UNREACHED, "3, 12"),
+        (FAILED, FAILED, None),
+        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB", None),
     ],
 )
-def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left):
-    left = left or UNHEALTHY + UNREACHED + native_output.LOST.format("3, 12") + "\n"
+def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left, lost):
+    left += native_output.LOST.format(lost) + "\n" if lost else ""
     program = [sys.executable, "-S", native_output.__file__]
     found = subprocess.run(program, input=text.encode("latin-1"), capture_output=True)
     assert (found.returncode, found.stdout) == (0, b"")
     assert found.stderr.decode("latin-1") == left
 
 
-def test_run_sh_leaves_the_up_file_to_the_commands_that_connect():
-    """It lists them; a new one has to be added there."""
+def test_run_sh_lists_the_commands_that_connect_and_leaves_the_up_file_to_them():
     listed = re.search(r'" (main\.py[^"]*) " ==', (ROOT / "run.sh").read_text())[1].split()
     using = {
         str(path.relative_to(ROOT))

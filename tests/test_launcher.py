@@ -67,18 +67,15 @@ def test_bad_input_is_refused_with_one_line(tmp_path, text, words, message):
     assert len(done.stderr.splitlines()) == 1 and "secret" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "job", "message"),
-    [
+def test_the_job_of_slurm_refuses_bad_input_with_one_line(tmp_path):
+    for words, job, message in (
         ("", {}, "no command. Give one"),
         ("python main.py", {}, "not a Slurm job. Use sbatch launch/slurm.sh python main.py"),
         ("x", {"SLURM_JOB_ID": "1"}, "has no run.sh. Give sbatch --chdir"),
-    ],
-)
-def test_the_job_of_slurm_refuses_bad_input_with_one_line(tmp_path, words, job, message):
-    done = run(ROOT / "launch" / "slurm.sh", *words.split(), cwd=tmp_path, **job)
-    assert done.returncode == 2 and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    ):
+        done = run(ROOT / "launch" / "slurm.sh", *words.split(), cwd=tmp_path, **job)
+        assert done.returncode == 2 and message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 LOST = """F0000 client.h:80] The following tasks are unhealthy (stopped sending heartbeats):
@@ -94,7 +91,6 @@ ENDED = "worker.sh: 2026-01-01T00:00:00Z process 0 ended with {}\n"
     [
         (LOST.format("3, 12") + ENDED.format(134), "3,12"),
         (UNREACHED + UNREACHED + ENDED.format(134), "0"),
-        (LOST.format("3") + ENDED.format(134) + "step 1/1  loss 2\n" + ENDED.format(0), "-"),
         (LOST.format("3") + ENDED.format(134) + ENDED.format(137), "-"),
         (LOST.format("3") + ENDED.format(134) + LOST.format("5") + ENDED.format(134), "5"),
     ],
@@ -148,7 +144,6 @@ def launcher(tmp_path):
 
 VARIABLES = {  # a line of the file, and what the run gets
     "# a comment": "",
-    "PLAIN=a b": "PLAIN=a b\n",
     "  export EXPORTED=x": "EXPORTED=x\n",
     "EMPTY=": "EMPTY=\n",
     "COMMENT=a#b # a comment": "COMMENT=a#b\n",
@@ -156,7 +151,6 @@ VARIABLES = {  # a line of the file, and what the run gets
     'DOUBLE="a # b  "  # a comment': "DOUBLE=a # b  \n",
     r'ESCAPED="\"\$x\\ \n $HOME"': 'ESCAPED="$x\\ \\n $HOME\n',
     "SINGLE='$HOME \"a\" \\ #'": 'SINGLE=$HOME "a" \\ #\n',
-    'INSIDE=it\'s "q"': 'INSIDE=it\'s "q"\n',
     "LAST=ä": "LAST=ä\n",
 }
 

@@ -133,12 +133,6 @@ def test_a_lost_process_is_named_and_ends_the_job_with_its_exit_code(slurm, limi
     assert "ended with 137, not requeued: AGAIN=0 allows no further requeue" in job.log
 
 
-def test_a_process_that_fails_leaves_the_others_time_to_end(slurm, limited):
-    job = slurm.start("bash", "-c", "((SLURM_PROCID == 0)) || exit 2; sleep 2; echo later")
-    assert job.wait_for_end() == ("FAILED", "2")
-    assert "0: later" in job.log
-
-
 def test_only_a_failure_that_a_restart_can_fix_is_requeued_and_at_most_n_times(slurm, limited):
     codes = dict.fromkeys((75, 134, 137, 139), True) | dict.fromkeys((0, 1, 2, 130), False)
     jobs = {}

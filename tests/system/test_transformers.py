@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 import convert  # noqa: E402
 import hf_case  # noqa: E402
 import make_hf_reference  # noqa: E402
+import utils  # noqa: E402
+from hf import model_config  # noqa: E402
 from hf.modeling_latent_moe import LatentMoeConfig, LatentMoeForCausalLM  # noqa: E402
 from hf_run import SIZES, logits, make_run, opened, stored, their_logits  # noqa: E402
 
@@ -97,34 +99,25 @@ def test_bfloat16_and_float16_folders_are_opened_and_read(tmp_path):
 
 # --- the exported modelling file with caches, beams, masks, padding and texts in parts ------------
 
-SMALL = {
-    "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "qk_norm": True,
-    "attention_bias": True, "attention": "gqa", "q_lora_rank": 5, "kv_lora_rank": 10,
-    "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6,
-    "latent_rms_norm_eps": 0.0, "rope_theta": 100.0, "yarn": None, "n_routed_experts": 0,
-    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "rope_in_moe_layers": True,
-    "eos_token_id": 49, "pad_token_id": 0, "tie_word_embeddings": True,
-    "max_position_embeddings": 64, "use_cache": True,
+GROUPED = {
+    "attention": "gqa", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+    "qk_norm": True, "attention_bias": True,
 }  # fmt: skip
-ROUTED = {
-    "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
-    "norm_topk_prob": True, "scoring_func": "sigmoid", "routed_scaling_factor": 1.0,
-}  # fmt: skip
+DENSE = {"dense_layers": 1, "moe_layers": 0}
 MODELS = {
-    "grouped, window": {"attention_window": 4},
-    "grouped, experts": ROUTED,
-    "latent, dense": {"attention": "mla"},
-    "latent, experts": {"attention": "mla", "rope_in_moe_layers": False} | ROUTED,
+    "grouped, window": GROUPED | DENSE | {"sliding_window": 4},
+    "grouped, experts": GROUPED,
+    "latent, dense": DENSE,
+    "latent, experts": {"dense_layers": 1, "rope_in_moe_layers": False},
 }
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    found = LatentMoeForCausalLM(LatentMoeConfig(**SMALL | MODELS[request.param]))
-    return found.eval()
+    m = hf_case.model_with(utils.Model(), **SIZES | {"vocab_size": 50} | MODELS[request.param])
+    table = model_config.to_hf(utils.Config(model=m), model_config.OWN, "float32", 49)
+    return LatentMoeForCausalLM(LatentMoeConfig(**table | {"pad_token_id": 0})).eval()
 
 
 def some_ids(batch=2, length=9):
