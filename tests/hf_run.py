@@ -44,19 +44,6 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_of(folder: Path, model: utils.Model | None = None, **fields) -> utils.Config:
-    m = model or model_with(utils.Model(), **SIZES | fields)
-    config = utils.Config(
-        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
-        model=m,
-        train=utils.Train(global_batch_size=1, microbatches=1, seq_len=64),
-        eval=utils.Eval(sequences=1),
-        run=utils.Run(name=folder.name, dir=str(folder.parent)),
-    )
-    cli.check(config)
-    return config
-
-
 def run_arrays(tree: dict) -> dict[str, np.ndarray]:
     """Return the weights of hf_case.weights by their names in a checkpoint."""
     tree = {
@@ -76,11 +63,16 @@ def weights_of(m: utils.Model, seed: int = 0) -> dict:
     return tree
 
 
-def make_run(
-    folder: Path, seed: int = 0, more_tokens: dict[str, Any] | None = None, **fields
-) -> utils.Config:
+def make_run(folder: Path, seed=0, model=None, more_tokens=None, **fields) -> utils.Config:
     """Make a run with one checkpoint, of step 3. more_tokens  of its config, as main.py adds."""
-    config = config_of(folder, **fields)
+    config = utils.Config(
+        mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1),
+        model=model or model_with(utils.Model(), **SIZES | fields),
+        train=utils.Train(global_batch_size=1, microbatches=1, seq_len=64),
+        eval=utils.Eval(sequences=1),
+        run=utils.Run(name=folder.name, dir=str(folder.parent)),
+    )
+    cli.check(config)
     tokenizer = load_tokenizer(SAMPLE)
     tokens = {"tokenizer": SAMPLE, "tokenizer_sha256": table_sha256(tokenizer)}
     tokens |= {"end_of_text": tokenizer.eot_token} | (more_tokens or {})
@@ -150,24 +142,18 @@ def write_sentencepiece(folder, scheme, **settings):
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """The weights of a run's newest checkpoint, as they are on disk."""
     with closing(checkpoint.Checkpoints(folder / "checkpoints")) as saved:
-        arrays = saved.arrays(saved.step_or_newest(None))
-        return {
-            name: array.whole() for name, array in arrays.items() if name.startswith("weights.")
-        }
+        arrays = saved.arrays(saved.step_or_newest(None)).items()
+        return {name: array.whole() for name, array in arrays if name.startswith("weights.")}
 
 
 def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
     """Of ids [B, T] on a mesh, without pads of the vocabulary."""
-    config = cli.load(folder / "config.toml")
     B, T = ids.shape
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, compute_dtype="float32", capacity_factor=0.0),
-        mesh=utils.Mesh(fsdp=shape[0], pipeline=shape[1], tensor=shape[2]),
-        train=dataclasses.replace(
-            config.train, global_batch_size=B, microbatches=1, seq_len=T, loss_chunk_tokens=T
-        ),
-    )
+    sizes = {"global_batch_size": B, "microbatches": 1, "seq_len": T, "loss_chunk_tokens": T}
+    values = {f"train.{name}": size for name, size in sizes.items()}
+    values |= {"model.compute_dtype": "float32", "model.capacity_factor": 0.0}
+    values |= dict(zip(("mesh.fsdp", "mesh.pipeline", "mesh.tensor"), shape, strict=True))
+    config = utils.changed(cli.load(folder / "config.toml"), values)
     devices = jax.devices()[: math.prod(shape)]
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     shapes = train.abstract_state(config, declared, mesh).weights

@@ -21,8 +21,7 @@ FAST = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pass
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FAST += ("--xla_cpu_use_fusion_emitters=false",)
 
-# A mesh changes only rounding here: experts are dropless, and the balancing bias, which depends on
-# the sign of a difference, is constant.
+# A mesh changes only rounding here: experts are dropless and the balancing bias is constant.
 SMALL_MODEL = """
 --model.hidden_size 32 --model.num_attention_heads 2 --model.kv_lora_rank 16
 --model.intermediate_size 64 --model.moe_intermediate_size 32

@@ -1,11 +1,9 @@
 """Simulated hosts on this machine, each with its own name, address and network link.
 
-A host is a set of Linux namespaces: network, host name, mounts, processes and IPC. It has its own
-boot id, by which XLA distinguishes hosts. The links meet at a switch in another namespace, so this
-machine's network does not change. The bandwidth and the delay of the links can change while
-programs run. With `with_ssh` each host also runs sshd and has its own disks.
-
-All hosts and their processes end when the thread that created them ends for any reason.
+A host is a set of Linux namespaces, with its own boot id, by which XLA distinguishes hosts. The
+links meet at a switch in another namespace; their bandwidth and delay can change while programs
+run. With `with_ssh` each host also runs sshd and has its own disks. All hosts and their processes
+end when the thread that created them ends for any reason.
 """
 
 import collections
@@ -130,7 +128,6 @@ class Host:
     def __init__(self, name: str, address: str = ""):
         self.name, self.address = name, address
         self._unshare: subprocess.Popen | None = None
-        self._throttled: set[str] = set()
 
     def start(self, script: str, log: Path) -> None:
         """Run a bash script as the first process. Raises ConfigError if namespaces are refused."""
@@ -144,10 +141,8 @@ class Host:
                 text=True,
             )
         if self._unshare.stdout.readline() != "ready\n":
-            raise ConfigError(
-                f"cannot create the simulated host {self.name}: {log.read_text().strip()}. A "
-                "container must be privileged."
-            )
+            reason = f"{log.read_text().strip()}. A container must be privileged."
+            raise ConfigError(f"cannot create the simulated host {self.name}: {reason}")
         children = f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children"
         self.process = int(Path(children).read_text())  # the first process, as seen from here
 
@@ -157,10 +152,7 @@ class Host:
                 self._unshare.kill()
 
     def command(self, *words: str, folder: Path | str = "/") -> list[str]:
-        """Return the command that runs `words` on this host in a folder.
-
-        The process ends with the thread that starts it, or when it is killed here.
-        """
+        """Return the command that runs `words` here; it ends with the thread that starts it."""
         enter = ("nsenter", "-t", str(self.process), "-a", f"--wd={folder}")
         return [*WITH_PARENT, *enter, *WITH_PARENT, *words]
 
@@ -176,22 +168,15 @@ class Host:
             burst = max(16_000, round(mbit * 250))
             rate = f"rate {round(mbit * 1e6)}bit burst {burst} limit 16m"
             self.in_network(f"tc qdisc replace dev {device} root tbf {rate}")
-            self._throttled.add(device)
-        elif device in self._throttled:
-            self.in_network(f"tc qdisc del dev {device} root")
-            self._throttled.remove(device)
-
-    # --- with ssh ---------------------------------------------------------------------------------
+        else:
+            with contextlib.suppress(ConfigError):  # there is no limit
+                self.in_network(f"tc qdisc del dev {device} root")
 
     def __call__(self, command: str, check: bool = True) -> str:
         """Return the stdout of a bash command in root's home; the network is not used."""
-        text = f"cd && PATH=/mnt/bin:$PATH && {command}"
-        done = subprocess.run(
-            self.command("bash", "-c", text),
-            env=ENVIRONMENT | {"HOME": "/home/me"},
-            capture_output=True,
-            text=True,
-        )
+        words = self.command("bash", "-c", f"cd && PATH=/mnt/bin:$PATH && {command}")
+        home = ENVIRONMENT | {"HOME": "/home/me"}
+        done = subprocess.run(words, env=home, capture_output=True, text=True)
         assert not check or done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -205,8 +190,7 @@ class Host:
 class Network:
     """Hosts h0, h1, .. with addresses 10.0.0.1, .2, .., and the switch that connects them.
 
-    folder    holds the files of the hosts, and `shared`, which is /mnt/shared on hosts with ssh
-    with_ssh  run sshd on each host, with an `ssh` that reaches them in the folder `bin`
+    Hosts with ssh have the folder `shared` at /mnt/shared; the `ssh` in `bin` reaches them.
     """
 
     def __init__(self, count: int, folder: Path, with_ssh: bool = False):
@@ -251,14 +235,9 @@ class Network:
         if self._with_ssh and host is not self._switch:
             setup += SSH_SETUP
             command = f"{shutil.which('sshd', path=PATH)} -D -e -f /run/sshd/sshd_config"
-        setup = setup.format(
-            name=host.name,
-            folder=self.folder,
-            cache=os.environ.get("JAX_COMPILATION_CACHE_DIR"),
-            venv=(ROOT / ".venv").resolve(),
-            disk_mb=DISK_MB,
-            tree=FOLDER,
-        )
+        places = {"folder": self.folder, "venv": (ROOT / ".venv").resolve(), "tree": FOLDER}
+        places |= {"cache": os.environ.get("JAX_COMPILATION_CACHE_DIR"), "disk_mb": DISK_MB}
+        setup = setup.format(name=host.name, **places)
         host.start(f"{setup}\necho ready\nexec {command}", folder / "log")
 
     def __exit__(self, *error: object) -> None:
@@ -268,8 +247,6 @@ class Network:
         self._set_relay(0)
         for host in (*self.hosts, self._switch):
             host.stop()
-
-    # --- links ------------------------------------------------------------------------------------
 
     def connect(self, host: Host, up: bool) -> None:
         """Plug in the link of a host, or unplug it."""
@@ -328,8 +305,6 @@ class Network:
                 times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    # --- ssh --------------------------------------------------------------------------------------
-
     def _write_keys(self) -> None:
         Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
         self.shared.mkdir()
@@ -366,12 +341,8 @@ class Network:
     def hosts_file(self, hosts: Sequence[Host], name: str = "hosts.txt") -> str:
         """Write a file for --hosts and return its path."""
         path = self.folder / name
-        lines = [f"root@{host.address}  # {host.name}\n" for host in hosts]
-        path.write_text("# made by the tests\n\n" + "".join(lines))
+        path.write_text("".join(f"root@{host.address}  # {host.name}\n" for host in hosts))
         return str(path)
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 def send_all(connections: Sequence[tuple[socket.socket, socket.socket]], seconds: float) -> list:
@@ -399,8 +370,6 @@ def send_all(connections: Sequence[tuple[socket.socket, socket.socket]], seconds
         return [rate.result() for rate in rates]
 
 
-# --- delay ----------------------------------------------------------------------------------------
-
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
@@ -412,8 +381,7 @@ QUEUE_BYTES = 1 << 26
 class Relay:
     """A switch in this process that forwards each frame after a delay.
 
-    Frames carry the header in which the kernel describes offloaded checksums and segmentation. So a
-    frame is up to 64 KiB long, and the frames are few enough for Python.
+    Frames carry the header of offloaded segmentation, so they are few enough for Python.
     """
 
     def __init__(self, switch: int, ports: Sequence[str], delay_s: float):
@@ -457,20 +425,12 @@ class Relay:
             port.close()
 
 
-# --- for tests ------------------------------------------------------------------------------------
-
-
 def require(*programs: str) -> None:
-    """Skip the test if hosts with these programs cannot be simulated here.
-
-    With REQUIRE_HOSTS=1 in the environment the test fails instead.
-    """
+    """Skip the test if these hosts cannot be simulated; with REQUIRE_HOSTS=1 the test fails."""
     import pytest  # late: benchmarks/links.py runs without it
 
     if reason := missing(*programs):
-        if os.environ.get("REQUIRE_HOSTS") == "1":
-            pytest.fail(f"REQUIRE_HOSTS=1, and {reason}")
-        pytest.skip(reason)
+        (pytest.fail if os.environ.get("REQUIRE_HOSTS") == "1" else pytest.skip)(reason)
 
 
 @contextlib.contextmanager

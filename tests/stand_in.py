@@ -1,9 +1,4 @@
-"""Run without a model in place of main.py.
-
-Processes connect, take steps, save, resume and end with the exit codes of main.py, within seconds.
-
-    python tests/stand_in.py --steps 20 [--seconds 0.2] [--peer-seconds 30] [other arguments]
-"""
+"""In place of main.py: processes connect, step, save, resume and end like it, without a model."""
 
 import argparse
 import json

@@ -1,14 +1,12 @@
 """Export and import without Hugging Face's code: exact, in bounded parts, or refused by name.
 
-Names and layouts are those of hf_case.hf_tensors. make_hf_reference.py opens its folders with
-transformers, whose logits are those of this model with these weights (test_model.py).
+make_hf_reference.py opens folders of hf_case.hf_tensors with transformers, whose logits are those
+of reference.py with these weights (test_reference.py).
 """
 
 import dataclasses
-import io
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -16,29 +14,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoint
 import convert
 import generate
 import hf_case
 import utils
 from conftest import ROOT
 from data import chat
-from data.tokenizer import encode_continuation, load_tokenizer, text_tokens
+from data.tokenizer import load_tokenizer
 from hf import export_checkpoint, import_checkpoint, model_config, safetensors_files
 from hf_case import hf_tensors, model_with, write_folder
 from hf_run import (
     PUBLISHED,
     SIZES,
-    logits,
     make_run,
-    reference_logits,
     run_arrays,
     stored,
     weights_of,
     write_moonshot,
     write_sentencepiece,
 )
-from runtime import cli, run_directory
+from runtime import cli
 
 
 def export(run, out, *flags):
@@ -106,7 +101,7 @@ LLAMA3["original_max_position_embeddings"] = 64
 OPTIONS = {"prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False}
 KINDS = {  # the model type, and the model here
     "v3": ("deepseek_v3", V3),
-    "v3, dense layers first, no shared expert": (
+    "v3, dense first": (
         "deepseek_v3", SIZES | {"dense_layers": 3, "blocks": 1, "n_shared_experts": 0}
     ),
     "v2": ("deepseek_v2", V2_GROUPS),
@@ -126,7 +121,7 @@ KINDS = {  # the model type, and the model here
 }  # fmt: skip
 WRITTEN = {  # what config.json has that does not come back in the model
     "v3": {"first_k_dense_replace": 1, "max_position_embeddings": 512, "num_key_value_heads": 3},
-    "v3, dense layers first, no shared expert": {"first_k_dense_replace": 3, "n_shared_experts": 1},
+    "v3, dense first": {"first_k_dense_replace": 3, "n_shared_experts": 1},
     "llama": {"rope_scaling": LLAMA3, "max_position_embeddings": 512, "sliding_window": None},
 }
 
@@ -164,17 +159,7 @@ def test_a_run_of_each_kind_is_exported_and_imported_with_every_bit(name, tmp_pa
     same(export(tmp_path / "back", tmp_path / "again", *own), expected)
 
 
-def test_a_run_of_deepseek_v2_has_the_logits_of_the_reference(tmp_path):
-    m = model_with(utils.Model(), **V2_GROUPS)
-    make_run(tmp_path / "run", model=m)
-    ids = hf_case.tokens(m.vocab_size)
-    expected = reference_logits(m, weights_of(m), ids)
-    np.testing.assert_allclose(logits(tmp_path / "run", ids), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name", ["interleaved_tied", "yarn_groups", "prefix_two_shared", "weights_not_normalized"]
-)
+@pytest.mark.parametrize("name", ["interleaved_tied", "yarn_groups", "prefix_two_shared"])
 def test_a_folder_whose_logits_in_transformers_are_known_is_imported_exactly(name, tmp_path):
     case = hf_case.CASES[name]
     m = model_with(utils.Model(), **case.model)
@@ -204,18 +189,13 @@ def copied(v3, tmp_path):
     return shutil.copytree(v3[1], tmp_path / "copied")
 
 
-def test_bfloat16_is_rounded_and_the_bias_is_not(v3, tmp_path):
+def test_bfloat16_is_rounded_without_the_bias_and_parts_are_bounded_and_in_order(v3, tmp_path):
     half = export(v3[0], tmp_path / "half", "--dtype=bfloat16")
-    for name, tensor in safetensors_files.read_folder(v3[1]).items():
+    tensors, parts = safetensors_files.read_folder(v3[1]), {}
+    for name, tensor in tensors.items():
         dtype = np.float32 if name.endswith("e_score_correction_bias") else jnp.bfloat16
         found = half[name].read()
         assert found.dtype == dtype and np.array_equal(found, tensor.read().astype(dtype))
-    assert settings(tmp_path / "half")["torch_dtype"] == "bfloat16"
-
-
-def test_parts_have_a_bounded_size_and_layers_in_order(v3):
-    tensors, parts = safetensors_files.read_folder(v3[1]), {}
-    for tensor in tensors.values():
         parts.setdefault(tensor.file.name, []).append(tensor.bytes)
     assert len(parts) > 5
     assert all(len(part) == 1 or sum(part) <= 0.0001 * 2**30 for part in parts.values())
@@ -226,20 +206,16 @@ def test_parts_have_a_bounded_size_and_layers_in_order(v3):
     assert index["metadata"]["total_size"] == sum(t.bytes for t in tensors.values())
 
 
-def test_the_folder_has_a_model_card_and_the_modelling_file(v3, tmp_path, capsys):
-    export(v3[0], tmp_path / "out", "--remote_code", "--step", "3")
-    assert "trust_remote_code=True" in capsys.readouterr().out
-    card = (tmp_path / "out" / "README.md").read_text()
+def test_the_folder_has_a_model_card_the_modelling_file_and_the_template_of_tuning(v3, tmp_path):
+    export(v3[0], tmp_path / "own", "--remote_code", "--step", "3")
+    card = (tmp_path / "own" / "README.md").read_text()
     assert "| 2 | 9.5000 |\n| 3 | 8.2500 |\n" in card
     assert "kv_lora_rank = 24" in card and "trust_remote_code=True" in card
     assert "apply_chat_template" not in card
-    ends = settings(tmp_path / "out", "generation_config.json")["eos_token_id"]
+    ends = settings(tmp_path / "own", "generation_config.json")["eos_token_id"]
     assert ends == load_tokenizer("sample").eot_token
-    copied = tmp_path / "out" / "modeling_latent_moe.py"
+    copied = tmp_path / "own" / "modeling_latent_moe.py"
     assert copied.read_text() == (ROOT / "hf/modeling_latent_moe.py").read_text()
-
-
-def test_a_run_that_was_tuned_with_a_template_is_exported_with_it(tmp_path):
     make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
     export(tmp_path / "run", tmp_path / "out", "--remote_code")
     assert settings(tmp_path / "out", "tokenizer_config.json")["chat_template"] == chat.PLAIN_JINJA
@@ -254,10 +230,6 @@ def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(copie
     (copied / "generation_config.json").write_text(json.dumps(generation))
     import_(copied, tmp_path / "run", "--train.seq_len", "64")
     (tmp_path / "run").rename(tmp_path / "moved")
-    with closing(checkpoint.Checkpoints(tmp_path / "moved" / "checkpoints")) as saved:
-        tokens = saved.record(0)["config"]["tokens"]
-    _, _, ends = text_tokens(tokens, run_directory.at(tmp_path / "moved"))
-    assert list(ends) == generation["eos_token_id"]
     for own in ([], ["--remote_code"]):
         out = tmp_path / f"out{len(own)}"
         export(tmp_path / "moved", out, *own)
@@ -267,38 +239,20 @@ def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(copie
         assert settings(out, "tokenizer_config.json")["model_max_length"] == 8192
 
 
-def test_a_folder_with_a_tiktoken_model_is_imported_and_exported(copied, tmp_path):
+def test_a_folder_with_a_tiktoken_model_or_sentencepiece_is_imported_and_exported(copied, tmp_path):
     (copied / "tokenizer.json").unlink()
     count = write_moonshot(copied)
     import_(copied, tmp_path / "run")
     assert (tmp_path / "run" / "tokenizer" / "tiktoken.model").is_file()
     export(tmp_path / "run", tmp_path / "out")
     assert load_tokenizer(str(tmp_path / "out")).eot_token == count + 1
-
-
-def test_a_folder_with_sentencepiece_is_imported_writes_text_and_is_exported(
-    copied, tmp_path, monkeypatch, capsys
-):
+    (copied / "tiktoken.model").unlink()
     write_sentencepiece(copied, "segment")
-    import_(copied, tmp_path / "run")
-    assert f"generate.py --run {tmp_path / 'run'}" in capsys.readouterr().out
-    given, generate_texts = [], generate.Generator.generate
-
-    def recorded(self, w, texts, tokens):
-        given.append(texts)
-        return generate_texts(self, w, texts, tokens)
-
-    monkeypatch.setattr(generate.Generator, "generate", recorded)
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n"))
-    flags = ["--interactive", "--tokens", "3", "--model.compute_dtype", "float32"]
-    generate.main(["--run", str(tmp_path / "run"), *flags])
-    tokenizer = load_tokenizer(str(copied))
-    first, second = tokenizer.encode_ordinary("one\n"), encode_continuation(tokenizer, "two\n")
-    assert given == [[[1, *first]], [second]] and second != tokenizer.encode_ordinary("two\n")
-    export(tmp_path / "run", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
-    exported = load_tokenizer(str(tmp_path / "out"))
-    assert exported.content == tokenizer.content and exported.special.adds_bos
+    import_(copied, tmp_path / "pieces")
+    export(tmp_path / "pieces", tmp_path / "exported")
+    exported = load_tokenizer(str(tmp_path / "exported"))
+    assert exported.content == load_tokenizer(str(copied)).content and exported.special.adds_bos
+    assert (tmp_path / "exported" / "tokenizer_config.json").is_file()
 
 
 def test_a_folder_without_tokenizer_makes_no_text_and_no_warning(copied, tmp_path, caplog):
@@ -327,20 +281,15 @@ def test_float8_blocks_are_scaled_and_prediction_layers_are_left_out(tmp_path, c
     tensors["model.layers.4.eh_proj.weight"] = np.ones((2, 2), np.float32)
     folder, table = tmp_path / "float8", hf_case.config_json(case) | {"num_nextn_predict_layers": 1}
     write_folder(folder, table, tensors)
-    for says, text in (
-        (None, r"o_proj.weight_scale_inv is \(.*blocks of None"),
-        ({"quant_method": "fp8"}, r"o_proj.weight_scale_inv is \(.*\(128, 128\) needs \(1, 1\)"),
-    ):
-        change(folder, quantization_config=says)
-        refused(folder, text, tmp_path)
+    change(folder, quantization_config={"quant_method": "fp8"})
+    refused(folder, r"o_proj.weight_scale_inv is \(.*\(128, 128\) needs \(1, 1\)", tmp_path)
     blocks = {"quant_method": "fp8", "weight_block_size": [16, 8]}
     change(folder, quantization_config=blocks)
     import_(folder, tmp_path / "run")
     assert "left out: 1 multi-token prediction layers" in capsys.readouterr().out
-    every = [(i, j) for i in range(rows) for j in range(columns)]
-    expected = [numbers[i, j] * scale[i // 16, j // 8] for i, j in every]
+    i, j = np.indices((rows, columns))
     out = tree["blocks"]["moe"]["attention"]["out"]
-    out[1] = np.array(expected, np.float32).reshape(rows, columns).T.reshape(out[1].shape)
+    out[1] = (numbers.astype(np.float32) * scale[i // 16, j // 8]).T.reshape(out[1].shape)
     has_weights(tmp_path / "run", m, tree)
 
 
@@ -403,7 +352,6 @@ def test_rotary_positions_are_read_where_transformers_reads_them():
     original, written = "original_max_position_embeddings", YARN | {"rope_theta": 7.0}
     assert read_v3(rope_scaling=..., rope_parameters=written).rope_scaling.factor == 40
     assert read_v3(rope_scaling=..., rope_theta=..., rope_parameters=written).rope_theta == 7
-    assert read_v3(rope_parameters={"rope_type": "default"}).rope_scaling.factor == 40
     few = {name: YARN[name] for name in ("type", "factor", original)}
     for less in (few, dict.fromkeys(YARN) | few):
         scaling = read_v3(rope_scaling=less).rope_scaling
@@ -431,19 +379,14 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
     m = read(LLAMA, rope_theta=..., **experts).model
     assert (m.rope_theta, m.sliding_window, m.rms_norm_eps) == (1e6, 0, 1e-5)
     assert m.moe_intermediate_size == 48 and m.norm_topk_prob
-    others = {"final_logit_softcapping": 5.0, "attention_multiplier": 0.5}
-    others |= {"partial_rotary_factor": 0.5, "query_pre_attn_scalar": 3}
-    assert read(LLAMA, **others) == read(LLAMA)
 
 
 @pytest.mark.parametrize(
     ("base", "values", "text"),
     [
         (DEEPSEEK, {"model_type": "gpt2", "architectures": ["G"]}, r"'gpt2' \(G\).*deepseek_v3"),
-        (DEEPSEEK, {"model_type": None}, "has model_type None"),
         (DEEPSEEK, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (DEEPSEEK, {"attention_bias": True}, "attention_bias True"),
-        (DEEPSEEK, {"mlp_bias": True}, "mlp_bias True"),
         (DEEPSEEK, {"num_key_value_heads": 1}, "num_key_value_heads 1"),
         (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
@@ -452,24 +395,15 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
         (DEEPSEEK, V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
         (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"truncate": False}}, "rotary embedding: .*False"),
         (DEEPSEEK, {"rope_scaling": YARN | {"factor": None}}, "lacks factor"),
         (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
         (DEEPSEEK, {"hidden_size": None}, "lacks hidden_size"),
-        # Their defaults differ between classes.
-        (DEEPSEEK, {"routed_scaling_factor": ...}, "lacks routed_scaling_factor"),
-        (DEEPSEEK, {"n_group": ...}, "lacks n_group"),
-        (DEEPSEEK, {"topk_group": ...}, "lacks topk_group"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq"),
-        (LLAMA, {"attention_bias": True}, "attention_bias True"),
+        (DEEPSEEK, {"n_group": ...}, "lacks n_group"),  # its default differs between classes
         (LLAMA, {"mlp_bias": True}, "mlp_bias True"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (LLAMA, {"is_causal": False}, "is_causal False"),
-        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "unsupported rotary"),
         (LLAMA, {"rope_scaling": YARN}, "rope_scaling .*mscale"),
         (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types .*full_attention"),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window True"),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (QWEN3_MOE, {"decoder_sparse_step": 3}, "decoder_sparse_step 3"),
     ],
@@ -487,10 +421,8 @@ def test_another_architecture_is_refused_by_its_setting(base, values, text):
         ({"rms_norm_eps": 1e-5}, "model.latent_rms_norm_eps"),
         ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
         ({"sliding_window": 8}, "model.sliding_window 8"),
-        ({"rope_rope_type": "llama3", "rope_factor": 2.0}, "rope_type llama3"),
         ({"n_group": 2, "topk_method": "group_limited_greedy"}, "sigmoid scores with"),
         ({"scoring_func": "softmax"}, "model.norm_topk_prob"),
-        (SOFTMAX | {"n_group": 2}, "model.n_group 2"),
         (SOFTMAX | {"hidden_size": 49}, "model.hidden_size 49"),
         (SOFTMAX, "model.qk_nope_head_dim"),
         (GROUPED | EXPERTS | {"n_shared_experts": 1}, "model.n_shared_experts 1"),
@@ -503,19 +435,17 @@ def test_what_a_model_has_that_transformers_does_not_support_is_named(fields, na
 
 
 def test_a_run_that_its_class_cannot_represent_is_refused(tmp_path):
-    make_run(tmp_path / "own", rope_in_moe_layers=False)
-    with pytest.raises(ValueError, match=r"model.rope_in_moe_layers.*--remote_code"):
-        export(tmp_path / "own", tmp_path / "out")
     make_run(tmp_path / "run", qk_nope_head_dim=10)  # with a bias
     file = tmp_path / "run" / "config.toml"
     text = file.read_text()
     softmax = text.replace('scoring_func = "sigmoid"', 'scoring_func = "softmax"')
     softmax = softmax.replace("norm_topk_prob = true", "norm_topk_prob = false")
-    wider = text.replace("intermediate_size = 20", "intermediate_size = 22")
     for changed, message in (
         (softmax, r"moe.bias that is not zero .*Use --remote_code"),
-        (wider, r"of another model than its config.*48, 20\) there and"),
+        (text.replace("size = 20", "size = 22"), r"of another model than its config"),
+        (text.replace("moe_layers = true", "moe_layers = false"), r"in_moe_layers.*--remote_code"),
     ):
+        assert changed != text
         file.write_text(changed)
         with pytest.raises(ValueError, match=message):
             export(tmp_path / "run", tmp_path / "out")
@@ -534,17 +464,11 @@ def test_nothing_is_overwritten_and_a_path_or_size_that_cannot_be_used_is_named(
         export(tmp_path / "none", tmp_path / "out")
     with pytest.raises(ValueError, match="there is no checkpoint of step 9"):
         export(v3[0], tmp_path / "out", "--step", "9")
-    for size in ("0", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"--part_gib {float(size)} is not a valid file size"):
-            export(v3[0], tmp_path / "out", f"--part_gib={size}")
+    with pytest.raises(ValueError, match="--part_gib nan is not a valid file size"):
+        export(v3[0], tmp_path / "out", "--part_gib=nan")
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
-    stop, v3, tmp_path, monkeypatch
-):
-    is_full = isinstance(stop, OSError)
-    expected, text = (ValueError, "was not written: .*No space") if is_full else (stop, None)
+def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(v3, tmp_path, monkeypatch):
     (tmp_path / "export").mkdir()
     for command, source in zip((export, import_), v3, strict=True):
         to = tmp_path / command.__name__
@@ -552,17 +476,16 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_run_again(
         with monkeypatch.context() as patch:
             target = export_checkpoint if command is export else import_checkpoint
             name = "write_json" if command is export else "read_float32"
-            patch.setattr(target, name, mock.Mock(side_effect=stop))
-            with pytest.raises(expected, match=text):
+            patch.setattr(target, name, mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
                 command(source, to)
         assert not list(to.glob("*")) and to.exists() != is_new
         command(source, to)
 
 
 def test_an_import_on_a_full_disk_is_refused_and_leaves_nothing(v3, small_disk):
-    disk, _ = small_disk
-    refused(v3[1], r"run was not written: .*No space left on device", disk)
-    assert not any(disk.iterdir())
+    refused(v3[1], r"run was not written: .*No space left on device", small_disk[0])
+    assert not any(small_disk[0].iterdir())
 
 
 def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path):
@@ -570,9 +493,7 @@ def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path)
     config = cli.load(tmp_path / "run" / "config.toml")
     assert (config.model.capacity_factor, config.model.eval_capacity_factor) == (1.5, 0.0)
     assert config.optimizer.lr == 0.1
-    with pytest.raises(
-        ValueError, match=r"--folder .*copied is of another model: model.rope_theta"
-    ):
+    with pytest.raises(ValueError, match=r"copied is of another model: model.rope_theta"):
         import_(copied, tmp_path / "other", "--model.rope_theta", "5.0")
     with pytest.raises(ValueError, match="unknown flag --model"):
         export(tmp_path / "run", tmp_path / "out", "--model.rope_theta", "5.0")
@@ -580,10 +501,6 @@ def test_flags_override_settings_that_weights_do_not_depend_on(copied, tmp_path)
 
 QUERY, NORM, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
 SQUARE = np.ones((2, 2), np.float32)
-
-
-def without(tensors, name):
-    return {other: w for other, w in tensors.items() if other != name}
 
 
 def renamed(tensors, old, new):
@@ -594,16 +511,13 @@ def renamed(tensors, old, new):
     ("changed", "text"),
     [
         (lambda t: (t, {HEAD: t[HEAD] + 1}), "two tensors lm_head.weight with other values"),
-        (lambda t: without(t, HEAD), r"lacks 1 of 21 tensors .*lm_head.weight"),
+        (lambda t: {n: w for n, w in t.items() if n != HEAD}, r"lacks 1 of 21 .*lm_head.weight"),
         (lambda t: renamed(t, "model.", "base_model.model."),
          r"lacks 20 of .*, \.\.\.\. It has 20 tensors .*: model.base_model.model.*, \.\.\.\. They"),
         (lambda t: t | {QUERY: t[QUERY].astype(np.float64)}, "of type F64"),
-        (lambda t: t | {QUERY: t[QUERY].astype(np.int8)}, "of type I8"),
         (lambda t: t | {f"{QUERY}_scale_inv": SQUARE}, "quantization_config does not match"),
         (lambda t: t | {f"{QUERY}_scale": SQUARE}, "weight_scale. They belong to another model"),
-        (lambda t: t | {"model.norm.foo_scale_inv": SQUARE}, "model.norm.foo_scale_inv"),
         (lambda t: t | {QUERY.replace("weight", "bias"): t[NORM]}, "q_proj.bias"),
-        (lambda t: t | {"lm_head.bias": np.ones(101, np.float32)}, "lm_head.bias"),
         (lambda t: t | renamed(t, ".1.", ".2."), r"has 9 tensors .*layers.2"),
         (lambda t: t | {NORM: t[NORM][1:]}, r"is \(31,\), and by the config \(32,\)"),
     ],

@@ -1,7 +1,4 @@
-"""How the processes of a job find each other, share errors, and filter what C++ prints.
-
-tests/system/test_distributed_processes.py starts some.
-"""
+"""How the processes of a job find each other, share errors, and filter what C++ prints."""
 
 import contextlib
 import http.server
@@ -25,11 +22,10 @@ from utils import ConfigError
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
+    others = {*distributed.JAX_VARIABLES, "JAX_FORCE_TPU_INIT", "CUDA_VISIBLE_DEVICES"}
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TPU_", "MEGASCALE_")) or name in distributed.JAX_VARIABLES:
+        if name.startswith(("SLURM_", "TPU_", "MEGASCALE_")) or name in others:
             monkeypatch.delenv(name)
-    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def place(monkeypatch, *values):
@@ -45,7 +41,6 @@ def place(monkeypatch, *values):
         ("10.0.0.2:8476", None, None),
         (None, "4", "0"),
         ("10.0.0.2", "4", "0"),
-        ("8476", "4", "0"),
         (":8476", "4", "0"),
         ("10.0.0.2:8476", "four", "0"),
         ("10.0.0.2:8476", "4", "-1"),
@@ -91,11 +86,7 @@ def test_tasks_that_share_a_host_have_a_gpu_each_unless_slurm_bound_them(monkeyp
         if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert slurm(monkeypatch, tmp_path, "a", **shared)[3] == devices
-
-
-def test_an_interactive_shell_of_an_allocation_is_one_process(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_NTASKS", "8")  # of the allocation
-    for tasks in ("1", ""):
+    for tasks in ("1", ""):  # in an interactive shell of an allocation
         assert slurm(monkeypatch, tmp_path, "a", STEP_NUM_TASKS=tasks) is None
 
 
@@ -115,14 +106,15 @@ def metadata(number):
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             assert self.headers["Metadata-Flavor"] == "Google"
-            answer = {
+            answers = {
                 "agent-worker-number": str(number),
                 "worker-network-endpoints": "a:0:127.0.0.1,b:1:127.0.0.1",
                 "tpu-env": "ACCELERATOR_TYPE: 'v4-16'",
-            }.get(self.path.rpartition("/")[2])
+            }
+            answer = answers.get(self.path.rpartition("/")[2], "")
             self.send_response(200 if answer else 404)
             self.end_headers()
-            self.wfile.write((answer or "").encode())
+            self.wfile.write(answer.encode())
 
         def log_message(self, *words):
             pass
@@ -163,9 +155,7 @@ def test_an_error_is_that_of_all_processes_with_the_lowest_code(monkeypatch, oth
     assert failed.value.code == code
 
 
-STACK_TRACE = """*** Check failure stack trace: ***
-    @     0x7fe2b9440634  absl::LogMessage::SendToLog()
-"""
+STACK_TRACE = "*** Check failure stack trace: ***\n    @     0x7fe2b9440634  absl::Log()\n"
 UNHEALTHY = """F1129 client.h:80] The following tasks are unhealthy (stopped sending heartbeats):
 3, 12
 The tasks have crashed.
@@ -177,25 +167,23 @@ FAILED = "F1129 Check failed: a == b\n" + STACK_TRACE
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "left", "lost"),
     [
-        (UNHEALTHY + STACK_TRACE, UNHEALTHY + native_output.LOST.format("3, 12") + "\n"),
-        (UNREACHED + STACK_TRACE, UNREACHED + native_output.LOST.format("0") + "\n"),
-        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, None),
-        (FAILED, FAILED),
-        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB"),
+        (UNREACHED + STACK_TRACE, UNREACHED, "0"),
+        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, UNHEALTHY + UNREACHED, "3, 12"),
+        (FAILED, FAILED, None),
+        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB", None),
     ],
 )
-def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left):
-    left = left or UNHEALTHY + UNREACHED + native_output.LOST.format("3, 12") + "\n"
+def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left, lost):
+    left += native_output.LOST.format(lost) + "\n" if lost else ""
     program = [sys.executable, "-S", native_output.__file__]
     found = subprocess.run(program, input=text.encode("latin-1"), capture_output=True)
     assert (found.returncode, found.stdout) == (0, b"")
     assert found.stderr.decode("latin-1") == left
 
 
-def test_run_sh_leaves_the_up_file_to_the_commands_that_connect():
-    """It lists them; a new one has to be added there."""
+def test_run_sh_lists_the_commands_that_connect_and_leaves_the_up_file_to_them():
     listed = re.search(r'" (main\.py[^"]*) " ==', (ROOT / "run.sh").read_text())[1].split()
     using = {
         str(path.relative_to(ROOT))

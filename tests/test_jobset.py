@@ -32,14 +32,7 @@ def test_the_manifest_is_valid_and_no_longer_with_any_other_field():
     for field in fields:
         if not re.match(r"google.com|nvidia.com|cloud", field[1]):
             assert not is_valid(f"{text[: field.end(1)]}s{text[field.end(1) :]}"), field
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("maxRestarts: 20", "maxRestarts: many"), ("completions: 2", "completions: '2'")],
-)
-def test_a_value_of_a_wrong_type_is_found(old, new):
-    assert not is_valid(TEXT.replace(old, new))
+    assert not is_valid(TEXT.replace("completions: 2", "completions: '2'"))
 
 
 @pytest.fixture
@@ -47,10 +40,15 @@ def manifest():
     return yaml.safe_load(TEXT)
 
 
+def container_of(manifest):
+    spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    return container
+
+
 def test_the_pods_find_each_other_as_processes_of_one_job(manifest, monkeypatch):
     [job] = manifest["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    [container] = spec["template"]["spec"]["containers"]
+    spec, container = job["template"]["spec"], container_of(manifest)
     env = {one["name"]: one for one in container["env"]}
     index = env.pop("JAX_PROCESS_ID")["valueFrom"]["fieldRef"]["fieldPath"]
     assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -75,11 +73,9 @@ def test_exit_codes_that_need_a_fix_fail_the_job_and_others_restart_it(manifest)
     [fails] = policy["rules"]
     assert fails["action"] == "FailJobSet" and fails["onJobFailureReasons"] == ["PodFailurePolicy"]
     spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    [rule] = spec["podFailurePolicy"]["rules"]
-    [container] = spec["template"]["spec"]["containers"]
-    codes = {"containerName": container["name"], "operator": "In"}
+    codes = {"containerName": container_of(manifest)["name"], "operator": "In"}
     codes["values"] = [Exit.BUG, Exit.CONFIG]
-    assert rule == {"action": "FailJob", "onExitCodes": codes}
+    assert spec["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": codes}]
     # A podFailurePolicy requires the first; with the second, one failed pod fails the job.
     assert spec["template"]["spec"]["restartPolicy"] == "Never" and spec["backoffLimit"] == 0
     assert policy["maxRestarts"] > 0
@@ -87,11 +83,8 @@ def test_exit_codes_that_need_a_fix_fail_the_job_and_others_restart_it(manifest)
 
 
 def test_it_calls_run_sh_with_settings_that_exist(manifest, monkeypatch):
-    spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    [container] = spec["containers"]
+    container = container_of(manifest)
     assert container["command"] == ["./run.sh"] and container["args"][:2] == ["python", "main.py"]
     monkeypatch.chdir(ROOT)
     config = cli.parse(container["args"][2:])
     assert config.run.dir == "/shared/runs" and config.data.train == "/shared/data/train"
-    mounts = {one["name"] for one in container["volumeMounts"]}
-    assert mounts == {one["name"] for one in spec["volumes"]}

@@ -38,16 +38,14 @@ def test_a_script_prints_its_usage_also_by_a_link_and_rejects_unknown_options(na
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (None, "", "cannot read --hosts hosts.txt. Give a file with one host per line"),
+        (None, "", "cannot read --hosts hosts.txt"),
         ("# none\n\n", "", "lists no host"),
         ("a  # b\n a;b \n", "", "line 2: a;b is not [user@]host[:port]"),
-        ("a b", "", "line 1: a b is not [user@]host[:port]"),
         ("ok\n\nok:22\n", "", "line 3: ok is listed twice"),
-        ("ok", "--name a.b", "--name a.b is no name for a tmux session. Use letters, digits"),
+        ("ok", "--name a.b", "--name a.b is no name for a tmux session"),
         ("ok", "--name", "--name needs a value"),
         ("ok", "--keep-alive often -- x", "--keep-alive often is not a number"),
         ("ok", "", "no command. Give one after --"),
-        ("ok", "--", "no command after --"),
         ("ok", "begin", "unknown verb begin"),
         ("ok", "status now", "unexpected argument now after status"),
         ("ok", "logs other", "no host other. The hosts are ok"),
@@ -69,18 +67,15 @@ def test_bad_input_is_refused_with_one_line(tmp_path, text, words, message):
     assert len(done.stderr.splitlines()) == 1 and "secret" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "job", "message"),
-    [
+def test_the_job_of_slurm_refuses_bad_input_with_one_line(tmp_path):
+    for words, job, message in (
         ("", {}, "no command. Give one"),
         ("python main.py", {}, "not a Slurm job. Use sbatch launch/slurm.sh python main.py"),
         ("x", {"SLURM_JOB_ID": "1"}, "has no run.sh. Give sbatch --chdir"),
-    ],
-)
-def test_the_job_of_slurm_refuses_bad_input_with_one_line(tmp_path, words, job, message):
-    done = run(ROOT / "launch" / "slurm.sh", *words.split(), cwd=tmp_path, **job)
-    assert done.returncode == 2 and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    ):
+        done = run(ROOT / "launch" / "slurm.sh", *words.split(), cwd=tmp_path, **job)
+        assert done.returncode == 2 and message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 LOST = """F0000 client.h:80] The following tasks are unhealthy (stopped sending heartbeats):
@@ -96,7 +91,6 @@ ENDED = "worker.sh: 2026-01-01T00:00:00Z process 0 ended with {}\n"
     [
         (LOST.format("3, 12") + ENDED.format(134), "3,12"),
         (UNREACHED + UNREACHED + ENDED.format(134), "0"),
-        (LOST.format("3") + ENDED.format(134) + "step 1/1  loss 2\n" + ENDED.format(0), "-"),
         (LOST.format("3") + ENDED.format(134) + ENDED.format(137), "-"),
         (LOST.format("3") + ENDED.format(134) + LOST.format("5") + ENDED.format(134), "5"),
     ],
@@ -151,18 +145,13 @@ def launcher(tmp_path):
 
 VARIABLES = {  # a line of the file, and what the run gets
     "# a comment": "",
-    "PLAIN=a b": "PLAIN=a b\n",
     "  export EXPORTED=x": "EXPORTED=x\n",
     "EMPTY=": "EMPTY=\n",
-    "NOTHING=   # a comment": "NOTHING=\n",
     "COMMENT=a#b # a comment": "COMMENT=a#b\n",
-    "EQUALS=a=b==": "EQUALS=a=b==\n",
     r"DOLLAR=$HOME/`id`\n": "DOLLAR=$HOME/`id`\\n\n",
     'DOUBLE="a # b  "  # a comment': "DOUBLE=a # b  \n",
     r'ESCAPED="\"\$x\\ \n $HOME"': 'ESCAPED="$x\\ \\n $HOME\n',
     "SINGLE='$HOME \"a\" \\ #'": 'SINGLE=$HOME "a" \\ #\n',
-    'INSIDE=it\'s "q"': 'INSIDE=it\'s "q"\n',
-    "SPACES=   a\t": "SPACES=a\n",
     "LAST=ä": "LAST=ä\n",
 }
 
@@ -207,7 +196,7 @@ def test_files_with_uncommitted_changes_are_not_sent_by_default(launcher):
 def test_hosts_are_those_of_a_slurm_job_or_the_error_names_all_ways_to_give_them(launcher):
     done = launcher("status")
     assert done.returncode == 2
-    assert "Use --hosts FILE, or --tpu NAME --zone ZONE, or run this in a Slurm job" in done.stderr
+    assert "Use --hosts FILE, or --tpu NAME --zone ZONE, or run" in done.stderr
     names = '[[ $* == "show hostnames n[1-2]" ]] && printf "n1\\nn2\\n"\n'
     write_script(launcher.bin / "scontrol", names)
     done = launcher("--dry-run", "status", SLURM_JOB_NODELIST="n[1-2]")
@@ -239,22 +228,16 @@ def test_gcloud_finds_a_tpu_or_its_queued_resource_and_runs_commands_on_it(launc
     assert without.returncode == 2 and "gcloud is not installed" in without.stderr
     write_script(launcher.bin / "gcloud", GCLOUD)
     for words, logged_out, message in (
-        ("node", "1", "Run gcloud auth login"),
+        ("node --zone z1", "1", "Run gcloud auth login"),
         ("node", "", "--tpu node needs a zone"),
         ("none --zone z1", "", "no TPU and no queued resource none in z1: ERROR"),
         ("waiting --zone z1", "", "the queued resource waiting is WAITING_FOR_RESOURCES. Start"),
     ):
-        zone = ["--zone", "z1"] * bool(logged_out)
-        done = launcher("--tpu", *words.split(), *zone, "status", LOGGED_OUT=logged_out)
+        done = launcher("--tpu", *words.split(), "status", LOGGED_OUT=logged_out)
         assert done.returncode == 2 and message in done.stderr
     for name in ("node", "queued"):
         done = launcher("--tpu", name, "--zone", "z1", "--name", name, "--", "x")
         assert done.returncode == 0, done.stderr
         starts = [text for text, _ in launcher.received(f"worker.sh start {name}")]
-        assert sorted(f"JAX_PROCESS_ID={n} " in text for text in starts for n in "01") == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        assert sorted(text.partition("JAX_PROCESS_ID=")[2][0] for text in starts) == ["0", "1"]
         assert all(f":{name}:node" in text for text in starts)

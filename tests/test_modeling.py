@@ -1,7 +1,4 @@
-"""The exported modelling file computes the logits of transformers' DeepSeek-V3 and of reference.py.
-
-tests/system/test_modeling_behaviour.py has what transformers requires beyond that.
-"""
+"""The exported modelling file computes the logits of transformers' DeepSeek-V3 and reference.py."""
 
 import numpy as np
 import pytest
@@ -14,11 +11,9 @@ pytestmark = [
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import attention  # noqa: E402
 import convert  # noqa: E402
 import hf_case  # noqa: E402
 import utils  # noqa: E402
-from hf import model_config, modeling_latent_moe  # noqa: E402
 from hf_case import model_with  # noqa: E402
 from hf_run import (  # noqa: E402
     SIZES,
@@ -37,10 +32,12 @@ OPTIONS = {
     "latent": COMMON | {
         "q_lora_rank": 9, "scoring_func": "softmax", "norm_topk_prob": False, "rms_norm_eps": 1e-3,
         "rope_mscale": 0.7, "rope_mscale_all_dim": 0.0, "tie_word_embeddings": False,
+        "rope_beta_slow": 1e-6,  # the last pair of the ramp is above all
     },
     "grouped": COMMON | {
         "attention": "gqa", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14,
         "attention_bias": True, "qk_norm": True, "sliding_window": 7, "n_shared_experts": 2,
+        "rope_original_max_position_embeddings": 6,  # the first pair of the ramp is the last
     },
     "grouped, llama3": {
         "attention": "gqa", "num_key_value_heads": 1, "head_dim": 10, "rope_rope_type": "llama3",
@@ -75,24 +72,3 @@ def test_logits_are_those_of_the_reference_with_every_option(name, tmp_path):
     expected = reference_logits(m, weights_of(m, 3), ids)
     found = modelling_logits(m, 3, ids, tmp_path)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_mscale_all_dim": 0.0},
-        {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.3},
-        {"rope_original_max_position_embeddings": 64},  # the first pair is below 0
-        # and the last above all
-        {"rope_original_max_position_embeddings": 64, "rope_beta_slow": 1e-6},
-        {"rope_original_max_position_embeddings": 6},  # the first is the last
-    ],
-)
-def test_rotary_frequencies_are_those_of_the_model(fields):
-    m = model_with(utils.Model(), qk_rope_head_dim=6, rope_theta=1e3, rope_factor=8.0, **fields)
-    table = model_config.to_hf(utils.Config(model=m), model_config.OWN, "float32", 0)
-    config = modeling_latent_moe.LatentMoeConfig(**table)
-    turns, factor, scores = modeling_latent_moe.frequencies(config)
-    np.testing.assert_allclose(turns, attention.rope_frequencies(m, 6), rtol=1e-6)
-    assert factor == pytest.approx(attention.rope_magnitude(m))
-    assert scores == pytest.approx(attention.softmax_scale(m, 1))

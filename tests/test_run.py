@@ -1,4 +1,4 @@
-"""run.sh and tests/newest.sh with stand-ins: nothing is installed, no device is looked for."""
+"""run.sh and tests/newest.sh with stand-ins. CI runs the tests with newest.sh itself."""
 
 import os
 import re
@@ -20,7 +20,6 @@ sh sleep sort tail touch tr true uname flock"""
 DRIVER = {"cpu": "470.82.01", "cuda12": "550.54.14", "cuda13": "580.65.06"}
 STAND_INS = {
     "uv": """echo "uv $*" >>calls
-echo "${UV_COMPILE_BYTECODE:-no}" >>bytecode
 sleep ${SLOW:-0}
 if [ "$1" = venv ]; then mkdir -p .venv/bin && cp "$STUBS/in-venv" .venv/bin/python; fi
 if [ -e "killed-in-$1" ]; then kill -9 $PPID; fi
@@ -31,7 +30,6 @@ env >>"$STUBS/seen"
 if [ "$1" = data/prepare.py ]; then
   mkdir -p data/sample/train data/sample/val
   touch data/sample/train/index.json data/sample/val/index.json
-elif [ "$1 $2 $3" = "-m pip --version" ]; then exit "${PIP_CODE:-0}"
 elif [ "$1 $2 $3" = "-m pip install" ]; then cp "$STUBS/pip-uv" .venv/bin/uv
 fi
 exit "${EXIT_CODE:-0}"
@@ -62,7 +60,6 @@ class Checkout:
             write_script(self.stubs / name, text)
 
     def without_uv(self):
-        """Leaves a python3 in the place of uv."""
         (self.stubs / "uv").rename(self.stubs / "pip-uv")
         write_script(self.stubs / "python3", PYTHON)
 
@@ -73,7 +70,6 @@ class Checkout:
         return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
 
     def variables(self, **environment):
-        """The environment of a command."""
         lines = self.run("env", **environment).stdout.splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
@@ -115,14 +111,6 @@ def test_the_environment_is_set_up_once_and_not_for_help(checkout):
     assert "setting up" not in checkout.run("true").stderr and checkout.calls == []
 
 
-def test_packages_are_compiled_at_their_installation_if_python_may_not_do_it_later(checkout):
-    for value, given, compiled in (("", {}, "no"), ("1", {}, "1"), ("1", {"0"}, "0")):
-        shutil.rmtree(checkout.folder / ".venv", ignore_errors=True)
-        more = {"UV_COMPILE_BYTECODE": "0"} if given else {}
-        checkout.run("true", PYTHONDONTWRITEBYTECODE=value, **more)
-        assert (checkout.folder / "bytecode").read_text().split()[-2:] == [compiled] * 2
-
-
 def test_a_changed_lock_is_installed_into_the_same_environment(ready):
     for name in ("dev", "tpu", "cpu"):
         assert ready.run("true").returncode == 0 and ready.calls == []
@@ -142,14 +130,11 @@ def test_packages_of_tests_and_linters_are_installed_for_them_alone(ready):
 
 
 def test_an_interrupted_set_up_or_update_starts_over(checkout):
-    for step, command, steps in (
-        ("venv", "true", ["venv"]),
-        ("pip", "pytest", ["pip"]),  # which needs another lock
-    ):
+    for step, command in (("venv", "true"), ("pip", "pytest")):  # which needs another lock
         (checkout.folder / f"killed-in-{step}").touch()
         assert checkout.run(command).returncode != 0
         (checkout.folder / f"killed-in-{step}").unlink()
-        assert checkout.steps == steps
+        assert checkout.steps == [step]
         assert checkout.run("true").returncode == 0
         assert checkout.steps == ["venv", "pip"]
 
@@ -160,7 +145,6 @@ def test_a_failed_set_up_shows_why_and_exits_2_before_the_command(checkout, step
     done = checkout.run("echo", "hello")
     assert done.returncode == 2 and "hello" not in done.stdout
     assert "no route to host" in done.stderr
-    assert "no route to host" in (checkout.folder / ".cache" / "install.log").read_text()
     assert done.stderr.splitlines()[-1].startswith("run.sh: could not set up .venv")
 
 
@@ -182,11 +166,8 @@ def test_an_environment_whose_folder_was_moved_is_created_again_and_a_link_is_us
 def test_without_uv_a_python_that_cannot_be_used_is_refused_with_the_fix(checkout):
     checkout.without_uv()
     for given, message in (
-        (
-            {"OLD": "1"},
-            "python3 is not Python 3.11 to 3.14. Set PYTHON, as in PYTHON=python3.12 ./",
-        ),
-        ({"VENV_CODE": "1"}, "python3 -m venv failed. Install uv, or the system package python3-v"),
+        ({"OLD": "1"}, "python3 is not Python 3.11 to 3.14. Set PYTHON, as in"),
+        ({"VENV_CODE": "1"}, "python3 -m venv failed. Install uv"),
     ):
         done = checkout.run("true", **given)
         assert done.returncode == 2 and message in done.stderr
@@ -211,13 +192,6 @@ def test_without_uv_pip_installs_it_into_the_environment_and_checks_its_hash(che
     assert checkout.calls == ["uv pip list"]
 
 
-def test_an_environment_that_uv_made_gets_pip_first_where_uv_is_gone(ready):
-    ready.without_uv()
-    (ready.folder / "locks" / "cpu.txt").write_text("another-package\n")
-    assert ready.run("true", PIP_CODE="1").returncode == 0
-    assert [call.split()[2] for call in ready.calls] == ["pip", "ensurepip", "pip", "install"]
-
-
 LEAKS = """PYTHONPATH PYTHONHOME PYTHONPLATLIBDIR PYTHONSAFEPATH PIP_TARGET PIP_PREFIX PIP_ROOT
 PIP_PYTHON PIP_DRY_RUN PIP_CONSTRAINT PIP_REQUIREMENT"""
 
@@ -235,17 +209,15 @@ def test_variables_that_change_what_python_and_pip_use_reach_neither_set_up_nor_
 
 
 def test_macos_has_what_a_run_needs(checkout):
-    """Its uname and sysctl, no /proc and no flock; bash is the one of this machine."""
-    for name in ("flock", "nvidia-smi", "uname"):
+    """Its sysctl, no /proc and no flock; bash is the one of this machine."""
+    for name in ("flock", "nvidia-smi"):
         (checkout.stubs / name).unlink()
-    write_script(checkout.stubs / "uname", '[ "$1" = -m ] && echo arm64 || echo Darwin\n')
     write_script(checkout.stubs / "sysctl", 'echo "$2: ${CPU:-M1}"\n')
     text = (checkout.folder / "run.sh").read_text()
     (checkout.folder / "run.sh").write_text(text.replace("/proc/cpuinfo", "/no/cpuinfo"))
-    done = checkout.run("--train.steps", "2", OSTYPE="darwin23")
+    done = checkout.run("--train.steps", "2")
     assert done.returncode == 0 and "flock is not installed" in done.stderr
     assert len(done.stderr.splitlines()) == 3
-    assert checkout.calls[-1] == "python main.py --config configs/tiny.toml --train.steps 2"
     one, other = (checkout.variables(CPU=cpu) for cpu in ("M1", "M2"))
     assert one["JAX_COMPILATION_CACHE_DIR"] != other["JAX_COMPILATION_CACHE_DIR"]
 
@@ -254,17 +226,11 @@ def test_macos_has_what_a_run_needs(checkout):
 # tests have no bash 3.2.
 LACKING = {
     r"\b(declare|local|typeset)\s+-\w*[Agn]": "local -n name=$1",
-    r"\b(mapfile|readarray|coproc|globstar|inherit_errexit|lastpipe)\b": "mapfile -t lines",
+    r"\b(mapfile|readarray|coproc|wait\s+-n)\b": "mapfile -t lines",
     r"\$\{\w+(\[[^]]*\])?(,|\^|@)": 'echo "${names[0]^}"',
-    r"\[\[?( .*)? -v ": "[[ -v name ]]",
-    r"&>>|\|&|;&": "cmd |& tee",
+    r"\[\[?( .*)? -v |&>>|\|&|;&": "[[ -v name ]]",
     r"\$\{\w+\[ *-|\$\{\w+:[^}]*: *-": "echo ${names[-1]}",
-    r"\bwait\s+-n": "wait -n",
-    r"\bread\b.*-t\s*0?\.": "read -t 0.5 x",
-    r"\{\w+\}[<>]": "exec {fd}>file",
-    r"%\([^)]*\)T": "printf '%(%s)T'",
-    r"\$\{?(BASHPID|EPOCH\w+|SRANDOM|PIPESTATUS_|BASH_ARGV0)\b": "echo $EPOCHSECONDS",
-    r"\$'[^']*\\[uU]": "echo $'\\u00e4'",
+    r"\{\w+\}[<>]|%\([^)]*\)T|\$EPOCH": "exec {fd}>file",
     # Without an element an array is an unset variable there.
     r'(?<!\+)"\$\{(?!cpu_flags|files)\w+\[[@*]\]\}"': 'for x in "${left[@]}"; do',
     r"\b(nproc|timeout|realpath|tac|stat -c|date .*%N|sed -[iu]|readlink -\w|base64 -\w)\b": "tac",
@@ -272,8 +238,8 @@ LACKING = {
 
 
 def test_run_sh_is_written_for_bash_3_and_for_tools_that_macos_has_too():
-    lines = (conftest.ROOT / "run.sh").read_text().splitlines()
-    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    text = (conftest.ROOT / "run.sh").read_text()
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for pattern, example in LACKING.items():
         assert re.search(pattern, example)
         assert not [line for line in lines if re.search(pattern, line)], pattern
@@ -285,6 +251,7 @@ def test_the_driver_decides_which_packages_and_settings_a_gpu_or_cpu_gets(checko
     cpu = checkout.variables()
     assert cpu["JAX_PLATFORMS"] == "cpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in cpu
     assert sorted(cpu["XLA_FLAGS"].split()) == sorted(conftest.XLA_FLAGS)
+    assert "malloc.trim_threshold=" in cpu["GLIBC_TUNABLES"]  # freed memory is used again
     for extra in ("cuda12", "cuda13"):
         gpu = checkout.variables(DRIVER=DRIVER[extra])
         assert checkout.calls[-1] == f"{INSTALL} -r locks/cpu.txt -r locks/{extra}.txt"
@@ -304,27 +271,7 @@ def test_what_the_user_sets_is_kept(ready):
     assert processes.with_flags(given, conftest.XLA_FLAGS) == flags
 
 
-FAULTS = """
-from resource import getrusage
-def faults():
-    before = getrusage(0).ru_minflt
-    b"x" * (1 << 28)
-    return getrusage(0).ru_minflt - before
-faults()
-print(faults())
-"""
-
-
-def test_memory_that_is_freed_is_used_again_on_a_cpu(checkout):
-    def faults(tunables):
-        command, environment = [sys.executable, "-c", FAULTS], {"GLIBC_TUNABLES": tunables}
-        return int(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
-
-    assert faults(checkout.variables()["GLIBC_TUNABLES"]) < 100 < faults("")
-
-
 def test_programs_are_cached_for_each_kind_of_cpu(ready):
-    """One that was compiled for another kind ends with an illegal instruction."""
     script, caches, info = ready.folder / "run.sh", [], ready.folder / "cpuinfo"
     script.write_text(script.read_text().replace("/proc/cpuinfo", str(info)))
     for flags in ("avx2", "avx2 amx_tile", "avx2"):
@@ -355,66 +302,20 @@ def test_without_a_command_the_sample_is_prepared_once_and_tiny_is_trained(ready
     shutil.rmtree(ready.folder / "data")
     ready.run()
     assert ready.calls == [prepare, train]
-    ready.run("--run.name", "other name")
+    assert ready.run("--run.name", "other name", EXIT_CODE="75").returncode == 75
     assert ready.calls == [f"{train} --run.name other name"]
 
 
-def test_the_exit_code_is_that_of_the_command(ready):
-    assert ready.run("sh", "-c", "exit 75").returncode == 75
-    assert ready.run("no-such-command").returncode == 127
-
-
-@pytest.mark.parametrize("closed", ["", "1>&- 2>&-"])
-def test_no_file_becomes_a_closed_standard_stream(ready, closed):
-    """bash may leave run.sh itself there, which it has opened to read."""
-    inside = "for n in 1 2; do readlink /proc/$$/fd/$n >$n; done"
-    environment = {"PATH": str(ready.stubs), "STUBS": str(ready.stubs), "DRIVER": DRIVER["cpu"]}
-    command = ["bash", "-c", f"{ready.folder}/run.sh bash -c '{inside}' {closed}"]
-    subprocess.run(command, env=environment, capture_output=True, check=True)
-    harmless = "/dev/null", str(ready.folder / "run.sh")
-    found = [(ready.folder / n).read_text().strip() in harmless for n in "12"]
-    assert found == [f"{n}>" in closed for n in "12"]
-
-
-NEWEST = """case "$1$2" in
--c*) exit {old} ;;
--mpytest) echo "tests run by {name}: $3"; exit 5 ;;
-esac
-"""
-RUN = """case "$2" in
-venv) mkdir -p "$7/bin" && cp "$6" "$7/bin/python" ;;
-pip) cat "$9" "${11}" >required; exit "${PIP:-0}" ;;
-esac
-"""
-
-
-def test_the_newest_python_runs_the_tests_with_a_jax_of_any_version(checkout):
-    def newest(*words, **variables):
-        variables["HOME"] = str(checkout.folder)
-        return checkout.run(*words, path=str(checkout.folder / "tests/newest.sh"), **variables)
-
+def test_the_newest_jax_needs_a_newer_python_and_a_set_up_that_succeeds(checkout):
     (checkout.folder / "tests").mkdir()
-    for name in ("requirements.txt", "requirements-dev.txt", "tests/newest.sh"):
-        shutil.copy(conftest.ROOT / name, checkout.folder / name)
-    write_script(checkout.folder / "run.sh", RUN)
-    write_script(checkout.stubs / "python3", NEWEST.format(old=1, name="old"))
-    assert "tests/newest.sh --help" in newest("--help").stdout
-    for given, message in (
-        ({}, "'uv python install 3.13', or set PYTHON"),
-        ({"PYTHON": "python3"}, "python3 is not Python 3.12 or newer"),
+    shutil.copy(conftest.ROOT / "tests" / "newest.sh", checkout.folder / "tests")
+    write_script(checkout.folder / "run.sh", "exit 1\n")
+    path = str(checkout.folder / "tests" / "newest.sh")
+    for old, given, message in (
+        (1, {}, "'uv python install 3.13', or set PYTHON"),
+        (1, {"PYTHON": "python3"}, "python3 is not Python 3.12 or newer"),
+        (0, {"PYTHON": "python3"}, "could not set up .cache/newest with python3"),
     ):
-        done = newest(**given)
+        write_script(checkout.stubs / "python3", f"exit {old}\n")
+        done = checkout.run(path=path, HOME=str(checkout.folder), **given)
         assert done.returncode == 2 and message in done.stderr
-    for version in ("3.12.1", "3.13.0"):
-        path = checkout.folder / f".pyenv/versions/{version}/bin/python3"
-        path.parent.mkdir(parents=True)
-        write_script(path, NEWEST.format(old=0, name=version))
-    done = newest(PIP="1")
-    assert done.returncode == 2 and "could not set up .cache/newest" in done.stderr
-    assert "tests run" not in done.stdout
-    done = newest("tests/test_hlo.py")
-    assert done.returncode == 5 and done.stdout == "tests run by 3.13.0: tests/test_hlo.py\n"
-    required = (checkout.folder / "required").read_text().splitlines()
-    assert {"jax"} == {line for line in required if re.match(r"jax\b(?!lib)", line)}
-    assert any(line.startswith("flax>=") for line in required)
-    assert any(line.startswith("pytest>=") for line in required)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,7 +81,7 @@ def whole(source):
 
 
 class Nodes:
-    """A cluster of three nodes with one CPU each, and a head without a CPU."""
+    """A cluster of nodes with one CPU each, and a head without a CPU."""
 
     def __init__(self):
         from ray.cluster_utils import Cluster
@@ -89,35 +90,28 @@ class Nodes:
         self.options = {"object_store_memory": 80 << 20, "include_dashboard": False}
         self.all = Cluster(initialize_head=True, head_node_args=self.options | {"num_cpus": 0})
         self.address, self.working = self.all.address, []
-        for _ in range(3):
-            self.add()
+        self.add(3)
 
-    def add(self):
-        self.working.append(self.all.add_node(num_cpus=1, **self.options))
+    def add(self, count):
+        self.working += [self.all.add_node(num_cpus=1, **self.options) for _ in range(count)]
 
-    def kill_node(self):
-        """Kill a node and add another."""
-        self.all.remove_node(self.working.pop(0), allow_graceful=False)
-        self.add()
+    def kill_nodes(self, count=1):
+        for node in self.working[:count]:
+            self.all.remove_node(node, allow_graceful=False)
+        del self.working[:count]
         return True
 
     def kill_worker(self):
         """Kill a worker that runs a task; return whether there was one."""
-        found = [worker for node in self.working for worker in workers_of(node)]
-        if found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(found[0], signal.SIGKILL)
-        return bool(found)
-
-
-def workers_of(node):
-    [raylet] = node.all_processes["raylet"]
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            name = (entry / "cmdline").read_bytes()
-            if parent == raylet.process.pid and name.startswith(b"ray::slow"):
-                yield int(entry.name)
+        raylets = [node.all_processes["raylet"][0].process.pid for node in self.working]
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                name = (entry / "cmdline").read_bytes()
+                if parent in raylets and name.startswith(b"ray::slow"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    return True
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -132,36 +126,28 @@ def nodes(bucket_server):
 
 def start(nodes, seconds, arguments, before=""):
     command = [sys.executable, "-c", before + CHILD, str(seconds), *arguments]
-    command += ["--ray", nodes.address]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([*command, "--ray", nodes.address], cwd=ROOT, text=True, **streams)
 
 
-def finish(process):
+def finish(process, code=0):
+    """Return what it printed, as an error if the expected exit code is one."""
     output, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, errors
-    return output
-
-
-def records(out):
-    return len(list(out.glob("splits/0*.json")))
+    assert process.returncode == code, errors
+    return errors if code else output
 
 
 def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path):
     out, hold = tmp_path / "out", tmp_path / "hold.8"
     hold.touch()  # or the tasks could end before the last kill
     process = start(nodes, 0.7, flags(source, out))
-    for count, kill in enumerate((nodes.kill_worker, nodes.kill_node, nodes.kill_worker)):
-        wait_for(lambda n=count: records(out) >= 2 * n + 1, TIMEOUT_S)
+    for count, kill in enumerate((nodes.kill_worker, nodes.kill_nodes, nodes.kill_worker)):
+        wait_for(lambda n=count: len(list(out.glob("splits/0*.json"))) >= 2 * n + 1, TIMEOUT_S)
         wait_for(kill)
-    for node in nodes.working:
-        nodes.all.remove_node(node, allow_graceful=False)
+    nodes.kill_nodes(2)  # all
     time.sleep(2)
     assert process.poll() is None
-    nodes.working = []
-    for _ in range(3):
-        nodes.add()
+    nodes.add(3)
     hold.unlink()
     finish(process)
     assert files_of(out) == whole
@@ -187,29 +173,23 @@ def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bu
 def test_an_error_of_a_task_is_the_one_line_of_a_single_process(nodes, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 9_000 + '{"text"\n')
     arguments = flags(tmp_path / "a.jsonl", tmp_path / "out")
-    _, errors = (process := start(nodes, 0, arguments)).communicate(timeout=TIMEOUT_S)
-    with pytest.raises(ValueError) as raised:
+    errors = finish(start(nodes, 0, arguments), 2)
+    with pytest.raises(ValueError, match=r"/a.jsonl:9001 is not a line of JSON") as raised:
         prepare.main(arguments)
-    assert process.returncode == 2
     assert errors.splitlines()[-1] == f"error: {raised.value}"
-    assert f"{tmp_path}/a.jsonl:9001 is not a line of JSON" in errors
 
 
 def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path):
     before = "from data import cluster\nfrom data.shards import DiskFolder\n"
     before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"
-    process = start(nodes, 0, flags(source, tmp_path / "out"), before)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
+    errors = finish(start(nodes, 0, flags(source, tmp_path / "out"), before), 2)
     assert "which does not exist here. Use an --out that all machines share" in errors
 
 
 def test_a_missing_cluster_is_one_line(tmp_path):
-    arguments = [*flags(ROOT / "README.md", tmp_path / "out"), "--ray", "127.0.0.1:1"]
-    command = [sys.executable, ROOT / "data" / "prepare.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: there is no Ray cluster at --ray 127")
+    elsewhere = SimpleNamespace(address="127.0.0.1:1")
+    errors = finish(start(elsewhere, 0, flags(ROOT / "README.md", tmp_path / "out")), 2)
+    assert errors.splitlines()[-1].startswith("error: there is no Ray cluster at --ray 127")
 
 
 def test_a_node_with_other_versions_is_refused():

@@ -15,13 +15,12 @@ import os, sys
 import jax
 from runtime import distributed, errors
 from runtime.errors import TransientError
-from utils import ConfigError
 
 sys.argv.append(os.environ.get("OTHER", ""))
 rank = jax.process_index
 
 def main():
-    with distributed.job({seconds}):
+    with distributed.job(6.0):
         sizes = [len(text) for text in distributed.gather(b"x" * 3000 * rank())]
         print("gathered", sizes, flush=True)
         {block}
@@ -30,10 +29,9 @@ errors.run_command(main)
 """
 
 
-def run_job(block, places=None, seconds=6.0):
+def run_job(block, places=None):
     """Run two processes with this block in the job. Return (exit codes, output of each)."""
-    program = JOB.format(block=block, seconds=seconds)
-    return run_all(places or environments(2, 1), "-c", program)
+    return run_all(places or environments(2, 1), "-c", JOB.format(block=block))
 
 
 def test_workers_of_a_plain_tpu_pod_find_each_other():
@@ -43,19 +41,18 @@ def test_workers_of_a_plain_tpu_pod_find_each_other():
     pod = {"JAX_FORCE_TPU_INIT": "1", "JAX_COORDINATOR_PORT": str(free_port())}
     with metadata(0) as first, metadata(1) as second:
         places = [environments(1, 1, GCE_METADATA_IP=s, **pod)[0] for s in (first, second)]
-        codes, printed = run_all(places, "-c", program.format(block="pass", seconds=6.0))
+        codes, printed = run_all(places, "-c", program.format(block="pass"))
     assert codes == [0, 0], printed
     assert all("gathered [0, 3000]" in text for text in printed)
 
 
-@pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("TransientError", 75)])
-def test_an_error_on_one_process_ends_all_with_its_code_and_reason(error, code):
-    block = f"""with distributed.shared_errors():
+def test_an_error_on_one_process_ends_all_with_its_code_and_reason():
+    block = """with distributed.shared_errors():
             if rank() == 1:
-                raise {error}("no such data")
+                raise TransientError("no such data")
         print("went on")"""
     codes, printed = run_job(block)
-    assert codes == [code, code], printed
+    assert codes == [75, 75], printed
     for text in printed:
         assert "gathered [0, 3000]" in text and "went on" not in text
         assert re.search(r"process 1 \(.*\): '?no such data", text)
@@ -67,11 +64,10 @@ ALONE = """if rank() == {index}:
             distributed.gather(b"step")"""
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_error_of_one_process_ends_it_with_its_code_and_the_other_with_one_that_restarts(index):
-    codes, printed = run_job(ALONE.format(index=index, end="raise KeyError('a bug')"))
-    assert codes[index] == 1 and "KeyError: 'a bug'" in printed[index]
-    assert codes[1 - index] in (75, -signal.SIGABRT), printed
+def test_an_error_of_one_process_ends_it_with_its_code_and_the_other_with_one_that_restarts():
+    codes, printed = run_job(ALONE.format(index=1, end="raise KeyError('a bug')"))
+    assert codes[1] == 1 and "KeyError: 'a bug'" in printed[1]
+    assert codes[0] in (75, -signal.SIGABRT), printed
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -93,22 +89,19 @@ def test_processes_that_are_started_differently_report_the_difference():
         assert re.search(r"command differs: -c on process 0 .*, -c --steps=9 on process 1", text)
 
 
-# What a host cannot see does not exist there.
 HIDING = """
-import builtins, io, os, pathlib, sys
+import os, pathlib, sys
 import main
 from runtime import errors
 
-def hide(function):
-    def found(path, *words, **how):
-        if "HIDDEN" in os.environ and str(path).startswith(os.environ["HIDDEN"]):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return function(path, *words, **how)
-    return found
+read_bytes = pathlib.Path.read_bytes
 
-for name in ("open", "read_text", "read_bytes"):
-    setattr(pathlib.Path, name, hide(getattr(pathlib.Path, name)))
-builtins.open = io.open = hide(io.open)
+def read(path):
+    if "HIDDEN" in os.environ and str(path).startswith(os.environ["HIDDEN"]):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    return read_bytes(path)
+
+pathlib.Path.read_bytes = read
 errors.run_command(lambda: main.run(main.parse(sys.argv[1:])))
 """
 

@@ -1,10 +1,8 @@
-"""The launcher on simulated hosts, with real ssh and tmux.
-
-Most runs are stand_in.py, which connects and ends as main.py does; one trains.
-"""
+"""The launcher on simulated hosts, with real ssh and tmux. Most runs are stand_in.py."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -29,15 +27,10 @@ class Cluster:
 
     def __call__(self, *words, file=None, **more):
         """Run ./launcher.sh WORDS, on two hosts unless `file` names others."""
-        return subprocess.run(
-            [str(self.tree / "launcher.sh"), "--hosts", file or self.file, *words],
-            env=os.environ | {"PATH": f"{self.net.bin}:{os.environ['PATH']}"} | more,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self.tree,
-        )
+        command = [str(self.tree / "launcher.sh"), "--hosts", file or self.file, *words]
+        environment = os.environ | {"PATH": f"{self.net.bin}:{os.environ['PATH']}"} | more
+        how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run(command, env=environment, cwd=self.tree, **how)
 
     def start(self, *words, **more):
         done = self(*words, **more)
@@ -56,11 +49,11 @@ class Cluster:
         return done.returncode, {name.split("@")[-1]: rest for name, rest in lines}, done.stderr
 
     def wait_for_status(self, host, text):
-        """Wait until status prints `text` for a host; return the exit code and the problems."""
+        """Wait until status prints `text` for a host; return the problems."""
 
         def reported():
-            code, lines, problems = self.status()
-            return (code, problems) if text in lines.get(host.address, "") else None
+            _, lines, problems = self.status()
+            return problems if text in lines.get(host.address, "") else None
 
         return wait_for(reported)
 
@@ -119,46 +112,40 @@ def test_arguments_and_secrets_reach_the_command_also_when_it_restarts(two):
     for number, host in enumerate(two.pair):
         assert two.log(host, number).count(f"{TYPED} se'cr et$1 a person") == 2
         assert host(f"stat -c %a {FOLDER}/.launch/train/{number}/secrets") == "600"
-    host = two.all[0]
-    start = "./launch/worker.sh start alone 0 -- bash -c 'echo owner=$RUN_OWNER; sleep 1'"
-    host(f"cd {FOLDER} && {start} </dev/null")
-    assert two.log(host, 0, "alone").splitlines()[0] == "owner=root@h0:alone"
 
 
 def test_any_login_shell_works_even_one_that_prints_at_its_start(two):
     simulated_hosts.require(*NOISE)
-    used = two.all[: len(NOISE)]
-    file = two.net.hosts_file(used, "shells.txt")
-    for host, (shell, (name, text)) in zip(used, NOISE.items(), strict=True):
-        (two.net.shared / shell).write_text(text)
-        use = f"sed 's#^\\(root:.*:\\)[^:]*$#\\1{shutil.which(shell)}#' /etc/passwd"
+    used = dict(zip(NOISE, two.all, strict=False))
+    file = two.net.hosts_file(used.values(), "shells.txt")
+    for shell, host in used.items():
+        name, text = NOISE[shell]
+        use = f"sed 's#^\\(root:.*:\\)[^:]*$#\\1{shutil.which(shell)}#' passwd.before >/etc/passwd"
         host("cat .bashrc >before && cat /etc/passwd >passwd.before")
-        host(f"mkdir -p $(dirname {name}) && cat {SHARED}/{shell} >>{name}")
-        host(f"{use} >passwd.new && cat passwd.new >/etc/passwd")
+        host(f"mkdir -p $(dirname {name}) && printf '%s' {shlex.quote(text)} >>{name} && {use}")
     try:
         show = "import sys, time; print(sys.argv[1:]); time.sleep(99)"
         two.start("--", "python", "-u", "-c", show, *TYPED, file=file)
         code, lines, problems = two.status(file=file)
         assert code == 0 and not problems
         assert all(line.startswith("up ") for line in lines.values()), lines
-        for number, host in enumerate(used):
+        for number, host in enumerate(used.values()):
             wait_for(lambda h=host, n=number: str(TYPED) in two.log(h, n))
         again = two("--", *STAND_IN, "1", file=file)
         assert again.returncode == 2 and "train is already running on" in again.stderr
-        assert "./launcher.sh status" in again.stderr and "./launcher.sh stop" in again.stderr
         done = two("stop", file=file)
         assert done.returncode == 0 and done.stdout.count("ended with 143") == 3, done.stderr
     finally:
-        for host, (name, _) in zip(used, NOISE.values(), strict=True):
-            host(f"rm -f {name}; cat before >.bashrc; cat passwd.before >/etc/passwd")
+        for shell, host in used.items():
+            host(f"rm -f {NOISE[shell][0]}; cat before >.bashrc; cat passwd.before >/etc/passwd")
 
 
 def test_a_new_commit_removes_old_files_of_the_tree_and_keeps_all_other_files(two):
-    a, own = two.all[0], "runs/x/1 data/y/2 own.txt"
+    a, own = two.all[0], "runs/x own.txt"
     (two.tree / "old.txt").write_text("old")
     simulated_hosts.commit(two.tree, "with a file")
     two.start("--", "sleep", "0.1")
-    a(f"cd {FOLDER} && mkdir -p runs/x data/y && touch {own} && ls old.txt")
+    a(f"cd {FOLDER} && mkdir -p runs && touch {own} && ls old.txt")
     (two.tree / "old.txt").unlink()
     commit = simulated_hosts.commit(two.tree, "without it")
     two.start("--", "sleep", "0.1")
@@ -185,11 +172,6 @@ def test_a_host_that_ssh_cannot_reach_is_named_and_nothing_starts(two, tmp_path)
     (tmp_path / "hosts.txt").write_text(f"{a.address}\nno-such-host.invalid\n")
     message = "no-such-host.invalid failed: ssh: Could not resolve hostname"
     assert a.address not in refused(two, str(tmp_path / "hosts.txt"), message)
-    b("mv /run/sshd/key.pub /run/sshd/key.away && touch /run/sshd/key.pub")
-    try:
-        refused(two, two.file, f"root@{b.address} failed: root@{b.address}: Permission denied")
-    finally:
-        b("mv /run/sshd/key.away /run/sshd/key.pub")
     known = two.net.folder / "known"
     text = known.read_text()
     key_of_a = text.splitlines()[0].split(" ", 1)[1]
@@ -198,7 +180,7 @@ def test_a_host_that_ssh_cannot_reach_is_named_and_nothing_starts(two, tmp_path)
         error = refused(two, two.file, f"Host key for {b.address} has changed")
     finally:
         known.write_text(text)
-    assert "ssh-keygen -R HOST" in error and a.address not in error
+    assert a.address not in error
 
 
 def test_a_host_that_fails_alone_is_named_and_the_others_are_stopped(two):
@@ -214,8 +196,7 @@ def test_a_host_that_fails_alone_is_named_and_the_others_are_stopped(two):
         b(f"rm -rf /mnt/bin/{program} {FOLDER}/.venv && ln -s /mnt/venv {FOLDER}/.venv")
     b("fallocate -l 1200M big")
     done = two("--", *STAND_IN, "5")
-    assert done.returncode == 1 and "process 1 (h1): /home/me/tree has" in done.stderr
-    assert "GiB free, and needs 1." in done.stderr
+    assert done.returncode == 1 and "GiB free, and needs 1." in done.stderr
     two.wait_for_end(two.pair)
     assert all("ended with 2" in two.log(host, n) for n, host in enumerate(two.pair))
 
@@ -225,9 +206,7 @@ def test_a_run_whose_connections_are_cut_continues_and_a_restart_resumes_it(two)
     a, b = two.pair
 
     def step():
-        code, lines, _ = two.status()
-        assert code == 0, lines
-        return int(lines[a.address].split()[3].split("/")[0])
+        return int(two.status()[1][a.address].split()[3].split("/")[0])
 
     for host in two.pair:
         host("pkill -f 'sshd: root'", check=False)
@@ -236,18 +215,14 @@ def test_a_run_whose_connections_are_cut_continues_and_a_restart_resumes_it(two)
     two.net.connect(b, True)
     first = step()
     wait_for(lambda: step() > first)
-    logs = two("logs", a.address)
-    assert logs.returncode == 0 and f"{a.address}: step " in logs.stdout
-    assert b.address not in logs.stdout
-    done = two("restart")
-    assert done.returncode == 0 and "2 hosts are up" in done.stderr, done.stderr
+    logs = two("logs", a.address).stdout
+    assert f"{a.address}: step " in logs and b.address not in logs
+    assert "2 hosts are up" in two("restart").stderr
     before = a(f"cat {FOLDER}/.launch/train/0/log.before")
     last = int(re.findall(r"step (\d+)/2000", before)[-1])
     wait_for(lambda: f"step {last + 1}/2000" in two.log(a, 0))
-    assert "step 1/2000" not in two.log(a, 0)
     b("tmux kill-server")
-    two.wait_for_status(a, "ended with 143")
-    wait_for(lambda: not b.processes())
+    wait_for(lambda: "ended with 143" in two.log(a, 0) and not b.processes())
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -258,10 +233,8 @@ def test_a_killed_process_or_a_full_disk_is_named_with_its_host(two, victim):
     code, _, problems = two.status()
     assert code == 1 and f"root@{lost.address}: its disk is full: " in problems
     two.kill(victim)
-    code, problems = two.wait_for_status(other, "ended with 134")
-    assert code == 1
+    problems = two.wait_for_status(other, "ended with 134")
     assert f"root@{lost.address}: ended with 137: it was killed" in problems
-    assert f"root@{other.address}: ended with 134: another process was lost" in problems
     assert f"{FOLDER}/.launch/train/{1 - victim}/log" in problems
     assert f"root@{other.address}: it lost process {victim}, on root@{lost.address}" in problems
 
@@ -272,30 +245,30 @@ def test_a_host_whose_network_is_cut_is_named(two):
     two.net.connect(b, False)
     try:
         two.wait_for_end(two.pair)
-        code, _, problems = two.status()
-        assert code == 1 and f"root@{b.address}: no answer" in problems
+        _, _, problems = two.status()
+        assert f"root@{b.address}: no answer" in problems
         assert f"it lost process 1, on root@{b.address}" in problems
     finally:
         two.net.connect(b, True)
     wait_for(lambda: two.net.answers(b))
-    _, problems = two.wait_for_status(b, "ended with 134")
+    problems = two.wait_for_status(b, "ended with 134")
     assert f"root@{b.address}: it lost process 0, on root@{a.address}" in problems
 
 
 def test_only_a_failure_that_a_restart_can_fix_restarts_and_at_most_n_times(two):
-    starts = {75: 3, 134: 3, 137: 3, 143: 3, 1: 1, 2: 1, 130: 1, 132: 1, 0: 1}
-    names = {"one": [75, 134, 137, 143], "two": [1, 2, 130, 132], "three": [0]}
+    starts = {75: 3, 134: 3, 137: 3, 143: 3, 1: 1, 2: 1, 130: 1, 0: 1}
+    names = {"one": [75, 134, 137, 143], "two": [1, 2, 130, 0]}
+    file = two.net.hosts_file(two.all, "all.txt")
     for name, codes in names.items():
-        file = two.net.hosts_file(two.all[: len(codes)], f"{name}.txt")
         end = f"codes=({' '.join(map(str, codes))}); exit ${{codes[JAX_PROCESS_ID]}}"
         command = ["bash", "-c", f"echo >>~/starts-{name}; sleep 1; {end}"]
         options = ["--name", name, "--keep-alive", "2", "--pause", "0"]
-        two.start(*options, "--", *command, file=file)  # all three beside each other
+        two.start(*options, "--", *command, file=file)  # both beside each other
     two.wait_for_end(two.all)
     for name, codes in names.items():
-        for code, host in zip(codes, two.all, strict=False):
+        for code, host in zip(codes, two.all, strict=True):
             assert host(f"wc -l <starts-{name} && rm starts-{name}") == str(starts[code]), code
-    assert "ended with 0" in two("--name", "three", "status", file=file).stdout
+    assert "ended with 0" in two("--name", "two", "status", file=file).stdout
 
 
 def test_a_stop_ends_a_process_that_waits_or_is_not_up_yet_and_a_second_one_kills(two):
@@ -325,7 +298,6 @@ def test_setup_can_run_twice_and_sums_over_the_devices_of_all_hosts(two):
         assert done.returncode == 0, done.stderr
         assert "sees 8 devices (cpu) of 2 processes, 4 of them here" in done.stdout
         assert "a sum of ones over all devices is 8" in done.stdout
-        assert "gcloud auth application-default login" in done.stdout
 
 
 # The run `whole` of conftest.py, on another mesh and with more steps.

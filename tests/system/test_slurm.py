@@ -1,7 +1,4 @@
-"""launch/slurm.sh with the daemons of Slurm on two simulated hosts.
-
-Jobs are stand_in.py, which connects and ends as main.py does. test_launcher.py has bad input.
-"""
+"""launch/slurm.sh with the daemons of Slurm on two simulated hosts; jobs are stand_in.py."""
 
 import re
 import shlex
@@ -69,9 +66,7 @@ class Slurm:
         number = self(command, folder, **more)
         return Job(self, number, self.net.shared / folder / f"slurm-{number}.log")
 
-    def stand_in(
-        self, name: str, steps: int, options: str = "", peer_seconds: int = 30, **more: str
-    ) -> "Job":
+    def stand_in(self, name: str, steps: int, options: str = "", peer_seconds=30, **more) -> "Job":
         """Start a job in its own tree, since stand_in.py saves in its folder."""
         subprocess.run(["cp", "-r", self.tree, self.net.shared / name], check=True)
         command = f"python tests/stand_in.py --peer-seconds {peer_seconds} --steps {steps}"
@@ -98,8 +93,7 @@ class Job:
         wait_for(lambda: self.field("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), LONG_S)
         return self.field("JobState"), self.field("ExitCode").split(":")[0]
 
-    def wait_for_requeue(self) -> None:
-        """Wait until the job is requeued, and start it at once instead of after two minutes."""
+    def wait_for_requeue(self) -> None:  # and start it at once instead of after two minutes
         wait_for(lambda: self.field("Restarts") != "0", LONG_S)
         wait_for(lambda: self.field("JobState") != "COMPLETING", LONG_S)
         if self.field("JobState") == "PENDING":
@@ -116,9 +110,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limited(slurm):
-    """A job that receives SIGTERM at once for its time limit. Slurm checks limits every 30 s, so
-    this job starts before the others.
-    """
+    """A job with a time limit, started first since Slurm checks limits every 30 s alone."""
     return slurm.stand_in("limited", 250, options="--time=1")
 
 
@@ -129,7 +121,7 @@ def test_a_stopped_job_has_saved_and_is_not_requeued(slurm, limited, how, state)
     slurm(f"scancel {how} {job.number}")
     assert job.wait_for_end()[0] == state
     assert job.log.count("SIGTERM: stopped. Step") == 2, job.log
-    assert "requeued" not in job.log and job.field("Restarts") == "0"
+    assert job.field("Restarts") == "0"
 
 
 def test_a_lost_process_is_named_and_ends_the_job_with_its_exit_code(slurm, limited):
@@ -141,36 +133,29 @@ def test_a_lost_process_is_named_and_ends_the_job_with_its_exit_code(slurm, limi
     assert "ended with 137, not requeued: AGAIN=0 allows no further requeue" in job.log
 
 
-def test_a_process_that_fails_leaves_the_others_time_to_end(slurm, limited):
-    job = slurm.start("bash", "-c", "((SLURM_PROCID == 0)) || exit 2; sleep 2; echo later")
-    assert job.wait_for_end() == ("FAILED", "2")
-    assert "0: later" in job.log
-
-
 def test_only_a_failure_that_a_restart_can_fix_is_requeued_and_at_most_n_times(slurm, limited):
-    codes = dict.fromkeys((75, 134, 137, 139), True) | dict.fromkeys((0, 1, 2, 130, 132), False)
+    codes = dict.fromkeys((75, 134, 137, 139), True) | dict.fromkeys((0, 1, 2, 130), False)
     jobs = {}
     for code in codes:
         words = ["bash", "-c", f"echo started as $RUN_OWNER; exit {code}"]
         jobs[code] = slurm.start(*words, options="--nodes 1", AGAIN="1")
     for code, helps in codes.items():
+        job, state = jobs[code], "FAILED" if code else "COMPLETED"
         if helps:
-            jobs[code].wait_for_requeue()
-    for code, helps in codes.items():
-        state = "FAILED" if code else "COMPLETED"
-        assert jobs[code].wait_for_end() == (state, str(code)), jobs[code].log
+            job.wait_for_requeue()
+        assert job.wait_for_end() == (state, str(code)), job.log
         # The lock of a run has the same owner before and after.
-        assert jobs[code].log.count(f"0: started as tests:{jobs[code].number}\n") == 1 + helps
-        assert ("AGAIN=1 allows no further requeue" in jobs[code].log) == helps
+        assert job.log.count(f"0: started as tests:{job.number}\n") == 1 + helps
+        assert ("AGAIN=1 allows no further requeue" in job.log) == helps
 
 
 def test_the_environment_is_set_up_once_before_all_processes_and_each_has_its_cpus(slurm, limited):
-    subprocess.run(["cp", "-r", slurm.tree, slurm.net.shared / "new"], check=True)
-    (slurm.net.shared / "new" / ".venv").unlink()
+    new = slurm.net.shared / "new"
+    subprocess.run(["cp", "-r", slurm.tree, new], check=True)
+    (new / ".venv").unlink()
     uv = "[[ $1 == pip ]] || mkdir -p .venv/bin && ln -sf /usr/bin/true .venv/bin/python\n"
     write_script(slurm.net.shared / "uv", uv)
-    for host in slurm.net.hosts:
-        host(f"ln -s {SHARED}/uv /mnt/bin/uv")
+    slurm.net.hosts[0](f"ln -s {SHARED}/uv /mnt/bin/uv")
     step = "scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID"
     words = ["bash", "-c", f"{step} | grep -o 'CPUs=[0-9]*'"]
     job = slurm.start(*words, options="--cpus-per-task 2", folder="new")
