@@ -3,6 +3,7 @@
 import base64
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,9 +67,6 @@ def same(one, other):
         assert one[name].dtype == other[name].dtype
 
 
-# --- on a disk ------------------------------------------------------------------------------------
-
-
 def test_files_are_mapped_when_they_are_first_used_and_few_stay_open(folder, monkeypatch):
     mapped, real = [], np.memmap
     monkeypatch.setattr(np, "memmap", lambda path, *g: mapped.append(path) or real(path, *g))
@@ -98,16 +96,10 @@ def test_a_shard_that_is_removed_or_changed_during_a_run_is_named(folder, monkey
     with pytest.raises(ValueError, match=r"shard_002.npy is truncated, with 5 bytes: .*Copy"):
         data.batch(ROWS + 70)
     make(folder)
-
-    def refused(path, *how):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(np, "memmap", refused)
+    denied = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(np, "memmap", Mock(side_effect=denied))
     with pytest.raises(ValueError, match=r"shard_000.npy cannot be read: .*Permission denied"):
         Dataset(folder, T).batch(ROWS)
-
-
-# --- in a bucket ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
@@ -175,37 +167,25 @@ def test_a_bucket_in_which_a_shard_is_not_whole_is_refused_also_during_a_run(rem
             used()
 
 
-# --- verification ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["disk", "bucket"])
-def test_verify_lists_damaged_files_and_accepts_complete_folders(
-    remote, folder, capsys, monkeypatch, where
-):
+def test_verify_lists_damaged_files_and_accepts_complete_folders(remote, folder, capsys, where):
     url = str(folder) if where == "disk" else remote(folder)
     verify.main(["--folder", url])
     assert f"{url} is complete: 10 files, " in capsys.readouterr().out
-    for name, change in (
-        ("shard_001.npy", lambda content: content[:-1] + b"\xff"),
-        ("shard_002.weights.npy", lambda content: content + b"++"),
-        ("shard_004.npy", lambda content: content[:-5]),
-    ):
-        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    kinds = {
+        "1": lambda a: a[:-1] + b"\xff",
+        "2.weights": lambda a: a + b"++",
+        "4": lambda a: a[:-5],
+    }
+    for kind, change in kinds.items():
+        path = folder / f"shard_00{kind}.npy"
+        path.write_bytes(change(path.read_bytes()))
     (folder / "shard_003.npy").unlink()
-
-    def refused(path, real=verify.file_crc32c):
-        if path.name == "shard_000.npy":
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr(verify, "file_crc32c", refused)  # only of files on a disk
-    count = 5 if where == "disk" else 4
-    with pytest.raises(ValueError, match=f"{count} files are damaged, listed above; compared 10"):
+    with pytest.raises(ValueError, match="4 files are damaged, listed above; compared 10"):
         verify.main(["--folder", url])
     out = capsys.readouterr().out
     assert "shard_001.npy is altered, with another checksum" in out
-    assert "shard_003.npy is missing" in out and "shard_000.weights" not in out
+    assert "shard_003.npy is missing" in out and "shard_000" not in out
     assert "shard_002.weights.npy is altered" in out and "shard_004.npy is truncated" in out
-    assert out.count("shard_000.npy cannot be read: ") == count - 4
     with pytest.raises(ValueError, match=r"has no index.json"):
         verify.main(["--folder", str(folder.parent.parent / "empty")])
