@@ -1,10 +1,8 @@
 """Predictions against compilers: those recorded in compiled.json, and the one of this machine."""
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +18,7 @@ import sharded_model
 import train
 import utils
 from common import RUN, RUN_MESHES, config_of, mesh_of
-from hf_case import model_with
-from planning import cost, fusion, hlo, results, trace
+from planning import cost, hlo, results, trace
 
 V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
@@ -167,9 +164,8 @@ def novel(w, x_btD, options, position):
 
 
 def unknown_cost(w, x_btD, options, position):
-    products = partial(model.matmul, "btD,Df->btf", x_btD)
-    part = lax.cond(position.layer > 1, lambda: products(w.gate), lambda: products(w.up))
-    return x_btD + model.matmul("btf,fD->btD", part, w.down)
+    part = lax.cond(position.layer > 1, lambda: w.gate * 2, lambda: w.up)
+    return x_btD + model.matmul("btD,Df,fD->btD", x_btD, part, w.down)
 
 
 @pytest.fixture
@@ -265,21 +261,6 @@ def test_an_unknown_chip_is_planned_as_its_platform_runs_and_gets_no_times():
     assert "no figures" in p.line()
 
 
-def test_saving_more_residuals_costs_memory_and_saves_flops():
-    policies = ["full", "latents,attention", ALL_NAMES, "none"]
-    found = [cost.predict(sizes(JAXFORMER, remat=policy), V4) for policy in policies]
-    for less, more in itertools.pairwise(found):
-        assert less.memory_bytes_per_chip < more.memory_bytes_per_chip
-        assert less.flops_per_chip >= more.flops_per_chip
-    assert found[0].flops_per_chip > found[1].flops_per_chip > found[-1].flops_per_chip
-    full, none = step_of(remat="full"), step_of(remat="none")
-    for (layer, _), (same, _) in zip(full.block, none.block, strict=True):
-        assert full.alive(layer) > none.alive(same)
-    through = [cost.memory_traffic(step) for step in (full, none)]
-    assert through[0]["layers, backward"] > 1.1 * through[1]["layers, backward"]
-    assert through[0]["layers, forward"] < through[1]["layers, forward"]  # which keeps more
-
-
 def test_bytes_sent_follow_from_the_size_of_the_result():
     whole = {"all-gather": 7, "all-reduce": 14, "all-to-all": 7, "collective-permute": 8}
     for kind, sent in (whole | {"reduce-scatter": 7}).items():
@@ -293,44 +274,3 @@ def test_a_collective_uses_the_links_of_its_ranks():
     far = results.Traffic("", ("fsdp", "tensor"), "all-to-all", 10**9, 4)
     assert cost.link_seconds(step, H100, near) == 10**9 / H100.link_bandwidth
     assert cost.link_seconds(step, H100, far) == 10**9 / 2 / H100.network_bandwidth
-
-
-def test_a_prefix_keeps_its_residuals_and_runs_again_only_in_a_pipeline():
-    fields = {"fsdp": 16, "virtual": 1, "remat": "none"}
-    config = dataclasses.replace(JAXFORMER, model=model_with(JAXFORMER.model, prefix_layers=40))
-    alone, piped = (cost.Step(sizes(config, pipeline=n, **fields), "tpu") for n in (1, 2))
-    [(layer, count)] = alone.prefix
-    steps = (alone, step_of(pipeline=1, **fields))
-    with_prefix, without = (cost.memory(step)["saved activations"] for step in steps)
-    assert count == 40 and with_prefix - without == 40 * alone.saved(layer)
-    # All of its layers are alive in its backward pass.
-    assert cost.memory(piped)["prefix layers"] > 40 * piped.saved(piped.prefix[0][0])
-    for step in (alone, piped):
-        [run] = (run for run in cost.runs(step) if run.layer is step.prefix[0][0])
-        assert run.rerun == (step is piped) * run.times
-
-
-@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
-def test_only_elementwise_operations_are_recomputed_if_all_is_saved(layout):
-    step = step_of(remat="none", experts_layout=layout)
-    for layer, _ in step.block + step.prefix:
-        again = step.remat(layer)
-        assert again.ops and not again.costs
-        assert all(op.reads_fused or op.eqn.primitive.name in fusion.VIEWS for op in again.ops)
-    step = step_of(remat=ALL_NAMES, experts_layout=layout)
-    for layer, _ in step.block:  # and with all names no dispatch to experts
-        causes = {op.part for op, _ in step.remat(layer).costs if op.send}
-        assert not causes & {"moe dispatch", "moe return"}
-
-
-def test_memory_traffic_depends_on_the_chip_and_on_chunks_of_the_loss():
-    """The products of a TPU read and add in place."""
-    tpu, gpu = (
-        cost.memory_traffic(step_of(platform, remat="none")) for platform in ("tpu", "gpu9")
-    )
-    assert tpu["weights in use"] == 0 < gpu["weights in use"]
-    assert tpu["gradients"] < 0.7 * gpu["gradients"]
-    assert tpu["layers, forward"] < gpu["layers, forward"]
-    steps = [step_of(loss_chunk_tokens=n) for n in (4096, 128)]
-    few, many = (cost.memory_traffic(step)["loss"] for step in steps)
-    assert many > 2 * few

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import unicodedata
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,22 +52,18 @@ class Flags:
     wheels: Path | None = None  # folder of .whl files with more text
 
 
-NAMES = ("endoftext", "fim_prefix", "fim_middle", "endofprompt", "im_start")
-SPECIALS = [f"<|{name}|>" for name in NAMES]
 RUNS = [c * n for c in " \t\n\r\xa0\u3000a1.é漢🙂" for n in (1, 2, 3, 4, 5, 7, 8, 9, 31, 1000)]
 AWKWARD = [
-    *SPECIALS,
-    *(f"a{special}b\n{special}{special} {special[:-1]}" for special in SPECIALS),
+    *(f"<|{name}|>" for name in ("endoftext", "fim_prefix", "endofprompt", "im_start")),
+    "a<|endoftext|>b\n<|endoftext|><|endoftext|> <|endoftext|",
     *RUNS,
     *(f"x{run}y" for run in RUNS),
     "\r\n\r\n  \r\n\t\r\nif x:\r\n    y = 1\r\n",
-    "a\ud800b",  # half a surrogate pair, which is replaced
-    "\udfff\ud800",
+    *("a\ud800b", "\udfff\ud800"),  # halves of surrogate pairs, which are replaced
     # Emoji that are joined, a flag, a colour of skin, a keycap.
     "\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",
     "e\u0301 n\u0303 a\u0327\u0323 \u0915\u094d\u0937 \u200f\u200e\u202e\ufeff",
-    "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad",
-    "It's I'LL we've THEY'D don\u2019t \u017f'\u017f K'K\u212a",
+    "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad It's I'LL THEY'D don\u2019t \u017f'\u017f K'K\u212a",
     *("0123456789" * 500, "Donaudampfschifffahrt" * 2000, "漢字かな" * 2000),
     *(" " * (CHUNK_CHARACTERS + 5), "word " * (CHUNK_CHARACTERS // 2)),
 ]
@@ -74,16 +71,14 @@ AWKWARD = [
 
 def scripts() -> Iterator[str]:
     """Yield words of each script: every letter, mark and digit once, then random ones."""
-    draw, found = random.Random(0), {}
-    between = [" ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
+    draw, found = random.Random(0), defaultdict(list)
+    between = [*[""] * 30, " ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
     for character in map(chr, range(0xA0, sys.maxunicode + 1)):
         if unicodedata.category(character)[0] in "LMN":
-            name = unicodedata.name(character, "").split(" ")[0]
-            found.setdefault(name, []).append(character)
+            found[unicodedata.name(character, "").split(" ")[0]].append(character)
     for characters in found.values():
-        left = iter(characters + draw.choices(characters, k=1500))
-        words = iter(lambda left=left: "".join(itertools.islice(left, draw.randint(1, 9))), "")
-        yield "".join(word + draw.choice(between) for word in words)
+        letters = characters + draw.choices(characters, k=1500)
+        yield "".join(letter + draw.choice(between) for letter in letters)
 
 
 def of_wheels(folder: Path) -> Iterator[str]:
@@ -122,21 +117,17 @@ def prepared_ids(documents: list[str], out: Path, tokenizer: str) -> list[list[i
     return [ids[start + 1 : end].tolist() for start, end in itertools.pairwise([-1, *ends])]
 
 
-def directly(tokenizer: tiktoken.Encoding, text: str) -> list[int]:
-    cuts = range(0, len(text), CHUNK_CHARACTERS)
-    found = (tokenizer.encode_ordinary(text[cut : cut + CHUNK_CHARACTERS]) for cut in cuts)
-    return [*itertools.chain(*found)]
-
-
 def differing(
     documents: list[str], coded: Iterable[list[int]], tokenizer: tiktoken.Encoding
 ) -> list[int]:
     """Return numbers of documents that differ, or that only one side has."""
-    return [
-        number
-        for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded))
-        if text is None or ids is None or directly(tokenizer, text) != ids
-    ]
+    found = []
+    for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded)):
+        cuts = range(0, len(text or ""), CHUNK_CHARACTERS)
+        chunks = [tokenizer.encode_ordinary(text[cut : cut + CHUNK_CHARACTERS]) for cut in cuts]
+        if text is None or [*itertools.chain(*chunks)] != ids:
+            found.append(number)
+    return found
 
 
 def main() -> int:

@@ -13,10 +13,9 @@ import pytest
 import hardware
 import make_compiled
 import plan
-import utils
 from common import config_of
 from conftest import ROOT
-from planning import compiler, cost, search, targets
+from planning import compiler, cost, targets
 from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
 from test_plan import JAXFORMER, SHARED
 
@@ -134,9 +133,7 @@ def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no
     def planned(*more):
         command = [sys.executable, ROOT / "plan.py", *flags, *more]
         env = os.environ | {"JAX_PLATFORMS": "none_such"}
-        return json.loads(
-            subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
-        )
+        return json.loads(subprocess.check_output(command, env=env))
 
     # 32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack.
     found = planned("--chips", "4", "--png", tmp_path / "meshes.png")
@@ -150,15 +147,8 @@ def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no
 
 def test_a_config_that_fits_nowhere_reports_the_missing_memory():
     large = {"model.hidden_size": 8192, "model.num_hidden_layers": 384, "train.remat": "full"}
-    large |= {"mesh.virtual": 1}
-    config = utils.changed(make_compiled.config_of("jaxformer"), large)
-    fixed = frozenset(["train.remat", "train.microbatches", "mesh.virtual"])
-    found = search.search(config, V5E, 8, fixed)
-    needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
-    smallest = min(float(reason.split()[1]) for reason in needs)
-    memory = found.smallest.predicted.memory_bytes_per_chip / 2**30
-    assert memory == pytest.approx(smallest, abs=0.06) and not found.best
-    flags = [f"--{flag}={value}" for flag, value in (large | {"train.microbatches": 8}).items()]
+    large |= {"mesh.virtual": 1, "train.microbatches": 8}
+    flags = [f"--{flag}={value}" for flag, value in large.items()]
     message = "fits on no mesh of 8 v5e: at best .*GiB per chip are missing.*Use more chips"
     with pytest.raises(ValueError, match=message):
         plan.main([*JAXFORMER, "--chip=v5e", "--chips=8", *flags])
