@@ -8,7 +8,6 @@ import re
 import shutil
 from types import SimpleNamespace
 
-import google_crc32c
 import numpy as np
 import pytest
 import tiktoken
@@ -16,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 import dataset
 import validate
-from data import chat
+from data import chat, verify
 from data.encode import Encoder, encoder_of
 from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
@@ -40,17 +39,15 @@ def says(role, content):
 
 
 def rows():
-    """160 conversations: of one and two turns, with and without a system, some ending with a
-    question, some in the form with a prompt.
-    """
-    for n in range(160):
+    """160 conversations: of one and two turns, some with a system or ending with a question."""
+    two, more = [says("user", ""), says("assistant", "!")], [says("user", "And then?")]
+    for n in range(0, 160, 4):
+        name = "answer" if n % 8 else "completion"
         asked = [says("user", f"What is {n} + {3 * n}?\n"), says("assistant", f" {4 * n}, é.\n\n")]
-        prompt = {"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n % 9 + 1)))}
-        if n % 8 == 7:
-            prompt["completion"] = prompt.pop("answer")
-        more = [[], [says("user", ""), says("assistant", "!")], [says("user", "And then?")], []]
-        system = [says("system", "Be brief.")] * (n % 4 == 1)
-        yield prompt if n % 4 == 3 else {"messages": system + asked + more[n % 4], "id": n}
+        yield {"messages": asked, "id": n}
+        yield {"messages": [says("system", "Be brief."), *asked, *two]}
+        yield {"messages": asked + more}
+        yield {"prompt": f"Count to {n}", name: " ".join(map(str, range(n % 9 + 1)))}
 
 
 def answers(row):
@@ -89,11 +86,10 @@ def learned_text(folder, tokenizer=TOKENIZER):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder, split):
-    here, position = [], 0
-    for row in rows():
-        if in_validation("chat.jsonl", position, 0.25) == (split == "val"):
-            here.append(row)
-        position += len(json.dumps(row)) + 1
+    lengths = [len(json.dumps(row)) + 1 for row in rows()]
+    positions = itertools.accumulate(lengths, initial=0)
+    is_val = [in_validation("chat.jsonl", position, 0.25) for position in positions]
+    here = [row for row, val in zip(rows(), is_val, strict=False) if val == (split == "val")]
     ids, weights = joined(folder / split), joined(folder / split, WEIGHTS)
     assert weights.shape == ids.shape and set(weights) == {0, 1}
     assert learned_text(folder / split) == "".join(map(answers, here))
@@ -106,10 +102,8 @@ def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder
 def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
     encoder = Encoder(Prepare(source="", out="", chat=True))
     table = {bytes([b]): b for b in range(256)} | {b"ab": 256}
-    # Its pattern would merge across.
-    encoder.tokenizer = tiktoken.Encoding(
-        "x", pat_str=r"(?s).+", mergeable_ranks=table, special_tokens={END_OF_TEXT: 257}
-    )
+    merges_across = {"pat_str": r"(?s).+", "special_tokens": {END_OF_TEXT: 257}}
+    encoder.tokenizer = tiktoken.Encoding("x", mergeable_ranks=table, **merges_across)
     parts = [Chunk("ab", 0), Chunk("a", 0), Chunk("b\n", 1), Chunk("a", 0)]
     coded = [*encoder.encode(Document("x", 0, parts))]
     expected = [([256, 97], 0), ([98, 10], 1), ([97], 0), ([257], 0)]
@@ -127,10 +121,8 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
         assert f"--source {source} --val-share 0.25 --shard-tokens 997 --chat" in manifest.command
         assert len(manifest.shards) > 1
         for shard in manifest.shards:
-            content = (folder / split / shard.weights.name).read_bytes()
             assert shard.weights.name == shard.name.replace(".npy", ".weights.npy")
-            assert (shard.weights.tokens, shard.weights.bytes) == (shard.tokens, len(content))
-            assert shard.weights.crc32c == f"{google_crc32c.value(content):08x}"
+    verify.main(["--folder", str(folder)])
     bare = [dataclasses.replace(shard, weights=None) for shard in manifest.shards]
     assert dataclasses.replace(manifest, shards=bare).identity != manifest.identity
     # Bits per byte are of the text whose tokens have a loss.
@@ -138,9 +130,8 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
     found = validate.with_perplexity({"loss/val": 2.0}, data)
     bits = 2 / math.log(2) * manifest.learned_tokens / manifest.text_bytes
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
-    flags = ["--data.train", str(folder / "train"), "--train.seq_len", "32"]
-    tokens = dataset.open_training(cli.parse(flags)).stored()["tokens"]
-    assert tokens["chat_template"] == chat.PLAIN  # in a checkpoint
+    stored = alone(folder / "train", 32).stored()  # in a checkpoint
+    assert stored["tokens"]["chat_template"] == chat.PLAIN
 
 
 def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
@@ -282,20 +273,20 @@ def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
         talk(tmp_path, talker(SEVENTH), [("user", "a"), ("assistant", "b")] * 4)
 
 
-def exported_template(tokenizer, out, template=None):
-    write_hugging_face(tokenizer, out, 128, template)
-    return json.loads((out / "tokenizer_config.json").read_text()).get("chat_template")
-
-
 def test_a_model_is_exported_with_the_template_it_was_tuned_with(tmp_path, talker):
     tokenizer = load_tokenizer(str(talker(CHATML)))
-    assert exported_template(tokenizer, tmp_path / "untuned") == CHATML
-    assert exported_template(tokenizer, tmp_path / "tuned", LLAMA3) == LLAMA3
-    assert exported_template(tokenizer, tmp_path / "plain", chat.PLAIN) == chat.PLAIN_JINJA
-    assert exported_template(TOKENIZER, tmp_path / "sample") is None
     (tmp_path / "talker" / "chat_template.jinja").write_text(LLAMA3)
-    tokenizer = load_tokenizer(str(talker(None)))
-    assert exported_template(tokenizer, tmp_path / "of a file") == LLAMA3
+    of_file = load_tokenizer(str(talker(None)))
+    for opened, trained, expected in (
+        (tokenizer, None, CHATML),
+        (tokenizer, LLAMA3, LLAMA3),
+        (tokenizer, chat.PLAIN, chat.PLAIN_JINJA),
+        (TOKENIZER, None, None),
+        (of_file, None, LLAMA3),
+    ):
+        write_hugging_face(opened, tmp_path / "out", 128, trained)
+        config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert config.get("chat_template") == expected
 
 
 def test_the_plain_template_writes_the_same_text_for_hugging_face():

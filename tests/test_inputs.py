@@ -151,7 +151,6 @@ REFUSED = [
     ("a.jsonl", b'{"text": null}\n', "a.jsonl:1 has null in the field 'text'"),
     ("a.parquet", NULL, "a.parquet, row 1, has null in the field 'text'"),
     ("a.parquet", parquet([{"text": LATIN_1}]), r"row 1, has bytes .* not UTF-8\. Choose"),
-    ("a.jsonl", UTF_16, "a.jsonl:1 has NUL bytes"),
     ("a.jsonl", LINES + b"\0" * 99, "a.jsonl:6 has NUL bytes"),
     ("a.json", COLUMNS, r"a.json:1 is a table by columns, .* to_json\(orient="),
     ("a.jsonl", b'{"text": "a"}\n["x"]\n', "a.jsonl:2 has no text"),
@@ -160,7 +159,6 @@ REFUSED = [
     ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read .*gzip"),
     ("b.gz", LINES, "b.gz cannot be read as any kind .*gzip"),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], "ended before the end"),
-    ("a.jsonl.zst", zstd.compress(LINES)[:-3], "ended before"),
     ("a.parquet", b"PAR1" + b"x" * 99, "a.parquet cannot be read as Parquet"),
     ("a.jsonl", LONG + LINES, "a record of more than"),
 ]
@@ -175,10 +173,8 @@ def test_what_cannot_be_read_is_refused_in_one_line_or_skipped(
         texts(tmp_path, {name: content})
     assert "\n" not in str(refused.value)
     assert not list((tmp_path / "out").rglob("index.json"))
-    good, last = ("z.txt", b"hello"), ["hello"]
-    if ".txt" not in name:
-        good, last = ("z.jsonl", LINES), TEXTS
-    assert texts(tmp_path, dict([(name, content), good]), "--skip-bad")[-len(last) :] == last
+    good, last = ({"z.txt": b"b"}, ["b"]) if ".txt" in name else ({"z.jsonl": LINES}, TEXTS)
+    assert texts(tmp_path, {name: content} | good, "--skip-bad")[-len(last) :] == last
     assert "left out" in capsys.readouterr().out
 
 

@@ -31,13 +31,9 @@ def found(tmp_path, name, text):
     return [(line, reason) for _, line, reason, _ in lint_prose.findings(path)]
 
 
-def test_words_are_counted_by_sentence_with_inline_code_as_one():
-    text = "One two three. Four `five six\nseven` eight!\n\n- nine ten eleven\n- no"
-    counted = [(s.line, s.words) for s in lint_prose.sentences(text)]
-    assert counted == [(1, 3), (1, 3), (4, 3)]
-
-
 def test_long_sentences_are_found_in_documents_and_docstrings(tmp_path):
+    text = "One two three. Four `five six\nseven` eight!\n\n- nine ten eleven\n- no"
+    assert [(s.line, s.words) for s in lint_prose.sentences(text)] == [(1, 3), (1, 3), (4, 3)]
     assert found(tmp_path, "README.md", GOOD) == found(tmp_path, "page.md", GOOD) == []
     assert (3, "42 words, more than 40") in found(tmp_path, "page.md", f"# Title\n\n{LONG}\n")
     code = f'def f():\n    """Return it.\n\n    {LONG}\n    """\n'
@@ -54,24 +50,12 @@ def test_the_mean_is_bounded_more_strictly_in_the_readme_which_has_few_long_sent
     assert reason == "10% of sentences above 28 words, more than 6%"
 
 
-PHRASES = """is_told were/told tells_of goes_on_from M+end m+ended put_aside pretend_devices
-    spread_experts gathered_experts made_again by_itself_alone asked_for looks_at whole_checkpoint
-    kept_for_the_backward_pass part_of_a_sum chunks_of_layers room_at_each_expert texts_go_on
-    far_rates before_you_book"""
-
-
-def test_a_refused_phrase_is_found(tmp_path):
-    for word in PHRASES.replace("+", "").split():
-        phrase = word.replace("_", " ")
-        text = phrase.replace("/", "\n")
-        [(line, reason)] = found(tmp_path, "page.md", f"A run\n{text} here.\n")
-        assert line == 2 and reason.startswith(repr(phrase.replace("/", " ")))
-
-
 def test_phrases_are_found_in_comments_strings_and_scripts_and_not_in_code(tmp_path):
     code = "# We put\n# A.\ntext = (\n    f'{name} is '\n    'B so'\n)\nis_B, put = B, A"
     code = code.replace("A", "aside").replace("B", "told")
     assert [line for line, _ in found(tmp_path, "code.py", code)] == [4, 1]
+    page = "A run\nwere\nA. M+end".replace("A.", "told.").replace("M+", "M")
+    assert [line for line, _ in found(tmp_path, "page.md", page)] == [2, 3]
     script = "#!/bin/sh\n# goes on\n# from here\necho 'A it'".replace("A", "fix or m" + "end")
     assert [line for line, _ in found(tmp_path, "script.sh", script)] == [2, 4]
 
