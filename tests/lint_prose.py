@@ -71,9 +71,6 @@ class Sentence(NamedTuple):
     text: str
 
 
-# --- sentences ------------------------------------------------------------------------------------
-
-
 def replaced(pattern: str, word: str, text: str) -> str:
     """Replace what matches by a word and as many line breaks as it has."""
     return re.sub(pattern, lambda m: word + "\n" * m[0].count("\n"), text, flags=re.DOTALL)
@@ -128,29 +125,19 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
             yield node.body[0].lineno + skipped, cleaned
 
 
-# --- phrases --------------------------------------------------------------------------------------
-
-
 def python_text(text: str) -> str:
     """Return comments and contents of strings, each on its line; | stands for code between them."""
     lines = [""] * (text.count("\n") + 2)
-
-    def add(line: int, content: str) -> None:
-        for offset, part in enumerate(content.split("\n")):
-            lines[line - 1 + offset] += part
-
     silent = {"NL", "NEWLINE", "INDENT", "DEDENT", "FSTRING_START", "FSTRING_END", "ENDMARKER"}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        name = tokenize.tok_name[token.type]
+        name, content = tokenize.tok_name[token.type], "|"
         if name == "STRING":
-            body = QUOTED.match(token.string)[2]
-            add(token.start[0], re.sub(r"\{[^{}]*\}", "CODE", body))
-        elif name == "FSTRING_MIDDLE":  # from Python 3.12
-            add(token.start[0], token.string)
-        elif name == "COMMENT":
-            add(token.start[0], token.string.lstrip("#"))
-        elif name not in silent:
-            add(token.start[0], "|")
+            content = re.sub(r"\{[^{}]*\}", "CODE", QUOTED.match(token.string)[2])
+        elif name in ("FSTRING_MIDDLE", "COMMENT"):  # the former from Python 3.12
+            content = token.string.lstrip("#")
+        if name not in silent:
+            for line, part in enumerate(content.split("\n"), token.start[0] - 1):
+                lines[line] += part
     return "\n".join(lines)
 
 
@@ -172,27 +159,19 @@ MARKER = re.compile(r" {0,3}(?:[-*+>]|1[.)]|#{1,6})\s")  # begins a list, quotat
 
 def markers(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield (line, reason, text) of each marker that continues a paragraph of Markdown."""
-    before, in_list, reason = "", False, "begins a list or heading within a paragraph"
+    before, in_list = "", False
     for number, line in enumerate(without_code_blocks(text).split("\n"), 1):
-        if not line.strip():
-            in_list = False
-        elif MARKER.match(line):
-            if before.strip() and not in_list and not before.startswith((*NO_PROSE, "    ")):
-                yield number, reason, line
-            in_list = True
-        before = line
-
-
-# --- files ----------------------------------------------------------------------------------------
+        marked = MARKER.match(line)
+        if marked and before.strip() and not in_list and not before.startswith((*NO_PROSE, "    ")):
+            yield number, "begins a list or heading within a paragraph", line
+        in_list, before = bool(line.strip() and (marked or in_list)), line
 
 
 def bounds_of(path: Path) -> Bounds | None:
     """Return the bounds of a Markdown file; None for other files."""
-    if path.suffix != ".md":
-        return None
-    if path.parent == ROOT / "guide":
-        return GUIDE
-    return README if path.name == "README.md" else DOCUMENT
+    of_page = GUIDE if path.parent == ROOT / "guide" else DOCUMENT
+    of_document = README if path.name == "README.md" else of_page
+    return of_document if path.suffix == ".md" else None
 
 
 def findings(path: Path) -> list[tuple[Path, int, str, str]]:
@@ -206,21 +185,21 @@ def findings(path: Path) -> list[tuple[Path, int, str, str]]:
     else:  # lines of comments that follow each other are one text
         measured, searched = [], re.sub(r"(?m)^\s*#+", " ", text)
     most = bounds.longest if bounds else MAX_WORDS
-    long = [(s.line, f"{s.words} words, more than {most}", s.text) for s in measured]
-    found = [each for each, s in zip(long, measured, strict=True) if s.words > most]
+    long = [s for s in measured if s.words > most]
+    found = [(s.line, f"{s.words} words, more than {most}", s.text) for s in long]
     found += phrases(searched)
     if bounds:
         found += markers(text)
     if bounds and measured:
         mean = statistics.fmean(s.words for s in measured)
         share = sum(s.words > LONG_WORDS for s in measured) / len(measured)
-        longest = max(measured, key=lambda s: s.words)
+        longest, reasons = max(measured, key=lambda s: s.words), []
         if mean > bounds.mean:
-            reason = f"{mean:.1f} words a sentence on average, more than {bounds.mean:g}"
-            found.append((longest.line, reason, longest.text))
+            reasons = [f"{mean:.1f} words a sentence on average, more than {bounds.mean:g}"]
         if share > bounds.long_share:
-            reason = f"{share:.0%} of sentences above {LONG_WORDS} words, more than "
-            found.append((longest.line, f"{reason}{bounds.long_share:.0%}", longest.text))
+            above = f"{share:.0%} of sentences above {LONG_WORDS} words"
+            reasons.append(f"{above}, more than {bounds.long_share:.0%}")
+        found += [(longest.line, reason, longest.text) for reason in reasons]
     return [(path, *each) for each in found]
 
 

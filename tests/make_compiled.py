@@ -12,7 +12,6 @@ says how to get them). Run one at a time: each rewrites the file.
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -136,13 +135,8 @@ def text_of(programs: dict[str, dict]) -> str:
 def record(name: str, chip_name: str) -> None:
     config, chip = config_of(name), hardware.chip_named(chip_name)
     topology = hardware.topology(chip, math.prod(config.mesh.shape)) if chip.is_tpu else ""
-    found, text = compiler.compile_step(config, chip, topology)
-    if folder := os.environ.get("KEEP_HLO"):
-        Path(folder, f"{name}.{chip_name}.hlo").write_text(text)
+    found, _ = compiler.compile_step(config, chip, topology)
     RECORDED.write_text(text_of(recorded() | {f"{name} {chip_name}": dataclasses.asdict(found)}))
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
@@ -169,15 +163,10 @@ def table(rows: dict[str, dict]) -> str:
             ", ".join(f"{ratio:.3f}" for ratio in parts.pop(part, []))
             for part in ("memory", "FLOPs", "memory traffic")
         ]
-        axes = ", ".join(f"{axes} {span(values)}" for axes, values in parts.items())
+        ends = {axes: (f"{min(of):.3f}", f"{max(of):.3f}") for axes, of in parts.items()}
+        axes = ", ".join(f"{axes} {' to '.join(dict.fromkeys(two))}" for axes, two in ends.items())
         lines.append(f"| {name} | {gib} | {' | '.join(columns)} | {axes} |")
     return "\n".join(lines)
-
-
-def span(values: list[float]) -> str:
-    """Lowest to highest."""
-    least, most = f"{min(values):.3f}", f"{max(values):.3f}"
-    return least if least == most else f"{least} to {most}"
 
 
 def main() -> None:
@@ -187,12 +176,10 @@ def main() -> None:
         names = [word for word in words if word not in hardware.CHIPS] or list(CASES)
         if unknown := sorted(set(names) - set(CASES)):
             raise ValueError(f"{unknown[0]} is not a case. Use one of {', '.join(CASES)}.")
-        pairs = [(n, c) for n in names for c in chips_of(n) if not wanted or c in wanted]
-        if not pairs:
-            raise ValueError(f"{' and '.join(names)} is not compiled for {' or '.join(wanted)}.")
-        for name, chip in pairs:
-            print(name, chip, flush=True)
-            record(name, chip)
+        for name, chip in ((n, c) for n in names for c in chips_of(n)):
+            if not wanted or chip in wanted:
+                print(name, chip, flush=True)
+                record(name, chip)
     print(table(recorded()))
 
 

@@ -1,13 +1,13 @@
 """Conversations to tokens and loss weights, by value."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 import shutil
 from types import SimpleNamespace
 
-import google_crc32c
 import numpy as np
 import pytest
 import tiktoken
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 import dataset
 import validate
-from data import chat
+from data import chat, verify
 from data.encode import Encoder, encoder_of
 from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
@@ -39,17 +39,15 @@ def says(role, content):
 
 
 def rows():
-    """160 conversations: of one and two turns, with and without a system, some ending with a
-    question, some in the form with a prompt.
-    """
-    for n in range(160):
+    """160 conversations: of one and two turns, some with a system or ending with a question."""
+    two, more = [says("user", ""), says("assistant", "!")], [says("user", "And then?")]
+    for n in range(0, 160, 4):
+        name = "answer" if n % 8 else "completion"
         asked = [says("user", f"What is {n} + {3 * n}?\n"), says("assistant", f" {4 * n}, é.\n\n")]
-        prompt = {"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n % 9 + 1)))}
-        if n % 8 == 7:
-            prompt["completion"] = prompt.pop("answer")
-        more = [[], [says("user", ""), says("assistant", "!")], [says("user", "And then?")], []]
-        system = [says("system", "Be brief.")] * (n % 4 == 1)
-        yield prompt if n % 4 == 3 else {"messages": system + asked + more[n % 4], "id": n}
+        yield {"messages": asked, "id": n}
+        yield {"messages": [says("system", "Be brief."), *asked, *two]}
+        yield {"messages": asked + more}
+        yield {"prompt": f"Count to {n}", name: " ".join(map(str, range(n % 9 + 1)))}
 
 
 def answers(row):
@@ -86,35 +84,26 @@ def learned_text(folder, tokenizer=TOKENIZER):
     return tokenizer.decode(ids[weights == 1].tolist())
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_what_has_weight_1_is_the_answers_and_their_ends_and_nothing_else(folder, split):
-    here, position = [], 0
-    for row in rows():
-        if in_validation("chat.jsonl", position, 0.25) == (split == "val"):
-            here.append(row)
-        position += len(json.dumps(row)) + 1
+    lengths = [len(json.dumps(row)) + 1 for row in rows()]
+    positions = itertools.accumulate(lengths, initial=0)
+    is_val = [in_validation("chat.jsonl", position, 0.25) for position in positions]
+    here = [row for row, val in zip(rows(), is_val, strict=False) if val == (split == "val")]
     ids, weights = joined(folder / split), joined(folder / split, WEIGHTS)
-    assert (weights.dtype, weights.shape) == (np.uint8, ids.shape)
-    assert set(weights) == {0, 1}
+    assert weights.shape == ids.shape and set(weights) == {0, 1}
     assert learned_text(folder / split) == "".join(map(answers, here))
     prompts = TOKENIZER.decode(ids[weights == 0].tolist())
-    for row in here:
-        for said in row.get("messages", []):
-            assert said["role"] == "assistant" or said["content"] in prompts
+    for said in itertools.chain(*(row.get("messages", ()) for row in here)):
+        assert said["role"] == "assistant" or said["content"] in prompts
     assert prompts.count("<|assistant|>\n") == sum(answers(r).count("<|end|>") for r in here)
 
 
 def test_no_token_has_a_part_of_a_prompt_and_of_an_answer():
     encoder = Encoder(Prepare(source="", out="", chat=True))
-    encoder.tokenizer = tiktoken.Encoding(
-        "x",
-        pat_str=r"(?s).+",  # one that would merge across
-        mergeable_ranks={bytes([b]): b for b in range(256)} | {b"ab": 256},
-        special_tokens={END_OF_TEXT: 257},
-    )
+    table = {bytes([b]): b for b in range(256)} | {b"ab": 256}
+    merges_across = {"pat_str": r"(?s).+", "special_tokens": {END_OF_TEXT: 257}}
+    encoder.tokenizer = tiktoken.Encoding("x", mergeable_ranks=table, **merges_across)
     parts = [Chunk("ab", 0), Chunk("a", 0), Chunk("b\n", 1), Chunk("a", 0)]
     coded = [*encoder.encode(Document("x", 0, parts))]
     expected = [([256, 97], 0), ([98, 10], 1), ([97], 0), ([257], 0)]
@@ -132,10 +121,8 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
         assert f"--source {source} --val-share 0.25 --shard-tokens 997 --chat" in manifest.command
         assert len(manifest.shards) > 1
         for shard in manifest.shards:
-            content = (folder / split / shard.weights.name).read_bytes()
             assert shard.weights.name == shard.name.replace(".npy", ".weights.npy")
-            assert (shard.weights.tokens, shard.weights.bytes) == (shard.tokens, len(content))
-            assert shard.weights.crc32c == f"{google_crc32c.value(content):08x}"
+    verify.main(["--folder", str(folder)])
     bare = [dataclasses.replace(shard, weights=None) for shard in manifest.shards]
     assert dataclasses.replace(manifest, shards=bare).identity != manifest.identity
     # Bits per byte are of the text whose tokens have a loss.
@@ -143,9 +130,8 @@ def test_the_manifest_names_template_weights_and_what_is_learned(folder, source)
     found = validate.with_perplexity({"loss/val": 2.0}, data)
     bits = 2 / math.log(2) * manifest.learned_tokens / manifest.text_bytes
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
-    flags = ["--data.train", str(folder / "train"), "--train.seq_len", "32"]
-    tokens = dataset.open_training(cli.parse(flags)).stored()["tokens"]
-    assert tokens["chat_template"] == chat.PLAIN  # in a checkpoint
+    stored = alone(folder / "train", 32).stored()  # in a checkpoint
+    assert stored["tokens"]["chat_template"] == chat.PLAIN
 
 
 def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
@@ -163,36 +149,28 @@ def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
         run(source, out, *flags, "--chat-template", "tokenizer")
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
 def test_a_batch_has_the_weights_of_its_targets(folder):
     ids, weights = joined(folder / "train"), joined(folder / "train", WEIGHTS)
     data = alone(folder / "train", 32, batch_size=8, seed=5)
     for step in (3, 0, 9):
         windows, found = data.windows_of(step, np.arange(8)), data.rows(step, np.arange(8))
-        again = alone(folder / "train", 32, batch_size=8, seed=5).rows(step, np.array([6, 1]))
-        assert found["loss_weights"].dtype == np.float32
-        np.testing.assert_array_equal(again["loss_weights"], found["loss_weights"][[6, 1]])
         at = 32 * windows[:, None] + 1 + np.arange(32)
         np.testing.assert_array_equal(found["targets"], ids[at])
         np.testing.assert_array_equal(found["loss_weights"], weights[at])
 
 
-@pytest.mark.parametrize("harm", ["missing", "one without", "other length"])
-def test_damaged_files_of_weights_are_refused_by_name(folder, tmp_path, harm):
+def test_damaged_files_of_weights_are_refused_by_name(folder, tmp_path):
     shutil.copytree(folder / "train", tmp_path, dirs_exist_ok=True)
-    content, message = json.loads((tmp_path / INDEX).read_text()), "do not cover all tokens"
-    if harm == "one without":
-        del content["shards"][1]["weights"]
-    elif harm == "other length":
-        content["shards"][1]["weights"]["tokens"] -= 1
-    else:
-        (tmp_path / "shard_00000_001.weights.npy").unlink()
-        message = r"shard_00000_001.weights.npy is missing.*--chat --out"
-    (tmp_path / INDEX).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message):
+    (tmp_path / "shard_00000_001.weights.npy").unlink()
+    with pytest.raises(ValueError, match=r"_001.weights.npy is missing.*--chat --out"):
         Dataset(tmp_path, 32)
+    content = json.loads((tmp_path / INDEX).read_text())
+    content["shards"][1]["weights"]["tokens"] -= 1
+    for _ in range(2):  # weights of another length, and none
+        (tmp_path / INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="do not cover all tokens"):
+            Dataset(tmp_path, 32)
+        content["shards"][1].pop("weights", None)
 
 
 def test_evaluation_windows_without_an_answer_are_refused(tmp_path):
@@ -212,10 +190,9 @@ def padded(folder, names):
         yield np.pad(one, pad, constant_values=TOKENIZER.eot_token), np.pad(counted, pad)
 
 
-@pytest.mark.parametrize("subsets", [["train"], ["val"], ["train", "val"]])
-def test_with_row_tokens_each_row_is_one_conversation(subsets, source, tmp_path):
+@pytest.mark.parametrize(("share", "subsets"), [(0.25, ["train"]), (0.02, ["train", "val"])])
+def test_with_row_tokens_each_row_is_one_conversation(share, subsets, source, tmp_path):
     """Documents are divided by their hash, or for a small share by the position of their rows."""
-    share = 0.02 if len(subsets) == 2 else 0.25
     flags = "--val-share", share, "--shard-tokens", 997
     run(source, tmp_path / "packed", *flags)
     run(source, tmp_path / "rows", *flags, "--row-tokens", 64)
@@ -283,11 +260,11 @@ def talk(tmp_path, folder, messages):
 
 def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
     """Of six special tokens beyond the table, CHATML has the first two."""
-    source, n = write(tmp_path / "chat.jsonl", [{"prompt": "<|head|>", "answer": "<|eot|>"}] * 9), 0
+    source = write(tmp_path / "chat.jsonl", [{"prompt": "<|head|>", "answer": "<|eot|>"}] * 9)
     for template, more in (("plain", 0), (CHATML, 2), (LLAMA3, 6)):
-        flags = ["--chat-template", "plain" if template == "plain" else "tokenizer"]
-        n, out, ids = n + 1, tmp_path / str(n), TOKENIZER.n_vocab + more
-        run(source, out, "--tokenizer", talker(template), *flags, "--val-share", 0)
+        named = ["--chat-template", "plain" if template == "plain" else "tokenizer"]
+        out, ids = tmp_path / str(more), TOKENIZER.n_vocab + more
+        run(source, out, "--tokenizer", talker(template), *named, "--val-share", 0)
         assert joined(out / "train").max() < read_manifest(out / "train").vocab_size == ids
         Dataset(out / "train", 32, vocab_size=ids)
         with pytest.raises(ValueError, match=f"token ids up to {ids - 1} "):
@@ -296,20 +273,20 @@ def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
         talk(tmp_path, talker(SEVENTH), [("user", "a"), ("assistant", "b")] * 4)
 
 
-def exported_template(tokenizer, out, template=None):
-    write_hugging_face(tokenizer, out, 128, template)
-    return json.loads((out / "tokenizer_config.json").read_text()).get("chat_template")
-
-
 def test_a_model_is_exported_with_the_template_it_was_tuned_with(tmp_path, talker):
     tokenizer = load_tokenizer(str(talker(CHATML)))
-    assert exported_template(tokenizer, tmp_path / "untuned") == CHATML
-    assert exported_template(tokenizer, tmp_path / "tuned", LLAMA3) == LLAMA3
-    assert exported_template(tokenizer, tmp_path / "plain", chat.PLAIN) == chat.PLAIN_JINJA
-    assert exported_template(TOKENIZER, tmp_path / "sample") is None
     (tmp_path / "talker" / "chat_template.jinja").write_text(LLAMA3)
-    tokenizer = load_tokenizer(str(talker(None)))
-    assert exported_template(tokenizer, tmp_path / "of a file") == LLAMA3
+    of_file = load_tokenizer(str(talker(None)))
+    for opened, trained, expected in (
+        (tokenizer, None, CHATML),
+        (tokenizer, LLAMA3, LLAMA3),
+        (tokenizer, chat.PLAIN, chat.PLAIN_JINJA),
+        (TOKENIZER, None, None),
+        (of_file, None, LLAMA3),
+    ):
+        write_hugging_face(opened, tmp_path / "out", 128, trained)
+        config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert config.get("chat_template") == expected
 
 
 def test_the_plain_template_writes_the_same_text_for_hugging_face():
@@ -328,7 +305,7 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
     ids, weights, tokenizer = talk(tmp_path, talker(template), TALK)
     special, llama = tokenizer.special.ids, template == LLAMA3
     end = "<|eot|>" if llama else "<|im_end|>"
-    assert (ids == special[end]).sum() == len(TALK) and MARKED != CHATML
+    assert (ids == special[end]).sum() == len(TALK)
     text = tokenizer.decode(ids[:-1].tolist())
     assert text.count("<|im_end|>") == 2 + (0 if llama else len(TALK))
     learned = tokenizer.decode(ids[:-1][weights[:-1] == 1].tolist())
@@ -349,6 +326,7 @@ def test_a_template_needs_no_special_tokens_and_the_longest_of_its_own_is_taken(
 
 
 LOOP = "{% for m in messages %}"
+THINK = LOOP + "<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -356,10 +334,7 @@ LOOP = "{% for m in messages %}"
     [
         (LOOP + "{{ m.content | upper }}{% endfor %}", "does not keep messages"),
         (LOOP + "{{ m.content if loop.last else '' }}.{% endfor %}", "changes earlier turns"),
-        (
-            LOOP + "<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "ends a prompt with .*<think>.*, and an answer does not begin so",
-        ),
+        (THINK, "ends a prompt with .*<think>.*, and an answer does not begin so"),
         ("{{ raise_exception('roles must alternate') }}", "refuses .*roles must alternate"),
         ("{% nonsense %}", "refuses .*nonsense"),
         ("{{ 1 + '1' }}", "refuses .*unsupported operand"),
@@ -371,45 +346,37 @@ def test_a_template_whose_answers_cannot_be_located_is_refused(tmp_path, talker,
         talk(tmp_path, talker(template), TALK)
 
 
-# --- rows, and what is refused --------------------------------------------------------------------
-
-
 def test_rows_of_sharegpt_and_of_a_hugging_face_dataset_are_conversations(tmp_path):
     turn = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     shared = [{"from": "system", "value": "s"}, *turn, *turn]
     same = [says("system", "s"), *[says("user", "a"), says("assistant", "b")] * 2]
     found = []
     for name, row in (("one", {"conversations": shared}), ("two", {"messages": same})):
-        (tmp_path / name).mkdir()
-        source = write(tmp_path / name / "train.jsonl", [row])
-        run(source if name == "one" else f"hf:{source.parent}", tmp_path / name, "--val-share", 0)
-        found.append([joined(tmp_path / name / "train", k).tolist() for k in ("", WEIGHTS)])
-    assert found[0] == found[1] and learned_text(tmp_path / "one" / "train") == (
-        "b<|end|>b<|end|>" + END_OF_TEXT
-    )
+        out = tmp_path / name
+        out.mkdir()
+        source = write(out / "train.jsonl", [row])
+        run(source if name == "one" else f"hf:{out}", out, "--val-share", 0)
+        found.append([joined(out / "train", k).tolist() for k in ("", WEIGHTS)])
+    assert found[0] == found[1]
+    assert learned_text(out / "train") == "b<|end|>b<|end|>" + END_OF_TEXT
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"text": "a", "id": 1}, r"has the fields text, id; expected \{\"messages\""),
-        ({}, "has the fields none"),
         (["a"], "it has list"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, r"it has from \(list\)"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, "a message has the role 'tool'"),
         ({"messages": "a"}, "it is not a conversation: it has the fields messages"),
-        ({"prompt": "a"}, "it has the fields prompt"),
         ({"prompt": 1, "answer": "a"}, r"it has role \(str\), content \(int\)"),
         ({"messages": ["a"]}, "no role and content that are text; it has str"),
         ({"messages": [{"role": "user"}]}, r"it has role \(str\)"),
         ({"messages": [says("assistant", None)]}, r"content \(NoneType\)"),
         ({"messages": [says("human", "a")]}, "role 'human': expected one of system, user, assist"),
         ({"messages": [says("user", "a"), says("assistant", " \n")]}, "an answer is empty"),
-        ({"prompt": "a", "completion": ""}, "an answer is empty"),
         ({"messages": [says("user", "a")]}, r"no message has the role assistant \(roles: user\)"),
-        ({"messages": []}, r"\(roles: none\)"),
         ({"prompt": "a<|end|>", "answer": "b"}, r"a message of the role user has <\|end\|>"),
-        ({"prompt": "a", "answer": "<|user|>"}, r"of the role assistant has <\|user\|>"),
     ],
 )
 def test_a_line_that_is_not_a_conversation_is_refused_by_file_and_line(tmp_path, row, message):

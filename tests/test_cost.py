@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import partial
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ import sharded_model
 import train
 import utils
 from common import RUN, RUN_MESHES, config_of, mesh_of
-from hf_case import model_with
-from planning import cost, fusion, hlo, results, trace
+from planning import cost, hlo, results, trace
 
 V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
@@ -37,8 +36,6 @@ COMPARED = [
     "gpu-dense-muon-8x1x1 h100",
     "gpu-moe-names-2x2x2-interleaved h100",
 ]
-
-
 SECTIONS = {
     field.name: section
     for section in ("train", "mesh", "fsdp", "model")
@@ -55,9 +52,6 @@ def step_of(platform="tpu", **values):
     return cost.Step(sizes(JAXFORMER, **values), platform)
 
 
-# --- TPU and GPU programs -------------------------------------------------------------------------
-
-
 def test_all_programs_are_recorded_in_the_form_that_is_written():
     wanted = {f"{n} {chip}" for n in make_compiled.CASES for chip in make_compiled.chips_of(n)}
     assert set(RECORDED) == wanted and len(wanted) > 50
@@ -65,7 +59,6 @@ def test_all_programs_are_recorded_in_the_form_that_is_written():
 
 
 def assert_predicted(key):
-    """Compare with what a compiler planned."""
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
     bounds = {"memory": 0.10, "memory traffic": 0.15}
@@ -83,32 +76,28 @@ def test_predictions_match_what_compilers_planned(key):
 
 def test_collectives_of_a_v4_and_an_h100_overlap_with_compute():
     """train.compiler_options hides them where there is any compute; GPUs do so by default."""
-    for cases, least in (("jaxformer v4", 0.95), ("h100", 0.6)):
+    every = ("all-gather", "all-to-all", "reduce-scatter")
+    for cases, kinds, least in (("jaxformer v4", every[:2], 0.95), ("h100", every, 0.6)):
         found = [r for key in RECORDED if key.endswith(cases) for r in RECORDED[key]["collectives"]]
-        for kind in ("all-gather", "all-to-all", "reduce-scatter")[: 2 if "v4" in cases else 3]:
-            sizes = [(r["bytes"], r["bytes"] * r["overlapped"]) for r in found if r["kind"] == kind]
-            assert sum(size for _, size in sizes) > least * sum(size for size, _ in sizes) > 0
-
-
-# --- the program of this machine's compiler -------------------------------------------------------
+        for kind in kinds:
+            rows = [row for row in found if row["kind"] == kind]
+            hidden = sum(row["bytes"] * row["overlapped"] for row in rows)
+            assert hidden > least * sum(row["bytes"] for row in rows) > 0
 
 
 def assert_planned_as_compiled(config, bound):
     mesh, declared = mesh_of(config), model.declare(config)
-    shapes = (
-        train.abstract_state(config, declared, mesh),
-        sharded_model.abstract_batch(config, mesh),
-        train.abstract_schedule(mesh),
-    )
-    text = train.jitted_step(config, declared, mesh).lower(*shapes).compile().as_text()
+    state = train.abstract_state(config, declared, mesh)
+    batch = sharded_model.abstract_batch(config, mesh)
+    step, schedule = train.jitted_step(config, declared, mesh), train.abstract_schedule(mesh)
+    text = step.lower(state, batch, schedule).compile().as_text()
     predicted = cost.predict(config, None)
     share = pipeline.branch_share(sharded_model.schedule_of(config))
     assert predicted.flops_per_chip == pytest.approx(float(hlo.dot_flops(text, share)), rel=bound)
     ranks = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
-    compiled: dict[str, float] = {}
+    compiled = Counter()
     for found, size in hlo.collectives(text, ranks, share).items():
-        axes = "+".join(found.axes)
-        compiled[axes] = compiled.get(axes, 0.0) + float(size)
+        compiled["+".join(found.axes)] += float(size)
     for axes, size in compiled.items():
         if size > 0.02 * max(compiled.values()):
             assert predicted.collective_bytes_per_chip[axes] == pytest.approx(size, rel=bound), axes
@@ -157,9 +146,6 @@ def test_a_block_saves_the_residuals_that_jax_saves(chip, kernel, policies):
         assert planned == pytest.approx(kept_bytes(config, kernel), rel=0.005), remat
 
 
-# --- a layer that the planner does not know -------------------------------------------------------
-
-
 def novel(w, x_btD, options, position):
     """A recurrence that sends along fsdp and tensor, with names inside of its loop and after it."""
     with jax.named_scope("novel"):
@@ -178,9 +164,8 @@ def novel(w, x_btD, options, position):
 
 
 def unknown_cost(w, x_btD, options, position):
-    products = partial(model.matmul, "btD,Df->btf", x_btD)
-    part = lax.cond(position.layer > 1, lambda: products(w.gate), lambda: products(w.up))
-    return x_btD + model.matmul("btf,fD->btD", part, w.down)
+    part = lax.cond(position.layer > 1, lambda: w.gate * 2, lambda: w.up)
+    return x_btD + model.matmul("btD,Df,fD->btD", x_btD, part, w.down)
 
 
 @pytest.fixture
@@ -197,7 +182,7 @@ def with_mlp(monkeypatch):
     trace.stage_functions.cache_clear()
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "inside", "outside,attention", "inside,outside"])
+@pytest.mark.parametrize("remat", ["none", "full", "inside", "outside,attention"])
 def test_a_new_layer_needs_no_change_of_the_planner(remat, with_mlp):
     config = with_mlp(novel, remat)
     assert planned_bytes(config, "cpu") == pytest.approx(kept_bytes(config, "xla"), rel=0.01)
@@ -217,9 +202,6 @@ def test_an_operation_of_unknown_cost_is_refused(with_mlp):
         cost.predict(with_mlp(unknown_cost, "full"), None)
 
 
-# --- arithmetic -----------------------------------------------------------------------------------
-
-
 def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
     config = sizes(JAXFORMER, fsdp=32, pipeline=1, tensor=1, remat="none", attention_kernel="xla")
     predicted = cost.predict(config, H100)
@@ -230,6 +212,8 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
     assert alone.memory["weights"] == 4 * alone.parameters  # at rest they are float32
     # Gradients are read twice; weights and two moments are read and written.
     assert alone.memory_traffic["optimizer"] == pytest.approx(32 * alone.parameters, rel=1e-6)
+    wide = cost.predict(sizes(config, fsdp=1, compute_dtype="float32"), V4)
+    assert wide.seconds["compute"] == 6 * alone.seconds["compute"]
 
 
 @pytest.mark.parametrize(
@@ -264,34 +248,17 @@ def test_parts_sum_to_the_totals_and_a_step_takes_its_longest_part_to_their_sum(
     assert p.serial_step_s == pytest.approx(longer + links) and links > 0
     per_token = p.mfu_flops_per_token / (p.chips * V4.flops)
     assert p.mfu(p.step_s) == pytest.approx(p.tokens_per_step / p.step_s * per_token)
-    usable = dataclasses.replace(V4, memory_bytes=int(p.memory_bytes_per_chip / 0.85) + 1)
-    smaller = dataclasses.replace(usable, memory_bytes=usable.memory_bytes - 10)
-    fits = [dataclasses.replace(p, chip=chip).fits for chip in (usable, smaller)]
-    assert fits == [True, False] and "bound by" in p.line()
+    least = int(p.memory_bytes_per_chip / 0.85) + 1
+    chips = [dataclasses.replace(V4, memory_bytes=size) for size in (least, least - 10)]
+    assert [dataclasses.replace(p, chip=chip).fits for chip in chips] == [True, False]
 
 
 def test_an_unknown_chip_is_planned_as_its_platform_runs_and_gets_no_times():
-    found = [cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu9", "tpu")]
-    assert [p.attention for p in found] == ["xla", "cudnn", "splash"]
-    assert cost.predict(JAXFORMER, V4).memory == found[2].memory
-    p = found[0]
+    p, *others = (cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu9", "tpu"))
+    assert [found.attention for found in (p, *others)] == ["xla", "cudnn", "splash"]
+    assert cost.predict(JAXFORMER, V4).memory == others[1].memory
     assert p.seconds is p.step_s is p.serial_step_s is p.bound_by is None
     assert "no figures" in p.line()
-
-
-def test_saving_more_residuals_costs_memory_and_saves_flops():
-    policies = ["full", "latents", "latents,attention", ALL_NAMES, "none"]
-    found = [cost.predict(sizes(JAXFORMER, remat=policy), V4) for policy in policies]
-    memory = [p.memory_bytes_per_chip for p in found]
-    counts = [p.flops_per_chip for p in found]
-    assert memory == sorted(memory) and len(set(memory)) == len(memory)
-    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > counts[-1]
-    full, none = step_of(remat="full"), step_of(remat="none")
-    for (layer, _), (same, _) in zip(full.block, none.block, strict=True):
-        assert full.alive(layer) > none.alive(same)
-    through = [cost.memory_traffic(step) for step in (full, none)]
-    assert through[0]["layers, backward"] > 1.1 * through[1]["layers, backward"]
-    assert through[0]["layers, forward"] < through[1]["layers, forward"]  # which keeps more
 
 
 def test_bytes_sent_follow_from_the_size_of_the_result():
@@ -307,52 +274,3 @@ def test_a_collective_uses_the_links_of_its_ranks():
     far = results.Traffic("", ("fsdp", "tensor"), "all-to-all", 10**9, 4)
     assert cost.link_seconds(step, H100, near) == 10**9 / H100.link_bandwidth
     assert cost.link_seconds(step, H100, far) == 10**9 / 2 / H100.network_bandwidth
-
-
-def test_a_prefix_keeps_its_residuals_and_runs_again_only_in_a_pipeline():
-    fields = {"fsdp": 16, "virtual": 1, "remat": "none"}
-    config = dataclasses.replace(JAXFORMER, model=model_with(JAXFORMER.model, prefix_layers=40))
-    alone, piped = (cost.Step(sizes(config, pipeline=n, **fields), "tpu") for n in (1, 2))
-    [(layer, count)] = alone.prefix
-    without = step_of(pipeline=1, **fields)
-    saved = [cost.memory(step)["saved activations"] for step in (alone, without)]
-    assert count == 40 and saved[0] - saved[1] == 40 * alone.saved(layer)
-    # All of its layers are alive in its backward pass.
-    assert cost.memory(piped)["prefix layers"] > 40 * piped.saved(piped.prefix[0][0])
-    for step in (alone, piped):
-        [run] = (run for run in cost.runs(step) if run.layer is step.prefix[0][0])
-        assert run.rerun == (step is piped) * run.times
-
-
-@pytest.mark.parametrize("layout", ["expert_parallel", "sharded"])
-def test_only_elementwise_operations_are_recomputed_if_all_is_saved(layout):
-    step = step_of(remat="none", experts_layout=layout)
-    for layer, _ in step.block + step.prefix:
-        again = step.remat(layer)
-        assert again.ops and not again.costs
-        assert all(op.reads_fused or op.eqn.primitive.name in fusion.VIEWS for op in again.ops)
-    step = step_of(remat=ALL_NAMES, experts_layout=layout)
-    for layer, _ in step.block:  # and with all names no dispatch to experts
-        causes = {op.part for op, _ in step.remat(layer).costs if op.send}
-        assert not causes & {"moe dispatch", "moe return"}
-
-
-def test_memory_traffic_depends_on_the_chip_and_on_chunks_of_the_loss():
-    """The products of a TPU read and add in place."""
-    tpu, gpu = (
-        cost.memory_traffic(step_of(platform, remat="none")) for platform in ("tpu", "gpu9")
-    )
-    assert tpu["weights in use"] == 0 < gpu["weights in use"]
-    assert tpu["gradients"] < 0.7 * gpu["gradients"]
-    assert tpu["layers, forward"] < gpu["layers, forward"]
-    steps = [step_of(loss_chunk_tokens=n) for n in (4096, 128)]
-    few, many = (cost.memory_traffic(step)["loss"] for step in steps)
-    assert many > 2 * few
-
-
-def test_float32_is_slower_than_bfloat16():
-    wide, narrow = (
-        cost.predict(sizes(JAXFORMER, attention_kernel="xla", compute_dtype=dtype), V4)
-        for dtype in ("float32", "bfloat16")
-    )
-    assert wide.seconds["compute"] == 6 * narrow.seconds["compute"]

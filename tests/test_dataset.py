@@ -11,7 +11,7 @@ import pytest
 import dataset
 from data.manifest import DOCUMENT_RULE, INDEX, Manifest, index_text, read_manifest
 from data.shards import ShardWriter
-from dataset import Dataset, Mixture, check_eval, open_datasets, permute, striped
+from dataset import Dataset, Mixture, open_datasets, permute, striped
 from train import prefetch
 from utils import Config, Data, Eval, Model, Train
 
@@ -100,13 +100,7 @@ def test_the_order_is_selectable_and_windows_is_the_default(folder, monkeypatch)
     assert sorted(np.concatenate(steps)) == [*range(20)]
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shard_tokens", [1, 7, 103])
-def test_windows_are_tokens_in_a_row_over_the_edges_of_shards(tmp_path, shard_tokens):
-    """Every token but the first, and the last few, is a target once per epoch."""
-    folder = make_folder(tmp_path / "train", np.arange(103), shard_tokens=shard_tokens)
+def test_windows_are_tokens_in_a_row_over_the_edges_of_shards(folder):
     for T, windows in ((16, 6), (6, 17)):  # the last one of 17 ends with the data
         data = Dataset(folder, T)
         batch = data.batch(np.arange(windows))
@@ -117,10 +111,9 @@ def test_windows_are_tokens_in_a_row_over_the_edges_of_shards(tmp_path, shard_to
 
 def test_a_batch_has_the_types_and_shapes_of_its_contract(folder, tmp_path):
     batch = alone(folder, 5, batch_size=8).rows(2, np.array([1, 6, 3]))
-    types = {name: array.dtype.name for name, array in batch.items()}
-    ids = dict.fromkeys(("tokens", "targets", "segments"), "int32")
-    assert types == ids | {"loss_weights": "float32"}
-    assert {array.shape for array in batch.values()} == {(3, 5)}
+    ids = dict.fromkeys(("tokens", "targets", "segments"), ((3, 5), "int32"))
+    found = {name: (array.shape, array.dtype) for name, array in batch.items()}
+    assert found == ids | {"loss_weights": ((3, 5), "float32")}
     assert (batch["loss_weights"] == 1).all() and (batch["segments"] == 0).all()
     large = [70_000, 5, 99_999, 2**31 - 1]
     folder = make_folder(tmp_path / "large", large, dtype="uint32", vocab_size=2**31)
@@ -173,14 +166,10 @@ def test_identity_depends_on_tokens_and_tokenizer_alone(tmp_path):
     assert same not in (identity("c", [1, 2, 4]), identity("d", [1, 2, 3], tokenizer_sha256="bb"))
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
-        *((text, "") for text in ("", "{", "[]", "{}", '{"shards": []}', "\ud800")),
-        ('{"shards": [{"name": "x"}]}', ""),
+        *((text, "") for text in ("{", "[]", "{}", '{"shards": [{"name": "x"}]}', "\ud800")),
         ({"tokens": 104}, "tokens is not the sum of the shards' tokens"),
         ({"document_rule": "every"}, "document_rule is 'every'"),
         ({"dtype": "uint32"}, r"is not 7 elements of uint32 and a header: .* 142 bytes .* --overw"),
@@ -211,16 +200,6 @@ def test_missing_and_truncated_files_are_refused_by_name_with_the_fix(folder, tm
         Dataset(tmp_path / "sample" / "train", 5)
 
 
-def test_sizes_that_do_not_fit_are_refused_with_one_that_does(folder):
-    assert Dataset(folder, 102, vocab_size=1000).windows == 1
-    with pytest.raises(ValueError, match=r"--model.vocab_size 999 .* Use --model.vocab_size 1000"):
-        Dataset(folder, 5, vocab_size=999)
-    with pytest.raises(ValueError, match=r"103 is longer .* Use --train.seq_len 102"):
-        Dataset(folder, 103)
-    with pytest.raises(ValueError, match=r"--eval.sequences 21 .* Use --eval.sequences 20"):
-        check_eval(Dataset(folder, 5), 21)
-
-
 def test_the_datasets_of_a_run_follow_its_config_and_are_checked_before_it_begins(folder, tmp_path):
     val = make_folder(tmp_path / "data" / "val", np.arange(50))
     config = Config(
@@ -229,6 +208,7 @@ def test_the_datasets_of_a_run_follow_its_config_and_are_checked_before_it_begin
         eval=Eval(sequences=9),
         model=Model(vocab_size=1000),
     )
+    assert Dataset(folder, 102, vocab_size=1000).windows == 1
     train, val = open_datasets(config)
     expected = alone(folder, 5, batch_size=3, seed=4).rows(7, np.arange(3))
     np.testing.assert_array_equal(train.rows(7, np.arange(3))["tokens"], expected["tokens"])
@@ -236,15 +216,13 @@ def test_the_datasets_of_a_run_follow_its_config_and_are_checked_before_it_begin
     other = make_folder(tmp_path / "other" / "val", np.arange(50), tokenizer_sha256="bb")
     elsewhere = dataclasses.replace(config.data, val=str(other))
     for change, pattern in (
-        ({"eval": Eval(sequences=10)}, "--eval.sequences 10"),
-        ({"model": Model(vocab_size=999)}, "--model.vocab_size 999"),
+        ({"eval": Eval(sequences=10)}, "--eval.sequences 10 .* Use --eval.sequences 9"),
+        ({"model": Model(vocab_size=999)}, r"_size 999 .* Use --model.vocab_size 1000"),
+        ({"train": Train(seq_len=103)}, r"103 is longer .* Use --train.seq_len 102"),
         ({"data": elsewhere}, f"{other} was made with another tokenizer"),
     ):
         with pytest.raises(ValueError, match=pattern):
             open_datasets(dataclasses.replace(config, **change))
-
-
-# --- prefetching ----------------------------------------------------------------------------------
 
 
 def test_prefetch_gives_results_in_order_and_an_error_where_its_result_would_have_come():
@@ -252,7 +230,6 @@ def test_prefetch_gives_results_in_order_and_an_error_where_its_result_would_hav
     assert [*itertools.islice(results, 7)] == [1, 2, 2, 3, 4, 6, 12]
     with pytest.raises(ZeroDivisionError):
         next(results)
-    assert [*prefetch(str, range(3), depth=3)] == ["0", "1", "2"]
 
 
 def test_prefetch_works_ahead_by_its_depth_in_threads_that_end_when_it_is_closed():

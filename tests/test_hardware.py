@@ -27,8 +27,6 @@ def test_a_chip_is_found_by_its_name_and_by_its_device_kind():
     kinds = [kind for chip in hardware.CHIPS.values() for kind in chip.kinds]
     assert len(set(kinds)) == len(kinds)
     assert hardware.chip_named("V4") is hardware.CHIPS["v4"]
-    with pytest.raises(ValueError, match=r"--chip v7 is not known. Use one of v4, v5e, v5p, v6e"):
-        hardware.chip_named("v7")
 
 
 def test_a_number_of_chips_has_a_usual_slice_or_is_refused_with_the_nearest():
@@ -64,9 +62,7 @@ def per_token(fields, length):
     return hardware.palm_flops_per_token(fields, declared(fields), length)
 
 
-@pytest.mark.parametrize(
-    ("q_lora_rank", "tied", "moe_layers"), [(0, True, 1), (11, False, 1), (11, True, 0)]
-)
+@pytest.mark.parametrize(("q_lora_rank", "tied", "moe_layers"), [(0, True, 1), (11, False, 0)])
 def test_parameters_are_the_sizes_of_the_tree(q_lora_rank, tied, moe_layers):
     """A vocabulary of 500 is padded to 512, and one of 512 is not."""
     fields = {"q_lora_rank": q_lora_rank, "tie_word_embeddings": tied, "moe_layers": moe_layers}
@@ -76,16 +72,13 @@ def test_parameters_are_the_sizes_of_the_tree(q_lora_rank, tied, moe_layers):
     assert weights.count(declared(fields)) == (total, active)
 
 
-def test_mfu_counts_the_output_matrix_once_and_half_of_the_attention():
+def test_mfu_counts_the_output_matrix_once_half_of_the_attention_and_experts_that_are_passed():
     one = model_with(MODEL, blocks=1, dense_layers=1, moe_layers=0, prefix_layers=0)
     active = sum(math.prod(shape) for shape in all_shapes(one))
     attention = 6 * 1 * 5 * 100 * (7 + 6 + 9) / 2
     assert per_token(one, 100) == 6 * active + attention
     untied = dataclasses.replace(one, tie_word_embeddings=False)
     assert per_token(untied, 100) == 6 * active + attention
-
-
-def test_mfu_counts_only_the_experts_that_a_token_passes():
     more = dataclasses.replace(MODEL, n_routed_experts=16)
     idle = per_token(more, 64) - per_token(MODEL, 64)
     assert idle == 6 * 3 * (40 * 8 + 8)  # only the routers' columns and biases

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -94,7 +95,7 @@ def test_files_that_are_left_out_are_reported_and_much_text_is_refused(tmp_path,
     assert texts(tmp_path / "skipped", files, "--skip-bad") == TEXTS
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a"])
+@pytest.mark.parametrize("name", ["a.txt", "a.parquet", "a.txt.gz", "a"])
 def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
     for flags in ([], ["--as", "text"]):
@@ -108,21 +109,14 @@ def test_as_text_reads_all_files_as_text_which_may_be_longer_than_a_shard(tmp_pa
     assert found == [LINES.decode(), "a,b" * 99]
 
 
-DEEP = [{"data": {"text": t}, "text": 1} for t in TEXTS]
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("a.jsonl", lines_of(DEEP)),
-        ("a.json", json.dumps(DEEP).encode()),
-        ("a.parquet", parquet(DEEP)),
-    ],
-)
-def test_a_field_may_lie_in_another(tmp_path, name, content):
-    assert texts(tmp_path, {name: content}, "--text-field", "data.text") == TEXTS
-    with pytest.raises(ValueError, match=r"field 'text'; .*: data\.text"):
-        texts(tmp_path / "2", {name: content})
+def test_a_field_may_lie_in_another(tmp_path):
+    rows = [{"data": {"text": t}, "text": 1} for t in TEXTS]
+    forms = {"jsonl": lines_of(rows), "json": json.dumps(rows).encode(), "parquet": parquet(rows)}
+    files = {f"a.{kind}": content for kind, content in forms.items()}
+    assert texts(tmp_path, files, "--text-field", "data.text") == TEXTS * 3
+    for name in files:
+        with pytest.raises(ValueError, match=r"field 'text'; .*: data\.text"):
+            texts(tmp_path / name, {name: files[name]})
 
 
 def test_links_are_followed_unless_they_are_broken_or_circular(tmp_path):
@@ -154,11 +148,9 @@ REFUSED = [
     ("a.jsonl", LINES + b'{"text"\n', r"a.jsonl:6 is not a line of JSON"),
     ("a.json", ARRAY[:-20], "a.json cannot be read as JSON array"),
     ("a.jsonl", b'{"text": ["a"], "body": "b"}', "jsonl:1 has no text .*; fields with text: body"),
-    ("a.jsonl", b'{"text": 1}\n', "in the field 'text'; fields with text: none"),
     ("a.jsonl", b'{"text": null}\n', "a.jsonl:1 has null in the field 'text'"),
     ("a.parquet", NULL, "a.parquet, row 1, has null in the field 'text'"),
     ("a.parquet", parquet([{"text": LATIN_1}]), r"row 1, has bytes .* not UTF-8\. Choose"),
-    ("a.jsonl", UTF_16, "a.jsonl:1 has NUL bytes"),
     ("a.jsonl", LINES + b"\0" * 99, "a.jsonl:6 has NUL bytes"),
     ("a.json", COLUMNS, r"a.json:1 is a table by columns, .* to_json\(orient="),
     ("a.jsonl", b'{"text": "a"}\n["x"]\n', "a.jsonl:2 has no text"),
@@ -167,7 +159,6 @@ REFUSED = [
     ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read .*gzip"),
     ("b.gz", LINES, "b.gz cannot be read as any kind .*gzip"),
     ("a.jsonl.gz", gzip.compress(LINES)[:-9], "ended before the end"),
-    ("a.jsonl.zst", zstd.compress(LINES)[:-3], "ended before"),
     ("a.parquet", b"PAR1" + b"x" * 99, "a.parquet cannot be read as Parquet"),
     ("a.jsonl", LONG + LINES, "a record of more than"),
 ]
@@ -182,10 +173,8 @@ def test_what_cannot_be_read_is_refused_in_one_line_or_skipped(
         texts(tmp_path, {name: content})
     assert "\n" not in str(refused.value)
     assert not list((tmp_path / "out").rglob("index.json"))
-    good, expected = (
-        ({"z.txt": b"hello"}, ["hello"]) if ".txt" in name else ({"z.jsonl": LINES}, TEXTS)
-    )
-    assert texts(tmp_path, {name: content} | good, "--skip-bad")[-len(expected) :] == expected
+    good, last = ({"z.txt": b"b"}, ["b"]) if ".txt" in name else ({"z.jsonl": LINES}, TEXTS)
+    assert texts(tmp_path, {name: content} | good, "--skip-bad")[-len(last) :] == last
     assert "left out" in capsys.readouterr().out
 
 
@@ -205,14 +194,6 @@ def test_a_hub_data_set_gives_a_split_for_each_data_file_or_is_refused(tmp_path)
     assert prepared.texts_of(tmp_path / "out" / "train") == TEXTS * 3
     with pytest.raises(ValueError, match=r"cannot be opened \(Bad split: nope.*--hf-split"):
         prepared.prepare(f"hf:{folder}", tmp_path / "other", "--hf-split", "nope")
-    (tmp_path / "scripted").mkdir()
-    (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit")
-    with pytest.raises(ValueError, match=r"cannot be opened \(.*script") as refused:
-        prepared.prepare(f"hf:{tmp_path}/scripted", tmp_path / "other")
-    assert "\n" not in str(refused.value)
-
-
-# --- division into splits -------------------------------------------------------------------------
 
 
 def read(path, size=64 * 2**20):
@@ -233,7 +214,7 @@ def test_a_file_of_lines_is_divided_at_line_ends_wherever_its_parts_begin(tmp_pa
     path.write_bytes(bom + lines_of(lines) + b"\n\n")
     whole, *none = read(path)
     assert not none and [text for _, _, text, *_ in whole] == [line["text"] for line in lines]
-    for size in (4, 7, 17, 18, 19, 60, 1000):
+    for size in (4, 17, 18, 19, 60, 1000):
         parts = list(read(path, size))
         assert len(parts) == -(-path.stat().st_size // size)
         assert [document for part in parts for document in part] == whole
@@ -244,17 +225,15 @@ def test_a_file_of_lines_is_divided_at_line_ends_wherever_its_parts_begin(tmp_pa
 
 
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
-@pytest.mark.parametrize("text", ["é\n" * 40, "x" * 100, "\n" * 20 + "y", "ab\ncd" * 15 + "\n"])
+@pytest.mark.parametrize("text", ["é\n" * 40, "x" * 100, "\n" * 20 + "y"])
 def test_a_file_of_text_stays_one_document_wherever_it_is_divided(tmp_path, bom, text):
     path = tmp_path / "a.txt"
     path.write_text(bom + text)
     for size in (1, 2, 5, 33, 10_000):
         parts = list(read(path, size))
-        names, positions, found, begins, ends = zip(
-            *[d for part in parts for d in part], strict=True
-        )
+        names, positions, found, begins, ends = zip(*itertools.chain(*parts), strict=True)
         assert "".join(found) == text and len(found) == len(parts)
-        assert (set(names), set(positions)) == ({"a.txt"}, {0})
+        assert {*names, *positions} == {"a.txt", 0}
         assert begins == (True,) + (False,) * (len(parts) - 1) == ends[::-1]
     out = tmp_path / "out"
     prepared.prepare(path, out, "--val-share", 0, "--split-mb", 33 / 2**20)
@@ -263,11 +242,10 @@ def test_a_file_of_text_stays_one_document_wherever_it_is_divided(tmp_path, bom,
 
 def test_row_groups_of_a_large_file_are_splits(tmp_path):
     path = tmp_path / "a.parquet"
-    path.write_bytes(parquet([{"text": f"row {n}"} for n in range(20)]))
+    path.write_bytes(parquet(ROWS * 4))
     parts = list(read(path, 300))
-    assert len(parts) > 2
     found = [(position, text) for part in parts for _, position, text, *_ in part]
-    assert found == [(n, f"row {n}") for n in range(20)]
+    assert len(parts) > 2 and found == [*enumerate(TEXTS * 4)]
 
 
 def test_small_files_share_a_split_and_a_compressed_one_is_not_divided(tmp_path):

@@ -31,13 +31,9 @@ def found(tmp_path, name, text):
     return [(line, reason) for _, line, reason, _ in lint_prose.findings(path)]
 
 
-def test_words_are_counted_by_sentence_with_inline_code_as_one():
-    text = "One two three. Four `five six\nseven` eight!\n\n- nine ten eleven\n- no"
-    counted = [(s.line, s.words) for s in lint_prose.sentences(text)]
-    assert counted == [(1, 3), (1, 3), (4, 3)]
-
-
 def test_long_sentences_are_found_in_documents_and_docstrings(tmp_path):
+    text = "One two three. Four `five six\nseven` eight!\n\n- nine ten eleven\n- no"
+    assert [(s.line, s.words) for s in lint_prose.sentences(text)] == [(1, 3), (1, 3), (4, 3)]
     assert found(tmp_path, "README.md", GOOD) == found(tmp_path, "page.md", GOOD) == []
     assert (3, "42 words, more than 40") in found(tmp_path, "page.md", f"# Title\n\n{LONG}\n")
     code = f'def f():\n    """Return it.\n\n    {LONG}\n    """\n'
@@ -50,32 +46,16 @@ def test_the_mean_is_bounded_more_strictly_in_the_readme_which_has_few_long_sent
     assert found(tmp_path, "page.md", text) == []
     [(_, reason)] = found(tmp_path, "README.md", text)
     assert reason == "16.0 words a sentence on average, more than 15"
-    short, long = "Three short words. ", f"{'word ' * 29}ends. "
-    assert found(tmp_path, "README.md", short * 19 + long) == []
-    [(_, reason)] = found(tmp_path, "README.md", short * 9 + long)
+    [(_, reason)] = found(tmp_path, "README.md", f"{'Three short words. ' * 9}{'word ' * 29}ends. ")
     assert reason == "10% of sentences above 28 words, more than 6%"
-
-
-@pytest.mark.parametrize(
-    "phrase",
-    [
-        *("is_told", "were\ntold", "tells_of", "goes_on_from", "M+end", "m+ended", "put_aside"),
-        *("pretend_devices", "pretend_hosts", "spread_experts", "gathered_experts", "made_again"),
-        *("by_itself_alone", "asked_for", "looks_at", "kept_for_the_backward_pass"),
-        *("part_of_a_sum", "chunks_of_layers", "room_at_each_expert", "texts_go_on"),
-        *("far_rates", "before_you_book", "whole_checkpoint"),
-    ],
-)
-def test_a_refused_phrase_is_found(tmp_path, phrase):
-    phrase = phrase.replace("_", " ").replace("+", "")
-    [(line, reason)] = found(tmp_path, "page.md", f"A run\n{phrase} here.\n")
-    assert line == 2 and reason.startswith(repr(" ".join(phrase.split())))
 
 
 def test_phrases_are_found_in_comments_strings_and_scripts_and_not_in_code(tmp_path):
     code = "# We put\n# A.\ntext = (\n    f'{name} is '\n    'B so'\n)\nis_B, put = B, A"
     code = code.replace("A", "aside").replace("B", "told")
     assert [line for line, _ in found(tmp_path, "code.py", code)] == [4, 1]
+    page = "A run\nwere\nA. M+end".replace("A.", "told.").replace("M+", "M")
+    assert [line for line, _ in found(tmp_path, "page.md", page)] == [2, 3]
     script = "#!/bin/sh\n# goes on\n# from here\necho 'A it'".replace("A", "fix or m" + "end")
     assert [line for line, _ in found(tmp_path, "script.sh", script)] == [2, 4]
 
@@ -90,7 +70,7 @@ def test_a_finding_ends_the_command_with_1_and_is_printed_with_its_line(tmp_path
     assert f"{page}:2: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("marker", ["- b", "* b", "+ b", "> b", "1. b", "## b"])
-def test_a_line_that_was_wrapped_before_a_marker_is_found(tmp_path, marker):
-    [(line, reason)] = found(tmp_path, "page.md", f"The result is `a\n{marker}` and c.\n")
-    assert line == 2 and reason == "begins a list or heading within a paragraph"
+def test_a_line_that_was_wrapped_before_a_marker_is_found(tmp_path):
+    for marker in ("-", "*", "+", ">", "1.", "##"):
+        [(line, reason)] = found(tmp_path, "page.md", f"The result is `a\n{marker} b` and c.\n")
+        assert line == 2 and reason == "begins a list or heading within a paragraph"

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import itertools
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -27,8 +26,6 @@ from prepared import files_of, texts_of, tokens_of
 TRICKY = "<|endoftext|> é 漢字 🙂 \x00\t\r\n  x=1\n\n\n    return 1234567 <|fim_prefix|>  "
 SAMPLE = load_tokenizer("sample")
 BYTE_TABLE = {bytes([byte]): byte for byte in range(256)}
-
-
 run = prepared.prepare
 
 
@@ -38,15 +35,12 @@ def texts(tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     for number in range(40):
-        name = f"sub/{number}.txt" if number % 3 else f"{number}.txt"
+        name = f"{'sub/' * (number % 3 > 0)}{number}.txt"
         (folder / name).write_text(f"text {number} " * (number + 1))
     (folder / "tricky.md").write_bytes(TRICKY.encode())
     (folder / "empty.txt").touch()
     (folder / ".hidden.txt").write_text("not read")
     return folder
-
-
-# --- the tokenizer --------------------------------------------------------------------------------
 
 
 def test_the_sample_tokenizer_has_all_bytes_and_decodes_what_it_encodes():
@@ -55,17 +49,15 @@ def test_the_sample_tokenizer_has_all_bytes_and_decodes_what_it_encodes():
     tokens = [SAMPLE.decode_single_token_bytes(i) for i in range(last)]
     assert tokens[:256] == [*BYTE_TABLE] and len(set(tokens)) == last
     characters = np.random.default_rng(0).integers(1, 0xD800, 20_000)
-    for text in (TRICKY, "".join(map(chr, characters)), " " * 300_000, "a" * 300_000, ""):
-        assert SAMPLE.decode(SAMPLE.encode_ordinary(text)) == text
     code = Path(json.__file__).read_text()
+    for text in (TRICKY, "".join(map(chr, characters)), " " * 300_000, "a" * 300_000, code):
+        assert SAMPLE.decode(SAMPLE.encode_ordinary(text)) == text
     assert len(SAMPLE.encode_ordinary(code)) < len(code) / 1.5
 
 
 def encoding_of(pattern, end=256):
-    special = {"<|endoftext|>": end}
-    return tiktoken.Encoding(
-        "x", pat_str=pattern, mergeable_ranks=BYTE_TABLE, special_tokens=special
-    )
+    fields = {"mergeable_ranks": BYTE_TABLE, "special_tokens": {"<|endoftext|>": end}}
+    return tiktoken.Encoding("x", pat_str=pattern, **fields)
 
 
 def test_the_table_hash_sees_the_pattern_the_ranks_and_end_of_text():
@@ -90,19 +82,6 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_with_the_fix(tmp_path, monke
         load_tokenizer("p50k_edit")
 
 
-# --- training it ----------------------------------------------------------------------------------
-
-
-def merge(parts, pair):
-    merged = []
-    for part in parts:
-        if merged and (merged[-1], part) == pair:
-            merged[-1] += part
-        else:
-            merged.append(part)
-    return merged
-
-
 def reference_bpe(words, size):
     """All pairs counted anew for each merge; of equally frequent ones the one of lower ids."""
     spelled = {bytes([byte]): character for character, byte in BYTES.items()}
@@ -115,12 +94,17 @@ def reference_bpe(words, size):
                 pairs[pair] += count
         best = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]))
         tokens.append(best[0] + best[1])
-        words = [(merge(parts, best), count) for parts, count in words]
+        for parts, _ in words:
+            at = 0
+            while at < len(parts) - 1:
+                if (parts[at], parts[at + 1]) == best:
+                    parts[at : at + 2] = [tokens[-1]]
+                at += 1
     return [*BYTE_TABLE, *tokens[256:]]
 
 
 def test_train_makes_the_same_tokens_as_counting_all_pairs_anew():
-    text = Path(json.__file__).read_text()
+    text = Path(json.__file__).read_text()[:5000]
     words = Counter(regex.findall(SAMPLE_PATTERN, text))
     assert train_tokenizer.train([text], 400) == reference_bpe(words, 400)
     assert train_tokenizer.train(["ab"], 4096)[256:] == [b"ab"]  # there are no more pairs
@@ -136,18 +120,12 @@ def test_the_tokenizer_learns_from_training_files_only(tmp_path, monkeypatch, ca
     train_tokenizer.main(["--out", str(out), "--vocab-size", "260"])
     learned = [line.split()[0] for line in out.read_bytes().splitlines()[256:]]
     assert [base64.b64decode(token) for token in learned] == [b"el", b"hel", b"lo"]
-    line = f"held-out files: {len(held_out)}, {100 * len(held_out)} bytes, 1.000 bytes per token"
-    assert line in capsys.readouterr().out
+    assert f"{100 * len(held_out)} bytes, 1.000 bytes per token" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--vocab-size 256 is too small"):
         train_tokenizer.main(["--out", str(out), "--vocab-size", "256"])
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
-def test_shards_hold_every_document_by_the_stated_rules_and_manifests_describe_them(
-    texts, tmp_path
-):
+def test_shards_hold_every_document_and_manifests_describe_them(texts, tmp_path):
     flags = "--val-share 0.3 --shard-tokens 500"
     run(texts, tmp_path / "out", *flags.split())
     expected = {"train": [], "val": []}
@@ -159,18 +137,18 @@ def test_shards_hold_every_document_by_the_stated_rules_and_manifests_describe_t
     assert len(expected["train"]) > 20 and len(expected["val"]) > 5
     for split, documents in expected.items():
         folder = tmp_path / "out" / split
-        ids, manifest = tokens_of(folder), read_manifest(folder)
-        assert texts_of(folder) == documents
+        manifest = read_manifest(folder)
+        ids = [[*SAMPLE.encode_ordinary(text), SAMPLE.eot_token] for text in documents]
+        ids = np.concatenate(ids).astype(np.uint16)
+        np.testing.assert_array_equal(tokens_of(folder), ids, strict=True)
         assert (manifest.subset, manifest.tokenizer) == (split, "sample")
         assert (manifest.vocab_size, manifest.end_of_text) == (SAMPLE.n_vocab, SAMPLE.eot_token)
-        assert manifest.tokenizer_sha256 == table_sha256(SAMPLE)
-        assert (manifest.dtype, ids.dtype) == ("uint16", np.uint16)
+        assert manifest.tokenizer_sha256 == table_sha256(SAMPLE) and manifest.dtype == "uint16"
         assert (manifest.tokens, manifest.documents) == (len(ids), len(documents))
         assert manifest.text_bytes == sum(len(text.encode()) for text in documents)
         assert manifest.command == f"python data/prepare.py --source {texts} {flags}"
         assert not {"out", "workers", "overwrite", "left_out"} & manifest.settings.keys()
         assert [s.tokens for s in manifest.shards[:-1]] == [500] * (len(manifest.shards) - 1)
-        assert 0 < manifest.shards[-1].tokens <= 500
         for shard in manifest.shards:
             content = (folder / shard.name).read_bytes()
             assert shard.bytes == len(content)
@@ -188,9 +166,8 @@ def test_a_run_of_a_million_spaces_is_encoded_by_patterns_that_step_back():
     text = " " * 1_000_000 + "x"
     document = Document("x.txt", 0, [Chunk(text[:70]), Chunk(text[70:])])
     assert [len(chunk.text) for chunk in resize(document.chunks)] == [400_000, 400_000, 200_001]
-    ids, weights, sizes = zip(*encoder.encode(document), strict=True)
-    assert np.concatenate(ids).tolist() == [*text.encode(), 256]
-    assert (set(weights), sum(sizes)) == ({None}, 1_000_001)
+    ids, _, sizes = zip(*encoder.encode(document), strict=True)
+    assert np.concatenate(ids).tolist() == [*text.encode(), 256] and sum(sizes) == 1_000_001
 
 
 def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, monkeypatch):
@@ -216,37 +193,23 @@ def test_a_limit_of_tokens_takes_the_first_documents_and_reads_no_later_split(
     assert len(read) < 10  # each has a document or two
 
 
-# --- sources --------------------------------------------------------------------------------------
-
-
 def test_the_standard_library_is_read_without_tests_and_generated_files(tmp_path, monkeypatch):
-    kept = ["abc.py", "json/decoder.py", "unittest/mock.py", "testing.py"]
-    left = ["test/a.py", "lib2to3/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d/e.py"]
-    left += ["dist-packages/f.py", "__pycache__/g.py", "_sysconfigdata__linux_x86_64.py"]
-    left += ["abc.pyc", "json/data.txt"]
-    for name in kept + left:
+    kept = ["abc.py", "json/decoder.py", "testing.py", "unittest/mock.py"]
+    left = """test/a.py lib2to3/tests/b.py idlelib/idle_test/c.py site-packages/d/e.py
+        dist-packages/f.py __pycache__/g.py _sysconfigdata__linux_x86_64.py abc.pyc json/data.txt"""
+    for name in kept + left.split():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    config = Prepare(source="python-stdlib", out="")
-
-    def names():
-        return [part.name for split in sources.open_source(config).splits for part in split]
-
-    assert "json/decoder.py" in names()
-    assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", name) for name in names())
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: tmp_path)
-    assert names() == sorted(kept)
-
-
-# --- what is refused ------------------------------------------------------------------------------
+    splits = sources.open_source(Prepare(source="python-stdlib", out="")).splits
+    assert [part.name for split in splits for part in split] == kept
 
 
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
         (["--val-share", "1.5"], "--val-share 1.5 is not a share"),
-        (["--val-share", "-0.1"], "--val-share -0.1 is not a share"),
         (["--shard-tokens", "0"], "--shard-tokens 0 is too small"),
         (["--max-tokens", "-1"], "--max-tokens -1 is too small"),
         (["--workers", "-1"], "--workers -1 is too small"),
@@ -279,9 +242,6 @@ def test_the_fix_in_an_error_message_works_in_the_same_folder(tmp_path):
     assert texts_of(out / "train") == [f"row {n}" for n in range(200)]
     with pytest.raises(ValueError, match="is not a line of JSON"):  # and not finished without it
         run(path, out, *split, "--text-field", "body")
-
-
-# --- prepared again -------------------------------------------------------------------------------
 
 
 def test_what_is_prepared_is_kept_and_replaced_only_by_overwrite(

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import math
 
@@ -15,7 +14,6 @@ V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 SMALLER = {"train.global_batch_size": 32, "model.num_attention_heads": 6}
 JAXFORMER = utils.changed(make_compiled.config_of("jaxformer"), SMALLER)
 MOE = make_compiled.config_of("gpu-moe-none-8x1x1")
-DENSE = make_compiled.config_of("dense-names-4x4x2")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,7 @@ def test_all_meshes_of_a_number_of_chips_are_listed():
 
 def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first(found):
     ranked = {c.config.mesh.shape[1:] for c in found.best}
-    assert ranked | set(found.rejected) == set(search.meshes(4))
-    assert not ranked & set(found.rejected)
+    assert sorted([*ranked, *found.rejected]) == sorted(search.meshes(4))
     heads = "--model.num_attention_heads 6 is not divisible by --mesh.tensor 4"
     assert heads in found.rejected[1, 1, 4]
     times = [c.predicted.serial_step_s for c in found.best]
@@ -43,14 +40,11 @@ def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first
 def test_shared_traces_predict_what_separate_traces_predict(found):
     for candidate in found.best[::2]:
         shared, own = candidate.predicted, cost.predict(candidate.config, V4)
-        for name, bound in (
-            ("memory_bytes_per_chip", 0.002),  # slots of experts are rounded once
-            ("flops_per_chip", 0.002),
-            ("collective_bytes_per_chip", 0.002),
-            # What the loss does once for all its chunks is counted for every two of them.
-            ("serial_step_s", 0.02),
-        ):
-            assert getattr(shared, name) == pytest.approx(getattr(own, name), rel=bound), name
+        for name in ("memory_bytes", "flops", "collective_bytes"):
+            of_each = (getattr(p, f"{name}_per_chip") for p in (shared, own))
+            assert next(of_each) == pytest.approx(next(of_each), rel=0.002)  # slots are rounded
+        # What the loss does once for all its chunks is counted for every two of them.
+        assert shared.serial_step_s == pytest.approx(own.serial_step_s, rel=0.02)
     dropless = config_of((2, 1, 4), capacity_factor=0.0, train={"remat": "hidden,expert_in"})
     shared, own = (cost.predict(dropless, V4, shared=s) for s in (True, False))
     assert shared.flops_per_chip == own.flops_per_chip
@@ -58,7 +52,6 @@ def test_shared_traces_predict_what_separate_traces_predict(found):
 
 
 def test_no_neighbour_of_the_best_is_faster(found):
-    """Each setting that a search chooses is changed by hand."""
     best = found.best[0]
     changes = [
         *({"train.microbatches": m} for m in cost.divisors(32 // best.config.mesh.fsdp)),
@@ -78,16 +71,12 @@ def test_no_neighbour_of_the_best_is_faster(found):
 
 def test_given_flags_are_fixed():
     fixed = frozenset(["train.remat", "mesh.tensor", "train.microbatches"])
-    found = search.search(JAXFORMER, V4, 8, fixed)
-    assert found.best
-    for candidate in found.best:
-        c = candidate.config
-        assert c.train.remat == JAXFORMER.train.remat
-        assert c.mesh.tensor == 2 and c.train.microbatches == 8
+    configs = [candidate.config for candidate in search.search(JAXFORMER, V4, 8, fixed).best]
+    found = {(c.train.remat, c.mesh.tensor, c.train.microbatches) for c in configs}
+    assert found == {(JAXFORMER.train.remat, 2, 8)}
 
 
 def test_experts_are_sharded_on_one_host_if_all_of_them_fit():
-    """One host of H100s has room for all experts, and no reason to send every token to them."""
     flags = dict.fromkeys(results.MESH_FLAGS, 1) | {"mesh.fsdp": 8}
     fixed = frozenset([*results.MESH_FLAGS, "train.microbatches"])
     found = search.search(utils.changed(MOE, flags | {"mesh.virtual": 1}), H100, 8, fixed)
@@ -98,14 +87,11 @@ def test_experts_are_sharded_on_one_host_if_all_of_them_fit():
 
 
 def test_remat_policies_save_less_and_less_of_the_models_residuals():
-    policies = search.remat_policies(DENSE, V4)
+    policies = search.remat_policies(make_compiled.config_of("dense-names-4x4x2"), V4)
     assert policies[0] == "none" and policies[-1] == "full"
     names = [set(policy.split(",")) for policy in policies[1:-1]]
     assert names[0] == {"latents", "attention", "attention_out", "mlp_in", "hidden"}
     assert all(len(more - less) == 1 for more, less in itertools.pairwise(names))
-    configs = [utils.changed(DENSE, {"train.remat": policy}) for policy in policies[1:]]
-    memory = [sum(cost.memory(cost.Step(config, "tpu")).values()) for config in configs]
-    assert memory == sorted(memory, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +105,9 @@ def test_remat_policies_save_less_and_less_of_the_models_residuals():
     ],
 )
 def test_impossible_numbers_of_chips_are_refused_with_a_reason(chips, fixed, message):
-    config = dataclasses.replace(JAXFORMER, mesh=dataclasses.replace(JAXFORMER.mesh, **fixed))
+    fields = {f"mesh.{axis}": size for axis, size in fixed.items()}
     with pytest.raises(ValueError, match=message):
-        search.search(config, V4, chips, frozenset(f"mesh.{axis}" for axis in fixed))
+        search.search(utils.changed(JAXFORMER, fields), V4, chips, frozenset(fields))
 
 
 def test_a_search_without_a_chip_ranks_by_flops():

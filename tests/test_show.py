@@ -37,10 +37,8 @@ def test_windows_are_printed_with_their_places(run, capsys):
     ("flags", "message"),
     [
         ("", "Use one, as --step 1"),
-        ("--step 1 --windows 2", "Use one, as --step 1"),
         ("--step 0", "a --step from 1, or --windows. Use one, as --step 1"),
         ("--windows 3 100000000", "--windows 100000000 is not a window of .* from 0 to"),
-        ("--windows -1", "--windows -1 is not a window"),
         ("--run absent --step 1", "--run absent does not exist. Give the folder of a run"),
     ],
 )

@@ -4,8 +4,8 @@
     ./run.sh python tests/tokens_same.py --wheels wheels --mb 40 --tokenizer cl100k_base
 
 The text: awkward cases; words of letters of every script of Unicode; what lies in --wheels; the
-standard library and installed packages. A folder of wheels with text in many languages, some 100 of
-them in the translations of Django:
+standard library. A folder of wheels with text in many languages, some 100 of them in the
+translations of Django:
 
     ./run.sh python -m pip download --no-deps --dest wheels django sphinx
 
@@ -19,10 +19,10 @@ import json
 import random
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import unicodedata
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.encode import CHUNK_CHARACTERS
-from data.manifest import read_manifest
-from data.settings import Prepare, in_validation
+from data.settings import Prepare
 from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
 from prepared import tokens_of
@@ -51,27 +50,20 @@ class Flags:
     tokenizer: str = "sample"  # sample, or a name of tiktoken's
     mb: float = 24  # of text to compare, if there is that much
     wheels: Path | None = None  # folder of .whl files with more text
-    workers: int = 2  # of the preparation
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-NAMES = ("endoftext", "fim_prefix", "fim_middle", "endofprompt", "im_start")
-SPECIALS = [f"<|{name}|>" for name in NAMES]
 RUNS = [c * n for c in " \t\n\r\xa0\u3000a1.é漢🙂" for n in (1, 2, 3, 4, 5, 7, 8, 9, 31, 1000)]
 AWKWARD = [
-    *SPECIALS,
-    *(f"a{special}b\n{special}{special} {special[:-1]}" for special in SPECIALS),
+    *(f"<|{name}|>" for name in ("endoftext", "fim_prefix", "endofprompt", "im_start")),
+    "a<|endoftext|>b\n<|endoftext|><|endoftext|> <|endoftext|",
     *RUNS,
     *(f"x{run}y" for run in RUNS),
     "\r\n\r\n  \r\n\t\r\nif x:\r\n    y = 1\r\n",
-    "a\ud800b",  # half a surrogate pair, which is replaced
-    "\udfff\ud800",
+    *("a\ud800b", "\udfff\ud800"),  # halves of surrogate pairs, which are replaced
     # Emoji that are joined, a flag, a colour of skin, a keycap.
     "\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",
     "e\u0301 n\u0303 a\u0327\u0323 \u0915\u094d\u0937 \u200f\u200e\u202e\ufeff",
-    "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad",
-    "It's I'LL we've THEY'D don\u2019t \u017f'\u017f K'K\u212a",
+    "\u0000 \u007f \u0085 \u2028 \u2029 \u00ad It's I'LL THEY'D don\u2019t \u017f'\u017f K'K\u212a",
     *("0123456789" * 500, "Donaudampfschifffahrt" * 2000, "漢字かな" * 2000),
     *(" " * (CHUNK_CHARACTERS + 5), "word " * (CHUNK_CHARACTERS // 2)),
 ]
@@ -79,16 +71,14 @@ AWKWARD = [
 
 def scripts() -> Iterator[str]:
     """Yield words of each script: every letter, mark and digit once, then random ones."""
-    draw, found = random.Random(0), {}
-    between = [" ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
+    draw, found = random.Random(0), defaultdict(list)
+    between = [*[""] * 30, " ", " ", " ", ", ", ".\n", "  ", "\n\n", "-", "'s "]
     for character in map(chr, range(0xA0, sys.maxunicode + 1)):
         if unicodedata.category(character)[0] in "LMN":
-            name = unicodedata.name(character, "").split(" ")[0]
-            found.setdefault(name, []).append(character)
+            found[unicodedata.name(character, "").split(" ")[0]].append(character)
     for characters in found.values():
-        left = iter(characters + draw.choices(characters, k=1500))
-        words = iter(lambda left=left: "".join(itertools.islice(left, draw.randint(1, 9))), "")
-        yield "".join(word + draw.choice(between) for word in words)
+        letters = characters + draw.choices(characters, k=1500)
+        yield "".join(letter + draw.choice(between) for letter in letters)
 
 
 def of_wheels(folder: Path) -> Iterator[str]:
@@ -100,102 +90,56 @@ def of_wheels(folder: Path) -> Iterator[str]:
                     yield packed.read(name).decode(errors="replace")
 
 
-def of_python() -> Iterator[str]:
-    """Yield the Python files that every machine has."""
-    yield from (text for _, text in documents(Prepare(source=STDLIB, out="")))
-    for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
 def mixed(mb: float, wheels: Path | None = None) -> list[str]:
-    """Return shuffled documents of about `mb`."""
+    """Return documents of about `mb`."""
     of_packages = of_wheels(wheels) if wheels else ()
+    of_python = (text for _, text in documents(Prepare(source=STDLIB, out="")))
     found, left = [], mb * 1e6
-    for text in filter(None, itertools.chain(AWKWARD, scripts(), of_packages, of_python())):
+    for text in filter(None, itertools.chain(AWKWARD, scripts(), of_packages, of_python)):
         if left <= 0:
             break
         found.append(text)
         left -= len(text.encode(errors="replace"))
-    random.Random(0).shuffle(found)
     return found
 
 
-def beyond_latin(text: str) -> int:
-    """Bytes of letters and marks whose names do not begin with LATIN."""
-    foreign = (c for c in text if c > "\x7f" and unicodedata.category(c)[0] in "LM")
-    names = ((c, unicodedata.name(c, "LATIN")) for c in foreign)
-    return sum(len(c.encode()) for c, name in names if not name.startswith("LATIN"))
-
-
-# --- both sides -----------------------------------------------------------------------------------
-
-
-def write_shards(documents: list[str], out: Path, flags: Flags) -> None:
+def prepared_ids(documents: list[str], out: Path, tokenizer: str) -> list[list[int]]:
+    """Return the ids of each document without end-of-text, as they are read back from shards."""
     source = out.with_name("documents.jsonl")
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     command = [sys.executable, ROOT / "data" / "prepare.py", "--source", source, "--out", out]
-    command += ["--tokenizer", flags.tokenizer, "--workers", str(flags.workers)]
+    command += ["--tokenizer", tokenizer, "--workers", "2", "--val-share", "0"]
     command += ["--shard-tokens", "300000"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def read_back(out: Path) -> Iterator[list[int]]:
-    """The ids of each document, in their order in the source, without end-of-text."""
-    splits = {name: of_split(out / name) for name in ("train", "val")}
-    position = 0
-    for line in out.with_name("documents.jsonl").read_bytes().splitlines(keepends=True):
-        is_val = in_validation("documents.jsonl", position, Prepare.val_share)
-        if (found := next(splits["val" if is_val else "train"], None)) is None:
-            break
-        yield found
-        position += len(line)
-    assert not any([*rest] for rest in splits.values())
-
-
-def of_split(folder: Path) -> Iterator[list[int]]:
-    ids = tokens_of(folder)
-    ends = np.flatnonzero(ids == read_manifest(folder).end_of_text)
+    ids = tokens_of(out / "train")
+    ends = np.flatnonzero(ids == load_tokenizer(tokenizer).eot_token)
     assert ends[-1] == len(ids) - 1
-    for start, end in itertools.pairwise([-1, *ends]):
-        yield ids[start + 1 : end].tolist()
+    return [ids[start + 1 : end].tolist() for start, end in itertools.pairwise([-1, *ends])]
 
 
-def directly(tokenizer: tiktoken.Encoding, text: str) -> list[int]:
-    cuts = range(0, len(text), CHUNK_CHARACTERS)
-    found = (tokenizer.encode_ordinary(text[cut : cut + CHUNK_CHARACTERS]) for cut in cuts)
-    return [*itertools.chain(*found)]
-
-
-def compared(
+def differing(
     documents: list[str], coded: Iterable[list[int]], tokenizer: tiktoken.Encoding
-) -> tuple[str, list[int]]:
-    """Return (summary, numbers of documents that differ, or that only one side has)."""
-    differ, tokens = [], 0
+) -> list[int]:
+    """Return numbers of documents that differ, or that only one side has."""
+    found = []
     for number, (text, ids) in enumerate(itertools.zip_longest(documents, coded)):
-        if text is None or ids is None or directly(tokenizer, text) != ids:
-            differ.append(number)
-        tokens += len(ids or ())
-    chunked = sum(len(text) > CHUNK_CHARACTERS for text in documents)
-    sizes = (sum(len(text.encode(errors="replace")) for text in documents) / 1e6,)
-    sizes += (sum(map(beyond_latin, documents)) / 1e6,)
-    summary = (
-        f"{len(documents):,} documents ({chunked} in several chunks), {sizes[0]:.1f} MB "
-        f"({sizes[1]:.2f} MB of letters beyond Latin), {tokens:,} tokens of {tokenizer.name}: "
-        f"{len(differ)} documents differ from tiktoken"
-    )
-    return summary, differ
+        cuts = range(0, len(text or ""), CHUNK_CHARACTERS)
+        chunks = [tokenizer.encode_ordinary(text[cut : cut + CHUNK_CHARACTERS]) for cut in cuts]
+        if text is None or [*itertools.chain(*chunks)] != ids:
+            found.append(number)
+    return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+def main() -> int:
+    flags = tyro.cli(Flags, description=__doc__)
     documents = mixed(flags.mb, flags.wheels)
     with tempfile.TemporaryDirectory(prefix="tokens-same-") as folder:
-        out = Path(folder) / "out"
-        write_shards(documents, out, flags)
-        summary, differ = compared(documents, read_back(out), load_tokenizer(flags.tokenizer))
-    print(summary)
-    for number in differ[:5]:
-        print(f"  {number}: {documents[number][:80]!r}" if number < len(documents) else "  more")
+        coded = prepared_ids(documents, Path(folder) / "out", flags.tokenizer)
+    differ = differing(documents, coded, load_tokenizer(flags.tokenizer))
+    mb = sum(len(text.encode(errors="replace")) for text in documents) / 1e6
+    tokens = sum(map(len, coded))
+    print(f"{len(documents):,} documents, {mb:.1f} MB, {tokens:,} tokens of {flags.tokenizer}:")
+    print(f"{len(differ)} documents differ from tiktoken {differ[:5] or ''}")
     return bool(differ)
 
 

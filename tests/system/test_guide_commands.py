@@ -13,47 +13,37 @@ from runtime import cli
 from test_guide import PROBLEMS, check
 from test_guide_text import TEXTS
 
-SOLUTIONS = {
-    "tensor_parallel_mlp": "return jax.lax.psum(jax.nn.relu(x @ up) @ down, 'tensor')",
-    "schedule_tasks": "return 2 * pipeline - 2 - rank + microbatch",
-    "feistel_inverse": "return right ^ hashed(left), left",
-    "lost_share": "return save_s / interval_s + interval_s / (2 * failure_s)",
-    "owner": "return max(i for i, begin in enumerate(begins) if begin <= first_byte)",
+SOLUTIONS = {  # «a part of it | a mistake»
+    "tensor_parallel_mlp": "return «jax.lax.psum(jax.nn.relu(x @ up) @ down, 'tensor')|x»",
+    "schedule_tasks": "return «2 * pipeline - 2 - rank|pipeline - 1 + rank» + microbatch",
+    "feistel_inverse": "return «right ^ hashed(left), left|right, left ^ hashed(right)»",
+    "lost_share": "return save_s / interval_s + interval_s / «(2 * failure_s)|failure_s»",
+    "owner": "return max(i for i, b in enumerate(begins) if b «<=|<» first_byte or not i)",
     "rotary": """half = len(x) // 2
-    angle = position * theta ** (-np.arange(half) / half)
+    angle = position * theta ** (-np.arange(half) / «half|len(x)»)
     a, b = x[:half], x[half:]
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin])""",
     "assign": """count, slots = [0] * experts, [[] for _ in choices]
-    for token in range(len(choices)):
+    for token in «range(len(choices))|reversed(range(len(choices)))»:
         for e in choices[token]:
             slots[token].append(e * capacity + count[e] if count[e] < capacity else -1)
             count[e] += 1
     return slots""",
     "newton_schulz": """x = x / np.linalg.norm(x)
-    for _ in range(5):
+    for _ in range(«5|4»):
         A = x @ x.T
         x = FACTORS[0] * x + (FACTORS[1] * A + FACTORS[2] * A @ A) @ x
     return x""",
-}
-MISTAKES = {  # of a solution: a part of it, and what is wrong
-    "tensor_parallel_mlp": ("jax.lax.psum(jax.nn.relu(x @ up) @ down, 'tensor')", "x @ up @ down"),
-    "schedule_tasks": ("2 * pipeline - 2 - rank", "pipeline - 1 + rank"),
-    "feistel_inverse": ("right ^ hashed(left), left", "right, left ^ hashed(right)"),
-    "lost_share": ("(2 * failure_s)", "failure_s"),
-    "owner": ("if begin <= first_byte", "if i == 0 or begin < first_byte"),
-    "rotary": ("np.arange(half) / half", "np.arange(half) / len(x)"),
-    "assign": ("range(len(choices))", "reversed(range(len(choices)))"),
-    "newton_schulz": ("range(5)", "range(4)"),
 }
 
 
 @pytest.mark.parametrize("name", [p.code for p in PROBLEMS.values() if p.code])
 def test_a_coding_problem_takes_a_solution_and_refuses_a_mistake(name, tmp_path):
     stub = (ROOT / "guide/problems" / f"{name}.py").read_text()
-    assert stub.count("raise NotImplementedError") == 1 == SOLUTIONS[name].count(MISTAKES[name][0])
-    wrong = SOLUTIONS[name].replace(*MISTAKES[name])
-    for code, lines in enumerate((SOLUTIONS[name], wrong)):
+    assert stub.count("raise NotImplementedError") == 1 == SOLUTIONS[name].count("|")
+    for code, part in enumerate((r"\1", r"\2")):
+        lines = re.sub("«(.*)[|](.*)»", part, SOLUTIONS[name])
         file = tmp_path / f"answer{code}.py"
         file.write_text(stub.replace("raise NotImplementedError", lines))
         assert check.run_code(name, file) == code
@@ -70,9 +60,8 @@ def test_the_commands_of_the_guide_have_help_and_their_output_may_be_cut():
     for name in ("guide/build.py", "guide/check.py"):
         assert name in help_of(sys.executable, name)
     line = f"'{sys.executable}' '{ROOT / 'guide/check.py'}' --list | true"
-    for _ in range(3):  # a reader may be in time
-        ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-        assert ended.stderr == ""
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert ended.stderr == "" and len(commands()) > 20
 
 
 def commands():
@@ -113,12 +102,6 @@ def test_a_command_of_a_page_exists_and_takes_its_flags(line):
     elif words[:1] != ["pytest"]:
         assert program == "./run.sh"
         cli.parse(words)  # run.sh starts main.py
-
-
-def test_there_are_commands_of_each_kind():
-    found = " ".join(commands().values())
-    for part in ("./launcher.sh", "main.py", "python -c", "plan.py", "./run.sh --run.name"):
-        assert part in found
 
 
 def test_every_figure_is_drawn_with_a_title():

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,10 +13,9 @@ import pytest
 import hardware
 import make_compiled
 import plan
-import utils
 from common import config_of
 from conftest import ROOT
-from planning import compiler, cost, report, search, targets
+from planning import compiler, cost, targets
 from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
 from test_plan import JAXFORMER, SHARED
 
@@ -61,16 +61,10 @@ def test_a_step_is_compiled_for_more_simulated_devices_than_this_process_has():
     assert parts <= compiled.memory_bytes_per_chip < 1.1 * parts
 
 
-def test_a_compiler_that_is_killed_and_a_config_that_it_refuses_are_reported(tmp_path, monkeypatch):
+def test_a_config_that_the_compiler_refuses_is_reported():
     message = r"failed: --model.num_attention_heads 4 is not divisible by"
     with pytest.raises(ValueError, match=message):
         compiler.compile_step(config_of((1, 1, 8)), None, "")
-    python = tmp_path / "python"  # a stand-in for the child's interpreter
-    python.write_text("#!/bin/sh\nkill -KILL $$\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(compiler.sys, "executable", str(python))
-    with pytest.raises(ValueError, match="for cpu failed: the compiler stopped with SIGKILL"):
-        compiler.compile_step(config_of(), None, "")
 
 
 def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
@@ -78,16 +72,14 @@ def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
         --model.kv_lora_rank=16 --model.intermediate_size=64 --model.n_routed_experts=0
         --model.decoder_sparse_step=1 --model.qk_nope_head_dim=16 --model.qk_rope_head_dim=8
         --model.v_head_dim=16 --train.seq_len=32 --model.compute_dtype=float32"""
-    hlo, png = tmp_path / "step.hlo", tmp_path / "step.png"
-    files = ["--hlo", str(hlo), "--png", str(png)]
-    plan.main([*sizes.split(), "--chip", "cpu", "--compile", *files, "--json"])
+    hlo = tmp_path / "step.hlo"
+    plan.main([*sizes.split(), "--chip=cpu", "--compile", "--hlo", str(hlo), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert set(found["compiled"]) >= SHARED | {"compile_s"}
+    assert set(found["compiled"]) >= SHARED and found["fits"] is None
     assert found["compile_s"] == found["compiled"]["compile_s"] > 0
-    assert found["fits"] is None
     assert abs(found["ratios"]["FLOPs"] - 1) < 0.05
     assert abs(found["ratios"]["tensor"] - 1) < 0.1
-    assert hlo.read_text().startswith("HloModule") and png.read_bytes().startswith(b"\x89PNG")
+    assert hlo.read_text().startswith("HloModule")
 
 
 @needs_libtpu
@@ -99,9 +91,8 @@ def test_libtpu_still_plans_what_is_recorded():
     for axes, size in before["collective_bytes_per_chip"].items():
         assert compiled.collective_bytes_per_chip[axes] == pytest.approx(size, rel=0.02)
     if importlib.metadata.version("libtpu") == targets.LIBTPU:
-        assert compiled.memory_bytes_per_chip == pytest.approx(
-            before["memory_bytes_per_chip"], rel=0.02
-        )
+        memory = before["memory_bytes_per_chip"]
+        assert compiled.memory_bytes_per_chip == pytest.approx(memory, rel=0.02)
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
     assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
@@ -134,56 +125,30 @@ def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, me
         compiler.compile_step(config_of(shape, **fields), chip, topology)
 
 
-@pytest.mark.parametrize(
-    "flags", ["", "--chips 8 --search --train.global_batch_size 32 --train.remat full"]
-)
-def test_a_plan_starts_no_device(flags):
-    """A platform that does not exist is an error when jax looks for devices."""
-    command = [sys.executable, str(ROOT / "plan.py"), *JAXFORMER, "--chip=v4", "--json"]
-    run = subprocess.run(
-        [*command, *flags.split()],
-        env=os.environ | {"JAX_PLATFORMS": "none_such"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert len(json.loads(run.stdout)["search" if flags else "predicted"]) > 3
-
-
-def test_another_number_of_chips_searches_for_the_best_mesh(capsys, tmp_path, monkeypatch):
-    """32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack."""
-    drawn, real = [], report.draw_bars
-    monkeypatch.setattr(report, "draw_bars", lambda *how: drawn.append(how) or real(*how))
+def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no_device(tmp_path):
+    """A platform that does not exist is an error when jax searches devices."""
     flags = [*JAXFORMER, "--chip=v4", "--train.global_batch_size=32", "--json"]
     flags.append("--train.remat=full")  # so that a search tries less
-    plan.main([*flags, "--chips", "4", "--png", str(tmp_path / "meshes.png")])
-    found = json.loads(capsys.readouterr().out)
+
+    def planned(*more):
+        command = [sys.executable, ROOT / "plan.py", *flags, *more]
+        env = os.environ | {"JAX_PLATFORMS": "none_such"}
+        return json.loads(subprocess.check_output(command, env=env))
+
+    # 32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack.
+    found = planned("--chips", "4", "--png", tmp_path / "meshes.png")
     mesh = [found["flags"][f"mesh.{axis}"] for axis in ("fsdp", "pipeline", "tensor")]
-    assert mesh[0] * mesh[1] * mesh[2] == 4 == found["chips"]
+    assert math.prod(mesh) == 4 == found["chips"] and len(found["search"]) > 3
     assert found["search"][0]["flags"] == found["flags"]
-    again = [f"--{flag}={value}" for flag, value in found["flags"].items()]
-    plan.main([*flags, *again])
-    assert json.loads(capsys.readouterr().out)["predicted"] == found["predicted"]
-    tops = {}
-    for patch in drawn[-1][0].patches:
-        x = round(patch.get_x() + patch.get_width() / 2)
-        tops[x] = max(tops.get(x, 0.0), patch.get_y() + patch.get_height())
-    times = [1e3 * row["serial_step_s"] for row in found["search"]]
-    assert [tops[x] for x in range(len(times))] == pytest.approx(times, rel=1e-6)
+    again = planned(*(f"--{flag}={value}" for flag, value in found["flags"].items()))
+    assert again["predicted"] == found["predicted"]
+    assert (tmp_path / "meshes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_config_that_fits_nowhere_reports_the_missing_memory():
     large = {"model.hidden_size": 8192, "model.num_hidden_layers": 384, "train.remat": "full"}
-    large |= {"mesh.virtual": 1}
-    config = utils.changed(make_compiled.config_of("jaxformer"), large)
-    fixed = frozenset(["train.remat", "train.microbatches", "mesh.virtual"])
-    found = search.search(config, V5E, 8, fixed)
-    assert not found.best
-    needs = [reason for reason in found.rejected.values() if "GiB of 13.6 GiB at least" in reason]
-    smallest = min(float(reason.split()[1]) for reason in needs)
-    memory = found.smallest.predicted.memory_bytes_per_chip / 2**30
-    assert memory == pytest.approx(smallest, abs=0.06)
-    flags = [f"--{flag}={value}" for flag, value in (large | {"train.microbatches": 8}).items()]
+    large |= {"mesh.virtual": 1, "train.microbatches": 8}
+    flags = [f"--{flag}={value}" for flag, value in large.items()]
     message = "fits on no mesh of 8 v5e: at best .*GiB per chip are missing.*Use more chips"
     with pytest.raises(ValueError, match=message):
         plan.main([*JAXFORMER, "--chip=v5e", "--chips=8", *flags])
