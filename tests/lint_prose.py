@@ -44,7 +44,7 @@ PHRASES = {
     r"(?:is|are|was|were|be|been)\s+told": "is reported, is logged, receives",
     r"tells?\s+of": "describe, report",
     r"(?:go|goes|going|gone|went)\s+on\s+(?:from|with|behind|where)": "resume, continue from",
-    r"mend(?:s|ed|ing)?": "fix",
+    r"men(?:d|ds|ded|ding)": "fix",
     r"puts?\s+aside": "quarantine",
     r"pretend\s+(?:devices?|hosts?)": "simulated devices, simulated hosts",
     r"spread\s+experts": "expert parallelism",
