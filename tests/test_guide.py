@@ -64,12 +64,6 @@ def test_an_answer_is_taken_in_its_spellings_and_a_wrong_one_says_why(number, sp
     assert why in check.compare(answer, given, accept)
 
 
-def test_the_joins_of_a_word_end_in_the_tokens_of_the_tokenizer():
-    for word in (" return", " tokenization"):
-        ids = answers.tokenizer.encode_ordinary(word)
-        assert [*answers.merges(word)[-1]] == [answers.tokenizer.decode([i]) for i in ids]
-
-
 def test_every_answer_evaluates_and_can_be_shown():
     shown = [check.describe(answers.evaluate(p)) for p in PROBLEMS.values() if p.answer]
     assert len(shown) >= 14 and all(shown)
