@@ -152,8 +152,6 @@ def phrases(text: str) -> Iterator[tuple[int, str, str]]:
             yield text.count("\n", 0, match.start()) + 1, f"{found!r}: write {term}", sentence
 
 
-# --- lines ----------------------------------------------------------------------------------------
-
 MARKER = re.compile(r" {0,3}(?:[-*+>]|1[.)]|#{1,6})\s")  # begins a list, quotation or heading
 
 

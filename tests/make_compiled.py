@@ -104,8 +104,6 @@ def config_of(name: str) -> utils.Config:
     return cli.parse(CASES[name])
 
 
-# --- the file -------------------------------------------------------------------------------------
-
 COLUMNS = ("axes", "kind", "asynchronous", "overlapped", "bytes")  # of a row of collectives
 
 

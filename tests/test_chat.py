@@ -207,8 +207,6 @@ def test_with_row_tokens_each_row_is_one_conversation(share, subsets, source, tm
         Dataset(tmp_path / "rows" / subsets[0], 96)
 
 
-# --- the tokenizer's own template -----------------------------------------------------------------
-
 CHATML = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""

@@ -41,8 +41,6 @@ def folder(tmp_path):
     return make_folder(tmp_path / "data" / "train", np.arange(103), shard_tokens=7)
 
 
-# --- the order ------------------------------------------------------------------------------------
-
 # For seed 0, epoch 0: a run that resumes relies on it. STRIPED  2 rows, chunks of 3 windows.
 PERMUTED = [0, 10, 3, 7, 6, 1, 9, 8, 4, 2, 5, 11]
 STRIPED = [6, 2, 7, 0, 8, 1, 10, 3, 11, 4, 9, 5, 13, 12]

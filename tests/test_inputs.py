@@ -134,8 +134,6 @@ def test_links_are_followed_unless_they_are_broken_or_circular(tmp_path):
         (source / "deep" / to).unlink()
 
 
-# --- what is refused, and left out by --skip-bad --------------------------------------------------
-
 LATIN_1, UTF_16 = b"ab\xff", LINES.decode().encode("utf-16")
 COLUMNS = b'{"text": {"0": "a", "1": "b"}}'
 NULL = parquet([{"text": None}, {"text": "a"}])

@@ -13,7 +13,6 @@ V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 # With fewer microbatches, so that a search tries less, and heads that 4 does not divide.
 SMALLER = {"train.global_batch_size": 32, "model.num_attention_heads": 6}
 JAXFORMER = utils.changed(make_compiled.config_of("jaxformer"), SMALLER)
-MOE = make_compiled.config_of("gpu-moe-none-8x1x1")
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +76,9 @@ def test_given_flags_are_fixed():
 
 
 def test_experts_are_sharded_on_one_host_if_all_of_them_fit():
-    flags = dict.fromkeys(results.MESH_FLAGS, 1) | {"mesh.fsdp": 8}
     fixed = frozenset([*results.MESH_FLAGS, "train.microbatches"])
-    found = search.search(utils.changed(MOE, flags | {"mesh.virtual": 1}), H100, 8, fixed)
+    config = make_compiled.config_of("gpu-moe-none-8x1x1")
+    found = search.search(config, H100, 8, fixed)
     assert found.best[0].config.model.experts_layout == "sharded"
     spread = {"model.experts_layout": "expert_parallel"}
     other = cost.predict(utils.changed(found.best[0].config, spread), H100)

@@ -3,15 +3,10 @@
     ./run.sh python tests/tokens_same.py
     ./run.sh python tests/tokens_same.py --wheels wheels --mb 40 --tokenizer cl100k_base
 
-The text: awkward cases; words of letters of every script of Unicode; what lies in --wheels; the
-standard library. A folder of wheels with text in many languages, some 100 of them in the
-translations of Django:
-
-    ./run.sh python -m pip download --no-deps --dest wheels django sphinx
-
-The preparation is the command itself, with two workers and shards that cut documents. A document of
-more than 400,000 characters is tokenized in chunks, and compared in the same chunks. Exit code 1 if
-anything differs.
+The text: awkward cases; words of every script of Unicode; what lies in --wheels; the standard
+library. Wheels with text in many languages: ./run.sh python -m pip download --no-deps --dest wheels
+django sphinx. The preparation is the command itself. A document of more than 400,000 characters is
+tokenized in chunks, and compared in the same chunks. Exit code 1 if anything differs.
 """
 
 import itertools

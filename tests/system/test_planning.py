@@ -15,7 +15,7 @@ import make_compiled
 import plan
 from common import config_of
 from conftest import ROOT
-from planning import compiler, cost, targets
+from planning import compiler, targets
 from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
 from test_plan import JAXFORMER, SHARED
 
@@ -48,35 +48,27 @@ def test_flops_and_traffic_of_other_meshes_are_those_of_the_compiled_program(sha
     assert_planned_as_compiled(config_of(shape, **fields), 0.02)
 
 
-def test_a_step_is_compiled_for_more_simulated_devices_than_this_process_has():
-    small = {"dense_layers": 1, "moe_layers": 0, "hidden_size": 64, "intermediate_size": 64}
-    config = config_of((4, 2, 2), **small)
-    compiled, text = compiler.compile_step(config, None, "")
-    assert text.startswith("HloModule")
-    predicted = cost.predict(config, None)
-    assert compiled.flops_per_chip == pytest.approx(predicted.flops_per_chip, rel=0.01)
-    assert compiled.model_flops_per_chip == predicted.model_flops_per_chip
-    assert compiled.collective_bytes_per_chip.keys() == predicted.collective_bytes_per_chip.keys()
-    parts = compiled.argument_bytes + compiled.temporary_bytes
-    assert parts <= compiled.memory_bytes_per_chip < 1.1 * parts
-
-
 def test_a_config_that_the_compiler_refuses_is_reported():
     message = r"failed: --model.num_attention_heads 4 is not divisible by"
     with pytest.raises(ValueError, match=message):
         compiler.compile_step(config_of((1, 1, 8)), None, "")
 
 
-def test_a_compiled_plan_has_ratios_to_its_prediction(capsys, tmp_path):
+def test_a_plan_is_compiled_for_more_devices_than_this_process_has_and_has_ratios(capsys, tmp_path):
     sizes = """--model.hidden_size=32 --model.num_hidden_layers=2 --model.num_attention_heads=2
         --model.kv_lora_rank=16 --model.intermediate_size=64 --model.n_routed_experts=0
         --model.decoder_sparse_step=1 --model.qk_nope_head_dim=16 --model.qk_rope_head_dim=8
-        --model.v_head_dim=16 --train.seq_len=32 --model.compute_dtype=float32"""
+        --model.v_head_dim=16 --train.seq_len=32 --model.compute_dtype=float32
+        --mesh.fsdp=4 --train.global_batch_size=16"""
     hlo = tmp_path / "step.hlo"
     plan.main([*sizes.split(), "--chip=cpu", "--compile", "--hlo", str(hlo), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert set(found["compiled"]) >= SHARED and found["fits"] is None
-    assert found["compile_s"] == found["compiled"]["compile_s"] > 0
+    compiled = found["compiled"]
+    assert set(compiled) >= SHARED and found["fits"] is None
+    assert found["compile_s"] == compiled["compile_s"] > 0
+    parts = compiled["argument_bytes"] + compiled["temporary_bytes"]
+    assert parts <= compiled["memory_bytes_per_chip"] < 1.1 * parts
+    assert compiled["model_flops_per_chip"] == found["predicted"]["model_flops_per_chip"]
     assert abs(found["ratios"]["FLOPs"] - 1) < 0.05
     assert abs(found["ratios"]["tensor"] - 1) < 0.1
     assert hlo.read_text().startswith("HloModule")
