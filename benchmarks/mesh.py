@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> None:
     # AdamW has no matrix products, which would count as waste.
     eight = with_values(
         cli.load(ROOT / "configs" / "tiny.toml"),
-        mesh={"fsdp": 2, "pipeline": 2, "tensor": 2, "virtual": 2},
+        mesh={"fsdp": 2, "pipeline": 2, "tensor": 2},
         model={"compute_dtype": "float32"},
         optimizer={"name": "adamw"},
     )
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     seconds = step_seconds(programs)
     for program, s in zip(programs, seconds, strict=True):
         print(
-            f"mesh {program.config.mesh} virtual {program.config.mesh.virtual}: "
+            f"mesh {program.config.mesh}: "
             f"{program.tokens / s:,.0f} tokens/s, compiled in {program.compile_s:.1f} s, "
             f"compiled over model FLOPs {program.flops_ratio():.3f}"
         )

@@ -291,27 +291,11 @@ INTRODUCTION = [
         "ece0449",
     ),
     recorded(
-        "tiny-loss-first",
-        "3.3624",
-        "| new validation set, tokenizer and capacity factor, beside tests | Muon, `db8a203` "
-        "| 3.3624",
-        "",
-        "db8a203",
-    ),
-    recorded(
-        "tiny-loss-other",
-        "3.3773",
-        "| the same on another CPU model, beside tests | Muon, `856dad2` | 3.3773",
-        "",
-        "856dad2",
-        hardware="two cores of another processor",
-    ),
-    recorded(
         "first-losses",
-        "8.466314",
-        "Losses of the first three steps are 8.466314, 7.404249 and 6.444637 on all",
+        "8.382348",
+        "Losses of the first two steps are 8.382348 and 7.570373 on all",
         "--train.steps 4",
-        "2f6a3a3",
+        "0eec93a",
     ),
 ]
 
@@ -372,7 +356,7 @@ TOKENIZATION = [
             name,
             text,
             "| JSON lines | 5,000 | 57 | 179 | 2 | 212.6 (2,234 M tokens) |",
-            "python tests/prepare_memory.py --mb 5000 --forms lines",
+            "python data/prepare.py --source SOURCE.jsonl --out OUT --workers 2",
             "ef35d66",
         )
         for name, text in (("worker-memory", "179 MB"), ("large-source", "5,000 MB"))
