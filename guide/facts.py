@@ -546,9 +546,7 @@ PROCESSES_QUOTE = (
 
 DISTRIBUTED = [
     *(
-        recorded(
-            name, text, PROCESSES_QUOTE, "python tests/many_processes.py --count 32", "3bd7fff"
-        )
+        recorded(name, text, PROCESSES_QUOTE, "python main.py, in 32 processes", "3bd7fff")
         for name, text in (("processes-32", "17.5 s"), ("processes-32-stop", "4.9 s"))
     ),
     *(

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -164,8 +165,9 @@ def novel(w, x_btD, options, position):
 
 
 def unknown_cost(w, x_btD, options, position):
-    part = lax.cond(position.layer > 1, lambda: w.gate * 2, lambda: w.up)
-    return x_btD + model.matmul("btD,Df,fD->btD", x_btD, part, w.down)
+    products = partial(model.matmul, "btD,Df->btf", x_btD)
+    part = lax.cond(position.layer > 1, lambda: products(w.gate), lambda: products(w.up))
+    return x_btD + model.matmul("btf,fD->btD", part, w.down)
 
 
 @pytest.fixture

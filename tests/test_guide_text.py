@@ -60,5 +60,5 @@ def test_a_number_with_a_unit_is_a_fact(page):
 def test_tests_that_a_page_names_exist():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+)`", text)}
-    assert len(named) > 10
+    assert named
     assert not {name for name in named if f"def {name}(" not in tests}

@@ -319,3 +319,15 @@ def test_the_newest_jax_needs_a_newer_python_and_a_set_up_that_succeeds(checkout
         write_script(checkout.stubs / "python3", f"exit {old}\n")
         done = checkout.run(path=path, HOME=str(checkout.folder), **given)
         assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["", "1>&-", "2>&-", "1>&- 2>&-"])
+def test_no_file_becomes_a_closed_standard_stream(ready, closed):
+    """bash may leave run.sh itself there, which it has opened to read."""
+    inside = "for n in 1 2; do readlink /proc/$$/fd/$n >$n; done"
+    environment = {"PATH": str(ready.stubs), "STUBS": str(ready.stubs), "DRIVER": DRIVER["cpu"]}
+    command = ["bash", "-c", f"{ready.folder}/run.sh bash -c '{inside}' {closed}"]
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    harmless = "/dev/null", str(ready.folder / "run.sh")
+    found = [(ready.folder / n).read_text().strip() in harmless for n in "12"]
+    assert found == [f"{n}>" in closed for n in "12"]
