@@ -16,7 +16,6 @@ import math
 import shutil
 import statistics
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -39,7 +38,7 @@ import weights
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
-from inference.sampling import make_sampler
+from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Batch, Transformer
 from runtime import (
@@ -522,8 +521,7 @@ class Loop:
             self.watchdog.phase(f"samples after step {step}")
             samples = self.sample(state.weights, step)
             for s in samples:
-                text = textwrap.indent(s["prompt"] + s["text"], "    ", lambda line: True)
-                log(f"step {s['step']}, a completion of {s['prompt']!r}:\n{text}")
+                log(as_log(s))
             jsonl.append(self.directory.files / "samples.jsonl", samples)
 
     def _save(self, state: State, step: int) -> None:

@@ -4,6 +4,7 @@ inference/decode.py runs the model. Letters: B sequences, T positions, V vocabul
 """
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -240,3 +241,13 @@ def make_sampler(config: Config, mesh: Mesh, manifest: Manifest) -> Sampler | No
             raise
         log(f"no samples: {error}")
         return None
+
+
+def as_log(sample: dict[str, Any]) -> str:
+    """Format a sample as lines: its prompt and completion, indented, with control characters, which
+    a terminal would obey, as escapes.
+    """
+    text = sample["prompt"] + sample["text"]
+    text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    lines = textwrap.indent(text, "    ", lambda line: True)
+    return f"step {sample['step']}, a completion of {sample['prompt']!r}:\n{lines}"

@@ -128,3 +128,9 @@ def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkey
     full, beside = generated([(parts[1] * 9)[:31], parts[0]])[0]
     assert full[2:] == [sampling.ENDED] * 2 and sampling.ENDED not in full[:2]
     assert beside == first
+
+
+def test_a_sample_is_logged_as_text_whose_control_characters_a_terminal_does_not_obey():
+    sample = {"step": 6, "prompt": "def ", "text": "é():\n\tx\x1b[2J\r"}
+    expected = "step 6, a completion of 'def ':\n    def é():\n    \tx\\x1b[2J\\r"
+    assert sampling.as_log(sample) == expected
