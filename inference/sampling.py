@@ -249,5 +249,5 @@ def as_log(sample: dict[str, Any]) -> str:
     """
     text = sample["prompt"] + sample["text"]
     text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-    lines = textwrap.indent(text, "    ", lambda line: True)
-    return f"step {sample['step']}, a completion of {sample['prompt']!r}:\n{lines}"
+    indented = textwrap.indent(text, "    ")
+    return f"step {sample['step']}, a completion of {sample['prompt']!r}:\n{indented}"
