@@ -60,7 +60,7 @@ class PhaseTimes(Watchdog):
 
 
 class GoodputLog:
-    """The line of this start in goodput.jsonl, written by process 0."""
+    """A context with the line of this start in goodput.jsonl, written by process 0."""
 
     def __init__(self, folder: Path, times: PhaseTimes, step: int):
         """step  steps done; later steps in metrics.jsonl will be repeated"""
@@ -73,6 +73,14 @@ class GoodputLog:
         begin = time.time() - sum(times.seconds().values())
         self._line = {"begin": begin, "step": step, "repeated_s": lost_s}
         self.write()
+
+    def __enter__(self) -> "GoodputLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Write the line; the run has ended, unless an error did."""
+        if kind is None or issubclass(kind, Exception):
+            self.write(ended=kind is None)
 
     def after_step(self, step: int) -> None:
         """Update the line, and write it if the last write was WRITE_S seconds ago."""

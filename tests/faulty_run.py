@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
+import loop
 import main
 from dataset import Mixture
 from runtime import errors
@@ -42,15 +43,15 @@ def rows_with_nan(self, step, rows, right=Mixture.rows):
     return found
 
 
-def flipped_then_compared(self, state, step, right=main.Loop._check_replicas):
-    """In place of main.Loop._check_replicas."""
+def flipped_then_compared(self, state, step, right=loop.Loop._check_replicas):
+    """In place of loop.Loop._check_replicas."""
     if step == FLIPPED_AT:
         last = state.weights.last
-        norm = flipped(last.norm, self.mesh.devices.flat[-1], bit=3, element=1)
+        norm = flipped(last.norm, self.job.mesh.devices.flat[-1], bit=3, element=1)
         state = state.replace(weights=state.weights.replace(last=last.replace(norm=norm)))
     right(self, state, step)
 
 
 if __name__ == "__main__":
-    Mixture.rows, main.Loop._check_replicas = rows_with_nan, flipped_then_compared
+    Mixture.rows, loop.Loop._check_replicas = rows_with_nan, flipped_then_compared
     errors.run_command(lambda: main.run(main.parse()))

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import checkpoint
+import loop
 import main
 import metrics
 import model
@@ -33,36 +34,36 @@ def interrupted(data, runs):
     """What was seen of a run of three starts: a request stopped it after step 3, before its
     evaluation, and it was killed after step 5.
     """
-    folder, compare, measured = runs / "more", main.Loop._check_replicas, main.Loop.measured
+    folder, compare, measured = runs / "more", loop.Loop._check_replicas, loop.Loop.measured
     seen = SimpleNamespace(folder=folder, compared=[], printed=io.StringIO())
 
-    def compared(loop, state, step):
+    def compared(self, state, step):
         seen.compared.append(step)
-        compare(loop, state, step)
+        compare(self, state, step)
 
-    def measured_once_saved(loop):
+    def measured_once_saved(self):
         seen.saved_in_time = (folder / "checkpoints" / "6").is_dir()
-        return measured(loop)
+        return measured(self)
 
-    def ask(loop, step, report):
+    def ask(reports, step, report):
         if step == 3:
-            loop.stop.request("SIGTERM")
+            reports.job.stop.request("SIGTERM")
 
-    def kill(loop, step, report):
+    def kill(reports, step, report):
         if step == 5:
             raise Killed
 
     flags = "--run.check_replicas_every", "4"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main.Loop, "_check_replicas", compared)
-        patch.setattr(main.Loop, "measured", measured_once_saved)
+        patch.setattr(loop.Loop, "_check_replicas", compared)
+        patch.setattr(loop.Loop, "measured", measured_once_saved)
         with patch.context() as first, pytest.raises(Stopped) as stopped:
-            first.setattr(main.Loop, "_stop_if_diverged", ask)
+            first.setattr(loop.Reports, "_stop_if_diverged", ask)
             start(data, runs, "more", *flags)
         seen.code, seen.when_stopped = stopped.value.code, jsonl.read(folder / "metrics.jsonl")
         seen.saved_when_stopped = (folder / "checkpoints" / "3").is_dir()
         with patch.context() as second, pytest.raises(Killed):
-            second.setattr(main.Loop, "_stop_if_diverged", kill)
+            second.setattr(loop.Reports, "_stop_if_diverged", kill)
             start(data, runs, "more", *flags)
         with contextlib.redirect_stdout(seen.printed):
             start(data, runs, "more", *flags)
@@ -163,9 +164,9 @@ def test_a_finished_run_started_again_prints_its_result_and_draws_a_missing_pict
 
 
 def test_a_run_without_a_checkpoint_or_a_plan_says_so(tmp_path, monkeypatch):
-    assert "Nothing is saved, as --checkpoint" in main._resumable(None)
+    assert "Nothing is saved, as --checkpoint" in loop.resumable(None)
     with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
-        assert "No step is saved yet. Start the run again" in main._resumable(saved)
+        assert "No step is saved yet. Start the run again" in loop.resumable(saved)
     monkeypatch.setattr(cost, "predict", None)
     planned = main.plan(config := utils.Config(), train.make_mesh(config))
     assert planned == "no plan: TypeError: 'NoneType' object is not callable"
@@ -174,20 +175,22 @@ def test_a_run_without_a_checkpoint_or_a_plan_says_so(tmp_path, monkeypatch):
 def test_a_run_that_skips_too_many_steps_stops_with_the_reason(tmp_path):
     for factor, fix in (("0.0", "Lower --optimizer.lr, or"), ("4.0", "skip_spikes, as 8.0, or")):
         config = cli.parse(["--train.skip_spikes", factor, "--train.max_skipped_in_row", "3"])
-        loop = SimpleNamespace(config=config, directory=run_directory.at(tmp_path))
-        main.Loop._stop_if_diverged(loop, 8, {"skipped_in_row": 2})
+        job = SimpleNamespace(config=config, directory=run_directory.at(tmp_path))
+        reports = SimpleNamespace(job=job)
+        loop.Reports._stop_if_diverged(reports, 8, {"skipped_in_row": 2})
         with pytest.raises(ValueError, match=f"{fix}.*data/show.py --run {tmp_path} --step 9"):
-            main.Loop._stop_if_diverged(loop, 9, {"skipped_in_row": 3})
+            loop.Reports._stop_if_diverged(reports, 9, {"skipped_in_row": 3})
 
 
 def test_a_skipped_step_is_logged_and_recorded_with_its_windows(tmp_path, capsys, data):
     config, directory = cli.parse([*FLAGS, *data]), run_directory.at(tmp_path)
     dataset = open_training(config)
-    loop = SimpleNamespace(config=config, directory=directory, train_data=dataset)
+    job = SimpleNamespace(config=config, directory=directory, data=dataset)
+    reports = SimpleNamespace(job=job)
     lost = {"stats": SimpleNamespace(loss=np.nan), "grad_norm": np.float32(9), "skipped_in_row": 1}
     spike = lost | {"stats": SimpleNamespace(loss=2.5), "spike": np.True_, "median": 0.5}
-    main.Loop._record_skipped(loop, 2, lost)
-    main.Loop._record_skipped(loop, 3, spike)
+    loop.Reports._record_skipped(reports, 2, lost)
+    loop.Reports._record_skipped(reports, 3, spike)
     one, other = jsonl.read(tmp_path / "skipped.jsonl")
     for step, record in ((2, one), (3, other)):
         assert record.pop("windows") == dataset.windows_of(step - 1, np.arange(8)).tolist()

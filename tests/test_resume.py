@@ -99,7 +99,7 @@ def begin(data, runs, *flags):
     declared, mesh = model.declare(config), train.make_mesh(config)
     data = dataset.open_datasets(config)
     config, w = main.load_initial(config, declared, mesh, data[0])
-    return config, main.start_state(config, declared, mesh, None, w)
+    return config, train.initial_state(config, declared, mesh, w)
 
 
 def test_another_mesh_starts_with_the_same_weights_and_a_new_optimizer_state(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import loop
 import main
 import metrics
 from conftest import ROOT
@@ -45,14 +46,14 @@ class Killed(BaseException):
 
 def at_step(patch, number, function):
     """Call the function before this step is recorded."""
-    record = main.Loop._record
+    record = loop.Reports._record
 
     def recorded(self, step, *how):
         if step == number:
             function(self)
         return record(self, step, *how)
 
-    patch.setattr(main.Loop, "_record", recorded)
+    patch.setattr(loop.Reports, "_record", recorded)
 
 
 def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, monkeypatch):
@@ -118,8 +119,8 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
 ):
     """Its first process is killed after the save of step 3 and what came after it."""
 
-    def killed(loop):
-        loop.saved.wait()
+    def killed(reports):
+        reports.job.saved.wait()
         raise Killed  # with no word to anybody
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -143,7 +144,7 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
 
 
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(url, config_with, monkeypatch):
-    at_step(monkeypatch, 3, lambda loop: Prefix(url).write("lock", b'{"owner": "another"}'))
+    at_step(monkeypatch, 3, lambda reports: Prefix(url).write("lock", b'{"owner": "another"}'))
     with pytest.raises(ValueError, match="x was taken over by owner another") as error:
         main.run(config_with("--checkpoint.every_steps", "2"))
     assert code_of(error.value) == Exit.CONFIG

@@ -10,7 +10,6 @@ import pytest
 
 import checkpoint
 import dataset
-import main
 import model
 import reference
 import train
@@ -87,7 +86,7 @@ def test_training_and_validation_are_means_over_answers(whole, folder, runs, cap
     run_folder = start(flags, runs, "answers", *extra.split())
     [_, first, evaluation] = jsonl.read(run_folder / "metrics.jsonl")
     config = cli.load(run_folder / "config.toml")
-    state = main.start_state(config, model.declare(config), train.make_mesh(config), None)
+    state = train.initial_state(config, model.declare(config), train.make_mesh(config))
     batch = alone(folder / "train", 32, batch_size=8).rows(0, np.arange(8))
     tree = canonical(config, state.weights)
     expected = mean_over_answers(tree, batch, config, folder / "train")
