@@ -20,7 +20,7 @@ from runtime import cli, jsonl, resume, run_directory
 TEXT = f"""
 {SMALL_MODEL} --model.num_hidden_layers 8 --optimizer.schedule_steps 6 --optimizer.warmup_steps 2
 --train.steps 6 --eval.every_steps 3 --eval.sequences 16 --checkpoint.every_steps 3
---sample.every_steps 2 --sample.tokens 4 --sample.prompts def import
+--sample.every_steps 4 --sample.tokens 4 --sample.prompts def import
 """
 FLAGS = TEXT.split()
 
