@@ -17,17 +17,17 @@ The template `tokenizer` is the chat_template of the tokenizer, which jinja2 ren
 An answer begins where the rendering of the messages before it, plus a generation prompt, ends.
 """
 
-import contextlib
 import datetime
 import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data.hf_tokenizer import Special
 from data.readers import Chunk, InputError
+from data.tokenizer import Tokenizer, special_of
 from utils import ConfigError
 
 ASSISTANT = "assistant"  # the role whose text is learned
@@ -57,12 +57,12 @@ class Template(NamedTuple):
     marks: tuple[str, ...] = ()  # not allowed in messages
 
 
-def template_of(name: str, tokenizer: Any) -> Template:
+def template_of(name: str, tokenizer: Tokenizer) -> Template:
     """Return the template `plain` or the tokenizer's. Raises ConfigError if it has none."""
     if name == PLAIN:
         return Template(PLAIN, plain, MARKS)
-    special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
-    if not (special and special.chat_template):
+    special = special_of(tokenizer)
+    if not special.chat_template:
         raise ConfigError(
             "--chat-template tokenizer needs a tokenizer with a chat_template, in its "
             "tokenizer_config.json or chat_template.jinja, and this one has none. Use "
@@ -71,23 +71,12 @@ def template_of(name: str, tokenizer: Any) -> Template:
     return Template(special.chat_template, functools.partial(render, special))
 
 
-def special_ids(template: Template, special: Special) -> list[int]:
-    """Return the special tokens of conversations with and without a system message."""
-    turns = [("user", "a"), (ASSISTANT, "b")] * 2
-    found = []
-    for messages in (turns, [("system", "c"), *turns]):
-        with contextlib.suppress(ConfigError):  # a template may refuse a system message
-            chunks = template.to_chunks(messages)
-            found += [special.ids[chunk.text] for chunk in chunks if chunk.special]
-    return found
-
-
-def to_chunks(row: Any, location: Any, template: Template) -> list[Chunk]:
+def to_chunks(row: Any, template: Template) -> list[Chunk]:
     """Convert a row. Raises InputError."""
     try:
         return template.to_chunks(conversation(row, template.marks))
     except ValueError as error:
-        raise InputError(f"{location}: {error}", "rows that are not conversations") from error
+        raise InputError(f": {error}", "rows that are not conversations") from error
 
 
 def plain(messages: list[Message]) -> list[Chunk]:
@@ -129,38 +118,53 @@ def compile_template(text: str) -> Any:
 def render(special: Special, messages: list[Message]) -> list[Chunk]:
     """Return the chunks of a conversation: special tokens of the template, and text.
 
+    Placeholders stand for the messages until special tokens are recognized, so a message stays text
+    even if it looks like one.
+
     Raises  ConfigError if the template refuses, or rewrites messages or earlier turns.
     """
-    to_text = functools.partial(render_text, special)
-    text = to_text(messages)
-    weights = bytearray(len(text))  # of each character
+    holders = [(role, f"\ue000{number}\ue001") for number, (role, _) in enumerate(messages)]
+    marked, edges = render_text(special, holders), [0]
     for number, (role, _) in enumerate(messages):
         if role == ASSISTANT:
-            before = to_text(messages[:number], prompt=True)
-            upto = to_text(messages[: number + 1])
-            if not (text.startswith(upto) and upto.startswith(before)):
-                what = "changes earlier turns when others follow"
-                if text.startswith(upto) and upto.startswith(to_text(messages[:number])):
-                    what = f"ends a prompt with {before[-40:]!r}, and an answer does not begin so"
-                raise ConfigError(
-                    f"the chat template {what}, so answers cannot be located. Use --chat-template "
-                    "plain."
-                )
-            weights[len(before) : len(upto)] = b"\1" * (len(upto) - len(before))
-
-    def text_chunks(begin: int, end: int) -> Iterator[Chunk]:
-        for run in re.finditer(b"\0+|\1+", weights[begin:end]):
-            yield Chunk(text[begin + run.start() : begin + run.end()], run[0][0])
-
+            edges += answer_range(special, holders[: number + 1], marked)
     names = sorted(special.ids, key=len, reverse=True)  # the longest match first
-    pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
-    position, chunks = 0, []
-    for begin, end in template_ranges(to_text, messages, text):
-        for name in pattern.finditer(text, begin, end):
-            chunks += text_chunks(position, name.start())
-            chunks.append(Chunk(name[0], weights[name.start()], special=True))
-            position = name.end()
-    return [*chunks, *text_chunks(position, len(text))]
+    alternatives = ["\ue000\\d+\ue001", *map(re.escape, names)]
+    pattern = re.compile(f"({'|'.join(alternatives)})")
+    ranges = itertools.pairwise([*edges, len(marked)])
+    parts = [
+        (part, number % 2)  # every second range is an answer
+        for number, (begin, end) in enumerate(ranges)
+        for part in pattern.split(marked[begin:end])
+    ]
+    text = render_text(special, messages)
+    for change in (str, str.strip):  # many templates strip messages
+        contents = {holders[n][1]: change(content) for n, (_, content) in enumerate(messages)}
+        chunks = [Chunk(contents.get(p, p), weight, p in special.ids) for p, weight in parts]
+        if "".join(chunk.text for chunk in chunks) == text:
+            return chunks
+    raise ConfigError(
+        "the chat template does not keep messages as they are, so its special tokens cannot be "
+        "distinguished from text that looks like them. Use --chat-template plain."
+    )
+
+
+def answer_range(special: Special, messages: list[Message], text: str) -> tuple[int, int]:
+    """Return (begin, end) of the last message, an answer, in the text of a conversation.
+
+    Raises  ConfigError if later messages change the text of these.
+    """
+    to_text = functools.partial(render_text, special)
+    before, upto = to_text(messages[:-1], prompt=True), to_text(messages)
+    if text.startswith(upto) and upto.startswith(before):
+        return len(before), len(upto)
+    what, earlier = "changes earlier turns when others follow", to_text(messages[:-1])
+    if text.startswith(upto) and upto.startswith(earlier):
+        prompt = before.removeprefix(earlier)
+        what = f"ends a prompt with {prompt!r}, and an answer does not begin so"
+    raise ConfigError(
+        f"the chat template {what}, so answers cannot be located. Use --chat-template plain."
+    )
 
 
 def render_text(special: Special, messages: list[Message], prompt: bool = False) -> str:
@@ -172,30 +176,9 @@ def render_text(special: Special, messages: list[Message], prompt: bool = False)
         raise ConfigError(f"the chat template refuses the conversation: {error}") from error
 
 
-def template_ranges(
-    to_text: Callable[[list[Message]], str], messages: list[Message], text: str
-) -> list[tuple[int, int]]:
-    """Return (begin, end) of the text that is the template's own.
-
-    Only there are special tokens recognized; a message stays text even if it looks like one.
-    """
-    marked = to_text([(role, f"\ue000{number}\ue001") for number, (role, _) in enumerate(messages)])
-    parts = re.split("\ue000(\\d+)\ue001", marked)  # template text, number, template text, ..
-    for change in (str, str.strip):  # many templates strip messages
-        contents = [change(content) for _, content in messages]
-        filled = [contents[int(part)] if n % 2 else part for n, part in enumerate(parts)]
-        if "".join(filled) == text:
-            ends = list(itertools.accumulate(map(len, filled), initial=0))
-            return list(itertools.pairwise(ends))[::2]
-    raise ConfigError(
-        "the chat template does not keep messages as they are, so its special tokens cannot be "
-        "distinguished from text that looks like them. Use --chat-template plain."
-    )
-
-
 def conversation(row: Any, marks: tuple[str, ...]) -> list[Message]:
     """Return the messages of a row. Raises ConfigError for malformed ones, or without an answer."""
-    messages = [message(fields, marks) for fields in turns(row)]
+    messages = [message(turn, marks) for turn in turns(row)]
     if ASSISTANT not in dict(messages):
         roles = ", ".join(role for role, _ in messages) or "none"
         raise ConfigError(
@@ -207,38 +190,38 @@ def conversation(row: Any, marks: tuple[str, ...]) -> list[Message]:
 
 def turns(row: Any) -> list[Any]:
     """Return the messages of a row in any of the supported forms, without validation."""
-    fields = row if isinstance(row, dict) else {}
-    for name in ("messages", "conversations"):
-        if isinstance(fields.get(name), list):
-            return fields[name]
-    for name in ("answer", "completion"):
-        if "prompt" in fields and name in fields:
-            prompt = {"role": "user", "content": fields["prompt"]}
-            return [prompt, {"role": ASSISTANT, "content": fields[name]}]
-    what = f"the fields {', '.join(fields) or 'none'}" if fields is row else type(row).__name__
+    match row:
+        case {"messages": [*found]} | {"conversations": [*found]}:
+            return found
+        case {"prompt": prompt, "answer": answer} | {"prompt": prompt, "completion": answer}:
+            return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+        case dict():
+            what = f"the fields {', '.join(row) or 'none'}"
+        case _:
+            what = type(row).__name__
     raise ConfigError(f"it is not a conversation: it has {what}; {FORMS}. Correct the line.")
 
 
 def message(turn: Any, marks: tuple[str, ...]) -> Message:
-    fields = turn if isinstance(turn, dict) else {}
-    role, content = fields.get("role"), fields.get("content")
-    if "from" in fields and "value" in fields:  # ShareGPT
-        role, content = SHAREGPT_ROLES.get(str(fields["from"]), fields["from"]), fields["value"]
-    if not isinstance(role, str) or not isinstance(content, str):
-        what = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
-        raise ConfigError(
-            "a message has no role and content that are text; it has "
-            f"{what or type(turn).__name__}: {FORMS}. Correct the line."
-        )
+    match turn:
+        case {"from": str(role), "value": str(content)}:  # ShareGPT
+            role = SHAREGPT_ROLES.get(role, role)
+        case {"role": str(role), "content": str(content)}:
+            pass
+        case _:
+            fields = turn.items() if isinstance(turn, dict) else ()
+            what = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields)
+            raise ConfigError(
+                "a message has no role and content that are text; it has "
+                f"{what or type(turn).__name__}: {FORMS}. Correct the line."
+            )
     if role not in ROLES:
         raise ConfigError(
             f"a message has the role {role!r}: expected one of {', '.join(ROLES)}. Rename the "
             "role, or remove the line."
         )
     if role == ASSISTANT and not content.strip():
-        raise ConfigError(
-            "an answer is empty, and a model would learn to give empty answers. Remove the line."
-        )
+        raise ConfigError("an answer is empty, so there is nothing to learn. Remove the line.")
     if mark := next((mark for mark in marks if mark in content), None):
         raise ConfigError(
             f"a message of the role {role} has {mark}, with which the template plain marks turns. "

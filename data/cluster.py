@@ -15,7 +15,6 @@ import platform
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from data.encode import Job, Record, tokenize_split
 from data.manifest import file_crc32c
@@ -25,35 +24,45 @@ from runtime.buckets import one_line
 from runtime.errors import TransientError
 from utils import ConfigError
 
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+try:
+    import ray
+except ImportError as error:
+    raise ConfigError(
+        "--ray needs Ray. Run ./run.sh uv pip install -r requirements-ray.txt."
+    ) from error
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ray", "tiktoken", "tokenizers", "numpy", "pyarrow", "jinja2")  # affect the result
 CONNECT_S = 10.0  # timeout of the connection to the head
-POLL_S = 5.0
 RETRIES = 20  # of a task whose worker or node dies
 
 
 def results(config: Prepare, jobs: list[Job]) -> Iterator[Record]:
-    """Yield records as splits finish, in any order.
+    """Yield the records of jobs, in order.
 
     Raises  ConfigError if there is no cluster, or a node has other versions; TransientError if a
             task is lost too often; the errors of tokenize_split.
     """
-    ray = import_ray()
     connect(config.ray)
     try:
-        task = ray.remote(max_retries=RETRIES)(on_node)
-        expected = versions(os.getcwd())
-        pending = {task.remote(job, expected): job for job in jobs}
-        while pending:
-            done, _ = ray.wait([*pending], num_returns=len(pending), timeout=POLL_S)
-            for ref in done:
-                job, record = pending.pop(ref), result_of(ref)
-                if not folder_at(config.out).list_objects(job.record):
-                    raise ConfigError(
-                        f"a node wrote {config.out}/{job.record}, which does not exist here. Use "
-                        "an --out that all machines share, or one in a bucket."
-                    )
-                yield record
+        task, expected = ray.remote(max_retries=RETRIES)(on_node), versions(os.getcwd())
+        for job, ref in [(job, task.remote(job, expected)) for job in jobs]:
+            record = ray.get(ref)
+            if not folder_at(config.out).list_objects(job.record):
+                raise ConfigError(
+                    f"a node wrote {config.out}/{job.record}, which does not exist here. Use an "
+                    "--out that all machines share, or one in a bucket."
+                )
+            yield record
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)  # the task's own exception
+        if cause and not isinstance(cause, ray.exceptions.RayError):
+            raise cause from None
+        raise TransientError(
+            f"the cluster lost a task {RETRIES} times ({one_line(error)}). Start again: finished "
+            "splits are kept."
+        ) from error
     finally:
         ray.shutdown()
 
@@ -81,24 +90,8 @@ def versions(folder: str) -> dict[str, str]:
     return found | {path.relative_to(ROOT).as_posix(): file_crc32c(path) for path in files}
 
 
-def result_of(ref: Any) -> Record:
-    """Return the result of a task, or raise its exception."""
-    ray = import_ray()
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)  # the task's own exception
-        if cause and not isinstance(cause, ray.exceptions.RayError):
-            raise cause from None
-        raise TransientError(
-            f"the cluster lost a task {RETRIES} times ({one_line(error)}). Start again: finished "
-            "splits are kept."
-        ) from error
-
-
 def connect(address: str) -> None:
     """Connect to the cluster at HOST:PORT; local starts one on this machine."""
-    ray = import_ray()
     try:
         if address != "local":  # Ray itself times out after minutes
             host, _, port = address.rpartition(":")
@@ -113,16 +106,3 @@ def connect(address: str) -> None:
         raise ConfigError(
             f"the cluster has no node with a CPU. Add one: ./run.sh ray start --address {address}."
         )
-
-
-@functools.cache
-def import_ray() -> Any:
-    """Raises ConfigError if ray is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            "--ray needs Ray. Run ./run.sh uv pip install -r requirements-ray.txt."
-        ) from error
-    return ray

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
 from data.shards import ShardWriter, folder_at
 from data.tokenizer import begin_of_text, encode_continuation, load_tokenizer, token_bytes
-from utils import ConfigError
 
 # tiktoken's patterns overflow the stack on a run of about a million spaces.
 CHUNK_CHARACTERS = 400_000
@@ -92,11 +91,11 @@ class Encoder:
         if config.chat:
             self.template = chat.template_of(config.chat_template, self.tokenizer)
             self.to_chunks = functools.partial(chat.to_chunks, template=self.template)
-        used = [self.tokenizer.eot_token, self.bos or 0]
-        text_vocab = getattr(self.tokenizer, "text_vocab", self.tokenizer.n_vocab)
-        if self.template and text_vocab < self.tokenizer.n_vocab:
-            used += chat.special_ids(self.template, self.tokenizer.special)
-        self.vocab_size = max(text_vocab, 1 + max(used))  # ids of documents are below it
+        # Ids of documents are below it. Only chat templates of tokenizers write special tokens.
+        self.vocab_size = self.tokenizer.n_vocab
+        if not (config.chat and config.chat_template == "tokenizer"):
+            text_vocab = getattr(self.tokenizer, "text_vocab", self.vocab_size)
+            self.vocab_size = max(text_vocab, 1 + self.tokenizer.eot_token, 1 + (self.bos or 0))
 
     def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
         """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text, and
@@ -121,7 +120,7 @@ class Encoder:
 
     def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
         if chunk.special:
-            return [self.special_id(chunk.text)]
+            return [self.tokenizer.special.ids[chunk.text]]
         if isinstance(self.tokenizer, tiktoken.Encoding):
             # Equals encode_ordinary, without one Python object per token. Half a surrogate pair is
             # an error here; encode_ordinary replaces it.
@@ -130,14 +129,6 @@ class Encoder:
         if previous is None:
             return self.tokenizer.encode_ordinary(chunk.text)
         return encode_continuation(self.tokenizer, chunk.text, after_special=previous.special)
-
-    def special_id(self, text: str) -> int:
-        if (found := self.tokenizer.special.ids[text]) >= self.vocab_size:
-            raise ConfigError(
-                f"the chat template writes {text} in a conversation, and not in the simple ones by "
-                "which the number of token ids was found. Use --chat-template plain."
-            )
-        return found
 
 
 encoder_of = functools.lru_cache(4)(Encoder)  # a worker loads a tokenizer once
@@ -162,8 +153,8 @@ def resize(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 class SplitWriter:
     """Writes the shards of a split and counts their content."""
 
-    def __init__(self, job: Job, encoder: Encoder, on_read: Callable[[int], object]):
-        self.job, self.encoder, self.on_read, config = job, encoder, on_read, job.config
+    def __init__(self, job: Job, encoder: Encoder):
+        self.job, self.encoder, config = job, encoder, job.config
         self.subsets = {name: Subset() for name in SUBSETS}
         stem, options = f"{job.stem}_{job.split:05d}", (encoder.dtype, config.chat)
         self.writers = {
@@ -172,54 +163,40 @@ class SplitWriter:
         }
 
     def add(self, document: Document) -> None:
-        job, subset = self.job, None
-        is_val = in_validation(document.name, document.position, job.config.val_share)
+        is_val = in_validation(document.name, document.position, self.job.config.val_share)
+        subset = Subset()
         for ids, weight, size in self.encoder.encode(document):
-            self.on_read(0)  # raises if the preparation has stopped
-            if job.train_tokens is None:
-                subset = self.put("val" if is_val else "train", ids, weight, size)
-                continue
-            left, train_size = max(0, job.train_tokens - self.subsets["train"].tokens), size
-            if left < len(ids):
-                text = b"".join(token_bytes(self.encoder.tokenizer, int(i)) for i in ids[:left])
+            count = 0 if is_val else len(ids)  # for training
+            if self.job.train_tokens is not None:
+                count = max(0, self.job.train_tokens - self.subsets["train"].tokens)
+            train_size = size
+            if count < len(ids):
+                text = b"".join(token_bytes(self.encoder.tokenizer, int(i)) for i in ids[:count])
                 train_size = min(size, len(text))
-            if left:
-                subset = self.put("train", ids[:left], weight, train_size)
-            if left < len(ids):
-                subset = self.put("val", ids[left:], weight, size - train_size)
-        if subset:  # the document is not empty
-            subset.documents += document.ends
-
-    def put(self, name: str, ids: np.ndarray, weight: int | None, size: int) -> Subset:
-        subset = self.subsets[name]
-        self.writers[name].add(ids, weight)
-        subset.tokens += len(ids)
-        subset.learned_tokens += len(ids) if weight is None else weight * len(ids)
-        subset.text_bytes += size
-        return subset
+            parts = (ids[:count], train_size), (ids[count:], size - train_size)
+            for name, (part, part_size) in zip(SUBSETS, parts, strict=True):
+                if len(part):
+                    subset = self.subsets[name]
+                    self.writers[name].add(part, weight)
+                    subset.tokens += len(part)
+                    subset.learned_tokens += len(part) if weight is None else weight * len(part)
+                    subset.text_bytes += part_size
+        subset.documents += document.ends  # where the document ends, unless it is empty
 
     @property
     def is_full(self) -> bool:
         return 0 < self.job.limit <= sum(subset.tokens for subset in self.subsets.values())
 
 
-def tokenize_split(job: Job, on_read: Callable[[int], object] = lambda read: None) -> Record:
-    """Write the shards and the record of a split.
-
-    on_read  called with the number of bytes read since the last call
-    Raises   OSError, and the errors of readers.documents.
-    """
+def tokenize_split(job: Job) -> Record:
+    """Write the shards and the record of a split. Raises OSError and as readers.documents."""
     config, encoder = job.config, encoder_of(job.config)
-    writer, left_out = SplitWriter(job, encoder, on_read), Counter()
+    writer, left_out = SplitWriter(job, encoder), Counter()
     for part in itertools.takewhile(lambda _: not writer.is_full, job.parts):
-        read = 0
         for document in readers.documents(part, config, encoder.to_chunks, left_out=left_out):
             if writer.is_full:
                 break
             writer.add(document)
-            on_read(document.read - read)
-            read = document.read
-        on_read(part.size - read)
     for name, subset in writer.subsets.items():
         writer.writers[name].flush()
         subset.shards = writer.writers[name].shards

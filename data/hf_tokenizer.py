@@ -49,7 +49,7 @@ class Special(NamedTuple):
     ends: list[int]  # tokens that end a generated text, such as the end of a turn; may be empty
 
 
-def special_of(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> Special:
+def read_special(settings: dict[str, Any], folder: Path, ids: dict[str, int]) -> Special:
     given = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
     texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in given.items()}
     names = {f"{n}_token": text for n, text in texts.items() if isinstance(text, str)}
@@ -100,28 +100,27 @@ class HuggingFace:
         self.table = open_table(self.content, self.path)
         parts = json.loads(self.table.to_str())
         self.is_byte_level = check_decoder(parts["decoder"] or {}, self.path)
-        first = {name: parts[name] for name in ("normalizer", "pre_tokenizer")}
         # `inner` puts no space before a text. Some put one after a special token too.
-        inner = parts | without_prefix(first)
-        is_same = inner == parts
-        self.inner = self.table if is_same else open_table(json.dumps(inner).encode(), self.path)
+        first = {name: parts[name] for name in ("normalizer", "pre_tokenizer")}
+        self.inner = self.table
+        if (other := without_prefix(first)) != first:
+            self.inner = open_table(json.dumps(parts | other).encode(), self.path)
         always = ('"Prepend"', '"always"', '"add_prefix_space": true')
         self.prefix_after_special = any(words in json.dumps(first) for words in always)
         settings = read_settings(self.path.with_name(SETTINGS))
         given = {name: value for name, value in settings.items() if value is not None}
         self.settings = read_settings(self.path.with_name(SPECIAL_NAMES)) | given
-        self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
-        added = self.table.get_added_tokens_decoder()
-        self.added = {id: token.content for id, token in added.items()}
-        ids = {token.content: id for id, token in added.items() if token.special}
+        self.added = self.table.get_added_tokens_decoder()
         # 1 + the largest id that text may have: special tokens in it are text, and others may exist
         # that a model has no embeddings for.
-        own = self.table.get_vocab(with_added_tokens=False).values()
-        self.text_vocab = 1 + max(*own, *(id for id, token in added.items() if not token.special))
-        special = special_of(self.settings, self.path.parent, ids)
+        texts = [id for id, token in self.added.items() if not token.special]
+        self.text_vocab = 1 + max(*self.table.get_vocab(with_added_tokens=False).values(), *texts)
+        self.n_vocab = 1 + max(self.table.get_vocab(with_added_tokens=True).values())
+        ids = {token.content: id for id, token in self.added.items() if token.special}
+        special = read_special(self.settings, self.path.parent, ids)
         bos = self.table.token_to_id(special.names.get("bos_token", ""))  # special or not
-        first = self.table.encode("", add_special_tokens=True).ids[:1]
-        self.special = special._replace(bos=bos, adds_bos=special.adds_bos or first == [bos])
+        adds_bos = self.table.encode("", add_special_tokens=True).ids[:1] == [bos]
+        self.special = special._replace(bos=bos, adds_bos=special.adds_bos or adds_bos)
         self.eot_token = self.end_of_text()
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -135,7 +134,7 @@ class HuggingFace:
     def decode_single_token_bytes(self, token: int) -> bytes:
         """Raises KeyError for an id without a token."""
         if token in self.added:
-            return self.added[token].encode()
+            return self.added[token].content.encode()
         spelling = self.table.id_to_token(token) if token >= 0 else None
         if spelling is None:
             raise KeyError(f"no token has the id {token}")

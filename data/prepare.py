@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -29,8 +28,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,10 @@ from data.tokenizer import table_sha256
 from runtime.errors import TransientError
 from utils import ConfigError
 
-PROGRESS_S = 0.5  # between updates of the progress bar
-SLOTS = 4096  # counters of bytes read, indexed by process id
 ABANDONED_S = 600.0  # age at which an unfinished file without a writer is removed
 STATE = "splits"  # folder of records and settings
+# What a person can fix: a full disk, or a path that cannot be written.
+FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,14 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
     settings.check(config)
     try:
         Preparation(config).run()
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}. Use another path.") from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FIXABLE:
             raise
         raise ConfigError(
-            f"there is no space left for {config.out} ({error}). Free some space and start again: "
-            "finished splits are kept."
+            f"{error}. Free some space or use another path, and start again: finished splits are "
+            "kept."
         ) from error
 
 
@@ -108,10 +105,7 @@ class Preparation:
             self.out.remove([f"{name}/{INDEX}" for name in self.subsets])
             self.out.remove(self.own_files())
         if self.is_finished():
-            print(
-                f"{config.out} is already prepared with these settings; --overwrite prepares it "
-                "again"
-            )
+            print(f"{config.out} is already prepared with these settings; see --overwrite")
             return
         self.out.write(self.settings_file, (json.dumps(self.settings, indent=1) + "\n").encode())
         start, done = time.perf_counter(), self.records()
@@ -120,7 +114,7 @@ class Preparation:
             print(f"{config.out}: {len(done)} splits with {tokens:,} tokens are done")
         missing = [n for n in range(len(self.source.splits)) if n not in done]
         jobs = [self.job(n, config.max_tokens) for n in missing]
-        records = self.truncate(self.tokenize(jobs, done))
+        records = self.tokenize(jobs, done, config.max_tokens or math.inf)
         left_out = sum((Counter(record.left_out) for record in records), Counter())
         if not (total := sum(record.tokens for record in records)):
             raise ConfigError(f"--source {config.source} has no text{list_of(left_out)}.")
@@ -185,56 +179,38 @@ class Preparation:
         options = {"record": self.record_name(split)} | options
         return Job(self.config, split, self.source.splits[split], self.hash, limit, **options)
 
-    def tokenize(self, jobs: list[Job], done: dict[int, Record]) -> list[Record]:
+    def tokenize(
+        self, jobs: list[Job], done: dict[int, Record], max_tokens: float = math.inf
+    ) -> list[Record]:
         """Run jobs, and return their records and those in `done`, in order.
 
-        With --max-tokens it stops once the first splits have enough.
+        The last one ends with the document that reaches max_tokens.
         """
         sizes = [sum(part.size for part in parts) for parts in self.source.splits]
-        before = sum(sizes) - sum(sizes[job.split] for job in jobs)
-        tokens = sum(record.tokens for record in done.values())
-        with (
-            progress(sum(sizes), before) as bar,
-            contextlib.closing(self.results(jobs, bar.update)) as results,
-        ):
-            while not self.is_enough(done) and (record := next(results, None)):
-                done[record.split] = record
+        bar, records, tokens = progress(sum(sizes), sum(sizes[split] for split in done)), [], 0
+        with bar, contextlib.closing(self.results(jobs)) as results:
+            for split in sorted([*done, *(job.split for job in jobs)]):
+                record, left = done.get(split) or next(results), max_tokens - tokens
+                if records and left < record.tokens:
+                    record = tokenize_split(self.job(split, int(left), record="", stem="cut"))
+                records.append(record)
                 tokens += record.tokens
-                text = f"{len(done)} of {len(sizes)} splits, {tokens:,} tokens"
-                bar.set_postfix_str(text, refresh=False)
-                bar.update(sizes[record.split] if self.config.ray else 0)
-        return [done[split] for split in sorted(done)]
+                bar.set_postfix_str(f"{len(records)} splits, {tokens:,} tokens", refresh=False)
+                bar.update(0 if split in done else sizes[split])
+                if tokens >= max_tokens:
+                    break
+        return records
 
-    def is_enough(self, done: dict[int, Record]) -> bool:
-        """Return whether the first splits have --max-tokens."""
-        if not (left := self.config.max_tokens):
-            return False
-        for split in itertools.takewhile(done.__contains__, range(len(self.source.splits))):
-            left -= done[split].tokens
-        return left <= 0
-
-    def results(self, jobs: list[Job], on_read: Callable[[int], None]) -> Iterator[Record]:
-        """Yield records as splits finish. on_read  called with a number of bytes read."""
+    def results(self, jobs: list[Job]) -> Iterator[Record]:
+        """Return a generator of the records of jobs, in order."""
         if self.config.ray:
             from data import cluster  # late: only --ray needs ray
 
             return cluster.results(self.config, jobs)
         workers = min(self.config.workers or len(os.sched_getaffinity(0)), len(jobs))
         if workers <= 1:
-            return (tokenize_split(job, on_read) for job in jobs)
-        return run_in_processes(jobs, workers, on_read)
-
-    def truncate(self, records: list[Record]) -> list[Record]:
-        """Keep the first --max-tokens, up to the end of the document that reaches them."""
-        kept, left = [], self.config.max_tokens or math.inf
-        for record in records:
-            if left <= 0:
-                break
-            if kept and left < record.tokens:
-                record = tokenize_split(self.job(record.split, int(left), record="", stem="cut"))
-            kept.append(record)
-            left -= record.tokens
-        return kept
+            return (tokenize_split(job) for job in jobs)
+        return run_in_processes(jobs, workers)
 
     def divide_by_position(self, records: list[Record], total: int) -> list[Record]:
         """Make the last tokens the validation set, where documents are too few or too unequal.
@@ -295,19 +271,19 @@ class Preparation:
     def own_files(self) -> list[str]:
         """Return the files in OUT that preparations wrote, except indexes."""
         own = re.compile(r"(train|val)/(shard|cut|moved)_[^/]+")
-        return [n for n in self.files() if own.fullmatch(n)] + [
-            *self.out.list_objects(f"{self.state}/")
-        ]
+        shards = [name for name in self.files() if own.fullmatch(name)]
+        return [*shards, *self.out.list_objects(f"{self.state}/")]
 
     def clean_up(self, totals: dict[str, Subset], records: list[Record]) -> None:
         """Remove unlisted shards, unused records, and temporary files of killed preparations."""
         kept = {f"{name}/{file.name}" for name in totals for file in files_of(totals[name].shards)}
         kept |= {self.record_name(record.split) for record in records} | {self.settings_file}
+        before_s = time.time() - ABANDONED_S
         for name in set(self.own_files()) - kept:
-            path = Path(self.config.out, name)
             with contextlib.suppress(FileNotFoundError):  # another preparation removed it
-                age_s = time.time() - path.stat().st_mtime if name.endswith(PARTIAL) else math.inf
-                self.out.remove([name] if age_s > ABANDONED_S else [])
+                path = Path(self.config.out, name)
+                if not name.endswith(PARTIAL) or path.stat().st_mtime < before_s:
+                    self.out.remove([name])
 
 
 def has_all(files: dict[str, int], subset: str, shards: list[Shard]) -> bool:
@@ -331,58 +307,35 @@ def command(config: Prepare) -> str:
     return shlex.join(words)
 
 
-def run_in_processes(
-    jobs: list[Job], workers: int, on_read: Callable[[int], None]
-) -> Iterator[Record]:
-    """Yield records as splits finish. Closing the iterator stops running jobs early."""
+def run_in_processes(jobs: list[Job], workers: int) -> Iterator[Record]:
+    """Yield the records of jobs in order."""
     # Spawn, because a fork copies locks but not the threads that hold them.
     context = multiprocessing.get_context("spawn")
-    # Shared memory without locks, which a killed worker would keep.
-    read, stop = context.RawArray("q", SLOTS), context.RawValue("b")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (read, stop))
-    before = 0
+    pool = ProcessPoolExecutor(workers, context, start_worker)
     try:
-        pending = {pool.submit(run_in_worker, job) for job in jobs}
-        while pending:
-            done, pending = wait(pending, PROGRESS_S)
-            now = sum(read)
-            on_read(now - before)
-            before = now
-            yield from (future.result() for future in done)
+        yield from pool.map(tokenize_split, jobs)
     except BrokenProcessPool as error:
         raise TransientError(
             "a worker process was killed, perhaps for lack of memory. Start again, with fewer "
             "--workers: finished splits are kept."
         ) from error
-    finally:
-        stop.value = 1
+    except (Exception, KeyboardInterrupt):
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:  # with enough tokens, the splits that are being tokenized are finished
         pool.shutdown(cancel_futures=True)
 
 
-count_read: Callable[[int], None]
-
-
-def start_worker(read: Any, stop: Any) -> None:
+def start_worker() -> None:
     """Initialize a worker process, which exits when its parent dies."""
-    global count_read
-    parent, slot = multiprocessing.parent_process(), os.getpid() % SLOTS
 
     def exit_with_parent() -> None:
-        parent.join()
+        multiprocessing.parent_process().join()
         os._exit(1)
 
-    def count(size: int) -> None:
-        if stop.value:
-            raise CancelledError
-        read[slot] += size
-
-    count_read = count
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends workers
     threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def run_in_worker(job: Job) -> Record:
-    return tokenize_split(job, count_read)
 
 
 if __name__ == "__main__":

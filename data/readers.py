@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import functools
 import io
+import itertools
 import json
 import lzma
 import math
@@ -17,12 +18,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
+import ijson
+import pyarrow.parquet
 from fsspec.compression import compr
 
 from data.settings import Prepare
 from runtime import buckets
 from runtime.errors import TransientError
+from runtime.files import check_not_pointer
 from utils import ConfigError
+
+try:
+    from compression import zstd  # Python 3.14
+except ImportError:
+    from backports import zstd
 
 HUGGING_FACE = "hf:"
 TEXT, JSON_LINES, JSON_ARRAY, PARQUET, HUB = "text", "JSON lines", "JSON array", "Parquet", "hub"
@@ -33,6 +42,9 @@ END_BYTES = 1 << 16  # at both ends of a file, covered by its checksum
 BATCH_ROWS = 256  # per read of a Parquet file
 SHARD_ROWS = 1 << 40  # more than a data file of the hub has
 BOM = b"\xef\xbb\xbf"
+# What reading a damaged file raises.
+DECOMPRESSION_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+FORMAT_ERRORS = (UnicodeDecodeError, ijson.JSONError, pyarrow.ArrowException)
 
 
 class InputError(ConfigError):
@@ -69,27 +81,12 @@ class Document(NamedTuple):
     chunks: Iterable[Chunk]
     begins: bool = True  # False: it began in an earlier part
     ends: bool = True  # False: it continues in the next part
-    read: int = 0  # bytes of the part up to the document's end, as far as known
 
 
-class RowLocation(NamedTuple):
-    """Location of a row for messages. Lines are counted only when a message is formatted."""
-
-    part: FilePart
-    position: int
-
-    def __str__(self) -> str:
-        if self.part.kind != JSON_LINES:
-            return f"{self.part.path}, row {self.position % SHARD_ROWS + 1},"
-        line = 1
-        with open_part(self.part) as (file, _):
-            for left in range(self.position, 0, -READ_BYTES):
-                line += file.read(min(READ_BYTES, left)).count(b"\n")
-        return f"{self.part.path}:{line}"
-
-
-ToChunks = Callable[[Any, Any], list[Chunk]]  # (row, location); raises InputError
-Rows = Iterator[tuple[int, Any, int]]  # (position, value or line of JSON, bytes read so far)
+ToChunks = Callable[
+    [Any], list[Chunk]
+]  # of a row; raises InputError, whose message has no location
+Rows = Iterator[tuple[int, Any]]  # (position, value or line of JSON)
 
 
 def documents(
@@ -102,12 +99,6 @@ def documents(
     Raises     InputError without it; buckets.AccessDenied, buckets.Unavailable, TransientError.
     """
     to_chunks = to_chunks or functools.partial(text_of_field, field=config.text_field)
-
-    def skip(error: InputError) -> None:
-        if not config.skip_bad:
-            raise error
-        left_out[error.args[1]] += 1
-
     try:
         with damage_as_input_error(part):
             check_unchanged(part)
@@ -115,27 +106,35 @@ def documents(
                 if config.skip_bad:  # find errors before any of the document is written
                     deque(decode(part), maxlen=0)
                 chunks = (Chunk(text) for text in decode(part))
-                begins, ends = part.begin == 0, part.end == math.inf
-                yield Document(part.name, 0, chunks, begins, ends, part.size)
+                yield Document(part.name, 0, chunks, part.begin == 0, part.end == math.inf)
                 return
-            for position, row, read in READERS[part.kind](part, config):
-                # Counting lines takes time, and --skip-bad prints no messages.
-                location = part.path if config.skip_bad else RowLocation(part, position)
+            for position, row in READERS[part.kind](part, config):
                 try:
-                    chunks = chunks_of(row, location, to_chunks)
+                    yield Document(part.name, position, chunks_of(row, to_chunks))
                 except InputError as error:
-                    skip(error)
-                else:
-                    yield Document(part.name, position, chunks, read=read)
+                    why, category = error.args
+                    if not config.skip_bad:
+                        raise InputError(location(part, position) + why, category) from error
+                    left_out[category] += 1
     except InputError as error:
-        skip(error)
+        if not config.skip_bad:
+            raise
+        left_out[error.args[1]] += 1
+
+
+def location(part: FilePart, position: int) -> str:
+    """Return the file of a row, and its line, or its number where there are no lines."""
+    if part.kind != JSON_LINES:
+        return f"{part.path}, row {position % SHARD_ROWS + 1},"
+    with open_part(part) as file:
+        sizes = (min(READ_BYTES, left) for left in range(position, 0, -READ_BYTES))
+        breaks = sum(file.read(size).count(b"\n") for size in sizes)
+    return f"{part.path}:{breaks + 1}"
 
 
 @contextlib.contextmanager
-def open_part(
-    part: FilePart, request_bytes: int = REQUEST_BYTES
-) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open (the decompressed file, the stored file)."""
+def open_part(part: FilePart, request_bytes: int = REQUEST_BYTES) -> Iterator[IO[bytes]]:
+    """Open the decompressed file."""
     if buckets.is_bucket(part.path):
         file = buckets.filesystem().open(part.path, "rb", cache_type="none")
     else:
@@ -144,38 +143,17 @@ def open_part(
     stored = file if part.kind == PARQUET else io.BufferedReader(file, request_bytes)
     options = {}
     if part.compression == "zstd":  # accept files that were compressed with --long=31
-        options["options"] = {zstd().DecompressionParameter.window_log_max: 31}
+        options["options"] = {zstd.DecompressionParameter.window_log_max: 31}
     with stored, compr[part.compression](stored, mode="rb", **options) as decompressed:
-        yield decompressed, stored
-
-
-def zstd() -> Any:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        from backports import zstd
-    return zstd
-
-
-@functools.cache
-def damage_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that reading a damaged file raises."""
-    import ijson
-    import pyarrow
-
-    decompression = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd().ZstdError)
-    return (*decompression, UnicodeDecodeError, ijson.JSONError, pyarrow.ArrowException)
+        yield decompressed
 
 
 @contextlib.contextmanager
 def damage_as_input_error(part: FilePart) -> Iterator[None]:
     """Raise InputError for a damaged file, and the errors of buckets.py for a bucket."""
+    in_bucket = buckets.is_bucket(part.path)
     try:
-        with (
-            buckets.translated_errors(part.path)
-            if buckets.is_bucket(part.path)
-            else contextlib.nullcontext()
-        ):
+        with buckets.translated_errors(part.path) if in_bucket else contextlib.nullcontext():
             yield
     except (buckets.AccessDenied, buckets.Unavailable):
         raise
@@ -184,7 +162,7 @@ def damage_as_input_error(part: FilePart) -> Iterator[None]:
             f"{part.path} does not exist any more, or not on this machine. Restore it, or start "
             "again."
         ) from error
-    except damage_errors() as error:
+    except (*DECOMPRESSION_ERRORS, *FORMAT_ERRORS) as error:
         raise unreadable(part, buckets.one_line(error)) from error
 
 
@@ -197,12 +175,15 @@ def unreadable(part: FilePart, why: str, fix: str = "Copy the file again") -> In
 
 
 def size_and_checksum(path: str) -> tuple[int, str]:
-    """Return a file's size, and a checksum of its first and last END_BYTES."""
+    """Return a file's size, and a checksum of its first and last END_BYTES.
+
+    Raises  ConfigError for a pointer of Git LFS, whose text is no data.
+    """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        crc = zlib.crc32(file.read(END_BYTES))
+        size, head = os.fstat(file.fileno()).st_size, file.read(END_BYTES)
+        check_not_pointer(path, head)
         file.seek(max(file.tell(), size - END_BYTES))
-        return size, f"{zlib.crc32(file.read(END_BYTES), crc):08x}"
+        return size, f"{zlib.crc32(file.read(END_BYTES), zlib.crc32(head)):08x}"
 
 
 def check_unchanged(part: FilePart) -> None:
@@ -226,7 +207,7 @@ def seek_line(file: IO[bytes], byte: int) -> int:
 def decode(part: FilePart) -> Iterator[str]:
     """Yield the text of a part, from one line start to another. Raises InputError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with damage_as_input_error(part), open_part(part) as (file, _):
+    with damage_as_input_error(part), open_part(part) as file:
         end = part.end if part.end == math.inf else seek_line(file, int(part.end))
         position = seek_line(file, part.begin)
         data = BOM  # any value that is not empty
@@ -241,38 +222,30 @@ def decode(part: FilePart) -> Iterator[str]:
             position += len(data)
 
 
-def chunks_of(row: Any, location: Any, to_chunks: ToChunks) -> list[Chunk]:
+def chunks_of(row: Any, to_chunks: ToChunks) -> list[Chunk]:
     """Convert a row, which is a value or a line of JSON in bytes. Raises InputError."""
     if isinstance(row, bytes):
-        check_size(len(row), location)
-        if b"\0" in row:
-            raise InputError(
-                f"{location} has NUL bytes, as UTF-16 has, and a file that was not written to its "
-                "end. Convert it to UTF-8, or leave the line out with --skip-bad.",
-                "lines that are not JSON",
-            )
+        check_size(len(row))
         try:
-            row = json.loads(row)
+            row = json.loads(row.removeprefix(BOM).decode(errors="surrogatepass"))
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{location} is not a line of JSON ({error}): expected one object per line. "
-                "Correct the line, or leave it out with --skip-bad.",
+                f" is not a line of JSON ({error}): expected an object in UTF-8 per line. Correct "
+                "the line, or leave it out with --skip-bad.",
                 "lines that are not JSON",
             ) from error
-    chunks = to_chunks(row, location)
-    check_size(sum(len(chunk.text) for chunk in chunks), location)
+    chunks = to_chunks(row)
+    check_size(sum(len(chunk.text) for chunk in chunks))
     return chunks
 
 
-def check_size(size: int, location: Any) -> None:
+def check_size(size: int) -> None:
     if size > RECORD_BYTES:
         what = f"of more than {RECORD_BYTES // 1_000_000} MB"
-        raise InputError(
-            f"{location} is a record {what}. Shorten it, or use --skip-bad.", f"records {what}"
-        )
+        raise InputError(f" is a record {what}. Shorten it, or use --skip-bad.", f"records {what}")
 
 
-def text_of_field(row: Any, location: Any, field: str) -> list[Chunk]:
+def text_of_field(row: Any, field: str) -> list[Chunk]:
     """Return the text of a field; data.text is field text of field data. Raises InputError."""
     value = row
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
@@ -282,21 +255,13 @@ def text_of_field(row: Any, location: Any, field: str) -> list[Chunk]:
             value = value.decode()
     if isinstance(value, str):
         return [Chunk(value)]
-    why = (
-        f"has no text in the field {field!r}; fields with text: "
-        f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, or select "
-        "the files with rows by --glob."
+    what = "bytes that are not UTF-8" if isinstance(value, bytes) else type(value).__name__
+    raise InputError(
+        f" has no text in the field {field!r} ({what}); fields with text: "
+        f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, select "
+        "the files with rows by --glob, or leave such rows out with --skip-bad.",
+        "rows without text",
     )
-    if isinstance(value, bytes):
-        why = f"has bytes in the field {field!r} that are not UTF-8. Choose another field."
-    elif isinstance(row, dict) and field in row and value is None:
-        why = f"has null in the field {field!r}. Leave such rows out with --skip-bad."
-    elif isinstance(value, dict) and "0" in value:
-        why = (
-            "is a table by columns, as pandas writes it by to_json(). Write a line for each row: "
-            'to_json(orient="records", lines=True).'
-        )
-    raise InputError(f"{location} {why}", "rows without text")
 
 
 def fields_with_text(row: Any, above: str = "") -> Iterator[str]:
@@ -309,30 +274,25 @@ def fields_with_text(row: Any, above: str = "") -> Iterator[str]:
 
 def json_lines(part: FilePart, config: Prepare) -> Rows:
     """Yield the nonblank lines that begin in the part, truncated to RECORD_BYTES + 1."""
-    with open_part(part) as (file, stored):
+    with open_part(part) as file:
         position = seek_line(file, part.begin)
         while position < part.end and (line := file.readline(RECORD_BYTES + 1)):
             if line.strip():
-                yield position, line, stored.tell() - part.begin
+                yield position, line
             position += len(line)
             if len(line) > RECORD_BYTES:
                 position = seek_line(file, position)
 
 
 def json_array(part: FilePart, config: Prepare) -> Rows:
-    import ijson  # late: other kinds do without it
-
-    with open_part(part) as (file, stored):
+    with open_part(part) as file:
         seek_line(file, 0)  # after a byte order mark
-        for number, row in enumerate(ijson.items(file, "item")):
-            yield number, row, stored.tell()
+        yield from enumerate(ijson.items(file, "item"))
 
 
 def parquet(part: FilePart, config: Prepare) -> Rows:
     """Yield the rows of the row groups that begin in the part."""
-    import pyarrow.parquet  # late: other kinds do without it
-
-    with open_part(part) as (file, _):
+    with open_part(part) as file:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         metadata, number = table.metadata, 0
         columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
@@ -341,14 +301,11 @@ def parquet(part: FilePart, config: Prepare) -> Rows:
         wanted = [config.text_field] if config.text_field in texts and not config.chat else None
         for n in range(metadata.num_row_groups):
             group = metadata.row_group(n)
-            begin = group.column(0).data_page_offset if columns else 0
-            if not part.begin <= begin < part.end:
-                number += group.num_rows
-                continue
-            for batch in table.iter_batches(BATCH_ROWS, row_groups=[n], columns=wanted):
-                for row in batch.to_pylist():
-                    yield number, row, begin - part.begin
-                    number += 1
+            if part.begin <= (group.column(0).data_page_offset if columns else 0) < part.end:
+                batches = table.iter_batches(BATCH_ROWS, row_groups=[n], columns=wanted)
+                rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+                yield from enumerate(rows, number)
+            number += group.num_rows
 
 
 @functools.lru_cache(1)
@@ -372,7 +329,7 @@ def hub_rows(part: FilePart, config: Prepare) -> Rows:
     data = hub(config)
     try:
         for number, row in enumerate(data.shard(data.num_shards, part.begin)):
-            yield part.begin * SHARD_ROWS + number, row, 0
+            yield part.begin * SHARD_ROWS + number, row
     except OSError as error:
         raise TransientError(f"{config.source} cannot be read: {error}. Start again.") from error
 

@@ -92,9 +92,8 @@ class ShardWriter:
     def _write(
         self, name: str, elements: bytearray, dtype: np.dtype, weights: Shard | None = None
     ) -> Shard:
-        header, tokens = io.BytesIO(), len(elements) // dtype.itemsize
-        fields = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
-        np.lib.format.write_array_header_1_0(header, fields)
-        content = header.getvalue() + elements
+        file, array = io.BytesIO(), np.frombuffer(elements, dtype)
+        np.save(file, array)
+        content = file.getvalue()
         self.folder.write(name, content)
-        return Shard(name, tokens, len(content), f"{google_crc32c.value(content):08x}", weights)
+        return Shard(name, len(array), len(content), f"{google_crc32c.value(content):08x}", weights)

@@ -6,7 +6,6 @@ hub data set each data file is a split. A compressed file is never divided.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,7 +13,6 @@ import math
 import os
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -25,14 +23,12 @@ from data import readers
 from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, FilePart, InputError
 from data.settings import Prepare
 from runtime import buckets
-from runtime.files import check_not_pointer
 from utils import ConfigError
 
 STDLIB = "python-stdlib"
 HIDDEN = r"\..*"
 # Of the standard library: tests, installed packages, and what each build of Python generates.
 NOT_SOURCE = rf"{HIDDEN}|tests?|idle_test|(site|dist)-packages|__pycache__|_sysconfigdata.*"
-POINTER_BYTES = 1024  # more than a pointer of Git LFS has
 HEAD_BYTES = 1 << 16  # of a file, to detect its kind
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 EXPANSION = 4  # estimated bytes of text per byte of a compressed file
@@ -154,13 +150,7 @@ def select_kinds(files: list[FilePart], config: Prepare) -> tuple[list[FilePart]
 
 
 def detect_kind(file: FilePart, config: Prepare) -> FilePart:
-    """Set kind and compression, from the name or else from the content.
-
-    Raises  ConfigError for a pointer of Git LFS, whose text is no data
-    """
-    if file.size < POINTER_BYTES and config.source != STDLIB:
-        with readers.open_part(file, POINTER_BYTES) as (content, _):
-            check_not_pointer(file.path, content.read(POINTER_BYTES))
+    """Set kind and compression, from the name or else from the content."""
     path = PurePosixPath(file.name.lower())
     compression = COMPRESSIONS.get(path.suffix)
     suffix = PurePosixPath(path.stem).suffix if compression else path.suffix
@@ -170,10 +160,7 @@ def detect_kind(file: FilePart, config: Prepare) -> FilePart:
     if suffix in KINDS:
         return file._replace(kind=KINDS[suffix])
     try:
-        with (
-            readers.damage_as_input_error(file),
-            readers.open_part(file, HEAD_BYTES) as (content, _),
-        ):
+        with readers.damage_as_input_error(file), readers.open_part(file, HEAD_BYTES) as content:
             return file._replace(kind=kind_of(content.read(HEAD_BYTES), suffix))
     except InputError:
         if not config.skip_bad:
@@ -223,12 +210,3 @@ def group(parts: Iterable[FilePart], size: int) -> list[tuple[FilePart, ...]]:
         groups[-1].append(part)
         total += text
     return [tuple(parts) for parts in groups]
-
-
-def documents(config: Prepare) -> Iterator[tuple[readers.Document, str]]:
-    """Yield all documents that have text, with the text. Files are not divided."""
-    undivided = dataclasses.replace(config, split_mb=2**40)
-    for part in itertools.chain(*open_source(undivided).splits):
-        for document in readers.documents(part, config, left_out=Counter()):
-            if text := "".join(chunk.text for chunk in document.chunks):
-                yield document, text

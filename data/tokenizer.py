@@ -20,14 +20,18 @@ from data.hf_tokenizer import (
     SETTINGS_FILES,
     TABLE,
     HuggingFace,
+    Special,
     read_settings,
-    special_of,
+    read_special,
 )
 from utils import ConfigError
 
 Tokenizer = tiktoken.Encoding | HuggingFace
+NO_SPECIAL = Special({}, {}, None, adds_bos=False, chat_template=None, ends=[])
 
 SAMPLE = "sample"
+# Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) of 256 bytes and 3,839 merges, trained by
+# the library tokenizers on the training files of python-stdlib, as guide/tokenization.md shows.
 SAMPLE_RANKS = Path(__file__).with_name("sample.tiktoken")
 END_OF_TEXT = "<|endoftext|>"
 
@@ -64,8 +68,12 @@ def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
     """
     if name == SAMPLE:
         tokenizer = encoding(read_ranks(SAMPLE_RANKS))
+    elif is_path(name):
+        file = table_file(Path(name))
+        is_ranks = file.suffix == ".model" and file.is_file()
+        tokenizer = TiktokenModel(file) if is_ranks else HuggingFace(file)
     else:
-        tokenizer = load_file(Path(name)) if is_path(name) else load_tiktoken(name)
+        tokenizer = load_tiktoken(name)
     found = table_sha256(tokenizer)
     if sha256 is not None and found != sha256:
         raise ConfigError(
@@ -83,12 +91,10 @@ def is_path(name: str) -> bool:
     return name.endswith((".json", ".model")) or "/" in name or Path(name).is_dir()
 
 
-def load_file(path: Path) -> Tokenizer:
-    """Load a tokenizer.json or else a tiktoken.model. path  of either, or of its folder."""
-    if path.is_dir() and not (path / TABLE).exists() and (path / RANKS).is_file():
-        path = path / RANKS
-    is_ranks = path.suffix == ".model" and path.is_file()
-    return TiktokenModel(path) if is_ranks else HuggingFace(path)
+def table_file(path: Path) -> Path:
+    """Return the path of a file, or the tokenizer.json or else tiktoken.model of a folder."""
+    names = (TABLE, RANKS) if path.is_dir() else ()
+    return next((path / name for name in names if (path / name).is_file()), path)
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -119,7 +125,7 @@ class TiktokenModel(tiktoken.Encoding):
         named = {int(i): t["content"] for i, t in settings.get("added_tokens_decoder", {}).items()}
         ids = range(len(ranks), len(ranks) + MOONSHOT_SPECIALS)
         names = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
-        self.special = special_of(settings, file.parent, names)
+        self.special = read_special(settings, file.parent, names)
         if self.special.names.get("eos_token") not in names:
             raise ConfigError(f"--tokenizer {file}: name a special eos_token in {SETTINGS}.")
         super().__init__(
@@ -135,18 +141,23 @@ class TiktokenModel(tiktoken.Encoding):
         return self.special.ids[self.special.names["eos_token"]]
 
 
+def special_of(tokenizer: Tokenizer) -> Special:
+    """Return the special tokens that the files of a tokenizer name; tiktoken's own have none."""
+    return getattr(tokenizer, "special", NO_SPECIAL)
+
+
 def begin_of_text(tokenizer: Tokenizer, always: bool) -> int | None:
     """Return the token that begins each document, if the tokenizer says so or `always`.
 
     Raises  ConfigError with `always` if there is no such token.
     """
-    special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
-    if always and (special is None or special.bos is None):
+    special = special_of(tokenizer)
+    if always and special.bos is None:
         raise ConfigError(
             "--add-bos needs a tokenizer that names its bos_token in tokenizer_config.json. Add "
             "the name, or omit --add-bos."
         )
-    return special.bos if special and (always or special.adds_bos) else None
+    return special.bos if always or special.adds_bos else None
 
 
 def encoding(table: dict[bytes, int]) -> tiktoken.Encoding:
@@ -232,12 +243,9 @@ class TextTokens(NamedTuple):
 
 def keep_files(name: str, folder: Path) -> None:
     """Copy the files of a tokenizer that is named by a path to a folder of a run, once."""
-    path = Path(name)
-    if not is_path(name) or not path.exists() or folder.exists():
+    if not is_path(name) or not Path(name).exists() or folder.exists():
         return
-    tables = [path] if path.is_file() else [path / TABLE, path / RANKS]
-    table = next(file for file in tables if file.is_file())
-    part = folder.with_name(f"{folder.name}.part")
+    table, part = table_file(Path(name)), folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     shutil.copy(table, part / (RANKS if table.suffix == ".model" else TABLE))
@@ -258,11 +266,5 @@ def text_tokens(tokens: dict[str, Any], run: Any) -> TextTokens:
             f"{RANKS}. Put one there and import it again."
         )
     tokenizer = load_tokenizer(run.tokenizer(tokens["tokenizer"]), tokens["tokenizer_sha256"])
-    ends = [tokens["end_of_text"], *ends_of(tokenizer)]
+    ends = [tokens["end_of_text"], *special_of(tokenizer).ends]
     return TextTokens(tokenizer, tokens.get("begin_of_text", []), list(dict.fromkeys(ends)))
-
-
-def ends_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a generated text by the files beside the tokenizer's."""
-    special = getattr(tokenizer, "special", None)  # absent in tiktoken's own encodings
-    return special.ends if special else []

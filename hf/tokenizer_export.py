@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Table
 
 from data.chat import PLAIN, PLAIN_JINJA
 from data.hf_tokenizer import BYTES, SETTINGS, TABLE, HuggingFace
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, special_of
 
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
@@ -47,10 +47,10 @@ def write_hugging_face(
         to_hugging_face(tokenizer).save(str(folder / TABLE))
         settings["split_special_tokens"] = True
         settings["pad_token"] = settings["eos_token"]  # batches need one, and there is no other
-    if special := getattr(tokenizer, "special", None):  # absent in tiktoken's own encodings
-        settings = special.names | settings
-        if special.chat_template:
-            settings.setdefault("chat_template", special.chat_template)
+    special = special_of(tokenizer)
+    settings = special.names | settings
+    if special.chat_template:
+        settings.setdefault("chat_template", special.chat_template)
     if chat_template:
         settings["chat_template"] = PLAIN_JINJA if chat_template == PLAIN else chat_template
     settings["model_max_length"] = model_max_length

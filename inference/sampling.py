@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from data.manifest import Manifest
-from data.tokenizer import check_ids, ends_of, load_tokenizer, text_of
+from data.tokenizer import check_ids, load_tokenizer, special_of, text_of
 from inference import decode
 from model import Transformer
 from runtime import distributed, errors
@@ -204,7 +204,7 @@ class Sampler:
             *generation_mesh(config, mesh),
             len(self.prompts),
             max_length,
-            [manifest.end_of_text, *ends_of(self.tokenizer)],
+            [manifest.end_of_text, *special_of(self.tokenizer).ends],
             SamplingOptions(s.temperature),
         )
         arrays = self.generator.abstract_weights, self.generator.abstract_cache

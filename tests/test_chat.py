@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 import dataset
 import validate
 from data import chat, verify
-from data.encode import Encoder, encoder_of
+from data.encode import Encoder, encoder_of, resize
 from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
 from data.readers import Chunk, Document
@@ -216,13 +216,12 @@ LLAMA3 = """{{ bos_token }}{% for m in messages %}
 # With the tag by which transformers finds answers.
 SAID = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
 MARKED = CHATML.replace(SAID, "{%- generation -%}\n" + SAID + "{%- endgeneration -%}")
-SEVENTH = CHATML.replace("m.content", "m.content + ('<|eot|>' if loop.index == 7 else '')")
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|tail|>", "<|eot|>", "<|bos|>"]
 TALK = [
-    ("system", "Be brief."),
+    ("system", "Be brief.\n"),
     ("user", "What does <|im_end|> mean? <|eot|>"),
     ("assistant", "It ends a <|im_end|> turn."),
-    ("user", "And\n"),
+    ("user", "<|eot|>"),
     ("assistant", "More."),
 ]
 
@@ -257,9 +256,9 @@ def talk(tmp_path, folder, messages):
 
 
 def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
-    """Of six special tokens beyond the table, CHATML has the first two."""
+    """Only the template of a tokenizer may write its six special tokens beyond the table."""
     source = write(tmp_path / "chat.jsonl", [{"prompt": "<|head|>", "answer": "<|eot|>"}] * 9)
-    for template, more in (("plain", 0), (CHATML, 2), (LLAMA3, 6)):
+    for template, more in (("plain", 0), (LLAMA3, 6)):
         named = ["--chat-template", "plain" if template == "plain" else "tokenizer"]
         out, ids = tmp_path / str(more), TOKENIZER.n_vocab + more
         run(source, out, "--tokenizer", talker(template), *named, "--val-share", 0)
@@ -267,8 +266,6 @@ def test_ids_that_no_document_has_need_no_embedding(tmp_path, talker):
         Dataset(out / "train", 32, vocab_size=ids)
         with pytest.raises(ValueError, match=f"token ids up to {ids - 1} "):
             Dataset(out / "train", 32, vocab_size=ids - 1)
-    with pytest.raises(ValueError, match=r"writes <\|eot\|> in a conversation, and not in"):
-        talk(tmp_path, talker(SEVENTH), [("user", "a"), ("assistant", "b")] * 4)
 
 
 def test_a_model_is_exported_with_the_template_it_was_tuned_with(tmp_path, talker):
@@ -317,10 +314,10 @@ def test_a_template_needs_no_special_tokens_and_the_longest_of_its_own_is_taken(
     text += "{{ '' if add_generation_prompt is defined else '!' }}"  # it always is
     talk = [("user", "a"), ("assistant", "b")]
     found = chat.render(Special({}, {}, None, False, text, []), talk)
-    assert found == [Chunk("<a>a.", 0), Chunk("<a>b.", 1)]
+    assert [*resize(found)] == [Chunk("<a>a.", 0), Chunk("<a>b.", 1)]
     found = chat.render(Special({"<a": 0, "<a>": 1}, {}, None, False, text, []), talk)
     expected = [("<a>", 0, True), ("a.", 0, False), ("<a>", 1, True), ("b.", 1, False)]
-    assert found == [Chunk(*fields) for fields in expected]
+    assert [*resize(found)] == [Chunk(*fields) for fields in expected]
 
 
 LOOP = "{% for m in messages %}"

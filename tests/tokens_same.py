@@ -14,6 +14,7 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import unicodedata
 import zipfile
@@ -29,8 +30,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.encode import CHUNK_CHARACTERS
-from data.settings import Prepare
-from data.sources import STDLIB, documents
 from data.tokenizer import load_tokenizer
 from prepared import tokens_of
 
@@ -88,7 +87,8 @@ def of_wheels(folder: Path) -> Iterator[str]:
 def mixed(mb: float, wheels: Path | None = None) -> list[str]:
     """Return documents of about `mb`."""
     of_packages = of_wheels(wheels) if wheels else ()
-    of_python = (text for _, text in documents(Prepare(source=STDLIB, out="")))
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    of_python = (file.read_text(errors="replace") for file in files)
     found, left = [], mb * 1e6
     for text in filter(None, itertools.chain(AWKWARD, scripts(), of_packages, of_python)):
         if left <= 0:
