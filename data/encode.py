@@ -155,12 +155,12 @@ class SplitWriter:
 
     def __init__(self, job: Job, encoder: Encoder):
         self.job, self.encoder, config = job, encoder, job.config
-        self.subsets = {name: Subset() for name in SUBSETS}
         stem, options = f"{job.stem}_{job.split:05d}", (encoder.dtype, config.chat)
         self.writers = {
             name: ShardWriter(f"{config.out}/{name}", stem, config.shard_tokens, *options)
             for name in SUBSETS
         }
+        self.subsets = {name: Subset(shards=self.writers[name].shards) for name in SUBSETS}
 
     def add(self, document: Document) -> None:
         is_val = in_validation(document.name, document.position, self.job.config.val_share)
@@ -197,9 +197,8 @@ def tokenize_split(job: Job) -> Record:
             if writer.is_full:
                 break
             writer.add(document)
-    for name, subset in writer.subsets.items():
-        writer.writers[name].flush()
-        subset.shards = writer.writers[name].shards
+    for shards in writer.writers.values():
+        shards.flush()
     record = Record(job.split, job.settings, **writer.subsets, left_out=dict(left_out))
     if job.record:
         text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"

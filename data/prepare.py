@@ -45,12 +45,11 @@ from data.encode import Encoder, Job, Record, Subset, record_of, tokenize_split
 from data.manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
-from data.shards import PARTIAL, ShardWriter, folder_at
+from data.shards import ShardWriter, folder_at
 from data.tokenizer import table_sha256
 from runtime.errors import TransientError
 from utils import ConfigError
 
-ABANDONED_S = 600.0  # age at which an unfinished file without a writer is removed
 STATE = "splits"  # folder of records and settings
 # What a person can fix: a full disk, or a path that cannot be written.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
@@ -278,12 +277,7 @@ class Preparation:
         """Remove unlisted shards, unused records, and temporary files of killed preparations."""
         kept = {f"{name}/{file.name}" for name in totals for file in files_of(totals[name].shards)}
         kept |= {self.record_name(record.split) for record in records} | {self.settings_file}
-        before_s = time.time() - ABANDONED_S
-        for name in set(self.own_files()) - kept:
-            with contextlib.suppress(FileNotFoundError):  # another preparation removed it
-                path = Path(self.config.out, name)
-                if not name.endswith(PARTIAL) or path.stat().st_mtime < before_s:
-                    self.out.remove([name])
+        self.out.remove(sorted(set(self.own_files()) - kept))
 
 
 def has_all(files: dict[str, int], subset: str, shards: list[Shard]) -> bool:

@@ -16,8 +16,6 @@ from data.manifest import Shard
 from runtime.buckets import ObjectInfo, Prefix, is_bucket
 from runtime.files import write_atomically
 
-PARTIAL = ".partial"
-
 
 class DiskFolder:
     """A folder on a disk with the methods of buckets.Prefix that a preparation uses."""
@@ -44,7 +42,7 @@ class DiskFolder:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same file, so each uses its own temporary name.
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         write_atomically(path, content, partial)
 
     def remove(self, names: list[str]) -> None:

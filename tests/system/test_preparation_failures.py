@@ -69,13 +69,6 @@ def test_workers_end_with_a_preparation_that_is_killed(source, tmp_path):  # noq
         time.sleep(0.02)
 
 
-def test_two_preparations_of_one_folder_at_once_write_the_same_bits(source, whole, tmp_path):  # noqa: F811
-    command = [sys.executable, ROOT / "data" / "prepare.py", *flags(source, tmp_path / "out")]
-    both = [subprocess.Popen(command) for _ in range(2)]
-    assert [process.wait(120) for process in both] == [0, 0]
-    assert files_of(tmp_path / "out") == whole
-
-
 def test_a_full_disk_is_reported_and_nothing_is_lost(source, whole, small_disk):  # noqa: F811
     folder, enlarge = small_disk
     with pytest.raises(ValueError, match=r"No space left on device.*Free some space.*are kept"):
