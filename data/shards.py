@@ -5,6 +5,7 @@ file is renamed. An upload to a bucket is atomic too, and the bucket verifies it
 """
 
 import contextlib
+import dataclasses
 import io
 import secrets
 from pathlib import Path
@@ -84,14 +85,13 @@ class ShardWriter:
             stem, weights = f"{self.stem}_{len(self.shards):03d}", None
             if self.weighted:
                 weights = self._write(f"{stem}.weights.npy", self._weights, np.dtype(np.uint8))
-            self.shards.append(self._write(f"{stem}.npy", self._ids, self.dtype, weights))
+            shard = self._write(f"{stem}.npy", self._ids, self.dtype)
+            self.shards.append(dataclasses.replace(shard, weights=weights))
         self._ids, self._weights, self._remaining = bytearray(), bytearray(), self.shard_tokens
 
-    def _write(
-        self, name: str, elements: bytearray, dtype: np.dtype, weights: Shard | None = None
-    ) -> Shard:
+    def _write(self, name: str, elements: bytearray, dtype: np.dtype) -> Shard:
         file, array = io.BytesIO(), np.frombuffer(elements, dtype)
         np.save(file, array)
         content = file.getvalue()
         self.folder.write(name, content)
-        return Shard(name, len(array), len(content), f"{google_crc32c.value(content):08x}", weights)
+        return Shard(name, len(array), len(content), f"{google_crc32c.value(content):08x}")
