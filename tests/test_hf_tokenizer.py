@@ -299,19 +299,20 @@ def test_a_tiktoken_model_of_another_kind_is_refused(tmp_path, settings, pattern
 
 
 def begins(tmp_path, folder, *more):
-    """(BOS of the manifest, ids) of two documents."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    """(BOS of the manifest, ids) of two documents, the second of two chunks."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "bb"}\n')
     encoder_of.cache_clear()  # the tokenizer's files change here
     out, train = tmp_path / "out", tmp_path / "out" / "train"
     prepare(tmp_path / "rows.jsonl", out, "--tokenizer", folder, "--val-share", "0", *more)
     return read_manifest(train).begin_of_text, tokens_of(train).tolist()
 
 
-def test_documents_begin_with_bos_if_the_tokenizer_or_add_bos_says_so(tmp_path):
+def test_documents_begin_with_bos_if_the_tokenizer_or_add_bos_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 1)
     count = write_moonshot(tmp_path / "kimi")
     a, b, end = ord("a"), ord("b"), count + 1
-    assert begins(tmp_path, tmp_path / "kimi") == (None, [a, end, b, end])
-    both = count, [count, a, end, count, b, end]
+    assert begins(tmp_path, tmp_path / "kimi") == (None, [a, end, b, b, end])
+    both = count, [count, a, end, count, b, b, end]
     assert begins(tmp_path, tmp_path / "kimi", "--add-bos", "--overwrite") == both
     write_moonshot(tmp_path / "says", add_bos_token=True)
     assert begins(tmp_path, tmp_path / "says", "--overwrite") == both

@@ -68,6 +68,15 @@ def test_other_shards_have_the_loss_of_the_one_device_reference(whole, printed, 
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
+def test_the_dropped_share_is_of_the_choices_of_all_layers(whole):
+    config, declared, mesh, _ = load(whole)
+    validation = validate.Validation(config, declared, mesh, dataset.open_validation(config))
+    stats = {"cross_entropy": 1.0, "balance": 1.0, "tokens_per_expert": np.ones(16), "dropped": 8}
+    validation.compiled = lambda w, batch: SimpleNamespace(**stats)
+    choices = 16 * 32 * 2 * 4  # windows, tokens, experts of a token, layers
+    assert validation(None)["moe/dropped"] == 8 / choices
+
+
 def test_guesses_are_uniform_or_by_the_frequency_of_each_token(whole):
     val = dataset.open_validation(config := cli.load(whole / "config.toml"))
     ids = val.parts[""].eval_rows(np.arange(16), 16)["targets"].reshape(-1)
