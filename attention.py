@@ -427,7 +427,6 @@ def choose_kernel(config: utils.Config, platform: str) -> str:
         # float32 serves to compare devices, and xla runs on all of them.
         own = platform_kernels(platform) if config.model.compute_dtype == "bfloat16" else ()
         return next((k for k in own if not kernel_problem(config, platform, k)), "xla")
-    utils.check_attention(config)
     if setting != "xla" and (problem := kernel_problem(config, platform, setting)):
         raise ConfigError(
             f"--model.attention_kernel {setting}: {problem}. Use --model.attention_kernel auto."

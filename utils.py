@@ -1,12 +1,14 @@
 """Config dataclasses and mesh axes.
 
-A setting is a field below. The flag `--model.hidden_size`, the key `hidden_size` under `[model]` in
-a TOML file, and the line in `--help` (the comment at the field) are derived from it by
-runtime/cli.py.
+A setting is a field below. From it follow the flag `--model.hidden_size`, the key `hidden_size`
+under `[model]` in a TOML file, its line in `--help` (the comment at the field), the check of its
+range, and what a run that resumes may do with it. `setting` declares what is not usual.
 """
 
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +36,36 @@ REMAT_NAMES = (
 
 class ConfigError(ValueError):
     """An error that the user can fix. Commands print it in one line, without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the declaration of a setting says, beside its comment."""
+
+    type: Any = None  # this and the default are those of the field
+    default: Any = None
+    # range of a number, beside the default: at least 0, or at least 1 for an int with another
+    # default than 0, unless these are given
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    # When a run resumes, a fixed setting has to be the same, and a free one may change. A change is
+    # a warning if it affects rounding alone (warned). What decides the decay of a wsd schedule may
+    # change before it (until_decay). By default as the section, and a section is fixed.
+    resume: Literal["fixed", "free", "warned", "until_decay"] | None = None
+    weights: bool = True  # a fixed setting of [model]: --run.init_from compares it
+    path: bool = False  # a leading ~ is the home folder
+
+
+def rules(**named: Any) -> dict[str, Setting]:
+    """Return metadata of a field with these rules, by the names of Setting."""
+    return {"setting": Setting(**named)}
+
+
+def setting(default: Any = dataclasses.MISSING, **named: Any) -> Any:
+    """Declare a setting with a range or another rule, by the names of Setting."""
+    return field(default=default, metadata=rules(**named))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +106,11 @@ class RopeScaling:
     """Extension of the context: YaRN (arXiv:2309.00071), or that of Llama 3 (arXiv:2407.21783)."""
 
     rope_type: Literal["yarn", "llama3"] = "yarn"
-    factor: float = 1.0  # extension of the context; 1 is plain rotary embedding
+    factor: float = setting(1.0, at_least=1)  # extension of the context; 1 is plain rotary
     original_max_position_embeddings: int = 4096  # tokens of the original context
     beta_fast: float = 32.0  # pairs that rotate more often than this in it keep their frequency
-    beta_slow: float = 1.0  # pairs that rotate less often have it divided by the factor
+    # pairs that rotate less often have it divided by the factor
+    beta_slow: float = setting(1.0, above=0)
     # rotated queries and keys are multiplied by the quotient of 1 + mscale / 10 * log(factor) and
     # the same with mscale_all_dim; by 1 + log(factor) / 10 if either is 0
     mscale: float = 1.0
@@ -85,7 +118,7 @@ class RopeScaling:
     mscale_all_dim: float = 1.0
     # llama3: pairs that rotate more often than high_freq_factor in the original context keep their
     # frequency; pairs that rotate less often than low_freq_factor have it divided by the factor
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = setting(1.0, above=0)
     high_freq_factor: float = 4.0
 
 
@@ -118,12 +151,13 @@ class Model:
     # R: rotary width of a query head, and of the one rotary key that all heads share
     qk_rope_head_dim: int = 32
     v_head_dim: int = 64  # W: width of a value head
-    rope_theta: float = 10000.0  # longest wavelength of the rotary embedding, in tokens / 2 pi
+    # longest wavelength of the rotary embedding, in tokens / 2 pi
+    rope_theta: float = setting(10000.0, above=1)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
     intermediate_size: int = 688  # F of the dense layers' SwiGLU
     moe_intermediate_size: int = 688  # G of each expert's SwiGLU
-    n_routed_experts: int = 8  # E: experts of each MoE layer; 0: a dense model
+    n_routed_experts: int = setting(8, at_least=0)  # E: experts of each MoE layer; 0: a dense model
     num_experts_per_tok: int = 2  # K
     n_group: int = 1  # groups of equal size that experts are in (arXiv:2412.19437, section 2.1.2)
     topk_group: int = 1  # groups from which a token's K experts are chosen
@@ -131,34 +165,38 @@ class Model:
     # DeepSeek-V2
     topk_method: Literal["noaux_tc", "group_limited_greedy"] = "noaux_tc"
     # experts that every token passes through; one SwiGLU of their summed width
-    n_shared_experts: int = 1
+    n_shared_experts: int = setting(1, at_least=0)
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"  # router logits to scores
     norm_topk_prob: bool = True  # the weights of a token's K experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the routed experts' output
     # capacity of an expert for the tokens of one rank in one microbatch, as a multiple of
     # K * tokens / E; tokens beyond it are dropped. 0: dropless, so that the loss is the same on
     # every mesh
-    capacity_factor: float = 1.5
-    eval_capacity_factor: float = 0.0  # the same in evaluation
+    capacity_factor: float = setting(1.5, weights=False)
+    eval_capacity_factor: float = setting(0.0, resume="free")  # the same in evaluation
     # expert parallelism over fsdp x tensor, or experts sharded like other weights; auto is expert
     # parallelism if n_routed_experts is divisible by fsdp x tensor
-    experts_layout: Literal["auto", "expert_parallel", "sharded"] = "auto"
+    experts_layout: Literal["auto", "expert_parallel", "sharded"] = setting("auto", resume="free")
     # factor on the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
-    aux_loss_alpha: float = 1e-4
+    aux_loss_alpha: float = setting(1e-4, weights=False)
     # step of the balancing bias (arXiv:2412.19437, eq. 16); 0: no bias
-    router_bias_update_speed: float = 1e-3
-    z_loss: float = 0.0  # factor on log(Z)^2 of the output softmax (arXiv:2204.02311, section 5)
-    dropout: float = 0.0  # share of each layer's output that is zeroed in training
+    router_bias_update_speed: float = setting(1e-3, weights=False)
+    # factor on log(Z)^2 of the output softmax (arXiv:2204.02311, section 5)
+    z_loss: float = setting(0.0, weights=False)
+    # share of each layer's output that is zeroed in training
+    dropout: float = setting(0.0, below=1, weights=False)
     tie_word_embeddings: bool = True  # the output matrix is the embedding
     rms_norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     # the same in the RMSNorms of the query and key-value latents; 0 takes rms_norm_eps
     latent_rms_norm_eps: float = 0.0
     # dtype of matmuls and activations; weights are stored in float32. auto is float32 on CPUs,
     # where bfloat16 is slow, and bfloat16 elsewhere
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = setting("bfloat16", resume="warned")
     # auto in bfloat16: splash on TPUs for sequences of a multiple of 128 tokens; on NVIDIA GPUs
     # cudnn, or triton if cudnn cannot run; otherwise xla
-    attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
+    attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = setting(
+        "auto", resume="warned"
+    )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -185,16 +223,19 @@ class Optimizer:
     # of the matrices of layers; AdamW updates embedding, output, norms and router in either case
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3  # peak learning rate
-    min_lr_ratio: float = 0.1  # final learning rate over the peak
+    # final learning rate over the peak
+    min_lr_ratio: float = setting(0.1, resume="until_decay")
     # after warmup: a cosine, or warmup-stable-decay with a linear decay (arXiv:2404.06395)
     schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 50  # linear from 0
-    schedule_steps: int = 0  # length of the schedule with warmup; 0 is train.steps
-    decay_share: float = 0.2  # share of a wsd schedule in which it decays
-    beta1: float = 0.9
-    beta2: float = 0.95
+    warmup_steps: int = setting(50, at_least=0)  # linear from 0
+    # length of the schedule with warmup; 0 is train.steps
+    schedule_steps: int = setting(0, resume="until_decay")
+    # share of a wsd schedule in which it decays
+    decay_share: float = setting(0.2, resume="until_decay")
+    beta1: float = setting(0.9, below=1)
+    beta2: float = setting(0.95, below=1)
     epsilon: float = 1e-8
-    muon_beta: float = 0.95  # Nesterov's momentum in Muon
+    muon_beta: float = setting(0.95, below=1)  # Nesterov's momentum in Muon
     weight_decay: float = 0.1  # of matrices and router only
     decay_embeddings: bool = False  # also of embedding and output
     clip_norm: float = 1.0  # largest global gradient norm; 0 disables clipping
@@ -209,27 +250,32 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    steps: int = 300
+    steps: int = setting(300, resume="free")
     seed: int = 0  # of initial weights and dropout
     global_batch_size: int = 8  # sequences per step, on all devices
     seq_len: int = 256  # T, in tokens
-    microbatches: int = 4  # M: of global_batch_size / M sequences each
+    # M: of global_batch_size / M sequences each
+    microbatches: int = setting(4, resume="free")
     # recomputation in the backward pass: none, full, or a comma-separated list of what to save
-    remat: str = "none"
-    loss_chunk_tokens: int = 2048  # largest number of tokens whose logits exist at a time
+    remat: str = setting("none", resume="free")
+    # largest number of tokens whose logits exist at a time
+    loss_chunk_tokens: int = setting(2048, resume="free")
     # the run stops after this many skipped steps in a row; a step is skipped if its loss or
     # gradient norm is not finite
-    max_skipped_in_row: int = 10
+    max_skipped_in_row: int = setting(10, resume="free")
     # a step is also skipped if its gradient norm is above this many times the median of the last
     # 128 applied steps, once there are 16; 0 disables this
-    skip_spikes: float = 0.0
+    skip_spikes: float = setting(0.0, at_least=1, resume="free")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    train: str = "data/sample/train"  # folder of shards with an index.json, also gs://BUCKET/...
-    val: str = "data/sample/val"  # the same for evaluation
-    mixture: tuple[str, ...] = ()  # instead: "NAME WEIGHT FOLDER" of each, with train/ and val/
+    # folder of shards with an index.json, also gs://BUCKET/...
+    train: str = setting("data/sample/train", resume="free", path=True)
+    # the same for evaluation
+    val: str = setting("data/sample/val", resume="free", path=True)
+    # instead: "NAME WEIGHT FOLDER" of each, with train/ and val/
+    mixture: tuple[str, ...] = setting((), resume="free")
     seed: int = 0  # of the order of windows
     order: Literal["windows", "blocks"] = "windows"  # blocks: fewer requests to a bucket
     segments: bool = False  # attention within documents only
@@ -237,21 +283,22 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    every_steps: int = 100  # 0: only after the last step
-    sequences: int = 64  # validation windows, always the same; 0: no evaluation
+    every_steps: int = setting(100, at_least=0)  # 0: only after the last step
+    # validation windows, always the same; 0: no evaluation
+    sequences: int = setting(64, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     every_steps: int = 0  # 0: only after the last step
     prompts: tuple[str, ...] = ("def",)  # texts to complete; none disables samples
-    tokens: int = 48  # tokens of a completion
+    tokens: int = setting(48, at_least=0)  # tokens of a completion
     temperature: float = 0.8  # 0 takes the most likely token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    every_steps: int = 100  # also after the last step; 0: never
+    every_steps: int = setting(100, at_least=0)  # also after the last step; 0: never
     keep: int = 2  # newest checkpoints to keep
     keep_every_steps: int = 0  # also keep steps that are a multiple of this; 0: none
 
@@ -259,18 +306,22 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class Run:
     name: str = "tiny"
-    dir: str = "runs"  # the run folder is DIR/NAME; DIR may be gs://BUCKET/FOLDER
+    # the run folder is DIR/NAME; DIR may be gs://BUCKET/FOLDER
+    dir: str = setting("runs", path=True)
     # auto resumes from a checkpoint in the run folder, if there is one
     resume: Literal["auto", "never", "must"] = "auto"
-    init_from: str = ""  # folder of another run, whose weights a new run starts from
+    # folder of another run, whose weights a new run starts from
+    init_from: str = setting("", path=True)
     init_from_step: int = 0  # of its checkpoint; 0: the newest good one, which is recorded here
     # also continue its optimizer state, step and data, as to extend the constant rate of wsd
     init_optimizer: bool = False
     # take over a run folder in a bucket from an owner whose run is gone
     take_over: bool = False
     time_limit: str = ""  # save and exit before this time is over, as 11h30m
-    peer_seconds: float = 30.0  # without a heartbeat of a process until the others exit
-    stall_minutes: float = 30.0  # largest duration of a step, a save or any other phase
+    # without a heartbeat of a process until the others exit
+    peer_seconds: float = setting(30.0, above=0)
+    # largest duration of a step, a save or any other phase
+    stall_minutes: float = setting(30.0, above=0)
     # steps between comparisons of replicated arrays across devices, which also precede each save;
     # the run stops with exit code 75 if they differ; 0: no comparisons
     check_replicas_every: int = 0
@@ -293,18 +344,18 @@ class Profile:
 class Config:
     """One training run."""
 
-    mesh: Mesh = field(default_factory=Mesh)
-    fsdp: Fsdp = field(default_factory=Fsdp)
+    mesh: Mesh = field(default_factory=Mesh, metadata=rules(resume="free"))
+    fsdp: Fsdp = field(default_factory=Fsdp, metadata=rules(resume="free"))
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
     data: Data = field(default_factory=Data)
-    eval: Eval = field(default_factory=Eval)
-    sample: Sample = field(default_factory=Sample)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    run: Run = field(default_factory=Run)
-    wandb: Wandb = field(default_factory=Wandb)
-    profile: Profile = field(default_factory=Profile)
+    eval: Eval = field(default_factory=Eval, metadata=rules(resume="free"))
+    sample: Sample = field(default_factory=Sample, metadata=rules(resume="free"))
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=rules(resume="free"))
+    run: Run = field(default_factory=Run, metadata=rules(resume="free"))
+    wandb: Wandb = field(default_factory=Wandb, metadata=rules(resume="free"))
+    profile: Profile = field(default_factory=Profile, metadata=rules(resume="free"))
 
 
 # Placeholder of a mesh that is not set, until the devices are known (train.for_devices).
@@ -314,12 +365,20 @@ UNSET_MESH = Mesh(replica=0, fsdp=0, pipeline=0, tensor=0, virtual=0)
 # --- settings by name ----------------------------------------------------------------------------
 
 
-def fields_of(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Return {"model.rope_scaling.factor": field, ...} of all settings."""
-    found = {}
+@functools.cache
+def settings_of(
+    cls: type = Config, prefix: str = "", resume: str = "fixed"
+) -> Mapping[str, Setting]:
+    """Return {"model.rope_scaling.factor": setting, ...} of a config or a section.
+
+    resume  rule of the settings that declare none
+    """
+    found: dict[str, Setting] = {}
     for f in dataclasses.fields(cls):
-        name = prefix + f.name
-        found |= fields_of(f.type, f"{name}.") if dataclasses.is_dataclass(f.type) else {name: f}
+        name, own = prefix + f.name, f.metadata.get("setting", Setting())
+        own = dataclasses.replace(own, type=f.type, default=f.default, resume=own.resume or resume)
+        is_section = dataclasses.is_dataclass(f.type)
+        found |= settings_of(f.type, f"{name}.", own.resume) if is_section else {name: own}
     return found
 
 
@@ -346,12 +405,23 @@ def for_platform(config: Config, platform: str) -> Config:
     return changed(config, {"model.compute_dtype": dtype})
 
 
-def check_attention(config: Config) -> None:
-    """Raise ConfigError for sequences that the splash kernel cannot take."""
-    length = config.train.seq_len
-    if config.model.attention_kernel == "splash" and length % LANES:
+def check_range(name: str, value: Any, declared: Setting) -> None:
+    """Raise ConfigError for a number outside the range that its setting declares."""
+    if type(value) not in (int, float) or value == declared.default:
+        return
+    low, kind = declared.at_least, "an integer" if type(value) is int else "a finite number"
+    if low is None and declared.above is None:
+        low = 1 if type(value) is int and declared.default else 0
+    bounds = (
+        (operator.ge, "at least", low),
+        (operator.gt, "above", declared.above),
+        (operator.lt, "below", declared.below),
+        (operator.le, "at most", declared.at_most),
+    )
+    given = [bound for bound in bounds if bound[2] is not None]
+    if not math.isfinite(value) or not all(holds(value, limit) for holds, _, limit in given):
+        limits = " and ".join(f"{words} {limit}" for _, words, limit in given)
         raise ConfigError(
-            f"--model.attention_kernel splash cannot take --train.seq_len {length}: its blocks "
-            f"are multiples of {LANES}. Use --train.seq_len {-(-length // LANES) * LANES}, "
-            "or --model.attention_kernel xla."
+            f"--{name} {value} is out of range. Use {kind} {limits}, or the default "
+            f"{declared.default}."
         )

@@ -6,25 +6,29 @@ from typing import Annotated, Literal
 
 import tyro
 
-from utils import ConfigError
-
-# Settings that do not affect the result.
-NOT_CONTENT = ("out", "workers", "ray", "overwrite")
+from utils import ConfigError, check_range, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Convert text to token shards for training and validation."""
+    """Convert text to token shards for training and validation.
+
+    What is free does not affect the result.
+    """
 
     source: str  # python-stdlib, a file or folder, gs://..., or hf:NAME of a data set of the hub
-    out: str  # folder to write train/ and val/ into, or gs://bucket/folder
+    # folder to write train/ and val/ into, or gs://bucket/folder
+    out: str = setting(resume="free")
     tokenizer: str = "sample"  # sample, a name of tiktoken's, or a folder with a tokenizer's files
-    val_share: float = 0.05  # share of the documents for validation
+    val_share: float = setting(0.05, at_most=1)  # share of the documents for validation
     shard_tokens: int = 25_000_000  # maximum per shard; a process holds one shard in memory
-    split_mb: float = 64.0  # of the source per split, which one process tokenizes
+    # of the source per split, which one process tokenizes
+    split_mb: float = setting(64.0, at_least=1e-6)
     max_tokens: int = 0  # stop after the document that reaches this many; 0: no limit
-    workers: int = 0  # processes; 0: one per core that this process may use
-    ray: str = ""  # run on a Ray cluster instead: HOST:PORT of its head, or local
+    # processes; 0: one per core that this process may use
+    workers: int = setting(0, resume="free")
+    # run on a Ray cluster instead: HOST:PORT of its head, or local
+    ray: str = setting("", resume="free")
     glob: str = "**/*"  # files of a folder to read; hidden files are never read
     kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = "auto"  # or text for all
     text_field: str = "text"  # field with a row's text; data.text is field text of field data
@@ -36,19 +40,17 @@ class Prepare:
     hf_name: str = ""  # configuration of the data set of the hub; empty: its default
     hf_split: str = "train"  # split of the data set of the hub
     skip_bad: bool = False  # leave out and count files and rows that are damaged or have no text
-    overwrite: bool = False  # remove an earlier preparation in OUT and start over
+    # remove an earlier preparation in OUT and start over
+    overwrite: bool = setting(False, resume="free")
+
+
+NOT_CONTENT = tuple(name for name, own in settings_of(Prepare).items() if own.resume == "free")
 
 
 def check(config: Prepare) -> None:
     """Raise ConfigError for a setting out of range."""
-    if not 0 <= config.val_share <= 1:
-        raise ConfigError(
-            f"--val-share {config.val_share} is not a share: expected 0 to 1. Use --val-share 0.05."
-        )
-    limits = {"shard-tokens": 1, "max-tokens": 0, "workers": 0, "row-tokens": 0, "split-mb": 1e-7}
-    for flag, least in limits.items():
-        if (value := getattr(config, flag.replace("-", "_"))) < least:
-            raise ConfigError(f"--{flag} {value} is too small: expected at least {least}.")
+    for name, declared in settings_of(Prepare).items():
+        check_range(name.replace("_", "-"), getattr(config, name), declared)
     if config.row_tokens and not config.chat:
         raise ConfigError("--row-tokens pads conversations. Add --chat, or omit --row-tokens.")
     if config.out.startswith("gs:") and not config.out.removeprefix("gs://").strip("/").count("/"):

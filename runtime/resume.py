@@ -12,28 +12,6 @@ from runtime import cli, jsonl, run_directory
 from runtime.console import log
 from utils import Config, ConfigError
 
-# Settings that may change when a run resumes, and below those that may with a warning; all others
-# must not. tokens.* are no settings: Mixture.stored adds the tokenizer, and in tokens.train a hash
-# of the data.
-FREE_SECTIONS = {"mesh", "fsdp", "eval", "sample", "checkpoint", "run", "wandb", "profile"}
-FREE_FIELDS = {
-    *("model.eval_capacity_factor", "model.experts_layout", "data.train", "data.val"),
-    *("data.mixture", "train.steps", "train.microbatches", "train.remat", "train.skip_spikes"),
-    *("train.loss_chunk_tokens", "train.max_skipped_in_row", "tokens.tokenizer"),
-    *("tokens.tokenizer_sha256", "tokens.end_of_text", "tokens.begin_of_text"),
-    "tokens.chat_template",
-}
-# Of a wsd schedule these decide the decay alone, so they may change before it.
-DECAY_FIELDS = {*("optimizer.schedule_steps", "optimizer.decay_share", "optimizer.min_lr_ratio")}
-# These change only rounding.
-WARNED_FIELDS = {"model.compute_dtype", "model.attention_kernel"}
-# Settings of [model] that weights do not depend on: capacity, auxiliary losses, kernels.
-FREE_OF_WEIGHTS = WARNED_FIELDS | {
-    *("model.capacity_factor", "model.eval_capacity_factor", "model.experts_layout"),
-    *("model.aux_loss_alpha", "model.router_bias_update_speed", "model.z_loss", "model.dropout"),
-}
-MAX_NAMED = 10  # fields in one message
-
 
 def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: type) -> Config:
     """Return the config of a run, with flags of main.py applied.
@@ -56,13 +34,11 @@ def config_file(run: run_directory.RunDirectory, flag: str) -> Path:
     if not file.is_file():
         what = "has no config.toml" if run.exists() else "does not exist"
         fix = f"Give the folder of a run, as {flag} runs/tiny."
-        if (run.files / "config.json").is_file():
+        if any((run.files / name).is_file() for name in ("config.json", "adapter_config.json")):
             fix = (
-                "It is a model of Hugging Face. Import it first: python convert.py import --folder "
+                "It is of Hugging Face. Import it first: python convert.py import --folder "
                 f"{run} --out runs/base, and use {flag} runs/base."
             )
-        elif (run.files / "adapter_config.json").is_file():
-            fix = "It is an adapter. Merge it into its base model, and import that by convert.py."
         raise ConfigError(f"{flag} {run} {what}. {fix}")
     return file
 
@@ -89,7 +65,7 @@ def resolve(config: Config) -> Config:
         r = config.run
         if r.init_optimizer and not (source and r.init_from_step):
             raise ConfigError(
-                "--run.init_optimizer True continues a checkpoint of another run: name both, as "
+                "--run.init_optimizer continues a checkpoint of another run: name both, as "
                 "--run.init_from runs/tiny --run.init_from_step 800."
             )
         begin = r.init_from_step * r.init_optimizer
@@ -99,16 +75,15 @@ def resolve(config: Config) -> Config:
             theirs = cli.load(config_file(run, "--run.init_from")).model
             check_same_model(run, theirs, config.model)
         return with_schedule(config, config.train.steps)
-    if not config.checkpoint.every_steps:
-        raise ConfigError(
-            f"--checkpoint.every_steps 0, and {directory} has checkpoints, which a run without "
-            "saves cannot resume from. Use --checkpoint.every_steps 100, or another --run.name."
-        )
-    if mode == "never":
-        raise ConfigError(
-            f"--run.resume never, and {directory} has checkpoints, which a new run would "
-            "overwrite. Use another --run.name, or --run.resume auto to resume it."
-        )
+    for flag, given in (
+        ("--run.resume never", mode == "never"),
+        ("--checkpoint.every_steps 0", not config.checkpoint.every_steps),
+    ):
+        if given:
+            raise ConfigError(
+                f"{flag}, and {directory} has checkpoints, which such a run cannot continue. Use "
+                f"another --run.name, or leave out {flag} to resume."
+            )
     before = cli.load(directory.files / "config.toml")
     if source not in ("", before.run.init_from):
         log(
@@ -133,8 +108,8 @@ def with_schedule(config: Config, steps: int) -> Config:
         raise ConfigError(
             f"--train.steps {config.train.steps}, and the learning rate is 0 after {length} "
             "(--optimizer.schedule_steps, --optimizer.min_lr_ratio 0.0), so later steps have no "
-            f"effect. Use --train.steps {length}. To train further, start a new run from these "
-            f"weights: --run.init_from {run_directory.of(config)} with another --run.name."
+            f"effect. Use --train.steps {length}, or start a new run from these weights: "
+            f"--run.init_from {run_directory.of(config)} with another --run.name."
             + how_to_extend(run_directory.of(config), begin * (config.optimizer.schedule == "wsd"))
         )
     return utils.changed(config, {"optimizer.schedule_steps": length})
@@ -148,37 +123,38 @@ def how_to_extend(run: run_directory.RunDirectory, begin: int) -> str:
         return ""
     return (
         f" The checkpoint of step {steps[-1]} is before the decay: another --run.name with "
-        f"--run.init_from {run} --run.init_from_step {steps[-1]} --run.init_optimizer True "
+        f"--run.init_from {run} --run.init_from_step {steps[-1]} --run.init_optimizer "
         "continues it, with another --optimizer.schedule_steps."
     )
 
 
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {"model.rope_scaling.factor": 1.0, ...} with JSON values."""
-    return cli.flat(json.loads(json.dumps(config)))
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {"model.hidden_size": (32, 64), ...} of what differs, as JSON values or None."""
+    one, other = (cli.flat(json.loads(json.dumps(config))) for config in (old, new))
+    values = {name: (one.get(name), other.get(name)) for name in sorted(one | other)}
+    return {name: (before, after) for name, (before, after) in values.items() if before != after}
 
 
 def check_compatible(
     saved: dict[str, Any], now: dict[str, Any], run: run_directory.RunDirectory, step: int
 ) -> None:
-    """Raise ConfigError, with both values of each field, for settings that must not change.
+    """Raise ConfigError, with both values of each setting, for settings that must not change.
 
-    saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved
+    saved, now  `dataclasses.asdict` of both configs, with `optimizer.schedule_steps` resolved, and
+                `tokens` of Mixture.stored: tokens.train identifies the data, the others describe it
     run, step   the run, and its checkpoint to continue
     """
-    old, new = _fields(saved), _fields(now)
     refused, before_decay = [], _before_decay(saved["optimizer"], now["optimizer"])
-    for name in sorted(old.keys() | new.keys()):
-        if name.split(".")[0] in FREE_SECTIONS or name in FREE_FIELDS:
-            continue
-        if name in DECAY_FIELDS and step <= before_decay:
-            continue
-        if name == "tokens.train" and name not in old:
-            continue  # an imported run; Checkpoints.restore refuses it, with the fix
-        if (before := old.get(name)) != (value := new.get(name)):
-            refused.append(f"{name} {before!r} -> {value!r}")
-            if name in WARNED_FIELDS:
-                log(f"warning: the run resumes with another {refused.pop()}")
+    rules = {name: setting.resume for name, setting in utils.settings_of().items()}
+    for name, (before, after) in _changes(saved, now).items():
+        rule = rules.get(name, "fixed")
+        # An imported run has no tokens.train. Checkpoints.restore refuses it, with the fix.
+        if name.startswith("tokens.") and (name != "tokens.train" or before is None):
+            rule = "free"
+        if rule == "warned":
+            log(f"warning: the run resumes with another {name} {before!r} -> {after!r}")
+        elif rule == "fixed" or (rule == "until_decay" and step > before_decay):
+            refused.append(f"{name} {before!r} -> {after!r}")
     if refused:
         raise ConfigError(
             f"this run was started with other settings and cannot be continued with these: "
@@ -191,11 +167,15 @@ def _before_decay(*optimizers: dict[str, Any]) -> int:
     """Return the steps for which both schedules have the same rate, if only the decay of wsd
     differs; else 0.
     """
-    known = {f.name for f in dataclasses.fields(utils.Optimizer)}
-    o, other = (utils.Optimizer(**{k: v for k, v in o.items() if k in known}) for o in optimizers)
-    (warmup, begin), (other_warmup, other_begin) = (x.phases(x.schedule_steps) for x in (o, other))
-    same = (o.schedule, o.lr, warmup) == (other.schedule, other.lr, other_warmup)
-    return min(begin, other_begin) * (same and o.schedule == "wsd")
+    known = utils.settings_of(utils.Optimizer)
+    one, other = (
+        utils.Optimizer(**{name: o[name] for name in known if name in o}) for o in optimizers
+    )
+    (warmup, begin), (other_warmup, other_begin) = (
+        o.phases(o.schedule_steps) for o in (one, other)
+    )
+    same = (one.schedule, one.lr, warmup) == (other.schedule, other.lr, other_warmup)
+    return min(begin, other_begin) * (same and one.schedule == "wsd")
 
 
 def check_records(folder: run_directory.RunDirectory, first: int, every_steps: int) -> None:
@@ -227,17 +207,18 @@ def check_same_model(
     flag: str = "--run.init_from",
 ) -> None:
     """Raise ConfigError if a run's weights do not fit this model; `flag` names the run."""
-    old, new = (_fields({"model": dataclasses.asdict(m)}) for m in (theirs, ours))
+    rules = utils.settings_of()
     differ = [
-        f"{name} {old[name]!r} there and {new[name]!r} here"
-        for name in old
-        if name not in FREE_OF_WEIGHTS and old[name] != new[name]
+        f"{name} {before!r} there and {after!r} here"
+        for name, (before, after) in _changes(
+            {"model": dataclasses.asdict(theirs)}, {"model": dataclasses.asdict(ours)}
+        ).items()
+        if rules[name].resume == "fixed" and rules[name].weights
     ]
     if differ:
-        more = f" and {len(differ) - MAX_NAMED} more" * (len(differ) > MAX_NAMED)
         raise ConfigError(
-            f"{flag} {run} is of another model: {', '.join(differ[:MAX_NAMED])}{more}. "
-            "Leave out --config and these flags to use its [model], or set these values."
+            f"{flag} {run} is of another model: {', '.join(differ)}. Leave out --config and these "
+            "flags to use its [model], or set these values."
         )
 
 

@@ -98,11 +98,11 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
         ("--png /proc/x.png", "--png /proc/x.png cannot be written"),
         ("--png x.jpg", "Use --png x.png"),
         ("--tokens nan", "Use 0 or more"),
-        ("--model.capacity_factor inf", "inf is not a finite number"),
+        ("--model.capacity_factor inf", "inf is out of range. Use a finite number"),
         ("--chip h100-pcie --compile", "does not describe this GPU"),
         ("--chip h100 --compile --topology 2x2", "--topology is for TPU slices"),
         (f"--chip h100 {SPLASH}", "splash: these devices have cudnn and triton. Use "),
-        (f"--train.seq_len 1000 {SPLASH}", "splash cannot take --train.seq_len 1000"),
+        (f"--train.seq_len 1000 {SPLASH}", "splash: sequences of 1000 are not"),
     ],
 )
 def test_bad_input_is_refused_with_a_fix(flags, message):

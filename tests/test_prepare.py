@@ -161,10 +161,12 @@ def test_the_standard_library_is_read_without_tests_and_generated_files(tmp_path
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        (["--val-share", "1.5"], "--val-share 1.5 is not a share"),
-        (["--shard-tokens", "0"], "--shard-tokens 0 is too small"),
-        (["--max-tokens", "-1"], "--max-tokens -1 is too small"),
-        (["--workers", "-1"], "--workers -1 is too small"),
+        (["--val-share", "1.5"], "--val-share 1.5 is out of range.* at least 0 and at most 1, or"),
+        (
+            ["--shard-tokens", "0"],
+            "--shard-tokens 0 is out of range. Use an integer at least 1, or",
+        ),
+        (["--split-mb", "0"], "--split-mb 0.0 is out of range"),
         (["--glob", "*.nothing"], "holds no file"),
         (["--source", "nowhere"], r"nowhere holds no file .*Use --source python-stdlib"),
         (["--out", "gs://bucket"], "--out gs://bucket names no folder of a bucket"),

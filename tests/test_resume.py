@@ -155,7 +155,7 @@ def test_settings_that_weights_do_not_depend_on_may_differ_and_all_others_are_na
     free |= {"experts_layout": "sharded", "compute_dtype": "float32", "attention_kernel": "xla"}
     other = dataclasses.replace(utils.Model(), **free)
     resume.check_same_model(Path("a"), utils.Model(), other)
-    for name in utils.fields_of(utils.Model).keys() - free.keys():
+    for name in utils.settings_of(utils.Model).keys() - free.keys():
         with pytest.raises(ValueError, match=f"another model: model.{name} .* there and None here"):
             resume.check_same_model(Path("a"), other, utils.changed(other, {name: None}))
 
@@ -174,8 +174,8 @@ def test_a_folder_without_usable_weights_is_refused(source, data, tmp_path):
     for init, message in (
         ("absent", r"--run.init_from .*absent does not exist. Give the folder of a run, as --run"),
         (".", r"--run.init_from .* has no config.toml. Give the folder"),
-        ("hf", r"It is a model of Hugging Face. Import it first: python convert.py import"),
-        ("adapter", r"It is an adapter. Merge it into its base model"),
+        ("hf", r"It is of Hugging Face. Import it first: python convert.py import"),
+        ("adapter", r"Import it first"),
         ("no_checkpoints", r"no such folder. .*--checkpoint.every_steps above 0"),
         ("no_steps", r"no_steps has no checkpoint yet. .*or give another"),
         ("new", r"--run.init_from .*new is this run's own folder, .*Use another --run.name"),

@@ -27,7 +27,7 @@ def test_a_wsd_run_is_extended_from_before_its_decay_with_the_bits_of_a_longer_r
     with pytest.raises(ConfigError, match=r"optimizer.schedule_steps 6 -> 10.*--run.init_from"):
         start(data, runs, "decayed", *of_steps(10))
     whole = start(data, tmp_path, "whole", *of_steps(10))
-    options = f"--run.init_from {decayed} --run.init_from_step 2 --run.init_optimizer True"
+    options = f"--run.init_from {decayed} --run.init_from_step 2 --run.init_optimizer"
     options = [*of_steps(10), *options.split()]
 
     def fail(self, step, *arguments, **named):
