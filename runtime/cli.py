@@ -12,19 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from utils import (
-    LANES,
-    REMAT_NAMES,
-    Config,
-    ConfigError,
-    Model,
-    RopeScaling,
-    Setting,
-    changed,
-    check_range,
-    get,
-    settings_of,
-)
+import utils
+from utils import Config, ConfigError, Model, Setting, changed, get, settings_of
 
 # Names of other programs for our settings.
 FOREIGN = {
@@ -202,15 +191,15 @@ def seconds(text: str) -> int:
 def check(config: Config) -> None:
     """Raise ConfigError for settings that are wrong on every mesh; see weights.check_divisible."""
     for name, setting in settings_of().items():
-        check_range(name, _typed(f"--{name}", setting, get(config, name)), setting)
+        utils.check_range(name, _typed(f"--{name}", setting, get(config, name)), setting)
     _check_divisible(config)
     _check_model(config.model)
     t = config.train
-    unknown = sorted(set(t.remat.split(",")) - set(REMAT_NAMES))
+    unknown = sorted(set(t.remat.split(",")) - set(utils.REMAT_NAMES))
     if t.remat not in ("none", "full") and unknown:
         raise ConfigError(
             f"--train.remat {t.remat}: {', '.join(map(repr, unknown))} cannot be saved. Use none, "
-            f"full, or some of {', '.join(REMAT_NAMES)}, separated by commas."
+            f"full, or some of {', '.join(utils.REMAT_NAMES)}, separated by commas."
         )
     if config.run.time_limit:
         seconds(config.run.time_limit)
@@ -225,7 +214,7 @@ def _check_divisible(config: Config) -> None:
     for name, parts, why in (
         ("train.global_batch_size", t.microbatches * mesh.batch, ranks),
         ("train.seq_len", mesh.tensor, "--mesh.tensor"),
-        ("train.seq_len", LANES if splash else 1, "the blocks of splash attention"),
+        ("train.seq_len", utils.LANES if splash else 1, "the blocks of splash attention"),
         ("model.head_dim" if gqa else "model.qk_rope_head_dim", 2, "the pairs of rotary embedding"),
         ("model.num_attention_heads", heads, "--model.num_key_value_heads"),
         ("model.n_routed_experts", m.n_group, "--model.n_group"),
@@ -247,7 +236,7 @@ def _check_model(m: Model) -> None:
             f"{first} and a multiple of --model.decoder_sparse_step {step}. Use "
             f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
-    rope, usual = m.rope_scaling, RopeScaling()
+    rope, usual = m.rope_scaling, utils.RopeScaling()
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if (value := getattr(rope, low)) >= (limit := getattr(rope, high)):
             raise ConfigError(

@@ -75,15 +75,11 @@ def resolve(config: Config) -> Config:
             theirs = cli.load(config_file(run, "--run.init_from")).model
             check_same_model(run, theirs, config.model)
         return with_schedule(config, config.train.steps)
-    for flag, given in (
-        ("--run.resume never", mode == "never"),
-        ("--checkpoint.every_steps 0", not config.checkpoint.every_steps),
-    ):
-        if given:
-            raise ConfigError(
-                f"{flag}, and {directory} has checkpoints, which such a run cannot continue. Use "
-                f"another --run.name, or leave out {flag} to resume."
-            )
+    if mode == "never" or not config.checkpoint.every_steps:
+        raise ConfigError(
+            f"{directory} has checkpoints, which a run with --run.resume never or "
+            "--checkpoint.every_steps 0 cannot continue. Use another --run.name, or omit these."
+        )
     before = cli.load(directory.files / "config.toml")
     if source not in ("", before.run.init_from):
         log(
@@ -128,13 +124,6 @@ def how_to_extend(run: run_directory.RunDirectory, begin: int) -> str:
     )
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {"model.hidden_size": (32, 64), ...} of what differs, as JSON values or None."""
-    one, other = (cli.flat(json.loads(json.dumps(config))) for config in (old, new))
-    values = {name: (one.get(name), other.get(name)) for name in sorted(one | other)}
-    return {name: (before, after) for name, (before, after) in values.items() if before != after}
-
-
 def check_compatible(
     saved: dict[str, Any], now: dict[str, Any], run: run_directory.RunDirectory, step: int
 ) -> None:
@@ -145,9 +134,12 @@ def check_compatible(
     run, step   the run, and its checkpoint to continue
     """
     refused, before_decay = [], _before_decay(saved["optimizer"], now["optimizer"])
-    rules = {name: setting.resume for name, setting in utils.settings_of().items()}
-    for name, (before, after) in _changes(saved, now).items():
-        rule = rules.get(name, "fixed")
+    declared = utils.settings_of()
+    old, new = (cli.flat(json.loads(json.dumps(config))) for config in (saved, now))
+    for name in sorted(old | new):
+        if (before := old.get(name)) == (after := new.get(name)):
+            continue
+        rule = declared[name].resume if name in declared else "fixed"
         # An imported run has no tokens.train. Checkpoints.restore refuses it, with the fix.
         if name.startswith("tokens.") and (name != "tokens.train" or before is None):
             rule = "free"
@@ -207,13 +199,12 @@ def check_same_model(
     flag: str = "--run.init_from",
 ) -> None:
     """Raise ConfigError if a run's weights do not fit this model; `flag` names the run."""
-    rules = utils.settings_of()
     differ = [
-        f"{name} {before!r} there and {after!r} here"
-        for name, (before, after) in _changes(
-            {"model": dataclasses.asdict(theirs)}, {"model": dataclasses.asdict(ours)}
-        ).items()
-        if rules[name].resume == "fixed" and rules[name].weights
+        f"model.{name} {before!r} there and {after!r} here"
+        for name, setting in utils.settings_of(utils.Model).items()
+        if (before := utils.get(theirs, name)) != (after := utils.get(ours, name))
+        and setting.resume == "fixed"
+        and setting.weights
     ]
     if differ:
         raise ConfigError(
