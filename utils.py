@@ -109,8 +109,7 @@ class RopeScaling:
     factor: float = setting(1.0, at_least=1)  # extension of the context; 1 is plain rotary
     original_max_position_embeddings: int = 4096  # tokens of the original context
     beta_fast: float = 32.0  # pairs that rotate more often than this in it keep their frequency
-    # pairs that rotate less often have it divided by the factor
-    beta_slow: float = setting(1.0, above=0)
+    beta_slow: float = setting(1.0, above=0)  # slower pairs have it divided by the factor
     # rotated queries and keys are multiplied by the quotient of 1 + mscale / 10 * log(factor) and
     # the same with mscale_all_dim; by 1 + log(factor) / 10 if either is 0
     mscale: float = 1.0
@@ -151,8 +150,7 @@ class Model:
     # R: rotary width of a query head, and of the one rotary key that all heads share
     qk_rope_head_dim: int = 32
     v_head_dim: int = 64  # W: width of a value head
-    # longest wavelength of the rotary embedding, in tokens / 2 pi
-    rope_theta: float = setting(10000.0, above=1)
+    rope_theta: float = setting(10000.0, above=1)  # longest rotary wavelength, in tokens / 2 pi
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
     intermediate_size: int = 688  # F of the dense layers' SwiGLU
@@ -183,8 +181,7 @@ class Model:
     router_bias_update_speed: float = setting(1e-3, weights=False)
     # factor on log(Z)^2 of the output softmax (arXiv:2204.02311, section 5)
     z_loss: float = setting(0.0, weights=False)
-    # share of each layer's output that is zeroed in training
-    dropout: float = setting(0.0, below=1, weights=False)
+    dropout: float = setting(0.0, below=1, weights=False)  # share of each layer's output to zero
     tie_word_embeddings: bool = True  # the output matrix is the embedding
     rms_norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     # the same in the RMSNorms of the query and key-value latents; 0 takes rms_norm_eps
@@ -223,17 +220,15 @@ class Optimizer:
     # of the matrices of layers; AdamW updates embedding, output, norms and router in either case
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3  # peak learning rate
-    # final learning rate over the peak
-    min_lr_ratio: float = setting(0.1, resume="until_decay")
+    min_lr_ratio: float = setting(0.1, resume="until_decay")  # final learning rate over the peak
     # after warmup: a cosine, or warmup-stable-decay with a linear decay (arXiv:2404.06395)
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = setting(50, at_least=0)  # linear from 0
     # length of the schedule with warmup; 0 is train.steps
     schedule_steps: int = setting(0, resume="until_decay")
-    # share of a wsd schedule in which it decays
-    decay_share: float = setting(0.2, resume="until_decay")
-    beta1: float = setting(0.9, below=1)
-    beta2: float = setting(0.95, below=1)
+    decay_share: float = setting(0.2, resume="until_decay")  # share in which a wsd schedule decays
+    beta1: float = setting(0.9, below=1)  # decay of the first moment in AdamW
+    beta2: float = setting(0.95, below=1)  # decay of the second moment
     epsilon: float = 1e-8
     muon_beta: float = setting(0.95, below=1)  # Nesterov's momentum in Muon
     weight_decay: float = 0.1  # of matrices and router only
@@ -254,12 +249,10 @@ class Train:
     seed: int = 0  # of initial weights and dropout
     global_batch_size: int = 8  # sequences per step, on all devices
     seq_len: int = 256  # T, in tokens
-    # M: of global_batch_size / M sequences each
-    microbatches: int = setting(4, resume="free")
+    microbatches: int = setting(4, resume="free")  # M: of global_batch_size / M sequences each
     # recomputation in the backward pass: none, full, or a comma-separated list of what to save
     remat: str = setting("none", resume="free")
-    # largest number of tokens whose logits exist at a time
-    loss_chunk_tokens: int = setting(2048, resume="free")
+    loss_chunk_tokens: int = setting(2048, resume="free")  # most tokens with logits at a time
     # the run stops after this many skipped steps in a row; a step is skipped if its loss or
     # gradient norm is not finite
     max_skipped_in_row: int = setting(10, resume="free")
@@ -272,8 +265,7 @@ class Train:
 class Data:
     # folder of shards with an index.json, also gs://BUCKET/...
     train: str = setting("data/sample/train", resume="free", path=True)
-    # the same for evaluation
-    val: str = setting("data/sample/val", resume="free", path=True)
+    val: str = setting("data/sample/val", resume="free", path=True)  # the same for evaluation
     # instead: "NAME WEIGHT FOLDER" of each, with train/ and val/
     mixture: tuple[str, ...] = setting((), resume="free")
     seed: int = 0  # of the order of windows
@@ -284,8 +276,7 @@ class Data:
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     every_steps: int = setting(100, at_least=0)  # 0: only after the last step
-    # validation windows, always the same; 0: no evaluation
-    sequences: int = setting(64, at_least=0)
+    sequences: int = setting(64, at_least=0)  # validation windows, always the same; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,22 +297,18 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class Run:
     name: str = "tiny"
-    # the run folder is DIR/NAME; DIR may be gs://BUCKET/FOLDER
-    dir: str = setting("runs", path=True)
+    dir: str = setting("runs", path=True)  # the run is in DIR/NAME; DIR may be gs://BUCKET/FOLDER
     # auto resumes from a checkpoint in the run folder, if there is one
     resume: Literal["auto", "never", "must"] = "auto"
-    # folder of another run, whose weights a new run starts from
-    init_from: str = setting("", path=True)
+    init_from: str = setting("", path=True)  # folder of a run, whose weights this one starts from
     init_from_step: int = 0  # of its checkpoint; 0: the newest good one, which is recorded here
     # also continue its optimizer state, step and data, as to extend the constant rate of wsd
     init_optimizer: bool = False
     # take over a run folder in a bucket from an owner whose run is gone
     take_over: bool = False
     time_limit: str = ""  # save and exit before this time is over, as 11h30m
-    # without a heartbeat of a process until the others exit
-    peer_seconds: float = setting(30.0, above=0)
-    # largest duration of a step, a save or any other phase
-    stall_minutes: float = setting(30.0, above=0)
+    peer_seconds: float = setting(30.0, above=0)  # without a peer's heartbeat until a process exits
+    stall_minutes: float = setting(30.0, above=0)  # longest step, save or other phase
     # steps between comparisons of replicated arrays across devices, which also precede each save;
     # the run stops with exit code 75 if they differ; 0: no comparisons
     check_replicas_every: int = 0

@@ -135,17 +135,21 @@ def check_compatible(
     """
     refused, before_decay = [], _before_decay(saved["optimizer"], now["optimizer"])
     declared = utils.settings_of()
-    old, new = (cli.flat(json.loads(json.dumps(config))) for config in (saved, now))
+    default, old, new = (
+        cli.flat(json.loads(json.dumps(c))) for c in (dataclasses.asdict(Config()), saved, now)
+    )
+    old = default | old  # a setting that is newer than the run had the effect of its default
     for name in sorted(old | new):
-        if (before := old.get(name)) == (after := new.get(name)):
-            continue
+        before, after = old.get(name), new.get(name)
         rule = declared[name].resume if name in declared else "fixed"
         # An imported run has no tokens.train. Checkpoints.restore refuses it, with the fix.
         if name.startswith("tokens.") and (name != "tokens.train" or before is None):
             rule = "free"
+        if before == after or rule == "free" or (rule == "until_decay" and step <= before_decay):
+            continue
         if rule == "warned":
             log(f"warning: the run resumes with another {name} {before!r} -> {after!r}")
-        elif rule == "fixed" or (rule == "until_decay" and step > before_decay):
+        else:
             refused.append(f"{name} {before!r} -> {after!r}")
     if refused:
         raise ConfigError(

@@ -246,6 +246,9 @@ def test_settings_that_do_not_change_the_result_may_change_and_rounding_is_a_war
     }.items():
         old, now = (c | {"tokens": {"train": "aa"}} for c in (CONFIG, changed(section, **fields)))
         resume.check_compatible(old, now, *NEWEST)
+    older = {section: dict(fields) for section, fields in CONFIG.items()}
+    del older["optimizer"]["muon_beta"]  # a run from before that setting
+    resume.check_compatible(older, CONFIG, *NEWEST)
     assert capsys.readouterr().out == ""
     resume.check_compatible(changed("model", compute_dtype="float32"), CONFIG, *NEWEST)
     warning = "warning: the run resumes with another model.compute_dtype 'float32'"
