@@ -53,22 +53,10 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         ("model.n_group 3", "experts 8 is not divisible by .*, or another --model.n_group"),
         ("model.n_group 8", "is above 4, half of --model.n_routed_experts. Use 4"),
         ("model.topk_group 2", "is above 1, the --model.n_group. Use 1 or less"),
-        (
-            "model.n_group 4 --model.num_experts_per_tok 3",
-            "per_tok 3 is above 2, .*2 in each group. Use 2",
-        ),
-        (
-            "model.attention gqa --model.num_key_value_heads 3",
-            "Use .*heads 6, or another --model.num_key",
-        ),
-        (
-            "model.attention gqa --model.head_dim 7",
-            "head_dim 7 .*the pairs of rotary.*Use .*head_dim 8.",
-        ),
-        (
-            f"{ROPE}.rope_type llama3 --model.rope_scaling.low_freq_factor 9",
-            "is not below .*Use 1.0 and 4.0",
-        ),
+        ("model.n_group 4 --model.num_experts_per_tok 3", "above 2, .*2 in each group. Use 2"),
+        ("model.attention gqa --model.num_key_value_heads 3", "Use .*heads 6, or another --model"),
+        ("model.attention gqa --model.head_dim 7", "the pairs of rotary.*Use .*head_dim 8."),
+        (f"{ROPE}.low_freq_factor 9", "is not below .*Use 1.0 and 4.0"),
         (f"{ROPE}.beta_slow 0", "Use a finite number above 0, or the default 1.0"),
         ("model.num_hidden_layers 7", "Use --model.num_hidden_layers 8"),
         ("run.peer_seconds 0", "0.0 is out of range. Use a finite number above 0, or"),
