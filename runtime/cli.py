@@ -54,7 +54,7 @@ def parse(
     path, arguments = _take_config_flag(arguments)
     config, unknown = tyro.cli(
         Config,
-        args=arguments,
+        args=_switches(arguments),
         default=Config(model=model or Model()) if path is None else load(path, model),
         description=DESCRIPTION,
         return_unknown_args=True,
@@ -99,6 +99,19 @@ def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
     parser.add_argument("--config", nargs="?", const="")
     found, rest = parser.parse_known_args(arguments)
     return found.config, rest
+
+
+def _switches(arguments: list[str]) -> list[str]:
+    """Spell `--data.segments True`, also with =, as tyro does: `--data.segments`."""
+
+    def spelled(found: re.Match[str]) -> str:
+        section, key = found[1].rsplit(".", 1)
+        return f"--{section}.{'' if found[2].lower() in ('true', '1') else 'no_'}{key}"
+
+    names = "|".join(name for name, s in settings_of().items() if s.type is bool)
+    value = rf"(?<=\0)--({names})[=\0](true|1|false|0)(?=\0)"
+    text = re.sub(value, spelled, "\0".join(["", *arguments, ""]), flags=re.IGNORECASE)
+    return text.split("\0")[1:-1]
 
 
 def load(path: str | Path, model: Model | None = None) -> Config:

@@ -32,7 +32,7 @@ def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
 
 
 def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_mark(tmp_path):
-    flags = ["--model.no_tie_word_embeddings", "--data.segments", "--model.dropout", "0.1"]
+    flags = ["--model.tie_word_embeddings=False", "--data.segments", "True", "--model.z_loss=0.1"]
     config = cli.parse(["--run.name", 'a "quoted" name', *flags])
     assert (config.model.tie_word_embeddings, config.data.segments) == (False, True)
     assert cli.load(file_with(tmp_path, "\ufeff" + cli.to_toml(config))) == config
@@ -42,10 +42,11 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
     ("flags", "message"),
     [
         ("model.hiden_size 3", "unknown flag --model.hiden_size: did you mean --model.hidden_size"),
-        ("data.segments True", "'True' follows no flag that .* switch .* or --section.no_key"),
+        ("data.segments maybe", "'maybe' follows no flag that .* switch .* or --section.no_key"),
         ("config absent.toml", "absent.toml cannot be read"),
         ("train.global_batch_size 9", "not divisible .*Use --train.global_batch_size 16"),
         ("mesh.replica 3", "is not divisible by .* x --mesh.fsdp x --mesh.replica = "),
+        ("train.seq_len 258 --mesh.tensor 4", "Use --train.seq_len 260"),
         ("train.seq_len 255", "Use --train.seq_len 256"),
         ("eval.sequences -1", "-1 is out of range. Use an integer at least 0, or the default 64"),
         ("optimizer.lr -1", "--optimizer.lr -1.0 is out .* Use a finite number at least 0, or"),
