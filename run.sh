@@ -113,7 +113,7 @@ needed_locks() {
   [[ $1 == cpu ]] || names+=" $1"
   case "${2:-} ${3:-} ${4:-}" in
     "pytest "* | "ruff "* | "codespell "* | "shellcheck "* | "python tests/"*) names+=" dev" ;;
-    "python -m pytest" | "python -m ruff" | "python benchmark.py data") names+=" dev" ;;
+    "python -m pytest" | "python -m ruff") names+=" dev" ;;
   esac
   echo "$names"
 }

@@ -1,10 +1,8 @@
 """Compile and time training steps, and other functions that several benchmarks share."""
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
 
 import hardware
 import model
@@ -38,10 +38,8 @@ ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a
 
 def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     """Return the config with some fields of some sections replaced."""
-    for name, values in sections.items():
-        section = dataclasses.replace(getattr(config, name), **values)
-        config = dataclasses.replace(config, **{name: section})
-    return config
+    named = {f"{s}.{name}": v for s, values in sections.items() for name, v in values.items()}
+    return utils.changed(config, named)
 
 
 def reference_config(**train: Any) -> Config:
@@ -50,39 +48,25 @@ def reference_config(**train: Any) -> Config:
     return with_values(config, optimizer={"name": "adamw", "lr": 1e-3}, train=train)
 
 
-def no_flags(arguments: list[str], description: str) -> None:
-    """Print the description on --help. Raises ConfigError for other arguments."""
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(description)
-        sys.exit()
-    if arguments:
-        raise ConfigError(f"this benchmark has no flags, so {' '.join(arguments)} is unknown.")
-
-
-def parse_flags(flags: Any, arguments: list[str], description: str, others: bool = False) -> Any:
-    """Return an instance of the dataclass `flags`.
-
-    others  whether to return (flags, other arguments) and not to raise for them
-    """
+def parse_flags(flags: Any, arguments: list[str], description: str) -> Any:
+    """Return an instance of the dataclass `flags`. Raises ConfigError for other arguments."""
     import tyro  # late: `benchmark.py gpu` runs without it
 
-    return tyro.cli(
+    found, unknown = tyro.cli(
         flags,
         args=arguments,
         description=description,
         use_underscores=True,
-        return_unknown_args=others,
+        return_unknown_args=True,
     )
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is unknown. See the flags with --help.")
+    return found
 
 
-def check_positive(flags: Any, *names: str) -> None:
-    """Raise ConfigError if one of these flags is not positive."""
-    for name in names:
-        if getattr(flags, name) <= 0:
-            raise ConfigError(
-                f"--{name} {getattr(flags, name)} leaves nothing to measure. Use --{name} "
-                f"{getattr(type(flags), name)}."
-            )
+@dataclass(frozen=True)
+class NoFlags:
+    """Of a benchmark without flags."""
 
 
 # --- training steps -------------------------------------------------------------------------------
@@ -137,17 +121,14 @@ def without_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def compile_step(config: Config, cached: bool = False) -> Program:
-    """Compile the step of train.py.
-
-    cached  whether to use the compilation cache, which makes the compile time meaningless
-    """
+def compile_step(config: Config) -> Program:
+    """Compile the step of train.py."""
     config = utils.for_platform(config, jax.default_backend())
     cli.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
     step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
-    with contextlib.nullcontext() if cached else without_compilation_cache():
+    with without_compilation_cache():
         start = time.perf_counter()
         step = step.lower(state, sharded_model.abstract_batch(config, mesh), schedule).compile()
         compile_s = time.perf_counter() - start
@@ -175,9 +156,9 @@ def timed(function: Callable, *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def median_seconds(function: Callable[[], Any], calls: int = STEPS) -> float:
-    """Return the median of `calls` calls, after a warm-up call."""
-    return statistics.median([timed(function)[0] for _ in range(calls + 1)][1:])
+def median_seconds(function: Callable[[], Any]) -> float:
+    """Return the median of STEPS calls, after a warm-up call."""
+    return statistics.median([timed(function)[0] for _ in range(STEPS + 1)][1:])
 
 
 def step_seconds(programs: list[Program]) -> list[float]:
@@ -188,6 +169,21 @@ def step_seconds(programs: list[Program]) -> list[float]:
     turns = zip(*(program.steps() for program in programs), strict=True)
     seconds = [[seconds for seconds, _ in turn] for turn in itertools.islice(turns, STEPS + 1)]
     return np.median(seconds[1:], axis=0).tolist()
+
+
+def print_steps(programs: dict[str, Program]) -> list[float]:
+    """Print a row for each program; return median seconds per step."""
+    titles = "step s", "tokens/s", "GFLOP/s", "compiled/model FLOPs", "MiB per device", "compile s"
+    table = Table("program", *titles)
+    seconds = step_seconds([*programs.values()])
+    for (name, program), s in zip(programs.items(), seconds, strict=True):
+        rates = f"{s:.3f}", f"{program.tokens / s:,.0f}", f"{program.model_flops / s / 1e9:.1f}"
+        memory = f"{train.planned_bytes(program.step) / 2**20:.0f}"
+        compiled = f"{program.flops_ratio():.3f}", memory, f"{program.compile_s:.1f}"
+        table.add_row(name, *rates, *compiled)
+    Console(width=120).print(table)
+    print("GFLOP/s of model FLOPs on all devices together.")
+    return seconds
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:

@@ -18,16 +18,15 @@ flax, optax and their dependencies.
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,15 +102,8 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         config = config_of(row, toy)
         platform = sharded_model.platform(train.make_mesh(config, [device]))
         plan = cost.predict(config, chip, platform)
-        yield {
-            "model": dataclasses.asdict(config.model),
-            "train": dataclasses.asdict(config.train),
-            "parameters": plan.parameters,
-            "active_parameters": plan.active_parameters,
-            "attention": plan.attention,
-            "planned_bytes": plan.memory_bytes_per_chip,
-            "planned_step_s": plan.step_s,
-        }
+        planned = {"planned_bytes": plan.memory_bytes_per_chip, "planned_step_s": plan.step_s}
+        yield planned | {"attention": plan.attention}
         program = common.compile_step(config)
         compiler_bytes = train.planned_bytes(program.step)
         yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
@@ -130,7 +122,7 @@ def accelerator(toy: bool) -> jax.Device:
 
 
 def versions(device: jax.Device) -> Record:
-    driver, cuda = smi("driver_version").get("driver_version"), device.client.platform_version
+    driver, cuda = smi_value("driver_version"), device.client.platform_version
     chip = {"chip": device.device_kind, "driver": driver, "cuda": cuda}
     return chip | provenance.describe_start(step=0)
 
@@ -196,24 +188,21 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
 
     In float32 they differ by rounding only. bfloat16 is what is timed, with its own kernels.
     """
-    config = toy_config() if toy else common.reference_config()
-    config = on_one_device(config, 4, 2)
+    config = on_one_device(toy_config() if toy else common.reference_config(), 4, 2)
     # Every token uses every expert: otherwise rounding could change the routing and hide an error.
     routing = {"num_experts_per_tok": config.model.n_routed_experts, "capacity_factor": 1.0}
     config = with_values(config, model=routing | {"compute_dtype": "float32"})
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         initial = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)
-    expected_loss, expected = gradients(config, cpu, initial)
-    lines = []
+    expected, lines = gradients(config, cpu, initial), ["against float32 on the CPU"]
     for dtype in BOUNDS:
-        loss, found = gradients(
-            with_values(config, model={"compute_dtype": dtype}), device, initial
-        )
-        loss_error, errors = abs(loss / expected_loss - 1), gradient_errors(found, expected)
+        typed = with_values(config, model={"compute_dtype": dtype})
+        errors = relative_errors(gradients(typed, device, initial), expected)
+        loss_error = errors.pop("loss")
         yield {f"{dtype}_loss_error": loss_error, f"{dtype}_gradient_errors": errors}
         lines.append(check_errors(dtype, loss_error, errors))
-    yield {"text": "\n  ".join(["against float32 on the CPU", *lines])}
+    yield {"text": "\n  ".join(lines)}
 
 
 def check_errors(dtype: str, loss_error: float, errors: dict[str, float]) -> str:
@@ -229,21 +218,19 @@ def check_errors(dtype: str, loss_error: float, errors: dict[str, float]) -> str
     return text
 
 
-def gradients(
-    config: Config, device: jax.Device, initial: model.Transformer
-) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the loss, and the gradient of each weight by its name."""
+def gradients(config: Config, device: jax.Device, initial: model.Transformer) -> dict[str, Any]:
+    """Return the gradient of each weight by its name, and the loss."""
     declared, mesh = model.declare(config), train.make_mesh(config, [device])
     with jax.default_device(device):
         run = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
         w = jax.device_put(jax.device_get(initial), device)
         grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
     names = [declaration.name for declaration in jax.tree.leaves(declared)]
-    return float(stats.loss), dict(zip(names, jax.tree.leaves(grads), strict=True))
+    return dict(zip(names, jax.tree.leaves(grads), strict=True)) | {"loss": stats.loss}
 
 
-def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return |found - expected| / |expected| by weight; 0 if both are 0, as the router's bias."""
+def relative_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Return |found - expected| / |expected| by name; 0 if both are 0, as the router's bias."""
     errors = {}
     for name, true in expected.items():
         error, norm = float(np.linalg.norm(found[name] - true)), float(np.linalg.norm(true))
@@ -256,36 +243,30 @@ def gradient_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str
 SMI_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")  # MHz, W
 
 
-def smi(*fields: str) -> dict[str, str]:
-    """Query the first GPU that jax may use. Return {} if nvidia-smi is missing or fails."""
+def smi(*fields: str, loop_ms: int = 0) -> subprocess.Popen:
+    """Start a query of the first GPU that jax may use: a line of values, or one per `loop_ms`."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = f"--query-gpu={','.join(fields)}"
-    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-        return dict(zip(fields, run.stdout.strip().split(", "), strict=True))
-    return {}
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}"]
+    command += ["--format=csv,noheader,nounits", *[f"--loop-ms={loop_ms}"] * bool(loop_ms)]
+    found = command if shutil.which("nvidia-smi") else ["true"]  # which prints nothing
+    return subprocess.Popen(found, stdout=subprocess.PIPE, text=True)
+
+
+def smi_value(field: str) -> str | None:
+    return smi(field).communicate()[0].strip() or None
 
 
 @contextlib.contextmanager
 def monitor() -> Iterator[dict[str, float]]:
     """Yield a dictionary that has the medians of SMI_FIELDS after the block."""
-    medians, samples, over = {}, [], threading.Event()
-
-    def sample() -> None:
-        while not over.is_set():
-            samples.append(smi(*SMI_FIELDS))
-            over.wait(0.2)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
+    medians, sampling = {}, smi(*SMI_FIELDS, loop_ms=200)
     try:
         yield medians
     finally:
-        over.set()
-        thread.join()
-    for name in SMI_FIELDS:
-        cells = [found.get(name, "") for found in samples]
+        sampling.terminate()
+        rows = [line.split(", ") for line in sampling.communicate()[0].splitlines()]
+    # The last line may be cut, and a GPU may not know a value.
+    for name, cells in zip(SMI_FIELDS, itertools.zip_longest(*rows, fillvalue=""), strict=False):
         if numbers := [float(cell) for cell in cells if re.fullmatch(r"[\d.]+", cell)]:
             medians[name] = statistics.median(numbers)
 
@@ -347,18 +328,17 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
     Raises ConfigError if `machine` or `check` fails, unless --force is given.
     """
     deadline = time.monotonic() + 60 * flags.minutes
-    gpu, folder = smi("name").get("name"), flags.out.with_suffix("")
+    gpu, folder = smi_value("name"), flags.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     own = [r for r in jsonl.read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
     done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
-    left = []
     print(HEADER, flush=True)
-    for row in (row for row in ROWS if row in (*GATES, *flags.names)):
-        record, limit_s = done.get(row), deadline - time.monotonic()
-        if not record and (left or limit_s <= 0):
-            left.append(row)
-            continue
-        if not record:
+    rows = [row for row in ROWS if row in (*GATES, *flags.names)]
+    for i, row in enumerate(rows):
+        left = [other for other in rows[i:] if other not in done]
+        if not (record := done.get(row)):
+            if (limit_s := deadline - time.monotonic()) <= 0:
+                return left
             started = time.time()
             record = {"row": row, "toy": flags.toy, "gpu": gpu}
             record |= run(row, flags.toy, folder, limit_s)
@@ -366,13 +346,13 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
             jsonl.append(flags.out, [record])
         print(f"{row:18} {describe(record)}", flush=True)
         if record["status"] == "time":
-            left.append(row)
-        elif row in GATES and record["status"] != "ok" and not flags.force:
+            return left
+        if row in GATES and record["status"] != "ok" and not flags.force:
             raise ConfigError(
                 f"row {row} did not pass, so the other rows would mean nothing. See "
                 f"{folder / row}.log. Fix the cause, or continue with --force."
             )
-    return left
+    return []
 
 
 def describe(record: Record) -> str:

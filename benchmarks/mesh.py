@@ -6,12 +6,20 @@ Compiled FLOPs are those of the matrix products in the compiled program, with lo
 as they run. Model FLOPs are those of a program without waste and without its optimizer.
 """
 
-from benchmarks.common import ONE_DEVICE, ROOT, compile_step, no_flags, step_seconds, with_values
+from benchmarks.common import (
+    ONE_DEVICE,
+    ROOT,
+    NoFlags,
+    compile_step,
+    parse_flags,
+    print_steps,
+    with_values,
+)
 from runtime import cli
 
 
 def main(arguments: list[str]) -> None:
-    no_flags(arguments, __doc__)
+    parse_flags(NoFlags, arguments, __doc__)
     # AdamW has no matrix products, which would count as waste.
     eight = with_values(
         cli.load(ROOT / "configs" / "tiny.toml"),
@@ -20,14 +28,7 @@ def main(arguments: list[str]) -> None:
         optimizer={"name": "adamw"},
     )
     one = with_values(eight, mesh=ONE_DEVICE)
-    programs = [compile_step(one), compile_step(eight)]
-    seconds = step_seconds(programs)
-    for program, s in zip(programs, seconds, strict=True):
-        print(
-            f"mesh {program.config.mesh}: "
-            f"{program.tokens / s:,.0f} tokens/s, compiled in {program.compile_s:.1f} s, "
-            f"compiled over model FLOPs {program.flops_ratio():.3f}"
-        )
+    seconds = print_steps({"1 device": compile_step(one), "8 devices": compile_step(eight)})
     print(f"tokens/s of 8 devices over 1: {seconds[0] / seconds[1]:.2f}")
     for remat in ("none", "full"):
         dense = with_values(one, model={"n_routed_experts": 0}, train={"remat": remat})

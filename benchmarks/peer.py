@@ -36,7 +36,6 @@ import train
 import weights
 from benchmarks.common import (
     ONE_DEVICE,
-    check_positive,
     compile_step,
     parse_flags,
     random_batch,
@@ -180,7 +179,7 @@ class Torch:
 _trainer: Project | Torch | None = None  # of a trainer's process
 
 
-def _make_trainer(make: Callable, *arguments: Any) -> tuple[str, float, float]:
+def _start(make: Callable, *arguments: Any) -> tuple[str, float, float]:
     global _trainer
     _trainer = make(*arguments)
     return _trainer.name, _trainer.ready_s, _trainer.first_loss
@@ -198,24 +197,21 @@ class TrainerProcess:
     Raises   the trainer's exceptions, and BrokenProcessPool if its process was killed.
     """
 
-    def __init__(self, make: Callable, *arguments: Any):
+    def __init__(self, *maker: Any):
         # Not a fork, which would copy JAX's threads in an undefined state.
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        made = self._pool.submit(_make_trainer, make, *arguments)
-        self.name, self.ready_s, self.first_loss = made.result()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.name, self.ready_s, self.first_loss = self.pool.submit(_start, *maker).result()
 
     def turn(self) -> float:
         """Return the mean seconds of the timed steps of a turn."""
-        seconds, self.dropped = self._pool.submit(_take_turn).result()
+        seconds, self.dropped = self.pool.submit(_take_turn).result()
         return statistics.fmean(seconds[1:])
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 def main(arguments: list[str]) -> None:
     flags = parse_flags(Flags, arguments, __doc__)
-    check_positive(flags, "turns")
+    if flags.turns < 1:
+        raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use --turns 8.")
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise ConfigError(
             "benchmark.py peer needs torch and transformers: "
@@ -242,16 +238,23 @@ def compare(config: Config, flags: Flags) -> None:
         for maker in makers:
             log(f"trainer {len(trainers) + 1} of {len(makers)} compiles and makes its first step")
             trainers.append(TrainerProcess(*maker))
-            stack.callback(trainers[-1].close)
+            stack.enter_context(trainers[-1].pool)
         check_first_losses(trainers)
         seconds = np.array([[t.turn() for t in trainers] for _ in range(flags.turns)])
-    Console(width=120).print(table(config, trainers, seconds))
+    total, active = weights.count(model.declare(config))
+    title = f"{total:,} parameters, {active:,} active"
+    table = Table("trainer", "tokens/s", "seconds per step", "to compile, s", title=title)
+    t = config.train
+    for trainer, column in zip(trainers, seconds.T, strict=True):
+        rate = f"{t.global_batch_size * t.seq_len / statistics.median(column):,.0f}"
+        table.add_row(trainer.name, rate, spread(column, 3), f"{trainer.ready_s:.0f}")
+    Console(width=120).print(table)
     print(f"this project over the better of the others: {spread(over_the_better(seconds))}")
     packages = ("jax", "torch", "transformers")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(
         f"On {jax.devices()[0].device_kind}, {config.model.compute_dtype}, "
-        f"{config.train.global_batch_size} x {config.train.seq_len} tokens: {versions}."
+        f"{t.global_batch_size} x {t.seq_len} tokens: {versions}."
     )
     if config.model.n_routed_experts:
         print(
@@ -278,15 +281,3 @@ def check_first_losses(trainers: Sequence[TrainerProcess]) -> None:
                 f"the first loss of {ours.name} is {ours.first_loss:.4f} and that of {other.name} "
                 f"{other.first_loss:.4f}: weights or tokens are not the same."
             )
-
-
-def table(config: Config, trainers: Sequence[TrainerProcess], seconds: np.ndarray) -> Table:
-    """seconds  [turns, trainers]"""
-    tokens = config.train.global_batch_size * config.train.seq_len
-    total, active = weights.count(model.declare(config))
-    title = f"{total:,} parameters, {active:,} active"
-    found = Table("trainer", "tokens/s", "seconds per step", "to compile, s", title=title)
-    for trainer, column in zip(trainers, seconds.T, strict=True):
-        rate = tokens / statistics.median(column)
-        found.add_row(trainer.name, f"{rate:,.0f}", spread(column, 3), f"{trainer.ready_s:.0f}")
-    return found

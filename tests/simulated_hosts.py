@@ -1,35 +1,30 @@
 """Simulated hosts on this machine, each with its own name, address and network link.
 
 A host is a set of Linux namespaces, with its own boot id, by which XLA distinguishes hosts. The
-links meet at a switch in another namespace; their bandwidth and delay can change while programs
-run. With `with_ssh` each host also runs sshd and has its own disks. All hosts and their processes
-end when the thread that created them ends for any reason.
+links meet at a switch in another namespace, and can be unplugged. With `with_ssh` each host also
+runs sshd and has its own disks. All hosts and their processes end when the thread that created them
+ends for any reason.
 """
 
-import collections
 import contextlib
-import ctypes
 import os
-import select
 import shutil
-import socket
-import statistics
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from processes import FAST, ROOT
 from utils import ConfigError
 
-PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+PROGRAMS = ("ip", "unshare", "nsenter", "setpriv")
 SSH_PROGRAMS = ("sshd", "tmux", "git")
-PACKAGES = {"sshd": "openssh-server", "sbatch": "slurm-client", "ip": "iproute2", "tc": "iproute2"}
+PACKAGES = {"sshd": "openssh-server", "sbatch": "slurm-client", "ip": "iproute2"}
 PACKAGES |= dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 ENVIRONMENT = os.environ | {"PATH": PATH}
@@ -37,23 +32,18 @@ ENVIRONMENT = os.environ | {"PATH": PATH}
 # Kills a process when the thread that started it ends.
 WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 NAMESPACES = ("--net", "--uts", "--mount-proc", "--ipc", "--pid", "--fork", "--kill-child")
-CLONE_NEWNET = 0x40000000
-LINK_TIMEOUT_S = 20.0  # without any data while a link is measured
 WAIT_S = 120.0  # generous, since other programs can slow the machine down
 
 SHARED = "/mnt/shared"
 FOLDER = "tree"  # the repository on a host with ssh, in root's home
 DISK_MB = 1300
 
-# By default TCP starts slowly again on a connection that was idle during a computation. The delay
-# of a link would then count many times.
 SETUP = """
 set -e
 hostname {name}
 mount --bind {folder}/names /etc/hosts
 mount --bind {folder}/{name}/boot_id /proc/sys/kernel/random/boot_id
 ip link set lo up
-echo 0 >/proc/sys/net/ipv4/tcp_slow_start_after_idle
 """
 SSH_SETUP = """
 mkdir -p /mnt
@@ -105,23 +95,6 @@ def run(*command: str, **options: Any) -> str:
     return done.stdout.strip()
 
 
-@contextlib.contextmanager
-def network_namespace(process: int) -> Iterator[None]:
-    """Put this thread into the network namespace of a process; sockets created here stay there."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def enter(namespace: Any) -> None:
-        if libc.setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-
-    with open("/proc/thread-self/ns/net") as own, open(f"/proc/{process}/ns/net") as other:
-        enter(other)
-        try:
-            yield
-        finally:
-            enter(own)
-
-
 class Host:
     """A set of namespaces, which last as long as their first process."""
 
@@ -157,20 +130,8 @@ class Host:
         return [*WITH_PARENT, *enter, *WITH_PARENT, *words]
 
     def in_network(self, command: str) -> None:
-        """Run an `ip` or `tc` command in the network of this host."""
+        """Run an `ip` command in the network of this host."""
         run("nsenter", "-t", str(self.process), "--net", *command.split())
-
-    def throttle(self, device: str, mbit: float) -> None:
-        """Limit what leaves by a device to `mbit` Mbit/s; 0 removes the limit."""
-        if mbit:
-            # The bucket holds 10 full frames, or 2 ms of a fast link: a busy machine reads its
-            # clock no more often. The queue holds 16 MB before it drops packets.
-            burst = max(16_000, round(mbit * 250))
-            rate = f"rate {round(mbit * 1e6)}bit burst {burst} limit 16m"
-            self.in_network(f"tc qdisc replace dev {device} root tbf {rate}")
-        else:
-            with contextlib.suppress(ConfigError):  # there is no limit
-                self.in_network(f"tc qdisc del dev {device} root")
 
     def __call__(self, command: str, check: bool = True) -> str:
         """Return the stdout of a bash command in root's home; the network is not used."""
@@ -197,7 +158,7 @@ class Network:
         self.hosts = [Host(f"h{n}", f"10.0.0.{n + 1}") for n in range(count)]
         self.folder, self.shared, self.bin = folder, folder / "shared", folder / "bin"
         self._ports = {host: f"port{n}" for n, host in enumerate(self.hosts)}  # of the switch
-        self._switch, self._relay, self._with_ssh = Host("switch"), None, with_ssh
+        self._switch, self._with_ssh = Host("switch"), with_ssh
 
     def __enter__(self) -> "Network":
         """Raises ConfigError if hosts cannot be simulated here."""
@@ -244,66 +205,12 @@ class Network:
         self._stop()
 
     def _stop(self) -> None:
-        self._set_relay(0)
         for host in (*self.hosts, self._switch):
             host.stop()
 
     def connect(self, host: Host, up: bool) -> None:
         """Plug in the link of a host, or unplug it."""
         self._switch.in_network(f"ip link set {self._ports[host]} {'up' if up else 'down'}")
-
-    def throttle(self, mbit: float) -> None:
-        """Limit what each host sends and receives to `mbit` Mbit/s; 0 removes the limit."""
-        for host, port in self._ports.items():
-            host.throttle("eth0", mbit)
-            self._switch.throttle(port, mbit)
-
-    def delay(self, seconds: float) -> None:
-        """Delay every packet; a relay in this process replaces the bridge. 0 removes the delay."""
-        self._set_relay(0)
-        for port in self._ports.values():
-            bridge = "nomaster" if seconds else "master bridge"
-            self._switch.in_network(f"ip link set {port} {bridge}")
-        self._set_relay(seconds)
-
-    def _set_relay(self, seconds: float) -> None:
-        if self._relay:
-            self._relay.close()
-        self._relay = None
-        if seconds:
-            self._relay = Relay(self._switch.process, list(self._ports.values()), seconds)
-
-    def connection(self, sender: Host, receiver: Host) -> tuple[socket.socket, socket.socket]:
-        """Return both ends of a new TCP connection."""
-        with network_namespace(receiver.process):
-            server = socket.create_server((receiver.address, 0))
-        with server:
-            with network_namespace(sender.process):
-                near = socket.socket()
-            near.connect(server.getsockname())
-            far, _ = server.accept()
-        for end in (near, far):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.settimeout(LINK_TIMEOUT_S)
-        return near, far
-
-    def bandwidth(self, seconds: float = 1.0) -> float:
-        """Return the Mbit/s from each host to the next, all at once as in a ring collective."""
-        ring = zip(self.hosts, self.hosts[1:] + self.hosts[:1], strict=True)
-        return statistics.mean(send_all([self.connection(*pair) for pair in ring], seconds))
-
-    def round_trip_s(self, repeats: int = 20) -> float:
-        """Return the median time in which one byte travels to another host and back."""
-        near, far = self.connection(*self.hosts[:2])
-        times = []
-        with near, far, ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: [far.sendall(far.recv(1)) for _ in range(repeats)])
-            for _ in range(repeats):
-                start = time.perf_counter()
-                near.sendall(b"?")
-                near.recv(1)
-                times.append(time.perf_counter() - start)
-        return statistics.median(times)
 
     def _write_keys(self) -> None:
         Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
@@ -345,90 +252,8 @@ class Network:
         return str(path)
 
 
-def send_all(connections: Sequence[tuple[socket.socket, socket.socket]], seconds: float) -> list:
-    """Send over all connections at once and return the Mbit/s that each receives."""
-
-    def send(connection: socket.socket) -> None:
-        data, end = bytes(1 << 16), time.perf_counter() + seconds
-        with connection:
-            while time.perf_counter() < end:
-                connection.sendall(data)
-
-    def receive(connection: socket.socket) -> float:
-        size, buffer = 0, bytearray(1 << 18)
-        with connection:
-            connection.recv_into(buffer)  # the time before the first data does not count
-            start = end = time.perf_counter()
-            while received := connection.recv_into(buffer):
-                size, end = size + received, time.perf_counter()
-        return size * 8e-6 / (end - start)
-
-    with ThreadPoolExecutor(2 * len(connections)) as pool:
-        rates = [pool.submit(receive, far) for _, far in connections]
-        for near, _ in connections:
-            pool.submit(send, near)
-        return [rate.result() for rate in rates]
-
-
-ETH_P_ALL = 3
-SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
-SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
-HEADER_BYTES = 10  # struct virtio_net_hdr
-FRAME_BYTES = HEADER_BYTES + 18 + 65_536  # the longest frame before segmentation
-QUEUE_BYTES = 1 << 26
-
-
-class Relay:
-    """A switch in this process that forwards each frame after a delay.
-
-    Frames carry the header of offloaded segmentation, so they are few enough for Python.
-    """
-
-    def __init__(self, switch: int, ports: Sequence[str], delay_s: float):
-        self._delay_s, self._open = delay_s, True
-        with network_namespace(switch):
-            self._ports = [self._port(name) for name in ports]
-        self._port_of: dict[bytes, socket.socket] = {}  # by MAC address
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _port(name: str) -> socket.socket:
-        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        for option in (PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING):
-            port.setsockopt(SOL_PACKET, option, 1)
-        for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
-            port.setsockopt(socket.SOL_SOCKET, option, QUEUE_BYTES)
-        port.bind((name, ETH_P_ALL))
-        return port
-
-    def _run(self) -> None:
-        queue: collections.deque = collections.deque()  # (time to forward, source port, frame)
-        while self._open:
-            timeout_s = max(0.0, queue[0][0] - time.monotonic()) if queue else 0.1
-            for port in select.select(self._ports, [], [], timeout_s)[0]:
-                queue.append((time.monotonic() + self._delay_s, port, port.recv(FRAME_BYTES)))
-            while queue and queue[0][0] <= time.monotonic():
-                self._forward(*queue.popleft()[1:])
-
-    def _forward(self, source: socket.socket, frame: bytes) -> None:
-        to, sender = frame[HEADER_BYTES : HEADER_BYTES + 6], frame[HEADER_BYTES + 6 :][:6]
-        self._port_of[sender] = source
-        known = self._port_of.get(to)
-        for port in [known] if known else [p for p in self._ports if p is not source]:
-            port.send(frame)
-
-    def close(self) -> None:
-        self._open = False
-        self._thread.join()
-        for port in self._ports:
-            port.close()
-
-
 def require(*programs: str) -> None:
     """Skip the test if these hosts cannot be simulated; with REQUIRE_HOSTS=1 the test fails."""
-    import pytest  # late: benchmarks/links.py runs without it
-
     if reason := missing(*programs):
         (pytest.fail if os.environ.get("REQUIRE_HOSTS") == "1" else pytest.skip)(reason)
 

@@ -1,7 +1,6 @@
-"""What benchmarks share, and those of steps, text and checkpoints, mostly in this process."""
+"""What benchmarks share, and those of steps and links, in this process."""
 
 import ast
-import contextlib
 import importlib.util
 import sys
 from functools import partial
@@ -13,12 +12,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import benchmark
-import checkpoint
-from benchmarks import checkpoint as checkpoint_benchmark
-from benchmarks import common, decode, experts, mesh, peer, reference, step
+import hardware
+from benchmarks import common, links, mesh, peer, reference, step
 from conftest import ROOT
 from hf.families import LLAMA
 from hf.model_config import kind_of, unsupported
+from planning import collectives
 
 ONE_DEVICE = " ".join(f"--mesh.{axis} 1" for axis in common.ONE_DEVICE)
 TINY = f"""
@@ -27,7 +26,6 @@ TINY = f"""
 --train.global_batch_size 2 --train.seq_len 16 --train.microbatches 1 --eval.sequences 2
 """
 TINY = ["--config", str(ROOT / "configs/tiny.toml"), *TINY.split()]
-DENSE = ["--config", str(ROOT / "configs/dense_124m.toml")]
 
 
 def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypatch, capsys):
@@ -39,18 +37,15 @@ def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypa
         listed = f"  {file.stem:12}{doc.partition(chr(10))[0]}"
         assert (listed in lines) == (file.stem not in ("__init__", "common"))
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
-    with pytest.raises(ValueError, match=r"benchmark.py speed is unknown. Use one of checkpoint,"):
+    with pytest.raises(ValueError, match=r"benchmark.py speed is unknown. Use one of gpu, links"):
         benchmark.run()
 
 
 @pytest.mark.parametrize(
     ("main", "words", "message"),
     [
-        *((one.main, ["--size", "3"], "--size 3 is unknown") for one in (decode, mesh, reference)),
+        *((one.main, ["--size", "3"], "--size is unknown") for one in (links, mesh, reference)),
         (peer.main, ["--turns", "0"], "--turns 0 leaves nothing to measure"),
-        (experts.main, DENSE, r"no experts. Use another --config"),
-        (experts.main, ["--factors"], r"Use --factors 0 1.5"),
-        (checkpoint_benchmark.parse, ["--rounds", "-1"], r"leaves nothing.*--rounds 5"),
     ],
 )
 def test_flags_that_are_unknown_or_measure_nothing_are_refused(main, words, message):
@@ -88,40 +83,20 @@ def test_step_prints_rates_of_a_real_step(capsys):
     assert "MFU            unknown: hardware.py has no peak for 'cpu'" in text
 
 
-def test_a_token_needs_the_weights_of_its_own_experts():
-    config = decode.decoding_config(64, num_hidden_layers=1, vocab_size=256)
-
-    def bytes_read(texts, position):  # without weights and compiled programs
-        decoder = object.__new__(decode.Decoder)
-        decoder.config, decoder.sequences = config, texts
-        return decoder.bytes_read(position)
-
-    one, two = bytes_read(1, 0), bytes_read(2, 0)
-    assert two - one == 4 * 8 * 3 * 768 * 256  # 8 experts of three float32 matrices
-    assert bytes_read(2, 10) - two == 4 * 10 * 2 * (256 + 32)
-
-
-def test_equally_many_steps_run_with_a_save_and_without_and_saves_are_complete(tmp_path):
-    words = [*TINY, "--interval_s", "0.05", "--rounds", "2"]
-    flags, config = checkpoint_benchmark.parse(words)
-    training = checkpoint_benchmark.Training(config, tmp_path)
-    rounds = list(training.rounds(flags.interval_s, flags.rounds))
-    training.checkpoints.close()
-    [steps] = {one.steps for pair in rounds for one in pair}
-    with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as saved:
-        # Two of four intervals saved.
-        assert saved.steps()[-2:] == [training.done - 3 * steps, training.done - 2 * steps]
-    for save, other in rounds:
-        assert save.seconds >= save.call_s + save.wait_s and save.write_s > 0 == other.write_s
-
-    def interval(seconds):
-        return checkpoint_benchmark.Interval(3, seconds, 2 * seconds + 1, 0.0, 0.0, 0.0)
-
-    # A ratio is that of one round.
-    rounds = [(interval(3.0), interval(2.0)), (interval(5.0), interval(4.0))]
-    text = checkpoint_benchmark.report(training, rounds)
-    assert "ratio           1.375 (1.250 to 1.500), " in text
-    assert "ratio of CPU    1.311 (1.222 to 1.400), " in text
+def test_collectives_of_the_planned_bytes_are_timed_beside_the_plan(monkeypatch):
+    """On 8 CPU devices, planned as a slice of 8 chips."""
+    monkeypatch.setattr(links, "LARGE", 1 << 22)
+    chip = hardware.CHIPS["v4"]
+    table = links.time_collectives(chip, 8)
+    kinds, _, large_ms, *_, planned_ms, ratio = ([*column.cells] for column in table.columns)
+    assert kinds == [*links.KINDS]
+    for i, kind in enumerate(kinds):
+        operand = links.collective(kind, 1 << 22).args[0]
+        parts = 8 if kind == "all-gather" else 1
+        assert operand.nbytes / 8 * parts == 1 << 22
+        planned_s = collectives.collective_s(chip, kind, 1 << 22, ((8, 1),), 8)
+        assert planned_ms[i] == f"{1e3 * planned_s:.2f}"
+        assert float(ratio[i]) == pytest.approx(float(large_ms[i]) / 1e3 / planned_s, rel=0.1)
 
 
 # --- peer -----------------------------------------------------------------------------------------

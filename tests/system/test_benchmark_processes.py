@@ -1,21 +1,15 @@
-"""Benchmarks that start processes, read an emulated bucket, or compile several programs."""
+"""Benchmarks that start processes or compile several programs."""
 
-import contextlib
-import dataclasses
-import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from benchmarks import common, decode, experts, gpu, mesh, peer, reference
-from benchmarks import data as data_benchmark
+from benchmarks import common, gpu, mesh, peer, reference
 from benchmarks.common import with_values
 from conftest import ROOT
 from planning import cost
-from runtime import cli
-from test_benchmark import TINY
 
 # --- programs in this process ---------------------------------------------------------------------
 
@@ -32,63 +26,14 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
     mesh.main([])
     assert "tokens/s of 8 devices over 1: " in capsys.readouterr().out
-    monkeypatch.setattr(reference, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
+    monkeypatch.setattr(common, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)
-    monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_, **__: 100e9)
+    monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_: 100e9)
     reference.main([])
     text = " ".join(capsys.readouterr().out.split())
-    assert "compiled over model FLOPs 1.250 (bound 1.15 x 1.125 = 1.294)" in text
+    assert "1.000 │ 2,048 │ 50.0 │ 1.250 │ 1 │" in text
+    assert "remat none: bound of compiled over model FLOPs 1.15 x 1.125" in text
     assert "reaches 50% of the 100.0 GFLOP/s of a 2048 x 2048 x 2048" in text
-
-
-def test_experts_compares_dropless_with_capacity(capsys, monkeypatch):
-    sizes = "--model.moe_intermediate_size 16 --model.n_routed_experts 8 --factors 0 0.5"
-    monkeypatch.setattr(experts, "step_seconds", lambda programs: [3.0, 2.0])
-    experts.main([*TINY, *sizes.split()])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows[0][:4] == ["dropless", "3.000", "1.500", "0.00%"]
-    assert rows[1][:3] == ["0.5", "2.000", "1.000"] and float(rows[1][3].rstrip("%")) > 40
-    assert float(rows[0][4]) > float(rows[1][4]) > 0  # FLOPs
-
-
-def test_generation_is_timed_near_and_far_with_a_short_and_a_long_cache(capsys):
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
-    sizes |= {"kv_lora_rank": 32, "vocab_size": 256, "intermediate_size": 64}
-    configs = {"moe": decode.decoding_config(64, **sizes, moe_intermediate_size=16)}
-    decode.compare(configs, batches=(2,), lengths=(256, 512), near=3, far=300)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    [row] = [line for line in lines if line[1:2] == ["moe"]]
-    texts, tokens_per_s, ms, *ratios = [float(c) for c in row if c.replace(".", "").isdigit()]
-    assert texts == 2 and tokens_per_s * ms / 1e3 == pytest.approx(2, rel=0.1)
-    assert len(ratios) == 3 and min(ratios[:2]) > 0
-
-
-# --- data -----------------------------------------------------------------------------------------
-
-
-def test_data_measures_disk_and_bucket_and_the_waiting_of_a_run(tmp_path, bucket, monkeypatch):
-    """With a run that has ended. Clients of this process keep the address of the first bucket."""
-    flags = data_benchmark.Flags(
-        tokens=40_000, bucket_tokens=40_000, shards=2, many=5, rows=4, rounds=1, steps=3
-    )
-
-    def train(command, **_):
-        run = tmp_path / "runs" / "waits"
-        run.mkdir(parents=True)
-        steps = [{"data_wait_s": wait, "step_s": 2.0} for wait in (1.0, 0.1, 0.3)]
-        data_benchmark.jsonl.append(run / "metrics.jsonl", [*steps, {"loss/val": 3.0}])
-        assert str(tmp_path / "runs") in command
-
-    with data_benchmark.emulated_bucket(dataclasses.replace(flags, delay_ms=0.0)) as other:
-        assert other.startswith("gs://")  # of a process that ends with the benchmark
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
-    emulated = lambda flags: contextlib.nullcontext(bucket.url)  # noqa: E731
-    monkeypatch.setattr(data_benchmark, "emulated_bucket", emulated)
-    monkeypatch.setattr(data_benchmark.subprocess, "run", train)
-    rows = [*data_benchmark.measure(flags, tmp_path)]
-    assert len(rows) == 13  # two ways to read a disk and to open shards, and a bucket
-    assert rows[-1][1] == "10.00 (5.00 to 15.00)"  # of the steps after the first
 
 
 # --- gpu ------------------------------------------------------------------------------------------
@@ -144,17 +89,6 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
 def test_a_row_that_is_stopped_in_time_has_its_error(tmp_path):
     found = gpu.run_row("machine", True, tmp_path, 0.2)
     assert found == {"status": "time", "error": "stopped after 0 s"}
-
-
-# --- links ----------------------------------------------------------------------------------------
-
-
-def test_a_process_answers_with_the_seconds_of_steps(tmp_path):
-    (tmp_path / "alone.toml").write_text(cli.to_toml(cli.parse(TINY)))
-    command = [sys.executable, "benchmark.py", "links", "work", str(tmp_path / "alone.toml")]
-    done = subprocess.run(command, cwd=ROOT, input="step\nstep\n", capture_output=True, text=True)
-    seconds = [*map(json.loads, done.stdout.splitlines())]
-    assert len(seconds) == 2 and min(seconds) > 0
 
 
 # --- peer -----------------------------------------------------------------------------------------
