@@ -1,7 +1,6 @@
 """Export of a checkpoint to a folder that Hugging Face transformers opens."""
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hf.tokenizer_export import write_hugging_face
 from runtime import cli, jsonl, run_directory
 from utils import GIB, Config, ConfigError
 
+FILE_BYTES = 4 * GIB  # of each file, at most
 MODELING_FILE = Path(__file__).with_name("modeling_latent_moe.py")
 CARD = """---
 library_name: transformers
@@ -44,9 +44,6 @@ tokenizer = AutoTokenizer.from_pretrained({arguments})
 
 No token is dropped by an expert here; training may drop tokens beyond an expert's capacity.
 
-## Results
-
-{results}
 ## The run
 
 ```toml
@@ -74,24 +71,11 @@ class Export:
     remote_code: tyro.conf.FlagCreatePairsOff[bool] = False
     # of the weights; float32 is exact
     dtype: Literal["float32", "bfloat16"] = "float32"
-    part_gib: float = 4.0  # maximum GiB of a file
 
     @property
     def arguments(self) -> str:
         """Arguments of from_pretrained that load the folder."""
         return repr(str(self.out)) + ", trust_remote_code=True" * self.remote_code
-
-
-def check(flags: Export, m: utils.Model, kind: str) -> None:
-    """Raises ConfigError for a model that transformers does not support, or a bad --part_gib."""
-    reasons = [] if kind == OWN else model_config.unsupported(m)
-    if reasons:
-        raise ConfigError(
-            f"--run {flags.run} has {'; '.join(reasons)}, which {CLASSES[kind]} does not support. "
-            "Use --remote_code, which exports a modelling file too."
-        )
-    if not 0 < flags.part_gib < math.inf:
-        raise ConfigError(f"--part_gib {flags.part_gib} is not a valid file size. Use 4.")
 
 
 def write_folder(
@@ -108,42 +92,57 @@ def write_folder(
     tokens  the tokenizer of the run, as in the checkpoint's config.
     arrays  of the checkpoint (checkpoint.StoredArray), by name.
     """
-    kind, out = OWN if flags.remote_code else model_config.kind_of(config.model), flags.out
-    check(flags, config.model, kind)
+    kind = OWN if flags.remote_code else model_config.kind_of(config.model)
+    if kind != OWN and (reasons := model_config.unsupported(config.model)):
+        raise ConfigError(
+            f"--run {flags.run} has {'; '.join(reasons)}, which {CLASSES[kind]} does not support. "
+            "Use --remote_code, which exports a modelling file too."
+        )
     tokenizer, end_of_text = None, tokens["end_of_text"]
     if tokens.get("tokenizer") != "":  # of an imported run without one
         tokenizer, _, ends = text_tokens(tokens, run)
         end_of_text = ends if len(ends) > 1 else ends[0]
     mappings = tensors.weight_mappings(config, kind)
     _check_arrays(run, mappings, arrays, kind)
-    dtype = np.dtype(getattr(jnp, flags.dtype))
-    shapes = tensors.tensor_shapes(mappings, config.model, kind, dtype)
-    files = safetensors_files.make_folder(out, shapes, int(flags.part_gib * GIB))
-    with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
-        for mapping in mappings:
-            for index, w in arrays[f"weights.{mapping.name}"].parts(mapping.stack_dims):
-                if name := mapping.tensor_names.get(index):
-                    files[name].write(mapping.to_hf(w).astype(files[name].dtype))
-                bar.update(w.nbytes)
+    _write_weights(flags, mappings, config.model, kind, arrays)
     if kind == OWN:
-        shutil.copy(MODELING_FILE, out)
+        shutil.copy(MODELING_FILE, flags.out)
     base, generation = (_kept(run, name) for name in ("config.json", "generation_config.json"))
     table = model_config.to_hf(config, kind, flags.dtype, end_of_text)
     table = model_config.with_base(table, base, config.train.seq_len)
     is_chat = False
     if tokenizer:
         length, template = table["max_position_embeddings"], tokens.get("chat_template")
-        is_chat = write_hugging_face(tokenizer, out, length, template)
+        is_chat = write_hugging_face(tokenizer, flags.out, length, template)
     card = model_card(flags, run, config, step, is_chat)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    (flags.out / "README.md").write_text(card, encoding="utf-8")
     if base:
         ids = ("bos_token_id", "pad_token_id")
         generation = {n: table[n] for n in ids if table[n] is not None} | generation
     else:
         generation = {"pad_token_id": tokens["end_of_text"], "do_sample": True}
-    write_json(out / "generation_config.json", generation | {"eos_token_id": end_of_text})
-    write_json(out / "config.json", table)
+    generation["eos_token_id"] = end_of_text
+    write_json(flags.out / "generation_config.json", generation)
+    write_json(flags.out / "config.json", table)
     return CLASSES[kind]
+
+
+def _write_weights(
+    flags: Export,
+    mappings: list[tensors.WeightMapping],
+    m: utils.Model,
+    kind: str,
+    arrays: Mapping[str, Any],
+) -> None:
+    dtype = np.dtype(getattr(jnp, flags.dtype))
+    shapes = tensors.tensor_shapes(mappings, m, kind, dtype)
+    files = safetensors_files.make_folder(flags.out, shapes, FILE_BYTES)
+    with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
+        for mapping in mappings:
+            for index, w in arrays[f"weights.{mapping.name}"].parts(mapping.stack_dims):
+                if name := mapping.tensor_names.get(index):
+                    files[name].write(mapping.to_hf(w).astype(files[name].dtype))
+                bar.update(w.nbytes)
 
 
 def _kept(run: run_directory.RunDirectory, name: str) -> dict[str, Any]:
@@ -178,27 +177,28 @@ def _check_arrays(
 def model_card(
     flags: Export, run: run_directory.RunDirectory, config: Config, step: int, is_chat: bool
 ) -> str:
-    """Return the README of the exported folder: size, how to load it, results, config."""
+    """Return the README of the exported folder: size, loss, how to load it, config."""
     parameters, active = weights.count(model.declare(tensors.on_one_device(config)))
-    m, t = config.model, config.train
+    m, t, loss = config.model, config.train, ""
+    trained = "These are imported weights, without further training."
+    if step:
+        trained = f"Trained for {step:,} steps of {t.global_batch_size * t.seq_len:,} tokens"
+        trained += f", from the weights of {config.run.init_from}." if config.run.init_from else "."
     file = run.files / "metrics.jsonl"
-    records = jsonl.read(file) if file.is_file() else []
-    losses = [r for r in records if r.get("loss/val") is not None and r["step"] <= step]
-    rows = ["| step | validation loss, nats per token |", "|---|---|"]
-    rows += [f"| {r['step']:,} | {r['loss/val']:.4f} |" for r in losses]
-    trained = f"Trained for {step:,} steps of {t.global_batch_size * t.seq_len:,} tokens"
-    trained += f", from the weights of {config.run.init_from}." if config.run.init_from else "."
+    for record in jsonl.read(file) if file.is_file() else []:
+        if record.get("loss/val") is not None and record["step"] <= step:
+            loss = f" The validation loss after {record['step']:,} steps was "
+            loss += f"{record['loss/val']:.4f} nats per token."
     return CARD.format(
         name=run.name,
         attention="grouped-query" if m.attention == "gqa" else "multi-head latent",
         experts=f" and {m.n_routed_experts} experts" if m.moe_layers else "",
         parameters=parameters,
         active=active,
-        trained=trained if step else "These are imported weights, without further training.",
+        trained=trained + loss,
         dtype=flags.dtype,
         arguments=flags.arguments,
         prompt=CHAT_PROMPT if is_chat else PROMPT,
-        results="\n".join([*rows, ""]) if losses else "Not validated.\n",
         toml=cli.to_toml(config),
     )
 

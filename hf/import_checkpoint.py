@@ -62,11 +62,8 @@ def check_tensors(
     expected = {name: mapping for mapping in mappings for name in mapping.tensor_names.values()}
     missing = [name for name in expected if name not in tensors]
     scales = {f"{name}{SCALE}" for name in expected}  # read with their tensors
-    extra = [
-        name
-        for name in tensors
-        if name not in expected and name not in scales and not _is_unused(name, found)
-    ]
+    others = tensors.keys() - expected.keys() - scales
+    extra = [name for name in tensors if name in others and not _is_unused(name, found)]
     problems, fix = [], "Download the folder again."
     if missing:
         lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config"
@@ -83,8 +80,11 @@ def check_tensors(
                 f"{folder}: {name} is {tensor.shape}, and by the config {mapping.hf_shape}. The "
                 "config belongs to another model."
             )
-        shape, needed = scale and scale.shape, _scale_shape(tensor, found.scale_block)
-        if shape != needed:
+        needed = None
+        if tensor.dtype.itemsize == 1:  # float8
+            sizes = zip(tensor.shape, found.scale_block or (), strict=False)
+            needed = tuple(-(-n // size) for n, size in sizes)
+        if (shape := scale and scale.shape) != needed:
             raise ConfigError(
                 f"{folder}: {name}{SCALE} is {shape or 'absent'}, and {tensor.dtype} in blocks of "
                 f"{found.scale_block} needs {needed or 'none'}: quantization_config does not match "
@@ -92,22 +92,12 @@ def check_tensors(
             )
 
 
-def _scale_shape(tensor: Tensor, block: tuple[int, int] | None) -> tuple[int, ...] | None:
-    """Return the shape of a tensor's scales; None if its type has none."""
-    if tensor.dtype.itemsize > 1:
-        return None
-    return tuple(-(-n // size) for n, size in zip(tensor.shape, block or (), strict=False))
-
-
 def _is_unused(name: str, found: HfModel) -> bool:
     """Return whether a tensor is redundant: frequencies, tied output, skipped layers."""
     first = found.model.num_hidden_layers
-    skipped = [f"model.layers.{first + i}." for i in range(found.skipped_layers)]
-    return (
-        name.endswith("rotary_emb.inv_freq")
-        or (found.model.tie_word_embeddings and name == "lm_head.weight")
-        or name.startswith(tuple(skipped))
-    )
+    skipped = tuple(f"model.layers.{first + i}." for i in range(found.skipped_layers))
+    tied = found.model.tie_word_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(skipped)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 logger = logging.get_logger(__name__)
+TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 
 
 class LatentMoeConfig(PretrainedConfig):
@@ -73,20 +74,13 @@ def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
     return base * (1 - slow) + base / yarn["factor"] * slow, rotary, scores
 
 
-def rotate(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
-    """Rotate pairs (2i, 2i + 1) of x [B, N, T, R] by angle [B, T, R/2].
+def rotate(x, cos, sin, interleaved):
+    """Rotate pairs of x [B, N, T, R] by cos and sin [B, 1, T, R/2]: (i, i + R/2), or (2i, 2i + 1).
 
     The result is not interleaved: the first elements of all pairs, then the second ones.
     """
-    cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
-    a, b = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-def rotate_halves(x: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
-    """Rotate pairs (i, i + A/2) of x [B, N, T, A] by angle [B, T, A/2]."""
-    cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    a, b = a.float(), b.float()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -123,8 +117,10 @@ class GroupedAttention(nn.Module):
             self.k_norm = nn.RMSNorm(A, config.rms_norm_eps)
         self.scale = A**-0.5 * frequencies(config)[2]
 
-    def forward(self, x, angle, factor, visible, position, cache, with_weights):
-        """x [B, T, D]; visible as in `attend`; position [T] are the indices in the cache."""
+    def forward(self, x, cos, sin, visible, position, cache, with_weights):
+        """x [B, T, D]; cos and sin as in `rotate`; visible as in `attend`; position [T] are the
+        indices in the cache.
+        """
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, -1).transpose(1, 2)
         k, v = (
@@ -134,7 +130,7 @@ class GroupedAttention(nn.Module):
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope:
-            q, k = rotate_halves(q, angle, factor), rotate_halves(k, angle, factor)
+            q, k = rotate(q, cos, sin, False), rotate(k, cos, sin, False)
         if cache is not None:
             k, v = cache.update(k, v, self.layer, {"cache_position": position})
         k, v = (a.repeat_interleave(self.heads // self.key_heads, dim=1) for a in (k, v))
@@ -164,8 +160,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.value, D, bias=False)
         self.scale = A**-0.5 * frequencies(config)[2]
 
-    def forward(self, x, angle, factor, visible, position, cache, with_weights):
-        """x [B, T, D]; visible as in `attend`; position [T] are the indices in the cache."""
+    def forward(self, x, cos, sin, visible, position, cache, with_weights):
+        """x [B, T, D]; cos and sin as in `rotate`; visible as in `attend`; position [T] are the
+        indices in the cache.
+        """
         B, T, _ = x.shape
         if hasattr(self, "q_proj"):
             q = self.q_proj(x)
@@ -176,8 +174,8 @@ class Attention(nn.Module):
         latent, key = self.kv_a_layernorm(latent)[:, None], key[:, None]
         if self.rope:
             q_plain, q_rotary = q.split([self.plain, self.rotary], dim=-1)
-            q = torch.cat([q_plain, rotate(q_rotary, angle, factor)], dim=-1)
-            key = rotate(key, angle, factor)
+            q = torch.cat([q_plain, rotate(q_rotary, cos, sin, True)], dim=-1)
+            key = rotate(key, cos, sin, True)
         if cache is not None:  # holds latents and rotary keys only
             latent, key = cache.update(latent, key, self.layer, {"cache_position": position})
         kv = self.kv_b_proj(latent[:, 0]).view(B, key.shape[2], self.heads, -1).transpose(1, 2)
@@ -276,8 +274,9 @@ class LatentMoePreTrainedModel(PreTrainedModel):
     def __init__(self, config: LatentMoeConfig):
         super().__init__(config)
         # transformers 4 refuses names of buffers, and loads these with their data type.
-        old = transformers.__version__.startswith("4.")
-        if old or not any(has_experts(config, i) for i in range(config.num_hidden_layers)):
+        if TRANSFORMERS_4 or not any(
+            has_experts(config, i) for i in range(config.num_hidden_layers)
+        ):
             self._keep_in_fp32_modules_strict = None
 
     @classmethod
@@ -323,6 +322,29 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         is_text = F.pad(mask[:, :length], (0, max(0, length - mask.shape[1])))[:, None, None]
         return causal & (is_text.bool() | (key == query))
 
+    def cache_of(self, given, use_cache):
+        """Return the cache to use: the given one, a new one, or None."""
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", True) and not self.training
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if use_cache or given is not None:
+                logger.warning_once("Gradient checkpointing uses no cache: use_cache=False.")
+            return None
+        return DynamicCache() if use_cache and given is None else given
+
+    def cached(self, cache, T):
+        """Return the positions before T new ones, and the number of keys that attention gets."""
+        past = cache.get_seq_length() if cache is not None else 0
+        # A static cache returns all of its keys, of which the last ones are not written yet.
+        kept = cache.layers[0] if cache is not None and cache.layers else None
+        if TRANSFORMERS_4 and hasattr(kept, "max_cache_len") and not grouped(self.config):
+            raise ValueError(
+                "A static cache of transformers 4 holds keys and values of one width, and latents "
+                "and rotary keys differ. Use a dynamic cache, or transformers 5."
+            )
+        return past, getattr(kept, "max_cache_len", past + T)
+
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -333,7 +355,6 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         use_cache=None,
         output_hidden_states=None,
         output_attentions=None,
-        return_dict=None,
         cache=None,
         **_,
     ):
@@ -345,51 +366,33 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         if output_attentions is None:
             output_attentions = config.output_attentions
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        # transformers 5.24 renames the argument `past_key_values` to `cache`.
-        cache = past_key_values if cache is None else cache
-        if use_cache is None:
-            use_cache = getattr(config, "use_cache", True) and not self.training
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            if use_cache or cache is not None:
-                logger.warning_once("Gradient checkpointing uses no cache: use_cache=False.")
-            use_cache, cache = False, None
-        if use_cache and cache is None:
-            cache = DynamicCache()
         B, T, _ = x.shape
-        past = cache.get_seq_length() if cache is not None else 0
+        # transformers 5.24 renames the argument `past_key_values` to `cache`.
+        cache = self.cache_of(past_key_values if cache is None else cache, use_cache)
+        past, length = self.cached(cache, T)
         position = past + torch.arange(T, device=x.device)
-        # A static cache returns all of its keys, of which the last ones are not written yet.
-        kept = cache.layers[0] if cache is not None and cache.layers else None
-        length = getattr(kept, "max_cache_len", past + T)
-        old = transformers.__version__.startswith("4.")
-        if old and hasattr(kept, "max_cache_len") and not grouped(config):
-            raise ValueError(
-                "A static cache of transformers 4 holds keys and values of one width, and latents "
-                "and rotary keys differ. Use a dynamic cache, or transformers 5."
-            )
         visible = self.visible(attention_mask, position, length)
         if visible.dtype != torch.bool:
             visible = visible.to(x.dtype)
         if position_ids is None:
             position_ids = position[None].expand(B, T)
         frequency, factor, _ = frequencies(config)
-        angle = position_ids[..., None].float() * frequency.to(x.device)
+        angle = (position_ids[..., None].float() * frequency.to(x.device))[:, None]
+        rotary = factor * angle.cos(), factor * angle.sin()
         states, attentions = [], []
         with_weights = output_attentions or config._attn_implementation == "eager"
         for layer in self.layers:
-            states.append(x)
-            x, weights = layer(x, angle, factor, visible, position, cache, with_weights)
+            states.append(x if output_hidden_states else None)
+            x, weights = layer(x, *rotary, visible, position, cache, with_weights)
             attentions.append(weights if output_attentions else None)
         x = self.norm(x)
         # By position: before transformers 5.24 the second field is `past_key_values`.
-        out = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             x,
             cache,
             (*states, x) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
         )
-        is_dict = config.return_dict if return_dict is None else return_dict
-        return out if is_dict else out.to_tuple()
 
 
 class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
@@ -402,6 +405,7 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -414,23 +418,13 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         output_hidden_states=None,
         output_attentions=None,
-        return_dict=None,
         cache=None,
         shift_labels=None,
         **_,
     ):
-        found = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_hidden_states,
-            output_attentions,
-            return_dict=True,
-            cache=cache,
-        )
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
+        options = use_cache, output_hidden_states, output_attentions
+        found = self.model(*inputs, *options, cache=cache, return_dict=True)
         is_count = isinstance(logits_to_keep, int)
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
@@ -441,6 +435,4 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(logits.float().flatten(0, 1), shift_labels.flatten())
         cache = getattr(found, "cache", None) or getattr(found, "past_key_values", None)
         # By position: before transformers 5.24 the third field is `past_key_values`.
-        out = CausalLMOutputWithPast(loss, logits, cache, found.hidden_states, found.attentions)
-        is_dict = self.config.return_dict if return_dict is None else return_dict
-        return out if is_dict else out.to_tuple()
+        return CausalLMOutputWithPast(loss, logits, cache, found.hidden_states, found.attentions)

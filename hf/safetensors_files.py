@@ -54,46 +54,30 @@ class Tensor(NamedTuple):
 def read_folder(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name. Reads the headers only.
 
-    Raises  ConfigError for files that are missing or truncated, types other than TYPES, or a tensor
-            that two files have with different values.
+    Of a tensor in two files the last one counts, as in transformers.
+    Raises  ConfigError for files that are missing or truncated, or types other than TYPES.
     """
-    if (folder / SINGLE).is_file():  # has precedence, as in transformers
-        files = [SINGLE]
-    elif (folder / INDEX).is_file():
-        files = _indexed_files(folder / INDEX)
-    else:
-        raise ConfigError(
-            f"{folder} has neither {SINGLE} nor {INDEX}. Give a folder whose weights are "
-            "safetensors files, as save_pretrained writes them."
-        )
+    files, index = [SINGLE], folder / INDEX
+    if not (folder / SINGLE).is_file():  # it has precedence, as in transformers
+        if not index.is_file():
+            raise ConfigError(
+                f"{folder} has neither {SINGLE} nor {INDEX}. Give a folder whose weights are "
+                "safetensors files, as save_pretrained writes them."
+            )
+        try:
+            files = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError):
+            raise ConfigError(f"{index} has no valid weight_map. Download it again.") from None
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise ConfigError(
             f"{folder} lacks {len(missing)} of the {len(files)} files in {INDEX}, first "
             f"{missing[0]}. Download the folder again."
         )
-    found = {}
-    for name in files:
-        part = _tensors(folder / name, *_read_header(folder / name))
-        for twice in found.keys() & part.keys():
-            if not np.array_equal(found[twice].read(), part[twice].read()):
-                raise ConfigError(
-                    f"{folder} has two tensors {twice} with other values, in "
-                    f"{found[twice].file.name} and {name}. Download the folder again."
-                )
-        found |= part
-    return found
+    return {name: tensor for file in files for name, tensor in _read_header(folder / file).items()}
 
 
-def _indexed_files(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError):
-        raise ConfigError(f"{index} has no valid weight_map. Download it again.") from None
-
-
-def _read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """Return the header of a file, and the offset of the tensors' bytes."""
+def _read_header(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     check_not_pointer(path)
     with path.open("rb") as file:
@@ -106,23 +90,19 @@ def _read_header(path: Path) -> tuple[dict[str, dict], int]:
                 "bytes. Download it again."
             ) from None
     header.pop("__metadata__", None)
-    end = 8 + length + _data_bytes(header)
+    if other := {entry["dtype"] for entry in header.values()} - TYPES.keys():
+        raise ConfigError(
+            f"{path} has tensors of type {', '.join(sorted(other))}. Supported are "
+            f"{', '.join(TYPES)}."
+        )
+    tensors = _tensors(path, header, 8 + length)
+    end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
     if size < end:
         raise ConfigError(
             f"{path} is truncated: it has {size} bytes, and its header describes {end}. Download "
             "it again."
         )
-    other = {entry["dtype"] for entry in header.values()} - TYPES.keys()
-    if other:
-        raise ConfigError(
-            f"{path} has tensors of type {', '.join(sorted(other))}. Supported are "
-            f"{', '.join(TYPES)}."
-        )
-    return header, 8 + length
-
-
-def _data_bytes(header: dict[str, dict]) -> int:
-    return max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    return tensors
 
 
 def _tensors(path: Path, header: dict[str, dict], start: int) -> dict[str, Tensor]:
@@ -141,28 +121,27 @@ def make_folder(
     """
     names = {dtype: name for name, dtype in TYPES.items()}
     headers: list[dict[str, dict]] = [{}]
-    end = 0
+    sizes = [0]
     for name, dtype, shape in shapes:
         size = math.prod(shape) * dtype.itemsize
-        if end and end + size > file_bytes:
+        if sizes[-1] and sizes[-1] + size > file_bytes:
             headers.append({})
-            end = 0
-        entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+            sizes.append(0)
+        begin, sizes[-1] = sizes[-1], sizes[-1] + size
+        entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, sizes[-1]]}
         headers[-1][name] = entry
-        end += size
     found: dict[str, Tensor] = {}
     count = len(headers)
-    for number, header in enumerate(headers, 1):
+    for number, (header, size) in enumerate(zip(headers, sizes, strict=True), 1):
         name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
         text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + _data_bytes(header))
+            file.truncate(8 + len(text) + size)
         found |= _tensors(folder / name, header, 8 + len(text))
     if count > 1:
         weight_map = {name: tensor.file.name for name, tensor in found.items()}
-        total = sum(tensor.bytes for tensor in found.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return found

@@ -5,6 +5,7 @@ start, as in the harness's own models. Needs the packages of requirements-hf.txt
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -103,19 +104,14 @@ class Model(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return greedy completions, each up to the first of its stop strings."""
-        prompts = [request.args[0] for request in requests]
-        options = [generation_options(request.args[1]) for request in requests]
-        found: dict[int, str] = {}
-        generator = self.generator() if requests else None
-        in_order = sorted(range(len(requests)), key=options.__getitem__)
-        for (tokens, stops), group in groupby(in_order, key=options.__getitem__):
-            numbers = list(group)
-            for first in range(0, len(numbers), generator.B):
-                batch = numbers[first : first + generator.B]
-                texts = self.complete(generator, [prompts[i] for i in batch], tokens, stops)
-                found |= zip(batch, texts, strict=True)
-        return [found[i] for i in range(len(requests))]
+        found: list[str] = []
+        for options, group in groupby(requests, lambda each: generation_options(each.args[1])):
+            prompts = [request.args[0] for request in group]
+            for first in range(0, len(prompts), BATCH_SIZE):
+                found += self.complete(prompts[first : first + BATCH_SIZE], *options)
+        return found
 
+    @cached_property
     def generator(self) -> Generator:
         config, mesh = generation_mesh(self.config, self.mesh)
         greedy = SamplingOptions(temperature=0.0)
@@ -123,9 +119,7 @@ class Model(TemplateLM):
         self.decoding_weights = generator.convert_weights(self.w)
         return generator
 
-    def complete(
-        self, generator: Generator, prompts: list[str], tokens: int, stops: Sequence[str]
-    ) -> list[str]:
+    def complete(self, prompts: list[str], tokens: int, stops: Sequence[str]) -> list[str]:
         if tokens >= self.context:
             raise ConfigError(
                 f"a task requests {tokens} tokens (max_gen_toks), and the model was trained on "
@@ -135,8 +129,8 @@ class Model(TemplateLM):
         left = self.context - tokens
         texts = [self.tok_encode(prompt)[-left:] or self.ends[:1] for prompt in prompts]
         made: list[list[int]] = [[] for _ in texts]
-        generator.reset(range(len(texts)), 0)
-        for new_B in generator.generate(self.decoding_weights, texts, tokens):
+        self.generator.reset(range(len(texts)), 0)
+        for new_B in self.generator.generate(self.decoding_weights, texts, tokens):
             for ids, new in zip(made, new_B.tolist(), strict=False):
                 ids.append(new)
             completions = [text_of(self.codec, ids) for ids in made]

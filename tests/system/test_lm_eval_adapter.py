@@ -146,7 +146,7 @@ def test_likelihoods_are_those_of_questions_after_the_begin_of_a_document(harnes
 
 @pytest.mark.huggingface
 def test_a_text_is_greedy_and_ends_before_the_first_of_its_stops(adapter, known, texts):
-    prompt, generator = adapter.tok_encode("def"), adapter.generator()
+    prompt, generator = adapter.tok_encode("def"), adapter.generator
     generator.reset([0], 0)
     greedy = [int(new_B[0]) for new_B in generator.generate(adapter.decoding_weights, [prompt], 4)]
     others = [[*greedy[:i], greedy[i] + 1, *greedy[i + 1 :]] for i in range(4)]
