@@ -26,7 +26,7 @@ import train
 import utils
 from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_bytes
 from inference import decode
-from inference.sampling import ENDED, Generator, SamplingOptions, bytes_per_device
+from inference.sampling import ENDED, Generator, SamplingOptions
 from model import Transformer
 from runtime import distributed, errors, resume, run_directory
 from runtime.console import is_primary
@@ -74,18 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer, begin, ends = text_tokens(stored["tokens"], run)
         texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
         check_texts(texts, prompts, config.train.seq_len)
-        max_length = config.train.seq_len
-        if not flags.interactive:
-            max_length = min(max_length, max(map(len, texts)) + flags.tokens)
+        needed = max(map(len, texts), default=config.train.seq_len) + flags.tokens
+        length, batch = min(config.train.seq_len, needed), min(flags.batch, len(texts) or 1)
         options = SamplingOptions(flags.temperature, flags.top_k, flags.top_p)
-        batch = min(flags.batch, len(texts) or 1)
-        generator = Generator(config, mesh, batch, max_length, ends, options)
+        generator = Generator(config, mesh, batch, length, ends, options)
         w = generator.convert_weights(w)
-        mib = bytes_per_device(generator.abstract_cache) / 2**20
-        log_stderr(
-            f"cache: {decode.values_per_token(config)} values per token and layer, "
-            f"{mib:.2f} MiB per device for {generator.B} texts of up to {max_length} tokens"
-        )
         if flags.interactive:
             converse(generator, w, tokenizer, begin, flags)
         else:
@@ -139,47 +132,45 @@ class Printer:
         self.tokenizer, self.started = tokenizer, time.perf_counter()
         self.first_s, self.first_tokens, self.tokens = 0.0, 0, 0
 
-    def count(self, new_B: np.ndarray) -> None:
-        self.tokens += int((new_B != ENDED).sum())
-        if not self.first_s:
-            self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
-
     def stream(self, generated: Iterator[np.ndarray], prompts: Sequence[str]) -> None:
-        """Print a batch of texts in order, each as its tokens arrive."""
+        """Print the first text of a batch as its tokens arrive, and then the others."""
         completions: list[list[int]] = [[] for _ in prompts]
-        row = 0  # the text that is printed; the completions of later ones wait
         self.begin(prompts[0])
         for new_B in generated:
-            self.count(new_B[: len(prompts)])
+            self.tokens += int((new_B[: len(prompts)] != ENDED).sum())
+            if not self.first_s:
+                self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
             for ids, new in zip(completions, new_B.tolist(), strict=False):
                 ids.append(new)
-            self.show(completions[row][-1:])
-            while completions[row][-1] == ENDED and row + 1 < len(prompts):
-                row += 1
-                self.begin("\n" + prompts[row], completions[row])
-        for later in range(row + 1, len(prompts)):
-            self.begin("\n" + prompts[later], completions[later])
-        self.write("\n")
+            self.show(completions[0][-1:])
+        for prompt, ids in zip(prompts[1:], completions[1:], strict=True):
+            self.begin(f"\n{prompt}")
+            self.show(ids)
+        write("\n")
 
-    def begin(self, text: str, ids: Sequence[int] = ()) -> None:
+    def begin(self, text: str) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.write(text)
-        self.show(ids)
+        write(text)
 
     def show(self, ids: Sequence[int]) -> None:
         """Print tokens. A character split between tokens is printed once it is complete."""
-        text = b"".join(token_bytes(self.tokenizer, i) for i in ids)
-        self.write(self.decoder.decode(text))
-
-    def write(self, text: str) -> None:
-        if is_primary():
-            print(text, end="", flush=True)
+        write(self.decoder.decode(b"".join(token_bytes(self.tokenizer, i) for i in ids)))
 
     def summary(self) -> str:
         later_s = time.perf_counter() - self.started - self.first_s
         later = self.tokens - self.first_tokens
         rate = f", then {later / later_s:.1f} tokens/s" if later else ""
         return f"{self.tokens} tokens: the first after {self.first_s:.2f} s{rate}"
+
+
+def write(text: str) -> None:
+    if is_primary():
+        print(text, end="", flush=True)
+
+
+def log_stderr(text: str) -> None:
+    if is_primary():
+        print(text, file=sys.stderr)
 
 
 def complete(
@@ -197,11 +188,6 @@ def complete(
         generator.reset(range(len(texts))[batch], flags.seed)
         printer.stream(generator.generate(w, texts[batch], flags.tokens), prompts[batch])
     log_stderr(printer.summary())
-
-
-def log_stderr(text: str) -> None:
-    if is_primary():
-        print(text, file=sys.stderr)
 
 
 def converse(

@@ -303,7 +303,7 @@ def report_result(job: Job, finished: bool) -> None:
     if job.config.eval.sequences and (directory.files / "metrics.jsonl").exists():
         import plot  # late, so that a run starts fast
 
-        plot.plot_run(directory.files, overwrite=not finished)
+        plot.plot_runs([directory.files], overwrite=not finished)
     log(f"{'finished before.' if finished else ''}\n{result(job.config, job.val)}".lstrip())
 
 

@@ -1,4 +1,4 @@
-"""Plot the records of runs: losses, tokens per expert and wall time.
+"""Plot the records of runs: losses and tokens per expert.
 
 python plot.py --run runs/tiny             -> runs/tiny/plots/*.png
 python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, with both runs in each plot
@@ -14,9 +14,9 @@ import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from runtime import buckets, cli, errors, goodput, jsonl, run_directory
+from runtime import buckets, cli, errors, jsonl, run_directory
 from runtime.files import write_atomically
 from utils import ConfigError
 
@@ -74,27 +74,13 @@ def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
 
 
-def _axes_of_time(axes: list[Axes], runs: list[RunRecords]) -> None:
-    """Label the x axes: tokens below; steps above if the runs have equal batches."""
-    per_step = runs[0].tokens_per_step
-    same = all(run.tokens_per_step == per_step for run in runs)
-    for ax in axes:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if same:
-            above = ax.secondary_xaxis(
-                "top", functions=(lambda x: x / per_step, lambda x: x * per_step)
-            )
-            above.set_xlabel("steps", fontsize=8.0)
-            above.tick_params(labelsize=8)
-        else:
-            ax.spines.top.set_visible(False)
-
-
 def _figure(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels over tokens, with common scales."""
     size = (7.0, 4.4) if rows == columns == 1 else (1.0 + 3.4 * columns, 0.6 + 2.7 * rows)
     figure = Figure(figsize=size, layout="constrained")
-    shape = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    return figure, list(shape.flat)
+    axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
 
 
 def _marker(run: RunRecords) -> dict[str, Any]:
@@ -128,107 +114,74 @@ def _losses(
         ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
     ax.set(xlabel="tokens", ylabel=ylabel, title=title)
     ax.legend()
-    _axes_of_time([ax], runs)
     return figure
 
 
 def tokens_per_expert(runs: list[RunRecords]) -> Figure:
-    """Plot each expert's share of routed tokens, one panel per MoE layer.
+    """Plot the share of routed tokens of each expert, one panel per MoE layer.
 
-    Several runs are plotted as the band between the least and the most loaded expert.
+    Of several runs only the least and the most loaded expert are drawn.
     """
     layers = max(run.share.shape[1] for run in runs)
     columns = min(layers, 4)
     figure, axes = _figure(-(-layers // columns), columns)
-    for ax in axes[layers:]:
-        ax.set_visible(False)
     for layer, ax in enumerate(axes[:layers]):
+        ax.set_title(f"MoE layer {layer}")
         for i, run in enumerate(runs):
             if layer < run.share.shape[1]:
-                _draw_layer(ax, run, layer, f"C{i}" if len(runs) > 1 else None)
-        ax.set_title(f"MoE layer {layer}")
-        ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        if layer + columns >= layers:
-            ax.set_xlabel("tokens")
-            ax.tick_params(labelbottom=True)
-        if layer % columns == 0:
-            ax.set_ylabel("share of tokens")
-    axes[0].set_ylim(bottom=0.0)  # shared by all panels
-    _axes_of_time(axes[:layers], runs)
+                _draw_layer(ax, run, run.share[:, layer], f"C{i}" if len(runs) > 1 else None)
+    for ax in axes[layers:]:
+        ax.set_visible(False)
+    for ax in axes[layers - columns : layers]:  # the lowest one of each column
+        ax.set_xlabel("tokens")
+        ax.tick_params(labelbottom=True)
+    for ax in axes[::columns]:
+        ax.set_ylabel("share of tokens")
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes[0].set_ylim(bottom=0.0)
     handles, labels = axes[0].get_legend_handles_labels()
     if len(labels) <= 16:
-        title = "expert" if len(runs) == 1 else "least and most\nloaded expert"
-        figure.legend(handles, labels, title=title, loc="outside right upper", fontsize=8.0)
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8.0)
     figure.suptitle("Tokens per expert, at evaluations (dashed: even)")
     return figure
 
 
-def _draw_layer(ax: Axes, run: RunRecords, layer: int, color: str | None) -> None:
-    x, share, marker = run.val_tokens, run.share[:, layer], _marker(run)
-    ax.axhline(1.0 / share.shape[1], color="#444444", lw=1.0, ls="--", zorder=3)
-    if color is not None:
-        ax.fill_between(x, share.min(1), share.max(1), color=color, alpha=0.2, lw=0)
-        ax.plot(x, share.max(1), color, lw=1.3, label=run.name, **marker)
-        ax.plot(x, share.min(1), color, lw=1.3, **marker)
-        return
-    shades = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, share.shape[1]))
-    for expert, shade in enumerate(shades):
-        ax.plot(x, share[:, expert], color=shade, lw=1.1, label=f"{expert}", **marker)
+def _draw_layer(ax: Axes, run: RunRecords, share: np.ndarray, color: str | None) -> None:
+    """share  [evaluations, experts]"""
+    experts = share.shape[1]
+    ax.axhline(1.0 / experts, color="#444444", lw=1.0, ls="--", zorder=3)
+    if color is None:
+        colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, experts))
+        lines = [(share[:, e], colors[e], f"expert {e}") for e in range(experts)]
+    else:
+        lines = [(share.max(1), color, run.name), (share.min(1), color, None)]
+    for line, shade, label in lines:
+        ax.plot(run.val_tokens, line, color=shade, lw=1.2, label=label, **_marker(run))
 
 
-def wall_time(starts: list[tuple[str, list[dict[str, Any]]]]) -> Figure:
-    """Plot the time of each kind (runtime/goodput.py), a bar per run.
+def plot_runs(folders: list[Path], out: Path | None = None, overwrite: bool = True) -> list[Path]:
+    """Write plots of all these runs together, and return their files.
 
-    starts  (name, lines of goodput.jsonl) of each run
-    """
-    figure = Figure(figsize=(7.0, 1.6 + 0.3 * len(starts)), layout="constrained")
-    ax = figure.subplots()
-    spent = [goodput.seconds(lines) for _, lines in starts]
-    kinds = list(dict.fromkeys(kind for each in spent for kind in each))
-    longest_s = max(sum(each.values()) for each in spent)
-    unit, size = ("hours", 3600) if longest_s >= 3600 else ("seconds", 1)
-    colors = matplotlib.colormaps["tab20"](np.linspace(0.0, 1.0, 20))
-    left = np.zeros(len(starts))
-    for i, kind in enumerate(kinds):
-        width = np.array([each.get(kind, 0.0) for each in spent]) / size
-        if width.max() * size > 1e-3 * longest_s:
-            ax.barh(range(len(starts)), width, left=left, color=colors[i % 20], label=kind)
-        left += width
-    ax.set_yticks(range(len(starts)), [name for name, _ in starts])
-    ax.invert_yaxis()
-    ax.set(xlabel=unit, title="Wall time")
-    figure.legend(loc="outside right upper", fontsize=8.0)
-    return figure
+    Expert load is not plotted for dense models.
 
-
-def plot_runs(folders: list[Path], out: Path, overwrite: bool = True) -> list[Path]:
-    """Write plots of all these runs together into `out`, and return their files.
-
-    Expert load is not plotted for dense models, nor wall time without goodput.jsonl.
-
+    out        RUN/plots by default, or A+B/plots beside the runs
     overwrite  also plots that exist
     Raises     ConfigError for a run without a step or an evaluation
     """
     runs = [RunRecords(folder) for folder in folders]
-    pictures = [(validation_loss, runs)]
+    together = folders[0].parent / "+".join(run.name for run in runs)
+    out = out or (together if len(runs) > 1 else folders[0]) / "plots"
+    pictures = [validation_loss]
     if any(run.share.size for run in runs):
-        pictures += [(load_loss, runs), (tokens_per_expert, runs)]
-    starts = [(run.name, goodput.read(f)) for run, f in zip(runs, folders, strict=True)]
-    if starts := [(name, lines) for name, lines in starts if lines]:
-        pictures.append((wall_time, starts))
+        pictures += [load_loss, tokens_per_expert]
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{picture.__name__}.png" for picture, _ in pictures]
+    files = [out / f"{picture.__name__}.png" for picture in pictures]
     with matplotlib.rc_context(STYLE):
-        for (picture, of), file in zip(pictures, files, strict=True):
+        for picture, file in zip(pictures, files, strict=True):
             if overwrite or not file.exists():
-                picture(of).savefig(image := io.BytesIO(), dpi=150, format="png")
+                picture(runs).savefig(image := io.BytesIO(), dpi=150, format="png")
                 write_atomically(file, image.getvalue())
     return files
-
-
-def plot_run(folder: Path, overwrite: bool = True) -> list[Path]:
-    """Plot one run into its `plots/`."""
-    return plot_runs([folder], folder / "plots", overwrite)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -257,8 +210,7 @@ def main() -> None:
                 f"{run} has no metrics.jsonl. Give the folder of a run, as runs/tiny."
             )
         folders.append(run.files)
-    together = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
-    for file in plot_runs(folders, arguments.out or together / "plots"):
+    for file in plot_runs(folders, arguments.out):
         print(file)
 
 

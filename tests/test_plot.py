@@ -29,29 +29,22 @@ def write_run(folder, *, every=2, layers=3, tokens_per_step=128, factor=0.5, ext
     return folder
 
 
-def start_of(begin, steps_s, repeated_s=0.0, compile_s=7200.0):
-    seconds = {"steps": steps_s, "compile": compile_s}
-    line = {"begin": begin, "end": begin + steps_s + compile_s, "step": 4, "ended": False}
-    return line | {"repeated_s": repeated_s, "seconds": seconds}
-
-
 @pytest.fixture
 def folder(tmp_path):
     return write_run(tmp_path / "tiny")
 
 
 def test_a_run_has_its_plots_which_are_replaced_atomically(folder, monkeypatch):
-    (folder / "goodput.jsonl").write_text(json.dumps(start_of(0.0, 60.0)) + "\n")
-    files = plot.plot_run(folder)
-    names = ["validation_loss.png", "load_loss.png", "tokens_per_expert.png", "wall_time.png"]
+    files = plot.plot_runs([folder])
+    names = ["validation_loss.png", "load_loss.png", "tokens_per_expert.png"]
     assert files == [folder / "plots" / name for name in names]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     files[0].write_bytes(b"old")
     monkeypatch.setattr(os, "replace", None)  # a kill before the file is complete
     with pytest.raises(TypeError):
-        plot.plot_run(folder)
+        plot.plot_runs([folder])
     assert files[0].read_bytes() == b"old"
-    assert plot.plot_run(folder, overwrite=False) == files, "none is drawn again"
+    assert plot.plot_runs([folder], overwrite=False) == files, "none is drawn again"
 
 
 def test_tokens_per_expert_are_shares_of_each_layers_tokens(folder):
@@ -60,7 +53,7 @@ def test_tokens_per_expert_are_shares_of_each_layers_tokens(folder):
     np.testing.assert_allclose(run.share[0, 2], [0.3, 0.1, 0.2, 0.4])
     panel = plot.tokens_per_expert([run]).axes[2]
     assert panel.get_title() == "MoE layer 2"
-    [drawn] = [line for line in panel.lines if line.get_label() == "3"]
+    [drawn] = [line for line in panel.lines if line.get_label() == "expert 3"]
     np.testing.assert_allclose(drawn.get_xydata(), [[256, 0.4], [512, 0.4], [768, 0.4]])
 
 
@@ -77,18 +70,19 @@ def test_curves_are_of_their_own_keys_and_balance_without_its_factor(folder, tmp
 
 
 def test_several_runs_are_drawn_over_each_other(folder, tmp_path, monkeypatch, capsys):
-    """With steps above if their batches are equal; of dense ones a validation loss only."""
+    """Of dense ones a validation loss only."""
     runs = folder, write_run(tmp_path / "b", tokens_per_step=64, layers=2)
-    for some, above in ((runs[:1], ["steps"]), (runs, [])):
-        [ax] = plot.validation_loss([plot.RunRecords(run) for run in some]).axes
-        assert ax.get_xlabel() == "tokens"
-        assert [child.get_xlabel() for child in ax.child_axes] == above
+    records = [plot.RunRecords(run) for run in runs]
+    [ax] = plot.validation_loss(records).axes
+    assert ax.get_xlabel() == "tokens"
+    panels = plot.tokens_per_expert(records).axes
+    assert [len(panel.lines) for panel in panels] == [6, 6, 3]  # of the third layer one run alone
     monkeypatch.setattr(sys, "argv", ["plot.py", "--run", *map(str, runs)])
     plot.main()
     plots = tmp_path / "tiny+b" / "plots"
     assert capsys.readouterr().out.split()[0] == str(plots / "validation_loss.png")
     assert len(list(plots.iterdir())) == 3
-    [file] = plot.plot_run(write_run(tmp_path / "dense", layers=0))
+    [file] = plot.plot_runs([write_run(tmp_path / "dense", layers=0)])
     assert file.name == "validation_loss.png"
 
 
@@ -106,16 +100,4 @@ def test_a_folder_without_metrics_or_before_its_first_evaluation_is_refused(tmp_
     with pytest.raises(ValueError, match=r"has no metrics.jsonl. Give the folder of a run"):
         plot.main()
     with pytest.raises(ValueError, match="6 steps and 0 evaluations"):
-        plot.plot_run(write_run(tmp_path / "young", every=100))
-
-
-def test_wall_time_is_a_bar_of_all_starts_of_a_run_in_hours_or_seconds():
-    lines = [start_of(0.0, 36000.0), start_of(46800.0, 18000.0, repeated_s=3600.0)]
-    [ax] = plot.wall_time([("tiny", lines)]).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["tiny"]
-    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in ax.containers}
-    assert widths == {"steps": [14], "compile": [4], "repeated": [1], "down": [1]}
-    assert ax.get_xlabel() == "hours"
-    [ax] = plot.wall_time([(name, [start_of(0.0, 60.0, compile_s=6.0)]) for name in "ab"]).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
-    assert ax.get_xlabel() == "seconds"
+        plot.plot_runs([write_run(tmp_path / "young", every=100)])
