@@ -70,9 +70,9 @@ def main(arguments: list[str]) -> None:
         if is_primary():
             Console(width=120).print(table)
             print(
-                f"{n} x {kind}, {jax.process_count()} processes. Bandwidth: bytes of a device over"
+                f"{n} x {kind}, processes: {jax.process_count()}. GB/s: bytes of a device over "
+                "time. The plan has all links at their peak, and no latency."
             )
-            print("time. The planned time has the links at their peak, and no latency.")
 
 
 def time_collectives(chip: hardware.Chip | None, n: int) -> Table:
