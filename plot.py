@@ -6,6 +6,7 @@ python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, with both ru
 
 import io
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,19 +118,18 @@ def _losses(
     return figure
 
 
-def tokens_per_expert(runs: list[RunRecords]) -> Figure:
-    """Plot the share of routed tokens of each expert, one panel per MoE layer.
-
-    Of several runs only the least and the most loaded expert are drawn.
-    """
-    layers = max(run.share.shape[1] for run in runs)
+def tokens_per_expert(run: RunRecords) -> Figure:
+    """Plot the share of routed tokens of each expert, one panel per MoE layer."""
+    _, layers, experts = run.share.shape
     columns = min(layers, 4)
     figure, axes = _figure(-(-layers // columns), columns)
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, experts))
     for layer, ax in enumerate(axes[:layers]):
         ax.set_title(f"MoE layer {layer}")
-        for i, run in enumerate(runs):
-            if layer < run.share.shape[1]:
-                _draw_layer(ax, run, run.share[:, layer], f"C{i}" if len(runs) > 1 else None)
+        ax.axhline(1.0 / experts, color="#444444", lw=1.0, ls="--", zorder=3)
+        for e, color in enumerate(colors):
+            share = run.share[:, layer, e]
+            ax.plot(run.val_tokens, share, color=color, lw=1.1, label=f"{e}", **_marker(run))
     for ax in axes[layers:]:
         ax.set_visible(False)
     for ax in axes[layers - columns : layers]:  # the lowest one of each column
@@ -139,30 +139,17 @@ def tokens_per_expert(runs: list[RunRecords]) -> Figure:
         ax.set_ylabel("share of tokens")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0].set_ylim(bottom=0.0)
-    handles, labels = axes[0].get_legend_handles_labels()
-    if len(labels) <= 16:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8.0)
+    if experts <= 16:
+        lines = axes[0].get_legend_handles_labels()
+        figure.legend(*lines, title="expert", loc="outside right upper", fontsize=8.0)
     figure.suptitle("Tokens per expert, at evaluations (dashed: even)")
     return figure
-
-
-def _draw_layer(ax: Axes, run: RunRecords, share: np.ndarray, color: str | None) -> None:
-    """share  [evaluations, experts]"""
-    experts = share.shape[1]
-    ax.axhline(1.0 / experts, color="#444444", lw=1.0, ls="--", zorder=3)
-    if color is None:
-        colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, experts))
-        lines = [(share[:, e], colors[e], f"expert {e}") for e in range(experts)]
-    else:
-        lines = [(share.max(1), color, run.name), (share.min(1), color, None)]
-    for line, shade, label in lines:
-        ax.plot(run.val_tokens, line, color=shade, lw=1.2, label=label, **_marker(run))
 
 
 def plot_runs(folders: list[Path], out: Path | None = None, overwrite: bool = True) -> list[Path]:
     """Write plots of all these runs together, and return their files.
 
-    Expert load is not plotted for dense models.
+    The balance of experts is not plotted for dense models, nor tokens per expert for several runs.
 
     out        RUN/plots by default, or A+B/plots beside the runs
     overwrite  also plots that exist
@@ -171,17 +158,19 @@ def plot_runs(folders: list[Path], out: Path | None = None, overwrite: bool = Tr
     runs = [RunRecords(folder) for folder in folders]
     together = folders[0].parent / "+".join(run.name for run in runs)
     out = out or (together if len(runs) > 1 else folders[0]) / "plots"
-    pictures = [validation_loss]
+    pictures = {"validation_loss": partial(validation_loss, runs)}
     if any(run.share.size for run in runs):
-        pictures += [load_loss, tokens_per_expert]
+        pictures["load_loss"] = partial(load_loss, runs)
+        if len(runs) == 1:
+            pictures["tokens_per_expert"] = partial(tokens_per_expert, runs[0])
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{picture.__name__}.png" for picture in pictures]
+    files = {out / f"{name}.png": picture for name, picture in pictures.items()}
     with matplotlib.rc_context(STYLE):
-        for picture, file in zip(pictures, files, strict=True):
+        for file, picture in files.items():
             if overwrite or not file.exists():
-                picture(runs).savefig(image := io.BytesIO(), dpi=150, format="png")
+                picture().savefig(image := io.BytesIO(), dpi=150, format="png")
                 write_atomically(file, image.getvalue())
-    return files
+    return [*files]
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -265,9 +265,9 @@ def _latent_from_hf(table: Mapping[str, Any], kind: str, path: Path) -> dict[str
         "norm_topk_prob": bool(table.get("norm_topk_prob", kind != V2)),
     }
     _check_latent(table, kind, has_experts, path)
-    method = table.get("topk_method")
-    if kind == V2 and method in ("greedy", None):  # among all experts
+    if kind == V2 and table.get("topk_method", "greedy") == "greedy":  # among all experts
         table |= {"n_group": 1, "topk_group": 1}
+    by_best_expert = table.get("topk_method") == "group_limited_greedy"
     needed = LATENT + (EXPERTS if has_experts else ())
     values = {name: _field(table, name, path) for name in needed}
     values |= {name: table[name] for name in OPTIONAL + EXPERTS if table.get(name)}
@@ -277,7 +277,7 @@ def _latent_from_hf(table: Mapping[str, Any], kind: str, path: Path) -> dict[str
         "scoring_func": table["scoring_func"],
         "norm_topk_prob": table["norm_topk_prob"],
         "latent_rms_norm_eps": LATENT_EPSILON,
-        "topk_method": method if method == "group_limited_greedy" else "noaux_tc",
+        "topk_method": "group_limited_greedy" if by_best_expert else "noaux_tc",
         **(DROPLESS if has_experts else {}),
     }
     if not table.get("n_shared_experts", 1):
