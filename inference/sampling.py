@@ -69,7 +69,7 @@ def sample_tokens(
 
 
 class Generator:
-    """Continues a batch of texts with one cache. Compiles a prefill and a decode program."""
+    """Continues a batch of texts with one cache. Compiles a program per number of new tokens."""
 
     def __init__(
         self,
@@ -94,25 +94,18 @@ class Generator:
         self.convert_weights = decode.weight_converter(self.abstract_weights)
         extend = decode.extend(config, declared, mesh)
 
-        def prefill(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
+        def append(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
             """Return the token after each text that ends in these tokens; keep the others' one."""
             tokens_BT, start_B, count_B, key, number_B, token_B = arguments
+            tokens_BT = tokens_BT.reshape(self.B, -1)
             last_B1 = jnp.clip(count_B - 1, 0, tokens_BT.shape[1] - 1)[:, None]
             logits_B1V, cache = extend(w, cache, tokens_BT, start_B, last_B1)
             new_B = sample_tokens(logits_B1V[:, 0], key, number_B, start_B + count_B, options)
             ends_B = (count_B > 0) & (count_B <= tokens_BT.shape[1])
             return jnp.where(ends_B, new_B, token_B), cache
 
-        def decode_one(w: Any, cache: Any, *arguments: jax.Array) -> tuple:
-            token_B, position_B, key, number_B = arguments
-            first_B1 = jnp.zeros_like(position_B)[:, None]
-            logits_B1V, cache = extend(w, cache, token_B[:, None], position_B, first_B1)
-            return sample_tokens(logits_B1V[:, 0], key, number_B, position_B + 1, options), cache
-
         shardings = NamedSharding(mesh, P()), tuple(a.sharding for a in self.abstract_cache)
-        self._prefill, self._decode_one = (
-            jax.jit(f, donate_argnums=1, out_shardings=shardings) for f in (prefill, decode_one)
-        )
+        self._append = jax.jit(append, donate_argnums=1, out_shardings=shardings)
 
     def reset(self, numbers: Sequence[int], seed: int) -> None:
         """Empty the cache. The sampled tokens of a text depend on its number and the seed."""
@@ -137,14 +130,14 @@ class Generator:
                 part = text[start : start + T]
                 tokens_BT[row, : len(part)] = part
             rows = tokens_BT, self.length + start, left_B - start, self.key, self.number, token_B
-            token_B, self.cache = self._prefill(w, self.cache, *rows)
+            token_B, self.cache = self._append(w, self.cache, *rows)
         self.length += left_B
         return token_B
 
     def decode_one(self, w: Transformer, token_B: jax.Array, position_B: np.ndarray) -> jax.Array:
         """Put the tokens at these positions; return the tokens sampled after them, [B]."""
-        rows = token_B, position_B, self.key, self.number
-        token_B, self.cache = self._decode_one(w, self.cache, *rows)
+        rows = token_B, position_B, np.ones(self.B, np.int32), self.key, self.number, token_B
+        token_B, self.cache = self._append(w, self.cache, *rows)
         return token_B
 
     def generate(
