@@ -21,19 +21,18 @@ from benchmarks.common import (
 )
 
 POLICIES = ("none", "full", "latents,attention,hidden,expert_hidden")
+FIRST, VIRTUAL = "remat none", "remat none, 2 virtual stages"
 
 
 def main(arguments: list[str]) -> None:
     parse_flags(NoFlags, arguments, __doc__)
-    configs = {f"remat {policy}": reference_config(remat=policy) for policy in POLICIES}
-    configs["remat none, 2 virtual stages"] = with_values(
-        configs["remat none"], mesh={"virtual": 2}
-    )
+    configs = {f"remat {p.replace(',', ', ')}": reference_config(remat=p) for p in POLICIES}
+    configs[VIRTUAL] = with_values(configs[FIRST], mesh={"virtual": 2})
     programs = {name: compile_step(config) for name, config in configs.items()}
-    first, *_ = programs.values()
+    first = programs[FIRST]
     print(f"{weights.count(first.declared)[0]:,} parameters, mesh {first.config.mesh}")
     seconds = print_steps(programs)
-    for name in ("remat none", "remat none, 2 virtual stages"):
+    for name in (FIRST, VIRTUAL):
         mesh, M = programs[name].config.mesh, programs[name].config.train.microbatches
         bubble = (M + (mesh.pipeline - 1) / mesh.virtual) / M
         print(f"{name}: bound of compiled over model FLOPs 1.15 x {bubble:.3f}")
