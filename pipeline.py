@@ -17,11 +17,12 @@ forward, steady ticks a forward and a backward, cooldown ticks a backward. A ste
 accumulation.
 
 The backward pass of a block needs its weights and data, which are indexed again, and its residuals,
-which wait in a ring of slots. `jax.checkpoint` inside the block decides what the residuals are.
-Gradients accumulate in place, in float32.
+which wait in a ring of slots, as leaves of the VJP objects that `jax.vjp` returns
+(https://docs.jax.dev/en/latest/301/vjp-objects.html). `jax.checkpoint` inside the block decides
+what the residuals are. Gradients accumulate in place, in float32.
 
 Letters as in model.py: b sequences and t positions of this rank, D model width, M microbatches.
-`rank` is the position on the pipeline axis.
+`rank` is the position on the pipeline axis, a chunk a model chunk (virtual stage) of a rank.
 """
 
 from collections.abc import Callable
@@ -63,14 +64,14 @@ class Parameters(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The state between ticks."""
+    """The state between ticks. An evaluation has neither ring nor gradients."""
 
     x: jax.Array  # [b, t, D] from the previous rank
-    d_x: jax.Array  # [b, t, D] from the next rank
-    ring: Tree  # [slots, blocks per chunk, ...] residuals
-    grads: Parameters
+    d_x: jax.Array | None  # [b, t, D] from the next rank
+    ring: Callable | None  # VJP object of block_vjp, with leaves [slots, blocks per chunk, ...]
+    grads: Parameters | None
     block_stats: Tree  # [blocks of this rank, ...]
-    last_stats: Tree
+    last_stats: Tree  # of an evaluation [M, ...]
 
 
 def index(tree: Tree, *position: jax.Array | int) -> Tree:
@@ -150,40 +151,27 @@ class Executor:
         w = index(self.w.blocks, chunk * self.blocks_per_chunk + i)
         return w, self.microbatch(m), number
 
-    def block_vjp(self, inputs: Tree, x: jax.Array) -> tuple[jax.Array, Callable, Tree]:
+    def block_vjp(self, inputs: tuple, x: jax.Array) -> tuple[jax.Array, Callable, Tree]:
+        """Return y, the VJP object without its inputs, and statistics.
+
+        The leaves of the object are the residuals that the ring stores. Before it is called,
+        `inputs` become its args_res[0] again. (From jax 0.12 on, saveable_args leaves them out.)
+        """
         (y, _), vjp, stats = jax.vjp(
             lambda inputs, x: self.functions.block(*inputs, x), inputs, x, has_aux=True
         )
+        vjp.args_res[0] = None
         return y, vjp, stats
 
-    def residuals(self, vjp: Callable, inputs: Tree) -> list[jax.Array]:
-        """Return the leaves of a backward function, which is a pytree, that are not inputs."""
-        held = {id(a) for a in jax.tree.leaves(inputs)}
-        # A leaf that is not an array stands for an argument that the backward pass does not use.
-        return [a for a in jax.tree.leaves(vjp) if isinstance(a, jax.Array) and id(a) not in held]
+    def empty_ring(self, x: jax.Array) -> tuple[Callable, Tree]:
+        """Trace one block, and return the ring and the statistics of all blocks, both zeros."""
 
-    def restore_vjp(self, template: tuple, inputs: Tree, residuals: list[jax.Array]) -> Callable:
-        """Return the template's backward function with other inputs and residuals."""
-        vjp, old = template
-        old = [*jax.tree.leaves(old), *self.residuals(vjp, old)]
-        new = [*jax.tree.leaves(inputs), *residuals]
-        value = {id(a): b for a, b in zip(old, new, strict=True)}
-        return jax.tree.map(lambda a: value.get(id(a), a), vjp)
+        def one_block(x: jax.Array) -> tuple[Callable, Tree]:
+            return self.block_vjp(self.block_inputs(*jnp.zeros(3, jnp.int32)), x)[1:]
 
-    def probe(self, x: jax.Array) -> tuple[Tree, Tree, tuple]:
-        """Trace one block: return an empty ring, empty statistics, the template of restore_vjp."""
-        found = {}
-
-        def one_block(x: jax.Array) -> tuple[list[jax.Array], Tree]:
-            inputs = self.block_inputs(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-            _, vjp, stats = self.block_vjp(inputs, x)
-            found["template"] = vjp, inputs
-            return self.residuals(vjp, inputs), stats
-
-        residuals, stats = jax.eval_shape(one_block, x)
-        blocks = self.schedule.virtual * self.blocks_per_chunk
-        ring = zeros(residuals, self.schedule.ring_slots, self.blocks_per_chunk)
-        return ring, zeros(stats, blocks), found["template"]
+        vjp, stats = jax.eval_shape(one_block, x)
+        ring = zeros(vjp, self.schedule.ring_slots, self.blocks_per_chunk)
+        return ring, zeros(stats, self.schedule.virtual * self.blocks_per_chunk)
 
     # --- one task
 
@@ -206,9 +194,10 @@ class Executor:
         return jnp.where((self.rank == 0) & (chunk == 0), new, x)
 
     def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, Callable | None]:
-        """Run one chunk forward, and store its residuals in the ring.
+        """Run one chunk forward, and store its residuals in the ring, if there is one.
 
-        With a single stage also return the backward function of `first`, which then runs once.
+        In training a single stage also returns the backward function of `first`, which then runs
+        once.
         """
         number = self.schedule.forward_number(tick, self.rank)
         chunk, m = self.schedule.forward_task(number)
@@ -217,11 +206,16 @@ class Executor:
         def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             x, ring, stats = state
             inputs = self.block_inputs(chunk, i, m)
-            x, vjp, new = self.block_vjp(inputs, x)
-            ring = store(ring, vary(self.residuals(vjp, inputs)), slot, i)
+            if ring is None:
+                (x, _), new = self.functions.block(*inputs, x)
+            else:
+                x, vjp, new = self.block_vjp(inputs, x)
+                # As leaves, because the VJP objects of two traces are trees of two structures.
+                slots = store(jax.tree.leaves(ring), vary(jax.tree.leaves(vjp)), slot, i)
+                ring = jax.tree.structure(ring).unflatten(slots)
             return (x, ring, add_where(valid, stats, new, chunk * self.blocks_per_chunk + i)), None
 
-        if self.schedule.single_stage:
+        if self.schedule.single_stage and carry.ring is not None:
             with jax.named_scope("first"):
                 x, first_vjp = self.first_vjp(m)
         else:
@@ -259,9 +253,7 @@ class Executor:
             last_stats=stats,
         )
 
-    def backward(
-        self, tick: jax.Array, carry: Carry, template: tuple, first_vjp: Callable | None
-    ) -> Carry:
+    def backward(self, tick: jax.Array, carry: Carry, first_vjp: Callable | None) -> Carry:
         """Run one chunk backward, its blocks in reverse, and then `first` if it is due."""
         number = self.schedule.backward_number(tick, self.rank)
         chunk, m = self.schedule.backward_task(number)
@@ -271,7 +263,8 @@ class Executor:
         def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             d_x, grads = state
             inputs = self.block_inputs(chunk, i, m)
-            vjp = self.restore_vjp(template, inputs, index(carry.ring, slot, i))
+            vjp = index(carry.ring, slot, i)
+            vjp.args_res[0] = inputs
             # The gradient with respect to a block's own loss is 1.
             (d_w, *_), d_x = vjp((d_x, vary(jnp.where(valid, 1.0, 0.0))))
             return (d_x, add_where(valid, grads, d_w, chunk * self.blocks_per_chunk + i)), None
@@ -318,10 +311,10 @@ def branch_share(schedule: Schedule) -> Callable[[str], list[float] | None]:
 
     def share(name: str) -> list[float] | None:
         parts = name.split("/")
-        found = [(phase, role) for phase in ticks for role in when if {phase, role} <= set(parts)]
-        if len(found) != 1:
+        named = [(phase, role) for phase in ticks for role in when if {phase, role} <= set(parts)]
+        if len(named) != 1:
             return None
-        phase, role = found[0]
+        [(phase, role)] = named
         runs = sum(bool(when[role](t)) for t in ticks[phase]) / len(ticks[phase])
         return [1 - runs, runs]
 
@@ -343,7 +336,7 @@ def forward_backward(
     """
     run = Executor(functions, w, data, schedule)
     x = run.empty_x()
-    ring, block_stats, template = run.probe(x)
+    ring, block_stats = run.empty_ring(x)
     zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), w)
     carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x))
 
@@ -354,7 +347,7 @@ def forward_backward(
         if forward and backward:
             carry = run.loss(t, carry)
         if backward:
-            carry = run.backward(t, carry, template, first_vjp)
+            carry = run.backward(t, carry, first_vjp)
         # The neighbour uses these in the next tick.
         if forward:
             carry = carry._replace(x=send(carry.x, schedule.pipeline, 1))
@@ -384,34 +377,23 @@ def forward(
     x = run.empty_x()
     block = lambda x: functions.block(*run.block_inputs(*jnp.zeros(3, jnp.int32)), x)[1]  # noqa: E731
     stats = zeros(jax.eval_shape(block, x), schedule.virtual * run.blocks_per_chunk)
-    out = run.empty_last_stats(x, schedule.microbatches)
+    last_stats = run.empty_last_stats(x, schedule.microbatches)
 
-    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
-        x, stats, out = carry
-        number = schedule.forward_number(t, run.rank)
-        chunk, m = schedule.forward_task(number)
-
-        def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
-            x, stats = state
-            (x, _), new = functions.block(*run.block_inputs(chunk, i, m), x)
-            valid = schedule.is_task(number)
-            return (x, add_where(valid, stats, new, chunk * run.blocks_per_chunk + i)), None
-
-        numbers = jnp.arange(run.blocks_per_chunk, dtype=jnp.int32)
-        (x, stats), _ = lax.scan(body, (run.forward_input(t, chunk, x), stats), numbers)
+    def tick(carry: Carry, t: jax.Array) -> tuple[Carry, None]:
+        carry, _ = run.forward(t, carry)
         _, done = schedule.forward_task(schedule.forward_number(t, schedule.pipeline - 1))
 
-        def with_last(out: Tree) -> Tree:
-            y = lax.psum(jnp.where(run.is_last_rank(), x, 0), "pipeline")
-            return store(out, functions.last(w.outer, run.microbatch(done), y)[1], done)
+        def with_last(stats: Tree) -> Tree:
+            y = lax.psum(jnp.where(run.is_last_rank(), carry.x, 0), "pipeline")
+            return store(stats, functions.last(w.outer, run.microbatch(done), y)[1], done)
 
-        out = lax.cond(schedule.ends_forward(t), with_last, lambda out: out, out)
-        return (send(x, schedule.pipeline, 1), stats, out), None
+        ends = schedule.ends_forward(t)
+        last_stats = lax.cond(ends, with_last, lambda stats: stats, carry.last_stats)
+        return carry._replace(x=send(carry.x, schedule.pipeline, 1), last_stats=last_stats), None
 
-    carry = (x, stats, out)
     ticks = jnp.arange(schedule.tasks_per_rank + schedule.pipeline - 1, dtype=jnp.int32)
-    (_, stats, out), _ = lax.scan(tick, carry, ticks)
-    return stats, out
+    carry, _ = lax.scan(tick, Carry(x, None, None, None, stats, last_stats), ticks)
+    return carry.block_stats, carry.last_stats
 
 
 if __name__ == "__main__":

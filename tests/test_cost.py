@@ -115,7 +115,7 @@ def kept_bytes(config, kernel):
     def visit(run):
         def one_block(x):
             known = run.block_inputs(*[jnp.int32(0)] * 3)
-            return run.residuals(run.block_vjp(known, x)[1], known)
+            return jax.tree.leaves(run.block_vjp(known, x)[1])
 
         found.extend(jax.eval_shape(one_block, run.empty_x()))
 

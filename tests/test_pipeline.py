@@ -137,8 +137,8 @@ def flat(tree):
     return jax.tree.map(lambda a: np.asarray(a).reshape(-1, *a.shape[3:]), tree)
 
 
-def assert_same(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 5e-6 * np.abs(b).max()
 
 
@@ -152,26 +152,26 @@ def test_training_and_evaluation_match_plain_differentiation(sizes):
     expected, (errors, sums) = jax.jit(jax.vmap(one, in_axes=(None, 0)))(w, data)
     expected = jax.tree.map(lambda g: g.sum(0), expected)
     assert_same(grads._replace(blocks=flat(grads.blocks)), expected)
-    for found in (flat(stats), flat(evaluated)):
-        assert (found["calls"] == schedule.microbatches * FSDP).all()
-        assert_same(found["sum"], sums.sum(0))
+    for block_stats in (flat(stats), flat(evaluated)):
+        assert (block_stats["calls"] == schedule.microbatches * FSDP).all()
+        assert_same(block_stats["sum"], sums.sum(0))
     assert_same(results, {"loss": errors.sum(), "first": data.gain.sum()})
     assert_same(by_microbatch, {"loss": errors, "first": data.gain.sum(1)})
 
 
 def ring_of(functions, schedule):
     """Return the shapes of the residuals of one block, in each slot."""
-    found = []
+    shapes = []
 
     def local(w, data):
         run = pipeline.Executor(functions, w, data, schedule)
-        ring, _, _ = run.probe(run.empty_x())
-        found.extend(a.shape for a in jax.tree.leaves(ring))
+        ring, _ = run.empty_ring(run.empty_x())
+        shapes.extend(a.shape for a in jax.tree.leaves(ring))
         return lax.psum(jnp.zeros(()), ())
 
     jax.eval_shape(on_ranks(schedule, local, P()), *inputs_of(schedule))
-    assert all(shape[:2] == (schedule.ring_slots, PER_CHUNK) for shape in found)
-    return [shape[2:] for shape in found]
+    assert all(shape[:2] == (schedule.ring_slots, PER_CHUNK) for shape in shapes)
+    return [shape[2:] for shape in shapes]
 
 
 def test_the_ring_holds_residuals_but_no_weights_and_no_data():
