@@ -1,4 +1,4 @@
-"""Attention: its kinds, latent (MLA) and grouped-query (GQA), and the choice of a kernel.
+"""Attention, and its kinds: latent (MLA) and grouped-query (GQA).
 
 A kind is a class of weights. Training (model.py) and decoding (inference/decode.py) use these parts
 of it, and nothing else:
@@ -35,17 +35,23 @@ from jax.sharding import PartitionSpec
 
 import utils
 import weights
-from attention_kernels.adapter import GPU_BLOCK
+from attention_kernels.adapter import repeat_heads
 from attention_kernels.cudnn import cudnn
-from attention_kernels.splash import block_size, splash
+from attention_kernels.splash import splash
 from attention_kernels.triton import triton
-from utils import BATCH_AXES, LANES, ConfigError
-from weights import Size, matmul, normal, ones, rms_norm, vary, varying, weight, zeros
-
-# Scale of the initial values of each projection into the residual stream, times 1/sqrt(fan-in).
-# Layers begin as a small change of the embedding, which trains first: 0.4 nats better after 120
-# steps of a tiny model.
-RESIDUAL_SCALE = 0.1
+from utils import BATCH_AXES
+from weights import (
+    RESIDUAL_SCALE,
+    Size,
+    matmul,
+    normal,
+    ones,
+    rms_norm,
+    vary,
+    varying,
+    weight,
+    zeros,
+)
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]  # queries, keys and values
 
@@ -65,7 +71,6 @@ class CacheArray(NamedTuple):
 # --- rotary embedding -----------------------------------------------------------------------------
 
 
-# guide: rope
 def rope_frequencies(m: utils.Model, R: int) -> jax.Array:
     """Return [R/2] angles between neighbouring positions: theta^(-2i/R) for pair i.
 
@@ -134,9 +139,6 @@ def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None) -> 
     a, b = jnp.split(x32 if magnitude == 1 else x32 * magnitude, 2, axis=-1)
     rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
     return jnp.concatenate(rotated, axis=-1).astype(x_bTnR.dtype)
-
-
-# guide: end
 
 
 # --- latent attention -----------------------------------------------------------------------------
@@ -224,17 +226,27 @@ class LatentAttention:
         self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
     ) -> Heads:
         """Equations 9-19 of the paper."""
-        query_bTQ, latent_bTC, key_bTR = _split_inputs(inputs_bTX, m)
-        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
+        q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
         kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
         k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
+        key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
+        q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
+        return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
+
+    def _project(
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Return queries without and with position, the key-value latent and the rotary key."""
+        query = inputs_bTX.shape[-1] - m.kv_lora_rank - m.qk_rope_head_dim
+        query_bTQ, latent_bTC, key_bTR = jnp.split(
+            inputs_bTX, [query, query + m.kv_lora_rank], axis=-1
+        )
+        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
         q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
         key_bT1R = key_bTR[:, :, None, :]
         if rope:
             q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
-        key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
-        q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
-        return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
+        return q_bTnH, q_bTnR, latent_bTC, key_bT1R
 
     @staticmethod
     def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
@@ -252,12 +264,7 @@ class LatentAttention:
 
         The matrix that would expand them is absorbed into query and output (section 2.1.2).
         """
-        query_bTQ, latent_bTC, key_bTR = _split_inputs(inputs_bTX, m)
-        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
-        q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
-        key_bT1R = key_bTR[:, :, None, :]
-        if rope:
-            q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
+        q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
         to_key_nHC = self.kv_up[:, : m.qk_nope_head_dim]
         q_bTnC = matmul("bTnH,nHC->bTnC", q_bTnH, to_key_nHC)
         new_bT1A = jnp.concatenate([latent_bTC[:, :, None, :], key_bT1R], axis=-1)
@@ -265,12 +272,6 @@ class LatentAttention:
 
     def values(self, y_bTnC: jax.Array, m: utils.Model) -> jax.Array:
         return matmul("bTnC,nWC->bTnW", y_bTnC, self.kv_up[:, m.qk_nope_head_dim :])
-
-
-def _split_inputs(inputs_bTX: jax.Array, m: utils.Model) -> list[jax.Array]:
-    """Return the input of the query, the key-value latent and the rotary key."""
-    latent = inputs_bTX.shape[-1] - m.kv_lora_rank - m.qk_rope_head_dim
-    return jnp.split(inputs_bTX, [latent, latent + m.kv_lora_rank], axis=-1)
 
 
 # --- grouped-query attention ----------------------------------------------------------------------
@@ -298,19 +299,14 @@ class ReplicatedKeyValue:
     key_bias: jax.Array | None = weight("Y A", zeros, decay=False)
     value_bias: jax.Array | None = weight("Y A", zeros, decay=False)
 
-    def of_rank(self) -> KeyValue:
+    def of_rank(self) -> "ReplicatedKeyValue":
         """Return the one head that this rank's queries use.
 
         The gradient of the others is 0 here, and weights.reduce_gradients sums over tensor.
         """
         heads = self.key.shape[-2]
         one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
-        return KeyValue(
-            *(
-                w if w is None else lax.dynamic_slice_in_dim(w, one, 1, axis=w.ndim - 2)
-                for w in (self.key, self.value, self.key_bias, self.value_bias)
-            )
-        )
+        return jax.tree.map(lambda w: lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2), self)
 
 
 @flax.struct.dataclass
@@ -407,96 +403,9 @@ def kind_of(m: utils.Model) -> Any:
     return KINDS[m.attention]
 
 
-# --- kernels --------------------------------------------------------------------------------------
+# --- attention itself -----------------------------------------------------------------------------
 
-PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": ("cudnn", "triton")}  # best first
 MASKED = -1e30  # score of a masked position; finite, so that the softmax of such a row is finite
-
-
-def choose_kernel(config: utils.Config, platform: str) -> str:
-    """Return xla or the kernel that `--model.attention_kernel` selects on this platform.
-
-    auto is the first kernel of the platform that can run, else xla. On a CPU kernels run in
-    interpret mode, which is slow.
-
-    platform  as hardware.platform_of names it.
-    Raises    ConfigError for a selected kernel that cannot run.
-    """
-    setting = config.model.attention_kernel
-    if setting == "auto":
-        # float32 serves to compare devices, and xla runs on all of them.
-        own = platform_kernels(platform) if config.model.compute_dtype == "bfloat16" else ()
-        return next((k for k in own if not kernel_problem(config, platform, k)), "xla")
-    if setting != "xla" and (problem := kernel_problem(config, platform, setting)):
-        raise ConfigError(
-            f"--model.attention_kernel {setting}: {problem}. Use --model.attention_kernel auto."
-        )
-    return setting
-
-
-def platform_kernels(platform: str) -> tuple[str, ...]:
-    return PLATFORM_KERNELS.get(platform[:3], ())
-
-
-def describe_kernel(config: utils.Config, platform: str) -> str:
-    """Describe the chosen kernel and, under auto, why better ones of the platform cannot run."""
-    kernel, own = choose_kernel(config, platform), platform_kernels(platform)
-    if config.model.attention_kernel != "auto" or kernel in own[:1] or not own:
-        return kernel
-    if config.model.compute_dtype != "bfloat16":
-        return f"{kernel} ({own[0]}: not for {config.model.compute_dtype})"
-    better = own[: own.index(kernel)] if kernel in own else own
-    return f"{kernel} ({'; '.join(f'{k}: {kernel_problem(config, platform, k)}' for k in better)})"
-
-
-def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
-    """Return why a kernel cannot run on the platform, or an empty string if it can."""
-    m, T = config.model, config.train.seq_len
-    own = platform_kernels(platform) or (kernel,)
-    if kernel not in own:
-        return f"these devices have {' and '.join(own)}"
-    if kernel == "splash":
-        return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
-    if m.compute_dtype != "bfloat16" and platform != "cpu":
-        return f"it does not support {m.compute_dtype}"
-    generation = platform.removeprefix("gpu")
-    if platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8):
-        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    wide, narrow = kind_of(m).widths(m)
-    if kernel == "triton":
-        if window(config):
-            return "it does not support --model.sliding_window"
-        if T % GPU_BLOCK:
-            return f"sequences of {T} are not a multiple of {GPU_BLOCK}"
-        if narrow > wide:
-            return f"values of {narrow} are wider than queries of {wide}"
-    elif config.data.segments:
-        return "it does not support --data.segments"
-    elif wide % 8 or narrow % 8:
-        return f"head widths {wide} and {narrow} are not multiples of 8"
-    elif platform == "gpu8" and (wide != narrow or wide > 128):
-        return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
-    return f"heads of {wide} are wider than 256" if wide > 256 else ""
-
-
-def window(config: utils.Config) -> int:
-    """Return the positions that a query attends to; 0 for all earlier ones."""
-    size = config.model.sliding_window
-    return size if size < config.train.seq_len else 0
-
-
-def computed_share(config: utils.Config, platform: str) -> float:
-    """Return the share of the T x T scores that is computed.
-
-    Kernels skip the blocks that the mask covers completely.
-    """
-    T, kernel = config.train.seq_len, choose_kernel(config, platform)
-    size = T if kernel == "xla" else block_size(T) if kernel == "splash" else GPU_BLOCK
-    blocks = -(-T // size)
-    # A block is as far from the diagonal as the window and its own size reach.
-    farthest = (window(config) or T) + size - 2
-    computed = sum(min(i, farthest // size) + 1 for i in range(blocks))
-    return computed / blocks**2
 
 
 @jax.named_scope("scores")
@@ -514,18 +423,16 @@ def attend(
     For train.remat, the result and the other residuals of a kernel have the name "attention".
 
     segments_bS  index of each position's document; None if a window is one document.
+    kernel       xla, or what attention_kernels/choice.py has chosen.
     window       positions that a query attends to, with its own; 0 for all earlier ones.
     """
-    if kernel not in GROUPED_KERNELS and k_bSyA.shape[2] < q_bTnA.shape[2]:
-        times = q_bTnA.shape[2] // k_bSyA.shape[2]
-        k_bSyA, v_bSyW = (jnp.repeat(a, times, axis=2) for a in (k_bSyA, v_bSyW))
     arrays = q_bTnA, k_bSyA, v_bSyW, segments_bS
     if kernel != "xla":  # kernels need arrays that vary along the same mesh axes
         arrays = vary(arrays, varying(arrays))
-    return IMPLEMENTATIONS[kernel](*arrays, scale, window)
+    return KERNELS[kernel](*arrays, scale, window)
 
 
-def _xla(
+def xla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -533,6 +440,8 @@ def _xla(
     scale: float,
     window: int,
 ) -> jax.Array:
+    """Run `attend` as operations that XLA compiles, with all scores in memory."""
+    k, v = repeat_heads(q, k, v)
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(
         "bTnA,bSnA->bnTS", q, k, precision=precision, preferred_element_type=jnp.float32
@@ -553,5 +462,4 @@ def _xla(
     return checkpoint_name(out_bnTW.swapaxes(1, 2), "attention")
 
 
-IMPLEMENTATIONS = {"xla": _xla, "splash": splash, "cudnn": cudnn, "triton": triton}
-GROUPED_KERNELS = {"splash", "cudnn"}  # kernels of fewer key heads than query heads
+KERNELS = {"xla": xla, "splash": splash, "cudnn": cudnn, "triton": triton}

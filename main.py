@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import attention
 import checkpoint
 import hardware
 import model
@@ -30,6 +29,7 @@ import sharded_model
 import train
 import utils
 import weights
+from attention_kernels.choice import describe_kernel
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
@@ -239,7 +239,7 @@ def describe(job: Job) -> None:
     """Log the model, the mesh and the batch."""
     config, mesh = job.config, job.mesh
     total, active = weights.count(job.declared)
-    kernel = attention.describe_kernel(config, sharded_model.platform(mesh))
+    kernel = describe_kernel(config, sharded_model.platform(mesh))
     stages = f" with {config.mesh.virtual} virtual stages" * (config.mesh.virtual > 1)
     log(
         f"{total:,} parameters, {active:,} active; {config.model.num_hidden_layers} layers; mesh "

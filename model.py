@@ -30,9 +30,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import utils
 import weights
-from attention import RESIDUAL_SCALE, Attention, attend, kind_of
+from attention import Attention, attend, kind_of
 from utils import BATCH_AXES, EXPERT_AXES, MESH_AXES, VOCABULARY_AXES, ConfigError
 from weights import (
+    RESIDUAL_SCALE,
     Size,
     float32_product,
     matmul,
@@ -282,7 +283,7 @@ class ForwardOptions(NamedTuple):
     seed: int
     capacity_factor: float  # capacity of an expert, over K n / E; 0: dropless
     dropout: float = 0.0
-    attention_kernel: str = "xla"  # see attention.choose_kernel
+    attention_kernel: str = "xla"  # see attention_kernels/choice.py
     ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py
     # What decoding replaces: activations of all positions on every tensor rank, attention over a
     # cache, and experts read where they are.

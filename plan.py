@@ -20,9 +20,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-import attention
 import hardware
 import utils
+from attention_kernels.choice import choose_kernel
 from hardware import Chip
 from planning import compiler, cost, report, search, targets
 from planning.results import (
@@ -94,7 +94,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
     config = utils.for_platform(config, hardware.platform_of(chip))
-    attention.choose_kernel(config, hardware.platform_of(chip))
+    choose_kernel(config, hardware.platform_of(chip))
     if flags.compile:
         targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)

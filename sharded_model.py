@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import attention
 import model
 import pipeline
 import utils
 import weights
+from attention_kernels.choice import choose_kernel
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -275,7 +275,7 @@ def schedule_of(config: Config) -> Schedule:
 def forward_options(
     config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
-    kernel = attention.choose_kernel(config, platform(mesh))
+    kernel = choose_kernel(config, platform(mesh))
     m, seed, ordered = config.model, config.train.seed, platform(mesh) == "cpu"
     return ForwardOptions(m, seed, capacity_factor, dropout, kernel, ordered)
 

@@ -29,6 +29,11 @@ from utils import LANES, MESH_AXES, ConfigError
 Tree = Any  # nested flax.struct dataclasses with arrays, or Weights, as leaves
 Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
 
+# Scale of the initial values of each projection into the residual stream, times 1/sqrt(fan-in).
+# Layers begin as a small change of the embedding, which trains first: 0.4 nats better after 120
+# steps of a tiny model.
+RESIDUAL_SCALE = 0.1
+
 
 class Size(NamedTuple):
     """The global size of a dimension and, for error messages, the flag that sets it."""
@@ -89,38 +94,22 @@ class Weight:
 # --- declaring ------------------------------------------------------------------------------------
 
 
-def weight(
-    layout: str,
-    init: Init,
-    *,
-    decay: bool = True,
-    group: str = "",
-    matrix: str = "",
-    trained: bool = True,
-    float32: bool = False,
-    active: tuple[str, str] | None = None,
-) -> Any:
-    """Declare a weight as a dataclass field.
+class Declaration(NamedTuple):
+    """The arguments of `weight`."""
 
-    layout   dimensions by letter, each with its mesh axes: "V/pipeline+tensor D/fsdp".
-    decay    whether weight decay applies.
-    group    the group of optimizer settings; by default "matrix" if there is a matrix, else "rest".
-    matrix   "D x N A": the letters of rows and of columns; the others are batch dimensions.
-    trained  whether it has a gradient. Something other than the optimizer updates it if not.
-    float32  whether it stays float32 in compute.
-    active   ("K", "E"): a token uses K of its E slices.
-    """
-    declaration = {
-        "layout": layout,
-        "init": init,
-        "decay": decay,
-        "group": group or ("matrix" if matrix else "rest"),
-        "matrix": matrix,
-        "trained": trained,
-        "float32": float32,
-        "active": active,
-    }
-    return dataclasses.field(metadata={"weight": declaration})
+    layout: str  # dimensions by letter, each with its mesh axes: "V/pipeline+tensor D/fsdp"
+    init: Init
+    decay: bool = True  # whether weight decay applies
+    group: str = ""  # of optimizer settings; by default "matrix" if there is a matrix, else "rest"
+    matrix: str = ""  # "D x N A": letters of rows and of columns; others are batch dimensions
+    trained: bool = True  # whether it has a gradient; if not, not the optimizer updates it
+    float32: bool = False  # whether it stays float32 in compute
+    active: tuple[str, str] | None = None  # ("K", "E"): a token uses K of its E slices
+
+
+def weight(layout: str, init: Init, **options: Any) -> Any:
+    """Declare a weight as a dataclass field, with the options of Declaration."""
+    return dataclasses.field(metadata={"weight": Declaration(layout, init, **options)})
 
 
 def ones(key: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Size]) -> jax.Array:
@@ -144,7 +133,7 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
 def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
     """Return `cls` with a Weight in each declared field, and `children` or None in the others."""
     fields = {
-        f.name: _declared(f.name, sizes, **f.metadata["weight"])
+        f.name: _declared(f.name, sizes, f.metadata["weight"])
         if "weight" in f.metadata
         else children.get(f.name)
         for f in dataclasses.fields(cls)
@@ -153,24 +142,20 @@ def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
     return cls(**fields)
 
 
-def _declared(
-    name: str,
-    sizes: Mapping[str, Size],
-    layout: str,
-    init: Init,
-    active: Any,
-    matrix: str,
-    **options: Any,
-) -> Weight:
-    letters, dim_axes = _parse_layout(layout)
+def _declared(name: str, sizes: Mapping[str, Size], d: Declaration) -> Weight:
+    letters, dim_axes = _parse_layout(d.layout)
+    group = d.group or ("matrix" if d.matrix else "rest")
     return Weight(
         name=name,
         dim_axes=dim_axes,
-        matrix=_matrix(name, letters, matrix) if matrix or options["group"] == "matrix" else None,
         sizes=tuple(sizes[letter] for letter in letters),
-        init=lambda key, shape: init(key, shape, sizes),
-        active=sizes[active[0]].size / sizes[active[1]].size if active else 1.0,
-        **options,
+        init=lambda key, shape: d.init(key, shape, sizes),
+        decay=d.decay,
+        group=group,
+        matrix=_matrix(name, letters, d.matrix) if group == "matrix" else None,
+        trained=d.trained,
+        float32=d.float32,
+        active=sizes[d.active[0]].size / sizes[d.active[1]].size if d.active else 1.0,
     )
 
 

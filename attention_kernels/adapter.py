@@ -24,9 +24,9 @@ SPLASH_BACKWARD = (
 TRITON_BACKWARD = "jax.experimental.pallas.ops.gpu.attention._mha_backward"
 # The primitives of cuDNN. They do not query the device, which may be absent when compiling.
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
-# Block of positions on GPUs: the tile of cuDNN. Triton's may be smaller, and then it computes up to
-# a tenth fewer scores.
-GPU_BLOCK = 128
+# Positions of a tile on GPUs: those of cuDNN. Triton's may be smaller, and then it computes up to a
+# tenth fewer scores.
+GPU_TILE = 128
 
 
 def private(name: str) -> Any:
@@ -81,6 +81,14 @@ def _call_backward(kernel: Kernel, residuals: Any, grad: jax.Array) -> Any:
 
 
 call.defvjp(_call_forward, _call_backward)
+
+
+def repeat_heads(q: jax.Array, *keys_and_values: jax.Array) -> tuple[jax.Array, ...]:
+    """Repeat each head of keys and values [b, S, y, .] for its query heads: [b, S, n, .]."""
+    times = q.shape[2] // keys_and_values[0].shape[2]
+    if times == 1:
+        return keys_and_values
+    return tuple(jnp.repeat(a, times, axis=2) for a in keys_and_values)
 
 
 def swapped(*arrays: jax.Array) -> list[jax.Array]:

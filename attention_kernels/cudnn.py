@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attention_kernels.adapter import CUDNN, Kernel, call, private
+from attention_kernels.adapter import CUDNN, Kernel, call, private, repeat_heads
 
 
 def cudnn(
@@ -25,7 +25,7 @@ def cudnn(
     That function rejects values narrower than queries, which cuDNN 9.10 and later support on
     Hopper.
     """
-    assert segments is None, "see attention.choose_kernel"
+    assert segments is None, "see choice.choose_kernel"
     return call(cudnn_kernel(scale, window), q, k, v, ())
 
 
@@ -61,7 +61,7 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
         if not interpret:
             call = library("_dot_product_attention_fwd_p")
             return call.bind(q, k, v, *absent(q), is_training=is_training, **options())
-        k, v = per_query_head(q, k, v)
+        k, v = repeat_heads(q, k, v)
         scores_bnTS = scores(q, k, scale, window)
         logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
         share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)
@@ -74,7 +74,7 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
             call = library("_dot_product_attention_bwd_p")
             return call.bind(q, k, v, *absent(q), logsumexp, out, grad, **options())
         product, key = partial(jnp.einsum, preferred_element_type=jnp.float32), k
-        k, v = per_query_head(q, k, v)
+        k, v = repeat_heads(q, k, v)
         share_bnTS = jnp.exp(scores(q, k, scale, window) - logsumexp[..., None])
         sum_bnT = product("bTnW,bTnW->bnT", grad, out)
         d_bnTS = product("bTnW,bSnW->bnTS", grad, v) - sum_bnT[..., None]
@@ -98,11 +98,6 @@ def scores(q: Any, k: Any, scale: float, window: int) -> jax.Array:
     if window:
         visible &= ~jnp.tri(T, k=-window, dtype=bool)
     return jnp.where(visible, scale * product, -jnp.inf)
-
-
-def per_query_head(q: Any, *keys_and_values: Any) -> list[jax.Array]:
-    """Repeat each head of keys or values for its query heads."""
-    return [jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in keys_and_values]
 
 
 def per_key_head(k: Any, *gradients: Any) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import jax
 from attention_kernels.adapter import SPLASH_BACKWARD, Kernel, call, private, swapped
 from utils import LANES
 
-BLOCK = 512  # positions of a block, where that divides the sequence
+TILE = 512  # positions of a tile, where that divides the sequence
 
 
 def splash(
@@ -24,15 +24,15 @@ def splash(
 ) -> jax.Array:
     """Attention by splash. Queries and keys may be wider than values, and have more heads."""
     T = k.shape[1]
-    assert q.shape[1] == T and T % LANES == 0, "see attention.choose_kernel"
+    assert q.shape[1] == T and T % LANES == 0, "see choice.choose_kernel"
     # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
     extra = () if segments is None else (segments,)
     return call(splash_kernel(q.shape[2], T, window), q * scale, k, v, extra)
 
 
-def block_size(T: int) -> int:
-    """Return the positions of a block: the largest multiple of LANES up to BLOCK that divides T."""
-    return next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
+def tile_size(T: int) -> int:
+    """Return the positions of a tile: the largest multiple of LANES up to TILE that divides T."""
+    return next(size for size in range(TILE, 0, -LANES) if T % size == 0)
 
 
 @cache  # one object per size, so that equal programs compare as equal
@@ -45,7 +45,7 @@ def splash_kernel(n: int, T: int, window: int) -> Kernel:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    blocks = library.BlockSizes(**{f"block_{name}": block_size(T) for name in sizes})
+    blocks = library.BlockSizes(**{f"block_{name}": tile_size(T) for name in sizes})
 
     def make(**options: bool) -> Any:
         shape = T, T

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attention_kernels.adapter import GPU_BLOCK, TRITON_BACKWARD, Kernel, call, private
+from attention_kernels.adapter import GPU_TILE, TRITON_BACKWARD, Kernel, call, private, repeat_heads
 
 
 def triton(
@@ -22,8 +22,12 @@ def triton(
     scale: float,
     window: int,
 ) -> jax.Array:
-    """Attention by the kernel, with segments. It has one head width, so values are zero-padded."""
-    assert not window, "see attention.choose_kernel"
+    """Attention by the kernel, with segments.
+
+    It has one head width, so values are zero-padded, and as many heads of keys as of queries.
+    """
+    assert not window, "see choice.choose_kernel"
+    k, v = repeat_heads(q, k, v)
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
     extra = () if segments is None else (segments,)
     return call(triton_kernel(scale, q.shape[-1]), q, k, padded, extra)[..., : v.shape[-1]]
@@ -37,7 +41,7 @@ def triton_kernel(scale: float, width: int) -> Kernel:
         from jax.experimental.pallas.ops.gpu import attention as library
 
     # Tiles of the forward pass that fit in shared memory, even where it has only 100 KiB.
-    size = GPU_BLOCK if width <= 64 else GPU_BLOCK // 2
+    size = GPU_TILE if width <= 64 else GPU_TILE // 2
     blocks = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
     options = {
         "sm_scale": scale,

@@ -26,12 +26,12 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-import attention
 import hardware
 import model
 import optimizer
 import sharded_model
 import weights
+from attention_kernels.choice import choose_kernel, computed_share
 from hardware import Chip, platform_of
 from planning import collectives, jaxpr, trace
 from planning.fusion import Fused
@@ -80,7 +80,7 @@ class Step:
         self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
-        self.kernel = attention.choose_kernel(config, platform)
+        self.kernel = choose_kernel(config, platform)
         self.b = t.global_batch_size // (t.microbatches * mesh.batch)
         self.bT = self.b * t.seq_len
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
@@ -117,7 +117,7 @@ class Step:
         if shared:
             cuts = batch_cuts(c.train.global_batch_size)
             self.rows = tuple(trace.local_rows(last) // n for n in divisors(c.model.blocks))
-        share = attention.computed_share(c, self.platform)
+        share = computed_share(c, self.platform)
         for mesh in (one, stage) if shared else (stage,):
             alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
             found = trace.stage_functions(alone, self.kernel, share, cuts)

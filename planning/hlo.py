@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import model
-from attention_kernels.adapter import GPU_BLOCK
+from attention_kernels.adapter import GPU_TILE
 from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
@@ -298,7 +298,7 @@ def attention_flops(
         (*batch, T, A), _, (*_, W) = [dims for kind, dims in shapes if kind in ("bf16", "f32")][:3]
     else:
         (b, T, n, A), *_, (*_, W) = [dims for _, dims in shapes[:3]]
-        batch, rows = (b, n), -(-T // GPU_BLOCK)
+        batch, rows = (b, n), -(-T // GPU_TILE)
     pairs = T * T * (rows + 1) // (2 * rows)
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 

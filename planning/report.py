@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
-import attention
 import hardware
+from attention_kernels.choice import describe_kernel
 from planning.results import (
     FLOPS_KINDS,
     MEASURED_OVER_PLAN,
@@ -93,7 +93,7 @@ def table(
 
 def header(plan: Plan) -> str:
     p, c = plan.predicted, plan.config
-    kernel = attention.describe_kernel(c, hardware.platform_of(plan.chip))
+    kernel = describe_kernel(c, hardware.platform_of(plan.chip))
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {plan.chip_name}, mesh {c.mesh}, virtual {c.mesh.virtual}, "

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import attention
 import reference
 import utils
-from attention_kernels import adapter
+from attention_kernels import adapter, choice
 from attention_kernels.splash import splash_kernel
 from common import config_of, mesh_of, relative_error
 from conftest import ROOT
@@ -93,9 +93,9 @@ def test_attention_and_its_gradient_match_plain_attention(kernel, T, segments, w
         local, mesh=mesh_of(config_of((2, 1, 2))), in_specs=(heads,) * 4 + (P("fsdp"),),
         out_specs=P(), check_vma=True,
     )  # fmt: skip
-    found, found_gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*inputs, ids)
-    assert relative_error(found, expected) <= 1e-4  # of a sum that may nearly cancel
-    for name, mine, theirs in zip("qkv", found_gradients, gradients, strict=True):
+    loss, loss_gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*inputs, ids)
+    assert relative_error(loss, expected) <= 1e-4  # of a sum that may nearly cancel
+    for name, mine, theirs in zip("qkv", loss_gradients, gradients, strict=True):
         assert relative_error(mine, theirs) <= 1e-5, name
 
 
@@ -113,7 +113,7 @@ def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
     exact = gradients("xla", jnp.float32)
     mine, xla = (gradients(name, jnp.bfloat16) for name in (kernel, "xla"))
     assert all(a.dtype == jnp.bfloat16 for a in mine)
-    mine, xla = (max(map(relative_error, found, exact)) for found in (mine, xla))
+    mine, xla = (max(map(relative_error, gradients, exact)) for gradients in (mine, xla))
     assert mine <= 2 * xla <= 0.02  # splash rounds the scale with the queries
 
 
@@ -207,22 +207,22 @@ WINDOW = {"attention": "gqa", "head_dim": 64, "num_key_value_heads": 2, "sliding
     ],
 )
 def test_a_kernel_is_chosen_if_it_can_run_and_the_error_says_why_not(kernel, fields, platform, why):
-    found = attention.choose_kernel(config(**fields), platform)
+    chosen = choice.choose_kernel(config(**fields), platform)
     asked = config(attention_kernel=kernel, **fields)
     if not why:
-        assert found == kernel == attention.choose_kernel(asked, platform)
+        assert chosen == kernel == choice.choose_kernel(asked, platform)
         return
-    assert found != kernel
+    assert chosen != kernel
     with pytest.raises(utils.ConfigError, match=rf"--model.attention_kernel {kernel}: {why}"):
-        attention.choose_kernel(asked, platform)
+        choice.choose_kernel(asked, platform)
 
 
 def test_a_selected_kernel_runs_on_a_cpu_and_where_its_window_has_all_positions():
-    assert attention.choose_kernel(config(attention_kernel="splash"), "cpu") == "splash"
+    assert choice.choose_kernel(config(attention_kernel="splash"), "cpu") == "splash"
     with pytest.raises(utils.ConfigError, match="splash: sequences of 1000 are not"):
-        attention.choose_kernel(config(attention_kernel="splash", seq_len=1000), "cpu")
+        choice.choose_kernel(config(attention_kernel="splash", seq_len=1000), "cpu")
     whole = config(attention_kernel="triton", **WINDOW | {"sliding_window": 1024})
-    assert attention.choose_kernel(whole, "gpu9") == "triton"
+    assert choice.choose_kernel(whole, "gpu9") == "triton"
 
 
 @pytest.mark.parametrize(
@@ -234,17 +234,17 @@ def test_a_selected_kernel_runs_on_a_cpu_and_where_its_window_has_all_positions(
     ],
 )
 def test_the_kernel_is_described_with_why_not_a_better_one(fields, platform, text):
-    assert attention.describe_kernel(config(**fields), platform) == text
-    assert attention.choose_kernel(config(**fields), platform) == text.split()[0]
+    assert choice.describe_kernel(config(**fields), platform) == text
+    assert choice.choose_kernel(config(**fields), platform) == text.split()[0]
 
 
 def test_kernels_skip_blocks_above_the_diagonal_and_before_the_window():
     for length, blocks in [(512, 1), (640, 5), (768, 2), (4096, 8)]:
-        share = attention.computed_share(config(seq_len=length), "tpu")
+        share = choice.computed_share(config(seq_len=length), "tpu")
         assert share == sum(range(blocks + 1)) / blocks**2
-    assert attention.computed_share(config(), "cpu") == 1
+    assert choice.computed_share(config(), "cpu") == 1
     behind = np.arange(1024)[:, None] - np.arange(1024)[None, :]
     for window in (1, 128, 129, 130, 700, 4096):
-        share = attention.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9")
+        share = choice.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9")
         visible = (behind >= 0) & (behind < window)
         assert share == visible.reshape(8, 128, 8, 128).any((1, 3)).mean()

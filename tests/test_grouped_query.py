@@ -53,10 +53,10 @@ def test_model_flops_count_the_positions_in_the_window():
     pairs = sum(min(t + 1, window) for t in range(T))
     heads = config.model.num_hidden_layers * config.model.num_attention_heads
     whole = dataclasses.replace(config.model, sliding_window=0)
-    found, full = (hardware.palm_flops_per_token(m, declared, T) for m in (config.model, whole))
+    windowed, full = (hardware.palm_flops_per_token(m, declared, T) for m in (config.model, whole))
     # The rule leaves out half of the diagonal.
     expected = 6 * heads * 20 * ((pairs - window / 2) / T - T / 2)
-    assert found - full == pytest.approx(expected, rel=1e-6)
+    assert windowed - full == pytest.approx(expected, rel=1e-6)
 
 
 # --- a third attention ----------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def test_another_attention_is_trained_decoded_planned_and_counted(monkeypatch):
     check_step(alibi, tree)
     expected = np.asarray(reference.logits(tree, tokens, alibi.model))
     seen = expected > -np.inf
-    found = decoded_logits(alibi, tree, tokens)
-    assert relative_error(found[seen], expected[seen]) <= 1e-5
+    logits = decoded_logits(alibi, tree, tokens)
+    assert relative_error(logits[seen], expected[seen]) <= 1e-5
     plans = [cost.predict(c, None) for c in (alibi, gqa)]
     assert plans[0].flops_per_chip > plans[1].flops_per_chip
     declared = model.declare(alibi)

@@ -21,7 +21,7 @@ FILES = {
 AT_ROOT = [name for name in FILES if "." not in name]
 COMMANDS = {"plan", "benchmark", "pipeline"}  # which may import planning/ and benchmarks/ at once
 OTHERS = ("tests/", "guide/", ".venv/", ".cache/", "runs/")  # folders of other programs
-MOST_LINES, MODEL_LINES, MOST_FLOORS = 600, 1160, 11
+MOST_LINES, MODEL_LINES, MOST_FLOORS = 600, 1161, 11
 
 
 def statements(body, late):
@@ -87,7 +87,7 @@ def test_only_commands_start_with_planning_or_benchmarks_and_planning_imports_no
     [
         ("runtime", ("runtime.", "utils", "data.manifest")),
         ("data", ("data.", "runtime.", "utils")),
-        ("attention_kernels", ("attention_kernels.", "weights", "utils")),
+        ("attention_kernels", ("attention_kernels.", "attention", "weights", "utils")),
         ("hf", ("hf.", "data.", "runtime.", "model", "weights", "utils")),
     ],
 )

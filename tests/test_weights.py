@@ -132,9 +132,9 @@ def test_the_initial_scale_uses_the_global_contracted_dimensions():
     expected = [
         (attention["kv_down"], 1, D),
         (attention["kv_up"], 1, C),
-        (attention["out"], model.RESIDUAL_SCALE, N * W),
+        (attention["out"], weights.RESIDUAL_SCALE, N * W),
         (experts["gate"], 1, D),
-        (experts["down"], model.RESIDUAL_SCALE, G),
+        (experts["down"], weights.RESIDUAL_SCALE, G),
     ]
     for value, scale, inputs in expected:
         assert abs(value.std() * math.sqrt(inputs) / scale - 1) < 0.05
@@ -174,9 +174,9 @@ def test_gradients_of_gathered_bfloat16_weights_are_summed_in_float32():
     specs = {"in_specs": (declared.spec, P("fsdp")), "out_specs": declared.spec}
     run = jax.shard_map(local, mesh=mesh((8, 1, 1)), **specs)
     arguments = jnp.zeros((16, 24), jnp.bfloat16), cotangent
-    found = jax.jit(run)(*arguments)
-    assert found.dtype == jnp.bfloat16
-    assert (np.asarray(found, np.float32) == 260).all()
+    gradient = jax.jit(run)(*arguments)
+    assert gradient.dtype == jnp.bfloat16
+    assert (np.asarray(gradient, np.float32) == 260).all()
     # A CPU sums bfloat16 in float32 anyway; the program shows what other devices do.
     program = str(jax.make_jaxpr(run)(*arguments))
     assert re.findall(r"(\w+)\[[\d,]*\]\S* = reduce_scatter", program) == ["f32"]
@@ -185,9 +185,9 @@ def test_gradients_of_gathered_bfloat16_weights_are_summed_in_float32():
 def test_weights_are_cast_except_those_declared_float32():
     declared = toy()
     values = jax.tree.map(lambda w: np.zeros(w.shape, np.float32), declared)
-    found = weights.cast(declared, values, jnp.bfloat16)
-    assert found.expert.dtype == found.inner.down.dtype == jnp.bfloat16
-    assert found.norm.dtype == jnp.float32
+    cast = weights.cast(declared, values, jnp.bfloat16)
+    assert cast.expert.dtype == cast.inner.down.dtype == jnp.bfloat16
+    assert cast.norm.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_a_gradient_is_scattered_in_one_layout_and_returned_in_that_of_its_weigh
     specs = {"in_specs": P(), "out_specs": weights.specs(declared)}
     run = jax.jit(jax.shard_map(local, mesh=mesh((ranks, 1, 1)), **specs))
     text = run.lower(Inner(jax.ShapeDtypeStruct((3, size), jnp.float32))).as_text()
-    found = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[(.*?)\]>", text)
-    assert found == layouts
+    constraints = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[(.*?)\]>", text)
+    assert constraints == layouts
 
 
 @pytest.mark.parametrize("gathered", [True, False])
@@ -230,8 +230,8 @@ def test_gradients_are_summed_over_every_rank_with_a_partial_sum(shape, gathered
         return weights.reduce_gradients(declared, jax.tree.map(part, declared), gathered)
 
     specs = {"in_specs": P(*MESH_AXES), "out_specs": weights.specs(declared)}
-    found = jax.jit(jax.shard_map(local, mesh=here, **specs))(powers)
-    for w, grad in zip(jax.tree.leaves(declared), jax.tree.leaves(found), strict=True):
+    grads = jax.jit(jax.shard_map(local, mesh=here, **specs))(powers)
+    for w, grad in zip(jax.tree.leaves(declared), jax.tree.leaves(grads), strict=True):
         own = [axis for axes in axes_of(w) for axis in axes]
         others = tuple(i for i, axis in enumerate(MESH_AXES) if axis not in own)
         sums = np.broadcast_to(powers.sum(others, keepdims=True), powers.shape)
