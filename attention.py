@@ -281,7 +281,7 @@ class LatentAttention:
 class KeyValue:
     """Key and value projections whose heads are sharded over tensor."""
 
-    # As in model.ExpertParallelExperts.
+    # As in experts.ExpertParallelExperts.
     layout: str = flax.struct.field(pytree_node=False, default="sharded", kw_only=True)
     key: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")
     value: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")

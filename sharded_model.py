@@ -4,7 +4,7 @@
 `gather_params` turns this rank's weights into the ones that layers use, and `reduce_gradients`
 turns its gradients into those of the model. All of it runs inside one `shard_map` (`over_mesh`).
 
-Letters as in model.py.
+Letters as in model.py and, in the loss, vocabulary.py.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import pipeline
 import utils
+import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
@@ -112,7 +113,7 @@ def pipeline_functions(
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
-        x_btD = reduced(model.embed(w.embedding, data.tokens), "pipeline")
+        x_btD = reduced(vocabulary.embed(w.embedding, data.tokens), "pipeline")
         if w.prefix is not None:
             run = wrapped(dense_layer, declared.first.prefix, data)
             x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
@@ -136,8 +137,8 @@ def last_loss(
     # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
     h_nD = vary(h_bTD).reshape(data.targets.size, -1)
     inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
-    chunks_cn = (model.in_chunks(x_n, config.train.loss_chunk_tokens) for x_n in inputs_n)
-    return model.chunked_loss(
+    chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
+    return vocabulary.chunked_loss(
         config.model.vocab_size, config.model.z_loss, outer.output, *chunks_cn
     )
 
@@ -146,7 +147,7 @@ def last_loss(
 def final_hidden(config: Config, outer: EmbeddingAndHead, y_btD: jax.Array) -> jax.Array:
     """Return the input [b, T, D] of the output matrix.  Collectives: all_gather(tensor) of it."""
     y_btD = reduced(y_btD, "pipeline")  # before the norm's weight, which varies
-    h_btD = model.rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps)
+    h_btD = weights.rms_norm(y_btD, outer.last.norm, config.model.rms_norm_eps)
     return model.gather_sequence(h_btD, "input")
 
 
@@ -364,9 +365,9 @@ def token_losses(
     """
 
     def of_chunk(table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
-        logits_nv = model.local_logits(table_vD, h_nD, config.model.vocab_size)
-        losses_n, _ = model.cross_entropy(logits_nv, targets_n)
-        is_target_nv = model.local_ids(len(table_vD))[None, :] == targets_n[:, None]
+        logits_nv = vocabulary.local_logits(table_vD, h_nD, config.model.vocab_size)
+        losses_n, _ = vocabulary.cross_entropy(logits_nv, targets_n)
+        is_target_nv = vocabulary.local_ids(len(table_vD))[None, :] == targets_n[:, None]
         picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
         is_likeliest_n = picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
         return jnp.stack([losses_n, is_likeliest_n.astype(jnp.float32)], -1)
@@ -374,7 +375,7 @@ def token_losses(
     def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size
         inputs_n = vary(h_bTD).reshape(n, -1), data.targets.reshape(-1)
-        chunks_cn = tuple(model.in_chunks(x_n, config.train.loss_chunk_tokens) for x_n in inputs_n)
+        chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
         losses_cn = lax.map(lambda chunk: of_chunk(outer.output, *chunk), chunks_cn)
         return losses_cn.reshape(-1, 2)[:n].reshape(*data.targets.shape, 2)
 

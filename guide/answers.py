@@ -30,11 +30,13 @@ import utils
 from data import readers
 from data.tokenizer import load_tokenizer, token_bytes
 from dataset import permute  # noqa: F401  answers use it
+from experts import assign_slots, divide_load, expert_capacity, sort_choices
 from hf import model_config, tensors
 from hf.families import FAMILIES
 from inference import decode
 from planning import collectives, cost, search
 from planning.results import MESH_FLAGS, Traffic, usable_bytes
+from routing import route
 from runtime import cli
 from schedule import Schedule
 from utils import MESH_AXES
@@ -222,20 +224,14 @@ def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> l
     """Return the experts of a token with these scores, the best first, and then their weights."""
     E = len(scores)
     logits = np.log(scores) - np.log1p(-np.array(scores))
-    w = model.Moe(
-        experts=None,
-        shared=None,
-        norm=jnp.ones(E),
-        router=jnp.eye(E),
-        bias=jnp.asarray(biases, jnp.float32),
-    )
     h_btD = jnp.asarray(logits, jnp.float32)[None, None]
-    _, choice, weight = model.route(w, h_btD, experts_config(E, K))
+    router, bias = jnp.eye(E), jnp.asarray(biases, jnp.float32)
+    _, choice, weight = route(router, bias, h_btD, experts_config(E, K))
     return [*choice.ravel().tolist(), *(round(x, 3) for x in weight.ravel().tolist())]
 
 
 def slots(factor: float, tokens: int = 2048, experts: int = 16, K: int = 2) -> int:
-    return model.expert_capacity(experts_config(experts, K), tokens, factor)
+    return expert_capacity(experts_config(experts, K), tokens, factor)
 
 
 def enough_tiles(tokens: int, K: int, experts: int, tile: int) -> int:
@@ -243,8 +239,8 @@ def enough_tiles(tokens: int, K: int, experts: int, tile: int) -> int:
 
 
 # Compiled once for each size, and not operation by operation.
-ASSIGN_SLOTS = jax.jit(model.assign_slots, static_argnums=(1, 2))
-SORT_CHOICES = jax.jit(model.sort_choices, static_argnums=(1, 2, 3))
+ASSIGN_SLOTS = jax.jit(assign_slots, static_argnums=(1, 2))
+SORT_CHOICES = jax.jit(sort_choices, static_argnums=(1, 2, 3))
 
 
 def assigned(choice: Sequence[Sequence[int]], experts: int, capacity: int) -> list[list[int]]:
@@ -262,7 +258,7 @@ def tiles_of(choice: Sequence[Sequence[int]], experts: int, tile: int) -> int:
 
 def dropless_rows(tokens: int, K: int, experts: int) -> float:
     """Return the rows that dropless experts multiply under even loads, over those chosen."""
-    load = model.divide_load(tokens * K / experts, experts)
+    load = divide_load(tokens * K / experts, experts)
     return (experts * load.batched + load.tiles * load.tile) / (tokens * K)
 
 

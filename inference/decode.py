@@ -26,21 +26,11 @@ from jax.sharding import PartitionSpec as P
 import model
 import utils
 from attention import MASKED, Attention, CacheArray, kind_of
-from model import (
-    ExpertParallelExperts,
-    ForwardOptions,
-    LayerPosition,
-    ShardedExperts,
-    Transformer,
-    add_distinct,
-    local_logits,
-    lookup,
-    read_rows,
-    sort_choices,
-    swiglu,
-)
+from experts import ExpertParallelExperts, ShardedExperts, add_distinct, read_rows, sort_choices
+from model import ForwardOptions, LayerPosition, Transformer, swiglu
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
+from vocabulary import local_logits, lookup
 from weights import Weight, matmul, rms_norm, vary, varying
 
 BLOCK = 256  # cached positions that attention processes at once
@@ -157,12 +147,11 @@ def attend_to_cache(
     w: Attention,
     inputs_bTX: jax.Array,
     past: Past,
-    options: ForwardOptions,
+    m: utils.Model,
     layer: jax.Array,
     rope: bool,
 ) -> tuple[jax.Array, Cache]:
     """Return the heads [b, T, n, W], and the values to cache: [b, T, heads, width] each."""
-    m = options.model
     position_bT = positions(past, inputs_bTX.shape[1])
     q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, rope)
     y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, w.cached_width(m), m.sliding_window)

@@ -30,6 +30,7 @@ import hardware
 import model
 import optimizer
 import sharded_model
+import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel, computed_share
 from hardware import Chip, platform_of
@@ -104,7 +105,7 @@ class Step:
     def _trace(self, shared: bool) -> None:
         c = self.config
         # A shared trace has two of the loss's chunks of tokens, if there are more.
-        chunks = model.num_chunks(self.bT, c.train.loss_chunk_tokens)
+        chunks = vocabulary.num_chunks(self.bT, c.train.loss_chunk_tokens)
         few = shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b

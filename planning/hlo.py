@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import model
+import experts
 from attention_kernels.adapter import GPU_TILE
 from utils import ConfigError
 
@@ -157,7 +157,7 @@ class Walk:
 
         Left out are tiles of experts beyond those of an even load.
         """
-        if f"/{model.OVERFLOW}/" in loop.op_name:
+        if f"/{experts.OVERFLOW}/" in loop.op_name:
             return
         body, condition = map(self.run, loop.computations("body", "condition"))
         if any((body + condition).values()):

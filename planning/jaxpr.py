@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-import model
+import experts
 from utils import LANES, ConfigError
 
 Count = np.ndarray  # FLOPs or bytes, for each cut of Sizes
@@ -236,7 +236,7 @@ class Reader:
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-        elif name in OPAQUE and _has_cost(eqn) and part.split()[-1:] != [model.OVERFLOW]:
+        elif name in OPAQUE and _has_cost(eqn) and part.split()[-1:] != [experts.OVERFLOW]:
             raise ConfigError(
                 f"{part or 'the model'} has a {name}, whose cost a trace does not show. Write "
                 "loops as lax.scan, choices as jnp.where, and products as einsum."

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import experts
 import model
 import pipeline
 import sharded_model
@@ -262,11 +263,11 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
     sequences  sequences of one fsdp rank.
     """
     t, m = config.train, config.model
-    layout = "expert_parallel" if model.uses_expert_parallelism(config) else "sharded"
+    layout = "expert_parallel" if experts.uses_expert_parallelism(config) else "sharded"
     m = dataclasses.replace(m, experts_layout=layout)
     if sequences == PRIME and m.moe_layers:  # the capacity grows with the batch
         tokens = t.seq_len // mesh.tensor
-        slots = PRIME * model.expert_capacity(m, tokens, m.capacity_factor) - 0.5
+        slots = PRIME * experts.expert_capacity(m, tokens, m.capacity_factor) - 0.5
         factor = slots * m.n_routed_experts / (m.num_experts_per_tok * PRIME * tokens)
         m = dataclasses.replace(m, capacity_factor=factor)
     layers = m.first_k_dense_replace + mesh.pipeline * m.decoder_sparse_step

@@ -18,6 +18,7 @@ import reference
 import sharded_model
 import train
 import utils
+import vocabulary
 from hf_case import model_with
 from inference import decode
 
@@ -100,7 +101,7 @@ def full_logits(config, declared, mesh):
 
     def make(outer, data, h_bTD):
         h_nD = h_bTD.reshape(-1, h_bTD.shape[-1])
-        logits_nv = model.local_logits(outer.output, h_nD, config.model.vocab_size)
+        logits_nv = vocabulary.local_logits(outer.output, h_nD, config.model.vocab_size)
         logits_nV = lax.all_gather(
             logits_nv, utils.VOCABULARY_AXES, axis=1, tiled=True, to="invarying"
         )

@@ -15,12 +15,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import experts
 import hf_case
 import model
-import pipeline
 import reference
 import sharded_model
 import utils
+import vocabulary
 import weights
 from common import (
     batch_of,
@@ -36,7 +37,7 @@ from common import (
     step_of,
     transformer_of,
 )
-from planning import hlo
+from planning import hlo, trace
 
 BOUND = 2e-5  # relative, float32
 # Together the two cases cover the options of latent attention, of experts with a capacity and of a
@@ -74,8 +75,8 @@ def test_a_step_on_zeros_is_finite_forward_and_backward():
     mesh, tree = mesh_of(config), tree_of(config.model)
     tree = tree | {"embedding": np.zeros_like(tree["embedding"])}
     data = on_mesh(config, mesh, batch_of(config))
-    found = step_of(config)(transformer_of(config, mesh, tree), data)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    results = step_of(config)(transformer_of(config, mesh, tree), data)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results))
 
 
 def test_evaluation_matches_the_reference_without_dropout_and_with_its_own_capacity():
@@ -84,14 +85,14 @@ def test_evaluation_matches_the_reference_without_dropout_and_with_its_own_capac
     config, mesh = dataclasses.replace(case, model=fields), mesh_of(case)
     tree, batch = tree_of(case.model), batch_of(case)
     run = jax.jit(sharded_model.evaluate(config, model.declare(config), mesh))
-    found = run(transformer_of(case, mesh, tree), on_mesh(case, mesh, batch))
+    stats = run(transformer_of(case, mesh, tree), on_mesh(case, mesh, batch))
     (_, parts), _ = reference_step(tree, batch, case.model)
-    assert relative_error(found.cross_entropy, parts["cross_entropy"]) <= BOUND
-    assert relative_error(found.z, parts["z"]) <= BOUND
+    assert relative_error(stats.cross_entropy, parts["cross_entropy"]) <= BOUND
+    assert relative_error(stats.z, parts["z"]) <= BOUND
     # 1 at equal load: neither weighted nor summed over layers.
     mean = parts["balance"] / case.model.aux_loss_alpha / case.model.blocks
-    assert relative_error(found.balance, mean) <= BOUND
-    check_routing(case, found, parts)
+    assert relative_error(stats.balance, mean) <= BOUND
+    check_routing(case, stats, parts)
 
 
 # --- programs ----------------------------------------------------------------------------------
@@ -135,23 +136,14 @@ def kept_for_backward(gather="step", remat="none", sequences=16, **fields):
     """Return shapes and dtypes of the residuals of a block on (2, 1, 2)."""
     train = {"remat": remat, "global_batch_size": sequences}
     config = config_of((2, 1, 2), gather=gather, train=train, q_lora_rank=24, **fields)
-    declared, found = model.declare(config), []
-    how = model.ForwardOptions(config.model, 0, config.model.capacity_factor)
+    residuals = []
 
-    def local(w, data):
-        run = sharded_model.pipeline_functions(
-            config, declared, how, jnp.int32(0), jnp.float32(1), 1.0
-        )
-        w = sharded_model.gather_params(config, declared, w)
-        data = sharded_model.with_microbatch_index(data)
-        run = pipeline.Executor(run, w, data, sharded_model.schedule_of(config))
+    def visit(run):
         ring, _ = run.empty_ring(run.empty_x())
-        found.extend((a.shape[2:], a.dtype) for a in jax.tree.leaves(ring))
-        return jnp.zeros(())
+        residuals.extend((a.shape[2:], a.dtype) for a in jax.tree.leaves(ring))
 
-    step = sharded_model.over_mesh(declared, mesh_of(config), local, out=P())
-    jax.eval_shape(step, *arguments(config))
-    return found
+    trace.with_executor(config, "xla", sharded_model.remat(config), visit)
+    return residuals
 
 
 def test_with_full_remat_only_the_input_of_each_layer_is_saved():
@@ -263,7 +255,7 @@ def test_experts_multiply_few_more_rows_than_are_chosen():
     n, D, G, E, K = 2048, 32, 48, 64, 6
 
     def run(*inputs):
-        y_rD = model.local_experts(model.divide_load(n * K / E, E), *inputs)
+        y_rD = experts.local_experts(experts.divide_load(n * K / E, E), *inputs)
         return (y_rD**2).sum()  # not linear, so that its gradient needs y
 
     shapes = [(n, D), (n, K), (n, K), (E, D, 2 * G), (E, G, D)]
@@ -302,8 +294,8 @@ def test_dropout_keeps_the_mean_and_differs_between_steps_microbatches_layers_an
     assert abs(np.mean(base == 0) - 0.25) < 0.02
     assert np.unique(base).tolist() == [0, np.float32(4 / 3)]
     np.testing.assert_array_equal(base, one(5, 1, 2))
-    for found in (one(6, 1, 2), one(5, 0, 2), one(5, 1, 3), one(1, 5, 2), other(5, 1, 2)):
-        assert abs(agreement(base, found) - 0.625) < 0.03
+    for mask in (one(6, 1, 2), one(5, 0, 2), one(5, 1, 3), one(1, 5, 2), other(5, 1, 2)):
+        assert abs(agreement(base, mask) - 0.625) < 0.03
 
 
 def test_dropout_differs_between_ranks_that_hold_different_data():
@@ -362,8 +354,8 @@ def test_products_with_the_vocabulary_accumulate_in_float32():
 
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
-        chunks = [model.in_chunks(a, 16) for a in (h, targets, token_weights)]
-        return model.chunked_loss(500, 0.01, table, *chunks)
+        chunks = vocabulary.in_chunks((h, targets, token_weights), 16)
+        return vocabulary.chunked_loss(500, 0.01, table, *chunks)
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh_of(config_of()), in_specs=specs, out_specs=P())
@@ -380,13 +372,13 @@ def test_the_gradient_of_a_common_tokens_embedding_is_a_float32_sum():
     """A sum in bfloat16 ends at 256."""
 
     def total(table):
-        rows = model.lookup(weights.vary(table), jnp.full((2, 1000), 5, jnp.int32))
+        rows = vocabulary.lookup(weights.vary(table), jnp.full((2, 1000), 5, jnp.int32))
         return rows.astype(jnp.float32).sum()
 
     mesh, spec = mesh_of(config_of()), P(utils.VOCABULARY_AXES)
     run = jax.jit(jax.shard_map(jax.grad(total), mesh=mesh, in_specs=spec, out_specs=spec))
-    found = np.asarray(run(jnp.ones((8, 4), jnp.bfloat16)), np.float32)
-    assert (found[5] == 2000).all() and found.sum() == 4 * 2000
+    gradient = np.asarray(run(jnp.ones((8, 4), jnp.bfloat16)), np.float32)
+    assert (gradient[5] == 2000).all() and gradient.sum() == 4 * 2000
 
 
 @pytest.mark.parametrize(
@@ -395,7 +387,7 @@ def test_the_gradient_of_a_common_tokens_embedding_is_a_float32_sum():
 def test_chunks_are_few_and_at_most_the_requested_size(tokens, most, count):
     """5003 is prime. 84 is divided evenly by 6, and not by the 5 that would be enough."""
     x_n = np.arange(1, tokens + 1, dtype=np.int32)
-    chunks_cn = np.asarray(model.in_chunks(jnp.asarray(x_n), most))
+    chunks_cn = np.asarray(vocabulary.in_chunks(jnp.asarray(x_n), most))
     assert chunks_cn.shape[0] == count and chunks_cn.shape[1] <= most
     padding = chunks_cn.reshape(-1)[tokens:]
     np.testing.assert_array_equal(chunks_cn.reshape(-1)[:tokens], x_n)
@@ -406,7 +398,7 @@ def test_losses_of_tokens_match_the_reference_if_the_last_chunk_is_padded():
     train = {"microbatches": 1, "global_batch_size": 5, "loss_chunk_tokens": 7}
     fields = {"blocks": 1, "moe_layers": 0, "tie_word_embeddings": False}
     config = config_of((1, 1, 2), train=train, **fields)
-    assert 5 * 16 % model.num_chunks(5 * 16, 7) != 0
+    assert 5 * 16 % vocabulary.num_chunks(5 * 16, 7) != 0
     mesh, tree, batch = mesh_of(config), tree_of(config.model), batch_of(config)
     # Rows are similar, so that all logits of some tokens are negative.
     tree = tree | {"output": tree["output"][:1] + tree["output"] / 10}
@@ -414,11 +406,11 @@ def test_losses_of_tokens_match_the_reference_if_the_last_chunk_is_padded():
     likeliest = np.arange(16) % 2 == 0  # every other target is the likeliest token
     batch["targets"] = np.where(likeliest, logits.argmax(-1), batch["targets"]).astype(np.int32)
     run = jax.jit(sharded_model.token_losses(config, model.declare(config), mesh))
-    found = np.asarray(run(transformer_of(config, mesh, tree), on_mesh(config, mesh, batch)))[0]
+    losses = np.asarray(run(transformer_of(config, mesh, tree), on_mesh(config, mesh, batch)))[0]
     picked = np.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     expected = jax.nn.logsumexp(logits, axis=-1) - picked
-    np.testing.assert_allclose(found[..., 0], expected, rtol=1e-5, atol=1e-5)
-    assert (found[..., 1] == (picked == logits.max(-1))).all() and found[..., 1].mean() > 0.4
+    np.testing.assert_allclose(losses[..., 0], expected, rtol=1e-5, atol=1e-5)
+    assert (losses[..., 1] == (picked == logits.max(-1))).all() and losses[..., 1].mean() > 0.4
 
 
 # --- guards ------------------------------------------------------------------------------------

@@ -112,9 +112,9 @@ def printed(capsys):
 
 
 def test_the_command_prints_or_draws_the_grid_the_tasks_and_the_bubble(printed, tmp_path):
-    found = json.loads(printed("--pipeline 4 --virtual 2 --microbatches 8 --rank 1 --json"))
-    assert found["tasks"] == [Schedule(4, 2, 8).tasks(1)]
-    assert (found["ticks"], found["bubble"]) == (26, 3 / 19)
+    facts = json.loads(printed("--pipeline 4 --virtual 2 --microbatches 8 --rank 1 --json"))
+    assert facts["tasks"] == [Schedule(4, 2, 8).tasks(1)]
+    assert (facts["ticks"], facts["bubble"]) == (26, 3 / 19)
     path = tmp_path / "plots" / "schedule.png"
     text = printed(f"--pipeline 2 --virtual 2 --microbatches 2 --png {path}")
     assert "rank 1 fwd    . 0a 1a 0b 1b  .  .  .\n" in text

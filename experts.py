@@ -1,0 +1,435 @@
+"""Experts: their weights, the dispatch of tokens to experts on other ranks, and their products.
+
+routing.py chooses the experts of a token, and model.moe is the layer. A choice is the number
+r * K + k of an expert of a token, and a tile is rows of one expert.
+
+Letters. UPPER case is the global dimension, lower case this rank's slice of it:
+    B sequences           T positions               D model width
+    E experts             K experts per token       G hidden width of an expert
+    I hidden width of all shared experts            Z gate and up side by side, 2 G
+    J capacity slots of an expert for the tokens of one rank, or its first rows
+    n tokens of this rank, b * t                    s capacity slots of all experts, E * J
+    r tokens of this rank and those that it gathers from
+    c choices, r * K      i tiles                   p rows of a tile
+A value whose name starts with `partial_` is still to be reduced over ranks.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import utils
+from utils import EXPERT_AXES
+from weights import RESIDUAL_SCALE, float32_product, matmul, normal, vary, varying, weight
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class ExpertParallelExperts:
+    """Routed experts under expert parallelism: each is complete on one rank of fsdp x tensor."""
+
+    # JAX treats two dataclasses with equal fields as one structure, and reuses what it traced with
+    # one for the other. A static field with different values keeps them apart.
+    layout: str = flax.struct.field(pytree_node=False, default="expert_parallel", kw_only=True)
+    gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
+    up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
+    down: jax.Array = weight(
+        "E/fsdp+tensor G D", normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
+    )
+
+
+@flax.struct.dataclass
+class ShardedExperts:
+    """Routed experts sharded like other weights, over fsdp and tensor, and gathered before use."""
+
+    layout: str = flax.struct.field(pytree_node=False, default="sharded", kw_only=True)
+    gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
+    up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
+    down: jax.Array = weight(
+        "E G/tensor D/fsdp", normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
+    )
+
+
+@flax.struct.dataclass
+class SharedExperts:
+    """The shared experts of all tokens, as one gated network of their summed width I."""
+
+    gate: jax.Array = weight("D/fsdp I/tensor", normal("D"), matrix="D x I")
+    up: jax.Array = weight("D/fsdp I/tensor", normal("D"), matrix="D x I")
+    down: jax.Array = weight("I/tensor D/fsdp", normal("I", RESIDUAL_SCALE), matrix="I x D")
+
+
+def uses_expert_parallelism(config: utils.Config) -> bool:
+    """Whether each expert lives on one rank of fsdp x tensor, and is not sharded itself."""
+    if config.model.experts_layout == "auto":
+        return config.model.n_routed_experts % (config.mesh.fsdp * config.mesh.tensor) == 0
+    return config.model.experts_layout == "expert_parallel"
+
+
+def concatenate_gate_up(w: ExpertParallelExperts | ShardedExperts) -> jax.Array:
+    """Return [e, D, 2G]. One product reads its input once, as its gradient does.
+
+    It is a copy, which pays off where an expert has more than about 4 G rows.
+    """
+    return jnp.concatenate([w.gate, w.up], axis=-1)
+
+
+# --- within a capacity ----------------------------------------------------------------------------
+
+
+def capacity_experts(
+    w: ExpertParallelExperts | ShardedExperts,
+    h_btD: jax.Array,
+    choice_btK: jax.Array,
+    weight_btK: jax.Array,
+    m: utils.Model,
+    factor: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Sum weight * expert(h) over each token's choices within the capacity of their experts.
+
+    Returns      the sum [b, t, D], and the number of choices that are dropped.
+    Collectives  those of run_slots.
+    """
+    (b, t, D), E = h_btD.shape, m.n_routed_experts
+    J = expert_capacity(m, b * t, factor)
+    slot_nK, choice_s = assign_slots(choice_btK, E, J)
+    dropped = slot_nK.size - (slot_nK < E * J).sum(dtype=jnp.int32)
+    buffer_sD = take_rows(h_btD.reshape(b * t, D), choice_s // m.num_experts_per_tok, slot_nK)
+    # Weights travel with the tokens and multiply the hidden values. The gradient of a weight then
+    # does not need the output of the expert.
+    weight_s = take_rows(weight_btK.reshape(-1), choice_s, slot_nK.reshape(-1, 1))
+    y_EJD = run_slots(w, buffer_sD.reshape(E, J, D), weight_s.reshape(E, J))
+    y_nD = add_rows(y_EJD.reshape(-1, D), slot_nK, choice_s // m.num_experts_per_tok)
+    return y_nD.reshape(b, t, D), dropped
+
+
+def expert_capacity(m: utils.Model, tokens: int, factor: float) -> int:
+    """Return J = ceil(factor * K * tokens / E), at most `tokens`.
+
+    tokens  of one rank in one microbatch. With expert parallelism an expert has J slots for each
+            rank that sends to it.
+    """
+    return min(tokens, math.ceil(factor * m.num_experts_per_tok * tokens / m.n_routed_experts))
+
+
+def assign_slots(choice_btK: jax.Array, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Assign each choice a capacity slot of its expert, by position and then sequence.
+
+    No later token displaces an earlier one. A stable sort and two scatters of integers:
+    O(n K log n K).
+
+    choice_btK  indices of experts.
+    Returns     slot_nK, e * capacity + the place at expert e, or experts * capacity for a dropped
+                choice; choice_s [experts * capacity], the choice (n * K + k) in each slot, or
+                n * K for an empty one.
+    """
+    b, t, K = choice_btK.shape
+    by_position = choice_btK.swapaxes(0, 1).reshape(-1)
+    order = jnp.argsort(by_position, stable=True)
+    expert = by_position[order]
+    start = jnp.searchsorted(expert, jnp.arange(experts, dtype=expert.dtype)).astype(jnp.int32)
+    place = jnp.arange(expert.size, dtype=jnp.int32) - start[expert]
+    slot = jnp.where(place < capacity, expert * capacity + place, experts * capacity)
+    slot_tbK = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True).reshape(t, b, K)
+    slot_nK = slot_tbK.swapaxes(0, 1).reshape(b * t, K)
+    numbers = jnp.arange(b * t * K, dtype=jnp.int32)
+    empty = vary(jnp.full(experts * capacity, b * t * K, jnp.int32), varying(slot))
+    return slot_nK, empty.at[slot_nK.reshape(-1)].set(numbers, mode="drop")
+
+
+def run_slots(
+    w: ExpertParallelExperts | ShardedExperts, buffer_EJD: jax.Array, weight_EJ: jax.Array
+) -> jax.Array:
+    """Run each capacity slot through its expert, times its routing weight.
+
+    Collectives  with expert parallelism all_to_all(fsdp x tensor) of the dispatch buffer, there and
+                 back, and of routing weights, so that an expert has J slots of each rank; else
+                 all_gather(tensor) of both, and psum_scatter(tensor) of partial sums.
+    """
+    if isinstance(w, ExpertParallelExperts):
+        exchange = partial(lax.all_to_all, axis_name=EXPERT_AXES, tiled=True)
+        send = partial(exchange, split_axis=0, concat_axis=1)
+        send_back = partial(exchange, split_axis=1, concat_axis=0)
+    else:
+        send = partial(lax.all_gather, axis_name="tensor", axis=1, tiled=True)
+        send_back = partial(lax.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True)
+    with jax.named_scope("dispatch"):
+        buffer_eJD, weight_eJ = send(buffer_EJD), send(weight_EJ)
+    y_eJD = expert_swiglu(concatenate_gate_up(w), w.down, buffer_eJD, weight_eJ)
+    with jax.named_scope("return"):
+        return send_back(y_eJD)
+
+
+def read_rows(x: jax.Array, index: jax.Array, **options: Any) -> jax.Array:
+    """x[index], with zeros where `index` is past the end."""
+    return x.at[index].get(mode="fill", fill_value=0, **options)
+
+
+def sum_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Sum over j of x[index[:, j]]."""
+    return read_rows(x, index).sum(1)
+
+
+def with_transpose(function: Callable, transpose: Callable) -> Callable:
+    """Return (x, index, back) -> function(x, index), with the gradient transpose(grad, back).
+
+    So both directions can be gathers. A scatter runs one row after the other on a CPU.
+    """
+    run = jax.custom_vjp(lambda x, index, back: function(x, index))
+    run.defvjp(
+        lambda x, index, back: (function(x, index), back),
+        lambda back, grad: (transpose(grad, back), None, None),
+    )
+    return run
+
+
+# back  [rows of x, any]: where each row is in the result; past the end for nowhere.
+take_rows = with_transpose(read_rows, sum_rows)
+# back  [rows of x]: the row of the result that each row is added to.
+add_rows = with_transpose(sum_rows, read_rows)
+
+
+@jax.named_scope("experts")
+def expert_swiglu(
+    gate_up_eDZ: jax.Array, down_eGD: jax.Array, x_eJD: jax.Array, weight_eJ: jax.Array
+) -> jax.Array:
+    """SwiGLU of J rows of each expert; a partial sum if this rank has a part of G."""
+    x_eJD, weight_eJ = checkpoint_name((x_eJD, weight_eJ), "expert_in")
+    both_eJZ = checkpoint_name(matmul("eJD,eDZ->eJZ", x_eJD, gate_up_eDZ), "expert_hidden")
+    return matmul("eJG,eGD->eJD", weighted_swiglu(both_eJZ, weight_eJ), down_eGD)
+
+
+def weighted_swiglu(both: jax.Array, weight: jax.Array) -> jax.Array:
+    """weight * silu(gate) * up, where `both` is [..., Z]."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    hidden = jax.nn.silu(gate) * up
+    # float32, for the sum over G in the gradient of a weight.
+    return (hidden.astype(jnp.float32) * weight[..., None]).astype(hidden.dtype)
+
+
+# --- dropless -------------------------------------------------------------------------------------
+
+OVERFLOW = "overflow"  # scope of tiles beyond those of an even load; the planner leaves it out
+
+
+def dropless_experts(
+    w: ExpertParallelExperts | ShardedExperts,
+    h_btD: jax.Array,
+    choice_btK: jax.Array,
+    weight_btK: jax.Array,
+    m: utils.Model,
+) -> jax.Array:
+    """Sum weight * expert(h) over each token's choices.
+
+    Every rank of `axes` gets the tokens of all of them, and adds what its experts, or its slices of
+    all experts, contribute. So no rank can receive more tokens than there are.
+
+    Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
+                 the result; axes are fsdp and tensor with expert parallelism, else tensor.
+    """
+    b, t, D = h_btD.shape
+    expert_parallel = isinstance(w, ExpertParallelExperts)
+    axes = EXPERT_AXES if expert_parallel else ("tensor",)
+    with jax.named_scope("dispatch"):
+        gather = partial(lax.all_gather, axis_name=axes, tiled=True)
+        h_rD, choice_rK, weight_rK = (
+            gather(a.reshape(b * t, -1)) for a in (h_btD, choice_btK, weight_btK)
+        )
+    h_rD = checkpoint_name(h_rD, "expert_in")
+    if expert_parallel:
+        choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
+    inputs = vary((h_rD, choice_rK, weight_rK, concatenate_gate_up(w), w.down))
+    load = divide_load(choice_rK.size / m.n_routed_experts, w.gate.shape[0])
+    partial_rD = local_experts(load, *inputs)
+    with jax.named_scope("return"):
+        return lax.psum_scatter(partial_rD, axes, tiled=True).reshape(b, t, D)
+
+
+class Load(NamedTuple):
+    """How the choices of an expert are divided."""
+
+    batched: int  # its first choices, in one product with those of the other experts
+    tile: int  # rows of a tile
+    tiles: int  # of all experts, where all have as many choices
+
+
+def divide_load(load: float, experts: int) -> Load:
+    """Divide the choices of an expert, where all have the same number.
+
+    Half of them are batched. A batch of more would be faster, and empty where loads are uneven. A
+    tile is a power of two, at most an eighth of a load. A product of fewer than 8 rows is slow,
+    and one of 512 fills any device.
+    """
+    batched = int(load / 2)
+    tile = min(512, max(8, 1 << (max(1, int(load / 8)).bit_length() - 1)))
+    return Load(batched, tile, int(experts * (load - batched)) // tile + experts)
+
+
+class SortedChoices(NamedTuple):
+    """Choices sorted by expert."""
+
+    order_c: jax.Array  # choices by expert; those of other ranks come last
+    first_e: jax.Array  # [experts + 1] position of each expert's first choice in `order_c`
+    rest_e: jax.Array  # [experts] position of each expert's first choice in tiles
+    last_e: jax.Array  # [experts] tiles up to and including each expert's
+
+    def read(self, begin: jax.Array, end: jax.Array, rows: int) -> jax.Array:
+        """Return the choices at positions from begin to end [...], padded to [..., rows].
+
+        The padding is the number of choices.
+        """
+        offset = jnp.expand_dims(jnp.arange(rows, dtype=jnp.int32), range(begin.ndim))
+        position = begin[..., None] + offset
+        c = self.order_c.size
+        return jnp.where(position < end[..., None], read_rows(self.order_c, position), c)
+
+    def tile(self, i: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Return the expert of tile i and its choices [rows]. Tiles past the last are empty."""
+        e = jnp.minimum((self.last_e <= i).sum(dtype=jnp.int32), self.last_e.size - 1)
+        end = self.first_e[e + 1]
+        tiles = (end - self.rest_e[e] + rows - 1) // rows
+        begin = self.rest_e[e] + (i - self.last_e[e] + tiles) * rows
+        return e, self.read(begin, jnp.where(i < self.last_e[-1], end, 0), rows)
+
+
+def sort_choices(choice_rK: jax.Array, experts: int, skip: int, tile: int) -> SortedChoices:
+    """Sort choices of this rank's experts, 0 to `experts` - 1, and ignore all others.
+
+    skip  how many choices of each expert are in no tile.
+    """
+    choice_c = choice_rK.reshape(-1)
+    choice_c = jnp.where((choice_c >= 0) & (choice_c < experts), choice_c, experts)
+    order_c = jnp.argsort(choice_c, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(experts + 1, dtype=choice_c.dtype)
+    first_e = jnp.searchsorted(choice_c[order_c], numbers).astype(jnp.int32)
+    rest_e = jnp.minimum(first_e[:-1] + skip, first_e[1:])
+    last_e = jnp.cumsum((first_e[1:] - rest_e + tile - 1) // tile)
+    return SortedChoices(order_c, first_e, rest_e, last_e)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def local_experts(
+    load: Load,
+    h_rD: jax.Array,
+    choice_rK: jax.Array,
+    weight_rK: jax.Array,
+    gate_up_eDZ: jax.Array,
+    down_eGD: jax.Array,
+) -> jax.Array:
+    """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
+
+    The first choices of each expert are one batched product. The others are tiles of one expert
+    each. `load.tiles` of them run in any case, so compilers and the planner know them. A second
+    loop runs only where these experts have more.
+    """
+    inputs = h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD
+    return _local_experts_forward(load, *inputs)[0]
+
+
+@jax.named_scope("experts")
+def _local_experts_forward(
+    load: Load, h_rD: jax.Array, choice_rK: jax.Array, *weights: jax.Array
+) -> tuple[jax.Array, tuple]:
+    weight_rK, gate_up_eDZ, down_eGD = weights
+    choices = sort_choices(choice_rK, down_eGD.shape[0], load.batched, load.tile)
+    batched = partial(batched_experts, load.batched, choices)
+    y_rD, pull_back = jax.vjp(batched, h_rD, *weights)
+
+    def run(y_rD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        e, choice_p = choices.tile(i, load.tile)
+        token_p = choice_p // weight_rK.shape[1]
+        both_pZ = matmul("pD,DZ->pZ", read_rows(h_rD, token_p), gate_up_eDZ[e])
+        weighted_pG = weighted_swiglu(both_pZ, read_rows(weight_rK.reshape(-1), choice_p))
+        y_pD = matmul("pG,GD->pD", weighted_pG, down_eGD[e])
+        return add_distinct(y_rD, token_p, y_pD), both_pZ
+
+    y_rD, both_ipZ = lax.scan(run, y_rD, jnp.arange(load.tiles, dtype=jnp.int32))
+    both_ipZ = checkpoint_name(both_ipZ, "expert_hidden")
+    with jax.named_scope(OVERFLOW):
+        end = jnp.maximum(load.tiles, choices.last_e[-1])
+        y_rD = lax.fori_loop(load.tiles, end, lambda i, y_rD: run(y_rD, i)[0], y_rD)
+    return y_rD, (choices, h_rD, weights, pull_back, both_ipZ)
+
+
+@jax.named_scope("experts")
+def _local_experts_backward(load: Load, saved: tuple, d_y_rD: jax.Array) -> tuple:
+    choices, h_rD, (weight_rK, gate_up_eDZ, down_eGD), pull_back, both_ipZ = saved
+
+    def run(grads: tuple, i: jax.Array, both_pZ: jax.Array | None) -> tuple:
+        d_h_rD, d_weight_c, d_gate_up_eDZ, d_down_eGD = grads
+        e, choice_p = choices.tile(i, load.tile)
+        token_p = choice_p // weight_rK.shape[1]
+        x_pD, d_y_pD = read_rows(h_rD, token_p), read_rows(d_y_rD, token_p)
+        if both_pZ is None:
+            both_pZ = matmul("pD,DZ->pZ", x_pD, gate_up_eDZ[e])
+        weight_p = read_rows(weight_rK.reshape(-1), choice_p)
+        weighted_pG, to_inputs = jax.vjp(weighted_swiglu, both_pZ, weight_p)
+        d_both_pZ, d_weight_p = to_inputs(matmul("pD,GD->pG", d_y_pD, down_eGD[e]))
+        d_x_pD = matmul("pZ,DZ->pD", d_both_pZ, gate_up_eDZ[e])
+        return (
+            add_distinct(d_h_rD, token_p, d_x_pD),
+            d_weight_c.at[choice_p].set(d_weight_p, mode="drop", unique_indices=True),
+            d_gate_up_eDZ.at[e].add(float32_product("pD,pZ->DZ", x_pD, d_both_pZ)),
+            d_down_eGD.at[e].add(float32_product("pG,pD->GD", weighted_pG, d_y_pD)),
+        )
+
+    d_h_rD, d_weight_rK, *d_w = pull_back(d_y_rD)
+    # In float32, for the sum over tiles.
+    grads = d_h_rD, d_weight_rK.reshape(-1), *(d.astype(jnp.float32) for d in d_w)
+    tiles = jnp.arange(load.tiles, dtype=jnp.int32), both_ipZ
+    grads, _ = lax.scan(lambda grads, one: (run(grads, *one), None), grads, tiles)
+    with jax.named_scope(OVERFLOW):
+        end = jnp.maximum(load.tiles, choices.last_e[-1])
+        grads = lax.fori_loop(load.tiles, end, lambda i, grads: run(grads, i, None), grads)
+    d_h_rD, d_weight_c, *d_w = grads
+    d_w = (d.astype(h_rD.dtype) for d in d_w)
+    return d_h_rD, None, d_weight_c.reshape(weight_rK.shape), *d_w
+
+
+local_experts.defvjp(_local_experts_forward, _local_experts_backward)
+
+
+def batched_experts(
+    J: int,
+    choices: SortedChoices,
+    h_rD: jax.Array,
+    weight_rK: jax.Array,
+    gate_up_eDZ: jax.Array,
+    down_eGD: jax.Array,
+) -> jax.Array:
+    """Sum weight * expert(h) over the first J choices of each expert."""
+    choice_eJ = choices.read(choices.first_e[:-1], choices.first_e[1:], J)
+    token_eJ = choice_eJ // weight_rK.shape[1]
+    weight_eJ = read_rows(weight_rK.reshape(-1), choice_eJ, unique_indices=True)
+    add = partial(add_tokens, h_rD.shape[0])
+    x_eJD = with_transpose(read_rows, add)(h_rD, token_eJ, token_eJ)
+    y_eJD = expert_swiglu(gate_up_eDZ, down_eGD, x_eJD, weight_eJ)
+    return with_transpose(add, read_rows)(y_eJD, token_eJ, token_eJ)
+
+
+def add_distinct(y_rD: jax.Array, token_p: jax.Array, x_pD: jax.Array) -> jax.Array:
+    """Add rows to those of distinct tokens in increasing order, and drop rows past the end."""
+    distinct = {"indices_are_sorted": True, "unique_indices": True}
+    return y_rD.at[token_p].add(x_pD, mode="drop", **distinct)
+
+
+def add_tokens(rows: int, y_eJD: jax.Array, token_eJ: jax.Array) -> jax.Array:
+    """Add each row of y to the row of its token. The tokens of an expert differ.
+
+    One expert after the other, because a GPU adds rows of the same token in any order.
+    """
+
+    def add(y_rD: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        y_JD, token_J = one
+        return add_distinct(y_rD, token_J, y_JD), None
+
+    zero = vary(jnp.zeros((rows, y_eJD.shape[2]), y_eJD.dtype), varying(y_eJD))
+    return lax.scan(add, zero, (y_eJD, token_eJ))[0]

@@ -1,0 +1,189 @@
+"""What depends on the vocabulary: embedding, logits and loss.
+
+The rows of the embedding and of the output matrix are sharded over pipeline and tensor, so that all
+stages hold the same share (arXiv:2411.05288).
+
+Letters. UPPER case is the global dimension, lower case this rank's slice of it:
+    B sequences    T positions                    D model width    V vocabulary, padded
+    n tokens, b * T, or those of one chunk        c chunks of tokens
+A value whose name starts with `partial_` is still to be reduced over ranks.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from utils import VOCABULARY_AXES
+from weights import Tree, float32_product, matmul, normal, vary, varying, weight
+
+
+def vocab_table() -> Any:
+    """Declare the embedding or output matrix."""
+    return weight("V/pipeline+tensor D/fsdp", normal("D"), group="embedding")
+
+
+# --- embedding ------------------------------------------------------------------------------------
+
+
+def local_rows(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return the row of each id in this rank's vocabulary slice, and whether the slice has it."""
+    row = ids - lax.axis_index(VOCABULARY_AXES) * rows
+    return jnp.clip(row, 0, rows - 1), (row >= 0) & (row < rows)
+
+
+@jax.custom_vjp
+def lookup(table_vD: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return the row of each id [..., D], with zeros for ids of other ranks.
+
+    The gradient of a row is a sum in float32: a common token occurs thousands of times in a batch,
+    and a bfloat16 sum stops growing at 256 times its parts.
+    """
+    row, held = local_rows(ids, table_vD.shape[0])
+    return jnp.where(held[..., None], table_vD[row], 0)
+
+
+def _lookup_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple:
+    table_vD, ids = saved
+    row, held = local_rows(ids, table_vD.shape[0])
+    row = jnp.where(held, row, table_vD.shape[0])
+    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying((table_vD, grad)))
+    d_table_vD = zero.at[row].add(grad.astype(jnp.float32), mode="drop")
+    return d_table_vD.astype(table_vD.dtype), None
+
+
+lookup.defvjp(lambda table_vD, ids: (lookup(table_vD, ids), (table_vD, ids)), _lookup_backward)
+
+
+@jax.named_scope("embedding")
+def embed(table_vD: jax.Array, tokens_bT: jax.Array) -> jax.Array:
+    """Look up rows of the embedding -> [b, t, D], the same on every pipeline rank.
+
+    Each rank holds a slice of the vocabulary, and adds zeros for other ids.
+
+    Collectives  psum(pipeline) and psum_scatter(tensor) of [b, T, D].
+    """
+    partial_bTD = lax.psum(lookup(table_vD, tokens_bT), "pipeline")
+    return lax.psum_scatter(partial_bTD, "tensor", scatter_dimension=1, tiled=True)
+
+
+# --- loss -----------------------------------------------------------------------------------------
+
+
+@jax.named_scope("loss")
+def local_logits(table_vD: jax.Array, h_nD: jax.Array, vocabulary: int) -> jax.Array:
+    """Return this rank's columns of the logits, float32, with -inf for padding ids."""
+    # In float32, because a logit of 20 in bfloat16 is off by up to 0.06, and so is its loss.
+    logits_nv = float32_product("nD,vD->nv", h_nD, table_vD)
+    return jnp.where(local_ids(len(table_vD))[None, :] < vocabulary, logits_nv, -jnp.inf)
+
+
+def local_ids(rows: int) -> jax.Array:
+    """Return the token ids of this rank's vocabulary slice, which has `rows` ids."""
+    return lax.axis_index(VOCABULARY_AXES) * rows + jnp.arange(rows, dtype=jnp.int32)
+
+
+@jax.named_scope("loss")
+def cross_entropy(logits_nv: jax.Array, targets_n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return -log softmax(logits)[target] and logsumexp(logits) of each token [n], float32.
+
+    Collectives  pmax and two psums (pipeline x tensor) of [n].
+    """
+    # The largest logit keeps exp from overflowing. It cancels out, so it needs no gradient.
+    top_n = lax.pmax(lax.stop_gradient(logits_nv.max(-1)), VOCABULARY_AXES)
+    sum_n = lax.psum(jnp.exp(logits_nv - top_n[:, None]).sum(-1), VOCABULARY_AXES)
+    # Compared rather than indexed: the gradient of indexing scatters into zeros of all logits.
+    is_target_nv = local_ids(logits_nv.shape[1])[None, :] == targets_n[:, None]
+    picked_n = lax.psum(jnp.where(is_target_nv, logits_nv, 0).sum(-1), VOCABULARY_AXES)
+    logsumexp_n = jnp.log(sum_n) + top_n
+    return logsumexp_n - picked_n, logsumexp_n
+
+
+def loss_of_logits(
+    z_factor: float, logits_nv: jax.Array, targets_n: jax.Array, weights_n: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return cross-entropy + z_factor * logsumexp^2, and both weighted sums over tokens [2]."""
+    loss_n, logsumexp_n = cross_entropy(logits_nv, targets_n)
+    sums = jnp.stack([(weights_n * loss_n).sum(), (weights_n * logsumexp_n**2).sum()])
+    return sums[0] + z_factor * sums[1], sums
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def chunked_loss(
+    vocabulary: int,
+    z_factor: float,
+    table_vD: jax.Array,
+    h_cnD: jax.Array,
+    targets_cn: jax.Array,
+    weights_cn: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return cross-entropy + z_factor * z-loss, and both sums [2].
+
+    Only the logits of one chunk of tokens exist at a time. The gradient is computed with the value,
+    chunk by chunk, so that logits are neither residuals nor recomputed.
+
+    vocabulary  size without padding.
+    """
+
+    def body(_: None, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        h_nD, *rest = chunk
+        return None, loss_of_logits(z_factor, local_logits(table_vD, h_nD, vocabulary), *rest)[1]
+
+    sums = lax.scan(body, None, (h_cnD, targets_cn, weights_cn))[1].sum(0)
+    return sums[0] + z_factor * sums[1], sums
+
+
+def _chunked_loss_forward(
+    vocabulary: int, z_factor: float, table_vD: jax.Array, *chunks_cn: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    value_and_grad = jax.value_and_grad(partial(loss_of_logits, z_factor), has_aux=True)
+
+    def body(d_table_vD: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+        h_nD, *rest = chunk
+        logits_nv = local_logits(table_vD, h_nD, vocabulary)
+        (_, sums), d_logits_nv = value_and_grad(logits_nv, *rest)
+        with jax.named_scope("transpose(loss)"):  # as JAX names operations of a backward pass
+            d_logits_nv = d_logits_nv.astype(h_nD.dtype)
+            d_table_vD += float32_product("nv,nD->vD", d_logits_nv, h_nD)
+            return d_table_vD, (sums, matmul("nv,vD->nD", d_logits_nv, table_vD))
+
+    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
+    d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, chunks_cn)
+    sums = sums.sum(0)
+    return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
+
+
+def _chunked_loss_backward(vocabulary: int, z_factor: float, grads: tuple, d_out: tuple) -> tuple:
+    scale = d_out[0]  # d_out[1] is of the sums, which are only reported
+    return *((g * scale.astype(g.dtype)) for g in grads), None, None
+
+
+chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
+
+
+@cache
+def num_chunks(tokens: int, most: int) -> int:
+    """Return the number of chunks of at most `most` tokens.
+
+    It is the smallest one, or one at most a quarter larger that divides the tokens evenly.
+    """
+    smallest = -(-tokens // most)
+    larger = range(smallest, smallest + smallest // 4 + 1)
+    return next((count for count in larger if tokens % count == 0), smallest)
+
+
+def in_chunks(arrays_n: Tree, most: int) -> Tree:
+    """[n, ...] -> [chunks, at most `most`, ...] of each leaf, with zeros after the last token."""
+
+    def one(x_n: jax.Array) -> jax.Array:
+        tokens, *rest = x_n.shape
+        count = num_chunks(tokens, most)
+        size = -(-tokens // count)
+        if padding := count * size - tokens:
+            zeros = vary(jnp.zeros((padding, *rest), x_n.dtype), varying(x_n))
+            x_n = jnp.concatenate([x_n, zeros])
+        return x_n.reshape(count, size, *rest)
+
+    return jax.tree.map(one, arrays_n)
