@@ -1,7 +1,7 @@
 """Predict memory, FLOPs, traffic and time of a training step: capacity planning without devices.
 
     ./run.sh python plan.py --config configs/moe_1b.toml --chip v4 --chips 32
-    ./run.sh python plan.py --config configs/moe_1b.toml --chip v4 --chips 32 --search --png moe.png
+    ./run.sh python plan.py --config configs/moe_1b.toml --chip v4 --chips 32 --search
     ./run.sh python plan.py --config configs/jaxformer_1b.toml --chip v4 --compile
 
 A prediction takes seconds (planning/cost.py). --search ranks all meshes (planning/search.py).
@@ -25,15 +25,7 @@ import utils
 from attention_kernels.choice import choose_kernel
 from hardware import Chip
 from planning import compiler, cost, report, search, targets
-from planning.results import (
-    SEARCHED_FLAGS,
-    USABLE,
-    Compiled,
-    Plan,
-    SearchResult,
-    gib,
-    usable_bytes,
-)
+from planning.results import SEARCHED_FLAGS, Compiled, Plan, gib
 from runtime import cli, errors
 from utils import ConfigError
 
@@ -52,12 +44,11 @@ class Flags:
     search: Switch = False  # rank all meshes, schedules, remat policies, gathering, expert layouts
     compile: Switch = False  # also build the step with the chip's compiler; needs no chip
     json: Switch = False  # print JSON instead of tables
-    png: Path | None = None  # draw memory by part and time by resource into this file
     hlo: Path | None = None  # write the text of the compiled program to this file
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the prediction before compiling, which takes minutes; then print and draw the rest."""
+    """Print the prediction before compiling, which takes minutes, and then the compiled step."""
     arguments = sys.argv[1:] if arguments is None else arguments
     flags, rest = tyro.cli(
         Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
@@ -71,12 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     if flags.json:
         print(json.dumps(report.as_json(plan), indent=1, allow_nan=False))
     elif plan.compiled:
-        report.print_compiled(plan, console)
-    if flags.png:
-        report.draw(plan, flags.png)
-    for path in (flags.png, flags.hlo):
-        if path and not flags.json:
-            print(f"written: {path}")
+        console.print(report.compiled_table(plan))
     check_memory(plan)
 
 
@@ -101,7 +87,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     count = flags.chips or math.prod(config.mesh.shape)
     found = None
     if flags.search or count != math.prod(config.mesh.shape):
-        found = run_search(config, chip, count, frozenset(SEARCHED_FLAGS) & given, flags)
+        found = search.search(config, chip, count, frozenset(SEARCHED_FLAGS) & given)
         config = found.best[0].config
     cli.check(config)
     predicted = cost.predict(config, chip)
@@ -115,9 +101,8 @@ def check_flags(flags: Flags) -> None:
     for name in ("hlo", "topology"):
         if getattr(flags, name) and not flags.compile:
             raise ConfigError(f"--{name} goes with --compile. Use --compile --{name} ...")
-    for name in ("png", "hlo"):
-        if path := getattr(flags, name):
-            cli.check_writable(name, path)
+    if flags.hlo:
+        cli.check_writable("hlo", flags.hlo)
     if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
         raise ConfigError("--chips and --tokens are counts. Use 0 or more.")
 
@@ -136,25 +121,6 @@ def check_memory(plan: Plan) -> None:
             f"{gib(need - have)} are missing. Use --train.remat full, --fsdp.gather layer, more "
             "--train.microbatches, or more chips."
         )
-
-
-def run_search(
-    config: utils.Config, chip: Chip | None, count: int, fixed: frozenset[str], flags: Flags
-) -> SearchResult:
-    """Search the meshes of `count` chips.
-
-    Raises  ConfigError if there is no such mesh, or the config fits on none.
-    """
-    found = search.search(config, chip, count, fixed, quiet=flags.json)
-    if found.best:
-        return found
-    least, usable = found.smallest, usable_bytes(chip)
-    raise ConfigError(
-        f"the config fits on no mesh of {count} {chip.name}: at best {gib(least.memory - usable)} "
-        f"per chip are missing. The smallest candidate needs {gib(least.memory)} of "
-        f"{gib(usable)} usable ({USABLE:.0%} of {gib(chip.memory_bytes)}), with "
-        f"{least.command_line}. Use more chips, or a smaller --train.global_batch_size."
-    )
 
 
 def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:

@@ -330,7 +330,7 @@ def plans() -> dict[str, dict[str, float]]:
             "memory": plan.seconds["memory"],
             "links": sum(links.values()),
             "bubble": plan.bubble,
-            "serial": plan.serial_step_s,
+            "serial": plan.step_s,
         }
     return found
 

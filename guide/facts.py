@@ -29,7 +29,7 @@ import train
 import utils
 from data.settings import Prepare
 from inference import decode
-from planning import cost
+from planning import cost, rates
 from utils import GIB
 
 STORE = Path(__file__).with_name("facts.json")
@@ -690,12 +690,8 @@ def measured_over(column: int) -> list[float]:
     document = (ROOT / "docs/measured.md").read_text().partition("## Predicted over compiled")[2]
     lines = document.partition("\n## ")[0].splitlines()
     rows = [line.split("|") for line in lines if line.startswith("| ")]
-    table = [row for row in rows if len(row) == 8 and re.match(r" [\d.]+", row[3])]
+    table = [row for row in rows if len(row) >= 7 and re.match(r" [\d.]+", row[3])]
     return [float(x) for row in table for x in re.findall(r"\d\.\d+", row[column])]
-
-
-def traffic_worst() -> str:
-    return percent(max(abs(ratio - 1) for ratio in measured_over(5)))
 
 
 PLANNING = [
@@ -711,8 +707,8 @@ PLANNING = [
     exact(
         "h100-intensity", "{:.0f}", "answers.intensity('h100')", lambda: answers.intensity("h100")
     ),
-    planned("plan-step", "{:.3f} s", lambda p: p.step_s),
-    planned("plan-serial", "{:.3f} s", lambda p: p.serial_step_s),
+    planned("plan-step", "{:.3f} s", lambda p: p.chip_s),
+    planned("plan-serial", "{:.3f} s", lambda p: p.step_s),
     recorded(
         "search-best",
         "0.219 s",
@@ -730,7 +726,13 @@ PLANNING = [
         "predicted",
     ),
     exact("programs", "{}", "tests/make_compiled.py --print", lambda: len(measured_over(3))),
-    exact("traffic-worst", "{}", "tests/make_compiled.py --print", traffic_worst),
+    *(
+        exact(name, "{}", "planning/rates.py", lambda value=value: percent(value))
+        for name, value in (
+            ("h100-time-error", rates.RATES["h100"].error),
+            ("h100-memory-share", rates.RATES["h100"].memory),
+        )
+    ),
     recorded(
         "h100-slower",
         "1.7 to 2.3 times",
@@ -789,7 +791,7 @@ OPTIMIZER = [
 
 def run_hours() -> float:
     p = plan("step")
-    return 6.5e9 / p.tokens_per_step * p.step_s / 3600
+    return 6.5e9 / p.tokens_per_step * p.chip_s / 3600
 
 
 BITS = "3.6452 / math.log(2) / 2.56"

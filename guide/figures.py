@@ -862,8 +862,8 @@ def layer_costs() -> str:
 def plan_seconds() -> str:
     """Return the predicted busy seconds of a step of the 1B model on (8, 2, 2)."""
     meanings = {
-        "compute": "operations, at the peak of the chip",
-        "memory": "bytes through memory",
+        "compute": "operations",
+        "memory": "operands and results of products, and the optimizer",
         "fsdp": "gathers of weights, reductions of gradients",
         "tensor": "activations of each layer",
         "fsdp+tensor": "tokens to their experts and back",

@@ -123,14 +123,11 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
         axes = "+".join(found.axes)
         by_axes[axes] += float(size)
         rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
-    on_gpu = chip and not chip.is_tpu
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, hardware.platform_of(chip))),
         "collective_bytes_per_chip": dict(by_axes),
         "collectives": rows,
-        "memory_traffic_bytes": float(hlo.memory_bytes(text, share)) if on_gpu else None,
-        "custom_calls": {k: float(n) for k, n in hlo.custom_calls(text, share).items()},
     }
 
 
@@ -161,7 +158,6 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         "memory_bytes_per_chip": train.planned_bytes(compiled),
         "argument_bytes": plan.argument_size_in_bytes,
         "temporary_bytes": plan.temp_size_in_bytes,
-        "program_bytes": plan.generated_code_size_in_bytes,
         "compile_s": seconds,
         "compiler": targets.compiler_of(chip),
     }

@@ -8,9 +8,8 @@ number of executions. A new layer of einsums, scans and collectives needs no cha
 What a trace does not show is a rule, each in one place:
 
 - `is_all_reduce`: libtpu's reduce-scatter over a whole slice.
-- `traffic`, `memory`, `memory_traffic`: the pipeline's executor.
-- fusion.py: how compilers fuse operations.
-- `link_seconds`: the speed of links.
+- `traffic`, `memory`: the pipeline's executor.
+- rates.py and collectives.py: the speed of chips and of links.
 """
 
 import dataclasses
@@ -34,8 +33,7 @@ import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel, computed_share
 from hardware import Chip, platform_of
-from planning import collectives, jaxpr, trace
-from planning.fusion import Fused
+from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
 from utils import MESH_AXES, Config
@@ -43,8 +41,6 @@ from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
 GAPS = 0.03  # unused share between temporary buffers, as in tests/compiled.json
-
-Counts = Callable[[np.ndarray | int], int]  # selects this step's count of a shared trace
 
 
 # --- over layers and schedule ---------------------------------------------------------------------
@@ -62,17 +58,11 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-@cache
-def batch_cuts(sequences: int) -> tuple[tuple[int, int], ...]:
-    """Return every (sequences of a microbatch and rank, fsdp ranks) of a batch."""
-    return tuple((b, f) for f in divisors(sequences) for b in divisors(sequences // f))
-
-
 class Step:
     """The traced functions of a config on one chip, and how often each runs in a step."""
 
     def __init__(self, config: Config, platform: str, shared: bool = False):
-        """shared  use traces that serve other batch sizes and stage counts too, for a search.
+        """shared  use traces that serve other batch sizes too, for a search.
 
         Tiles of dropless experts do not grow evenly with the batch, so they are traced each time.
         """
@@ -86,7 +76,6 @@ class Step:
         self.bT = self.b * t.seq_len
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bT // mesh.tensor * config.model.hidden_size * self.byte
-        self.v = trace.local_rows(config)
         self.weights = local_weights(Config(model=config.model, mesh=mesh))
         unstaged = dataclasses.replace(mesh, virtual=1)  # the optimizer's layout ignores virtual
         alone = Config(model=config.model, mesh=unstaged, optimizer=config.optimizer)
@@ -94,7 +83,6 @@ class Step:
         self.matrices = matrices(alone)
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
-        self.single = frozenset(axis for axis, ranks in self.ranks.items() if ranks == 1)
         self.chips = math.prod(mesh.shape)
         self.chunk_blocks = config.model.blocks // (mesh.pipeline * mesh.virtual)
         # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
@@ -109,32 +97,27 @@ class Step:
         few = shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0
         self.last_b = 2 * self.b // chunks if few else self.b
         self.last_M = self.M * self.b // self.last_b
-        replica = dataclasses.replace(c.mesh, replica=1)
-        stage = dataclasses.replace(replica, pipeline=1)
-        one = dataclasses.replace(stage, fsdp=1)
-        last = trace.one_microbatch(c, one if shared else replica, self.last_b)
-        cut = self.b, c.mesh.fsdp
-        cuts, self.rows = (cut,), (self.v,)
-        if shared:
-            cuts = batch_cuts(c.train.global_batch_size)
-            self.rows = tuple(trace.local_rows(last) // n for n in divisors(c.model.blocks))
+        # What runs after the last stage is the same on any number of fsdp ranks.
+        mesh = dataclasses.replace(c.mesh, replica=1, fsdp=1 if shared else c.mesh.fsdp)
+        last = trace.one_microbatch(c, mesh, self.last_b)
+        self.last = trace.output_program(last, self.platform, self.kernel)
+        batches = tuple(divisors(c.train.global_batch_size)) if shared else (self.b,)
+        self.column = batches.index(self.b)
+        mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)
+        alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
         share = computed_share(c, self.platform)
-        for mesh in (one, stage) if shared else (stage,):
-            alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
-            found = trace.stage_functions(alone, self.kernel, share, cuts)
-            if not found.sized_by_fsdp:
-                break
-        self.column = cuts.index(cut)
+        found = trace.stage_functions(alone, self.kernel, share, batches)
         self.block, self.prefix, self.first = found.block, found.prefix, found.first
-        self.last = trace.output_program(last, self.platform, self.kernel, self.rows)
 
-    def of_batch(self, count: np.ndarray | int) -> int:
-        """Select this step's count from counts for each way to divide the batch."""
-        return int(count if np.ndim(count) == 0 else count[self.column])
+    def count(self, counts: np.ndarray | int) -> int:
+        """Select this step's count from those of a trace for several batch sizes."""
+        if isinstance(counts, int):
+            return counts
+        return int(counts[self.column if len(counts) > 1 else 0])
 
-    def of_last(self, count: np.ndarray | int) -> int:
-        """Select this step's count from counts for each number of vocabulary rows."""
-        return int(count if np.ndim(count) == 0 else count[self.rows.index(self.v)])
+    @cached_property
+    def executions(self) -> list[tuple[jaxpr.Op, str, int]]:
+        return list(executions(self))
 
     def axes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of more than one rank, in the order of the mesh."""
@@ -148,11 +131,11 @@ class Step:
 
     def saved(self, layer: TracedFunction, names: str = "") -> int:
         """Return the bytes that a layer saves for its backward pass."""
-        return self.of_batch(self.remat(layer, names).bytes)
+        return self.count(self.remat(layer, names).bytes)
 
     def alive(self, layer: TracedFunction) -> int:
         """Return the peak bytes of a layer's backward pass besides weights and residuals."""
-        return self.of_batch(layer.alive(self.config.train.remat))
+        return self.count(layer.alive(self.config.train.remat))
 
     @cached_property
     def block_saved(self) -> int:
@@ -169,11 +152,6 @@ class Step:
         """Elements of one block's weights, gathered along fsdp."""
         blocks = self.config.mesh.virtual * self.chunk_blocks  # on this chip
         return sum(w.gathered for w in self.weights if w.part == "block") // blocks
-
-
-def only(count: np.ndarray | int) -> int:
-    """Return the count of a trace that serves one size only."""
-    return int(np.reshape(count, -1)[0])
 
 
 class LocalWeight(NamedTuple):
@@ -205,59 +183,47 @@ def local_weights(config: Config) -> list[LocalWeight]:
     return [local(w, part) for part, tree in parts.items() for w in jax.tree.leaves(tree)]
 
 
-class Runs(NamedTuple):
-    """The executions of a layer in a step on one chip: forward, recomputed, backward."""
+def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int]]:
+    """Yield (operation, kind, executions) of products and collectives of a step on one chip.
 
-    layer: TracedFunction
-    times: int
-    idle: int = 0  # executions in the bubble, whose results are not used
-    rerun: int = 0  # additional forward passes before the backward pass
-
-
-def runs(step: Step) -> list[Runs]:
-    """Return the executions of layers. Every pipeline rank runs the prefix, with the embedding."""
-    idle = step.run - step.useful
-    found = [Runs(layer, step.useful * n, idle=idle * n) for layer, n in step.block]
-    rerun = 0 if step.schedule.single_stage else step.M
-    return found + [Runs(layer, step.M * n, rerun=rerun * n) for layer, n in step.prefix]
-
-
-def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int, Counts]]:
-    """Yield (operation, kind, executions, how to read its counts) of products and collectives.
-
-    kind  forward, backward, recomputed, bubble, bubble backward, or optimizer.
+    kind  forward, backward, recomputed, bubble, bubble backward, or optimizer. The bubble is what
+          ticks without a task run. Every pipeline rank runs the prefix, and before its backward
+          pass runs it forward again.
     """
-    for r in runs(step):
-        again = step.remat(r.layer).costs
+    idle, rerun = step.run - step.useful, 0 if step.schedule.single_stage else step.M
+    layers = [(layer, n * step.useful, n * idle, 0) for layer, n in step.block]
+    layers += [(layer, n * step.M, 0, n * rerun) for layer, n in step.prefix]
+    for layer, useful, idle, rerun in layers:
+        again = step.remat(layer).costs
         for ops, kind, times in (
-            (r.layer.forward, "forward", r.times),
-            (r.layer.backward, "backward", r.times),
-            (again, "recomputed", r.times),
-            (r.layer.forward, "recomputed", r.rerun),
-            (r.layer.forward, "bubble", r.idle),
-            (again, "bubble", r.idle),
-            (r.layer.backward, "bubble backward", r.idle),
+            (layer.forward, "forward", useful),
+            (layer.backward, "backward", useful),
+            (again, "recomputed", useful),
+            (layer.forward, "recomputed", rerun),
+            (layer.forward, "bubble", idle),
+            (again, "bubble", idle),
+            (layer.backward, "bubble backward", idle),
         ):
-            yield from ((op, kind, n * times, step.of_batch) for op, n in ops)
+            yield from ((op, kind, n * times) for op, n in ops)
     first = step.first
     for ops, kind in (
         (first.forward, "forward"),
         (first.remat("full").costs, "recomputed"),
         (first.backward, "backward"),
     ):
-        yield from ((op, kind, n * step.M, step.of_batch) for op, n in ops)
+        yield from ((op, kind, n * step.M) for op, n in ops)
     for op, n in jaxpr.costs(step.last.ops):
-        yield op, "backward" if op.transposed else "forward", n * step.last_M, step.of_last
+        yield op, "backward" if op.transposed else "forward", n * step.last_M
     for op, n in jaxpr.costs(step.matrices.ops) if step.matrices else ():
-        yield op, "optimizer", n, only
+        yield op, "optimizer", n
 
 
 def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
     """Return {part: {kind: FLOPs}} of matrix products. The optimizer's count as backward."""
     parts: dict[str, dict[str, int]] = {}
     columns = {"bubble backward": "bubble", "optimizer": "backward"}
-    for op, kind, times, count in executions(step):
-        if op.flops is not None and (flops := count(op.flops) * times):
+    for op, kind, times in step.executions:
+        if op.flops is not None and (flops := step.count(op.flops) * times):
             part = parts.setdefault(op.part, dict.fromkeys(FLOPS_KINDS, 0))
             part[columns.get(kind, kind)] += flops
     return parts
@@ -270,16 +236,15 @@ def model_flops(step: Step) -> float:
     padded vocabulary count. Backward is twice forward.
     """
 
-    def forward(ops: Iterable[tuple[jaxpr.Op, int]], count: Counts) -> int:
-        return sum(
-            count(op.flops) * n for op, n in ops if op.flops is not None and not op.transposed
-        )
+    def forward(ops: Iterable[tuple[jaxpr.Op, int]]) -> int:
+        products = ((op, n) for op, n in ops if op.flops is not None and not op.transposed)
+        return sum(step.count(op.flops) * n for op, n in products)
 
     def layers(calls: list[tuple[TracedFunction, int]]) -> int:
-        return sum(n * forward(layer.forward, step.of_batch) for layer, n in calls)
+        return sum(n * forward(layer.forward) for layer, n in calls)
 
     prefix = step.M * layers(step.prefix) / step.config.mesh.pipeline  # every rank runs all of it
-    last = step.last_M * forward(jaxpr.costs(step.last.ops), step.of_last)
+    last = step.last_M * forward(jaxpr.costs(step.last.ops))
     return 3 * (last + step.useful * layers(step.block) + prefix)
 
 
@@ -297,7 +262,7 @@ def matrices(config: Config) -> jaxpr.Program | None:
         return None
     [over_mesh] = over_mesh
     closed = core.ClosedJaxpr(over_mesh.params["jaxpr"], ())
-    return jaxpr.Reader(jaxpr.Sizes(1, ((1, 1),)), 1.0).read(closed)
+    return jaxpr.Reader(jaxpr.Sizes(), 1.0).read(closed)
 
 
 @cache
@@ -330,12 +295,12 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
         if axes and result * times:
             found[cause, axes, kind] += result * times
 
-    for op, kind, times, count in executions(step):
+    for op, kind, times in step.executions:
         if op.send:
             # Making the embedding vary over all axes is outside of every named scope.
             cause = op.part or "embedding"
             cause += ", backward" if kind.endswith("backward") else ""
-            add(cause, op.send.axes, op.send.kind, count(op.send.bytes), times)
+            add(cause, op.send.axes, op.send.kind, step.count(op.send.bytes), times)
     ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1
     # A cooldown of one tick is no loop to compilers for chips. They remove its send, which nothing
     # reads. On CPUs it stays a loop, by a flag of run.sh.
@@ -416,7 +381,7 @@ def _temporary(step: Step) -> dict[str, int]:
     # A block's weights and their gradients, its part of the ring, and one of its layers.
     block = 2 * step.block_elements * step.byte + step.block_saved
     found = {
-        "logits": step.of_last(step.last.peak) + more,
+        "logits": step.count(step.last.peak) + more,
         "one layer": block + max(step.alive(layer) for layer, _ in step.block),
     }
     if step.prefix:
@@ -426,62 +391,57 @@ def _temporary(step: Step) -> dict[str, int]:
     return found
 
 
-def memory_traffic(step: Step) -> dict[str, int]:
-    """Return the bytes that a step moves through a chip's memory, by cause.
+# --- time -----------------------------------------------------------------------------------------
 
-    fusion.py gives what kernels read and write. The rest is a rule for the executor and the
-    optimizer:
 
-    - A layer's residuals are copied into the ring of slots, and sliced out where a product reads
-      them.
-    - A layer's weights are sliced out of their stack for each pass. Their gradients are added to
-      float32 ones, and so are the embedding's after each microbatch. A TPU's products read slices
-      in place and add their results in place.
-    - Casts, gathers and gradient sums over fsdp move about as many bytes once per step as in the
-      layers.
-    - The optimizer reads gradients twice, for their norm, and reads and writes weights and state.
-      Muon's kernels count like a layer's.
+def moved_bytes(step: Step) -> int:
+    """Return the bytes of the operands and results of products, and of what the optimizer updates.
+
+    The optimizer reads weights, gradients and its state, and writes weights and state.
     """
-    c, apart = step.config, 0 if step.platform == "tpu" else 1
-    found = Counter()
-    for r in runs(step):
-        forward, backward = _layer_traffic(step, r.layer)
-        found["layers, forward"] += forward * (r.times + r.rerun + r.idle)
-        found["layers, backward"] += backward * (r.times + r.idle)
-    first = step.first.kernels("full", step.single)
-    found["embedding"] = step.M * sum(step.of_batch(kernels.bytes) for kernels in first)
-    found["loss"] = step.last_M * step.of_last(_fused(step.last, step.single).bytes)
-    table = step.v * c.model.hidden_size
-    found["weights in use"] = apart * 4 * step.run * step.block_elements * step.byte
-    # A TPU does not write what it adds, which the products of layers and loss count.
-    found["gradients"] = (2 * FLOAT + (1 if apart else -1) * step.byte) * (
-        step.run * step.block_elements + 2 * step.M * table
-    )
-    own, gathered = sum(w.own for w in step.weights), sum(w.gathered for w in step.weights)
-    found["zeros"] = gathered * FLOAT + _ring_bytes(step)
-    found["gathering"] = sum(w.own * (FLOAT + w.byte) for w in step.weights)
-    found["gathering"] += sum(
-        (w.gathered + w.own) * (w.byte + FLOAT) for w in step.weights if w.is_gathered
-    )
-    found["optimizer"] = 4 * FLOAT * own + 2 * step.optimizer_bytes
-    if step.matrices:
-        found["optimizer"] += only(_fused(step.matrices, step.single).bytes)
-    return dict(found)
+    found = 3 * FLOAT * sum(w.own for w in step.weights) + 2 * step.optimizer_bytes
+    for op, _, times in step.executions:
+        if op.flops is not None:
+            found += times * step.count(op.moved_bytes)
+    return found
 
 
-@cache
-def _fused(program: jaxpr.Program, single: frozenset[str]) -> Fused:
-    return Fused(program.ops, single, program.outputs)
+def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name: str) -> float:
+    """Return the time to recompute what `name` of train.remat saves of a layer.
+
+    The unit is one FLOP if the chip is unknown.
+    """
+    found = 0.0
+    for names, sign in (("full", 1), (name, -1)):
+        for op, n in step.remat(layer, names).costs:
+            if op.flops is not None:
+                found += sign * n * product_seconds(step, chip, op)
+            elif chip and (axes := step.axes_of(op.send.axes)):
+                result = n * step.count(op.send.bytes)
+                sent = Traffic("", axes, op.send.kind, result, step.size_of(axes))
+                found += sign * link_seconds(step, chip, sent)
+    return found
 
 
-def _layer_traffic(step: Step, layer: TracedFunction) -> tuple[int, int]:
-    """Return a layer's (forward, backward) memory traffic, including the ring's."""
-    ahead, back = layer.kernels(step.config.train.remat, step.single)
-    saved = step.remat(layer).saved.items()
-    tpu = step.platform == "tpu"
-    put = sum(v.bytes * n * (1 if tpu else ahead.stored(v)) for v, n in saved)
-    taken = sum(v.bytes * n * (0 if tpu else back.sliced(v)) for v, n in saved)
-    return step.of_batch(ahead.bytes + put), step.of_batch(back.bytes + taken)
+def product_seconds(step: Step, chip: Chip | None, op: jaxpr.Op) -> float:
+    """Return the time of a product, or its FLOPs if the chip is unknown."""
+    flops, moved = step.count(op.flops), step.count(op.moved_bytes)
+    if chip is None:
+        return flops
+    return sum(rates.chip_seconds(chip, step.byte == FLOAT, flops, moved).values())
+
+
+def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
+    """Return the time of collectives at the full bandwidth of the links of the group's ranks."""
+    strides, stride = {}, 1
+    for axis, size in reversed(step.ranks.items()):
+        strides[axis] = stride
+        stride *= size
+    groups = tuple((step.ranks[axis], strides[axis]) for axis in sent.axes)
+    whole = sent.result_bytes * (sent.ranks if sent.kind == "reduce-scatter" else 1)
+    if chip.is_tpu and "replica" in sent.axes:
+        return collectives.between_slices_s(chip, sent.kind, whole, sent.ranks)
+    return collectives.collective_s(chip, sent.kind, whole, groups, step.chips)
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -500,12 +460,17 @@ def predict(
     step = Step(config, platform or platform_of(chip), shared)
     t = config.train
     flops, held, sends = flops_by_part(step), memory(step), traffic(step, chip)
-    through = memory_traffic(step)
     by_axes: Counter = Counter()
     for sent in sends:
         by_axes["+".join(sent.axes)] += float(sent.result_bytes)
     total = sum(sum(kinds.values()) for kinds in flops.values())
     parameters, active = weights.count(step.declared)
+    seconds: Counter | None = None
+    if chip:
+        seconds = Counter(rates.chip_seconds(chip, step.byte == FLOAT, total, moved_bytes(step)))
+        for sent in sends:
+            link_s = link_seconds(step, chip, sent)
+            seconds["+".join(sent.axes)] += link_s
     return Prediction(
         parameters=parameters,
         active_parameters=active,
@@ -519,53 +484,8 @@ def predict(
         memory=held,
         flops=flops,
         traffic=sends,
-        memory_traffic=through,
-        seconds=chip and busy_seconds(step, chip, total, sum(through.values()), sends),
+        seconds=seconds and dict(seconds),
         mfu_flops_per_token=hardware.palm_flops_per_token(config.model, step.declared, t.seq_len),
         chip=chip,
         chips=step.chips,
     )
-
-
-def busy_seconds(
-    step: Step, chip: Chip, flops: int, memory_bytes: int, sends: list[Traffic]
-) -> dict[str, float]:
-    """Return the time that each resource is busy in a step, at its peak rate."""
-    found = Counter(
-        compute=flops / (chip.float32_flops if step.byte == FLOAT else chip.flops),
-        memory=memory_bytes / chip.memory_bandwidth,
-    )
-    for sent in sends:
-        found["+".join(sent.axes)] += link_seconds(step, chip, sent)
-    return dict(found)
-
-
-def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name: str) -> float:
-    """Return the time to recompute what `name` of train.remat saves of a layer.
-
-    The unit is one FLOP if the chip is unknown.
-    """
-    found = 0.0
-    for names, sign in (("full", 1), (name, -1)):
-        for op, n in step.remat(layer, names).costs:
-            if op.flops is not None:
-                found += sign * n * step.of_batch(op.flops) / (chip.flops if chip else 1)
-            axes = op.send and step.axes_of(op.send.axes)
-            if chip and axes:
-                result = n * step.of_batch(op.send.bytes)
-                sent = Traffic("", axes, op.send.kind, result, step.size_of(axes))
-                found += sign * link_seconds(step, chip, sent)
-    return found
-
-
-def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
-    """Return the time of collectives at the full bandwidth of the links of the group's ranks."""
-    strides, stride = {}, 1
-    for axis, size in reversed(step.ranks.items()):
-        strides[axis] = stride
-        stride *= size
-    groups = tuple((step.ranks[axis], strides[axis]) for axis in sent.axes)
-    whole = sent.result_bytes * (sent.ranks if sent.kind == "reduce-scatter" else 1)
-    if chip.is_tpu and "replica" in sent.axes:
-        return collectives.between_slices_s(chip, sent.kind, whole, sent.ranks)
-    return collectives.collective_s(chip, sent.kind, whole, groups, step.chips)

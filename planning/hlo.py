@@ -1,12 +1,11 @@
-"""Count FLOPs, collectives and memory traffic in the optimized text of a compiled program.
+"""Count FLOPs and collectives in the optimized text of a compiled program.
 
 `compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. This file walks
 the text of `compiled.as_text()` instead, through loops, branches, calls and fusions: see `Walk`.
 All counts are of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
-are opaque. Attention kernels are counted by rule, and `custom_calls` counts the executions of any
-other foreign code.
+are opaque. Attention kernels are counted by rule, and any other foreign code as nothing.
 """
 
 import math
@@ -124,14 +123,12 @@ def parse(text: str) -> Program:
 class Walk:
     """The sum of the costs of instructions over all their executions.
 
-    cost     (instruction, its computation) -> its cost in one execution.
-    fusions  whether to enter fusions.
+    cost  (instruction, its computation) -> its cost in one execution.
     """
 
     program: Program
     branch_share: BranchShare | None
     cost: Callable[[Instruction, Computation], Cost]
-    fusions: bool = True
 
     def run(self, name: str) -> Counter:
         """Return the cost of one execution of a computation.
@@ -143,7 +140,7 @@ class Walk:
         for instruction in computation.values():
             opcode = instruction.opcode
             add(found, self.cost(instruction, computation))
-            if opcode in CALLS and (self.fusions or opcode != "fusion"):
+            if opcode in CALLS:
                 for callee in instruction.computations("calls", "to_apply"):
                     add(found, self.run(callee))
             elif opcode == "while":
@@ -249,7 +246,7 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "custom-call":
         if products := _attention_products(instruction):
             return attention_flops(instruction, computation, *products)
-        if not _is_gemm(instruction):
+        if not _target(instruction).startswith("__cublas$"):
             return 0
     elif instruction.opcode != "dot":
         return 0
@@ -262,10 +259,6 @@ def flops(instruction: Instruction, computation: Computation) -> int:
 
 def _target(call: Instruction) -> str:
     return re.search(r'custom_call_target="([^"]*)"', call.attributes)[1]
-
-
-def _is_gemm(call: Instruction) -> bool:
-    return _target(call).startswith("__cublas$")
 
 
 def _is_splash(call: Instruction) -> bool:
@@ -332,102 +325,7 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
     return found
 
 
-# --- memory traffic -------------------------------------------------------------------------------
-
-# These move no bytes: they name values, or run other computations.
-NO_TRAFFIC = frozenset([
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while",
-    "conditional", "call", "partition-id", "replica-id", "iota", "opt-barrier",
-])  # fmt: skip
-
-
-def memory_bytes(text: str, branch_share: BranchShare | None = None) -> float:
-    """Return the bytes of operands and results of all kernels of a GPU's program.
-
-    They go through memory if no cache keeps anything between kernels. A slice counts with its own
-    size, and so does an update in place.
-    """
-    program = parse(text)
-
-    def cost(instruction: Instruction, computation: Computation) -> Cost:
-        return {"bytes": kernel_bytes(instruction, computation, program)}
-
-    return Walk(program, branch_share, cost, fusions=False).run(program.entry)["bytes"]
-
-
-def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
-    """Return the bytes of one execution of an instruction that is not part of a fusion."""
-    if kernel.opcode in NO_TRAFFIC or kernel.opcode.endswith("-start"):
-        return 0
-    operands = [computation[name] for name in kernel.operands]
-    if kernel.opcode == "fusion":
-        [name] = kernel.computations("calls")
-        inside = program.computations[name]
-        read = sum(_read_bytes(i, inside) for i in inside.values() if i.opcode == "parameter")
-        return read + _written_bytes([*inside.values()][-1], inside)
-    if kernel.opcode in SLICES:
-        return 2 * result_bytes(kernel)
-    if kernel.opcode in UPDATES:
-        return 2 * result_bytes(operands[UPDATES[kernel.opcode]])
-    if kernel.opcode.endswith("-done"):  # counts for the start of the collective too
-        read = [computation[name] for name in operands[0].operands]
-        return result_bytes(kernel) + sum(map(result_bytes, read))
-    return result_bytes(kernel) + sum(map(result_bytes, operands))
-
-
-SLICES = ("dynamic-slice", "slice", "gather")
-UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # operand that updates the first
-
-
-def _read_bytes(value: Instruction, inside: Computation) -> int:
-    """Return the bytes that a fusion reads of a parameter, or of an alias of it."""
-    found = 0
-    for user in (i for i in inside.values() if value.name in i.operands):
-        if user.opcode in ("bitcast", "transpose"):
-            found += _read_bytes(user, inside)
-        elif user.opcode in SLICES and user.operands[0] == value.name:
-            found += result_bytes(user)
-        elif user.opcode not in UPDATES or user.operands[0] != value.name:
-            return result_bytes(value)
-    return min(found, result_bytes(value))
-
-
-def _written_bytes(root: Instruction, inside: Computation) -> int:
-    if root.opcode == "tuple":
-        return sum(_written_bytes(inside[name], inside) for name in root.operands)
-    if root.opcode == "bitcast":
-        return _written_bytes(inside[root.operands[0]], inside)
-    if root.opcode in UPDATES:
-        return result_bytes(inside[root.operands[UPDATES[root.opcode]]])
-    return result_bytes(root)
-
-
-# What JAX's own transformations put between the named scopes of an operation.
-_NO_SCOPE = re.compile(
-    r"jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map"
-    r"|eval_jaxpr|custom_vjp_call|jvp\(\)|transpose\(jvp\(\)\)"
-)
-
-
-def scopes(text: str) -> dict[str, str]:
-    """Return {instruction: its named scopes}, such as {"dot.7": "steady/jvp(attention)"}."""
-    found = {}
-    for computation in parse(text).computations.values():
-        for name, instruction in computation.items():
-            parts = instruction.op_name.split("/")[:-1]
-            found[name] = "/".join(p for p in parts if not _NO_SCOPE.fullmatch(p))
-    return found
-
-
-def custom_calls(text: str, branch_share: BranchShare | None = None) -> Cost:
-    """Return how often each foreign function runs that is not counted as a matrix product."""
-
-    def cost(instruction: Instruction, _: Computation) -> Cost:
-        if instruction.opcode != "custom-call" or _is_gemm(instruction):
-            return {}
-        return {} if _attention_products(instruction) else {_target(instruction): 1}
-
-    return executed(text, cost, branch_share)
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def collective_cost(instruction: Instruction, computation: Computation) -> Cost:
@@ -458,8 +356,7 @@ class Collective(NamedTuple):
 
     axes: tuple[str, ...]  # mesh axes along which the ranks of a group differ
     kind: str
-    asynchronous: bool  # start and end are separate instructions
-    overlapped: bool  # with computation between them
+    overlapped: bool  # with computation between its start and its end
 
 
 def collectives(
@@ -481,9 +378,8 @@ def collectives(
         else:
             found = collective_cost(instruction, computation)
             axes = group_axes(first, mesh) if found else ()
-        apart = first is not instruction
-        overlapped = apart and _computes(first, instruction, computation)
-        return {Collective(axes, k, apart, overlapped): n for k, n in found.items() if axes}
+        overlapped = first is not instruction and _computes(first, instruction, computation)
+        return {Collective(axes, kind, overlapped): n for kind, n in found.items() if axes}
 
     return executed(text, cost, branch_share)
 

@@ -5,7 +5,7 @@ what depends on the gradients of the results, and what was made by transposing. 
 what it reads of the rest. A walk back from the residuals finds what a remat policy saves and what
 it recomputes. It applies the policies of `jax.checkpoint` themselves.
 
-Counts are arrays, with one number for each way to divide the batch: see `Sizes`.
+Counts are arrays, with one number for each batch size: see `Sizes`.
 """
 
 import math
@@ -21,7 +21,7 @@ from jax.extend import core
 import experts
 from utils import LANES, ConfigError
 
-Count = np.ndarray  # FLOPs or bytes, for each cut of Sizes
+Count = np.ndarray  # FLOPs or bytes, for each batch of Sizes
 Policy = Callable[..., bool]  # a policy of jax.checkpoint
 
 COLLECTIVES = {
@@ -63,27 +63,24 @@ IN_PLACE = ("scan", "while", "scatter", "scatter-add", "dynamic_update_slice")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Scales bytes and FLOPs of one trace to each (sequences, fsdp ranks) of `cuts`.
+    """Scales bytes and FLOPs of one trace to each number of sequences in `batches`.
 
     traced  sequences of the trace on one fsdp rank. If it is a prime that divides no other
             dimension, the numbers that it divides are those that grow with the batch. One trace
-            then serves all batch sizes.
-    spread  bytes of weights that are sharded over fsdp in use.
+            then serves all batch sizes. 0: nothing is scaled.
     """
 
-    traced: int
-    cuts: tuple[tuple[int, int], ...]
-    spread: frozenset[int] = frozenset()
+    traced: int = 0
+    batches: tuple[int, ...] = (1,)
 
     @cached_property
-    def _columns(self) -> np.ndarray:
-        return np.array(self.cuts).T
+    def _sequences(self) -> Count:
+        return np.array(self.batches)
 
     def __call__(self, number: int) -> Count:
-        sequences, ranks = self._columns
-        if number % self.traced == 0:
-            return number // self.traced * sequences
-        return number // ranks if number in self.spread else np.full(len(self.cuts), number)
+        if self.traced and number % self.traced == 0:
+            return number // self.traced * self._sequences
+        return np.full(len(self.batches), number)
 
 
 class Send(NamedTuple):
@@ -113,6 +110,10 @@ class Op:
     send: Send | None
     body: "Program | None" = None  # a loop's body
     times: int = 1
+
+    @cached_property
+    def moved_bytes(self) -> Count:
+        return sum((value.bytes for value in (*self.inputs, *self.outputs)), 0)
 
     @property
     def fused(self) -> bool:

@@ -1,11 +1,10 @@
-"""Format a plan as tables, as JSON and as a picture."""
+"""Format a plan as tables and as JSON."""
 
 import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -13,22 +12,18 @@ from rich.table import Table
 
 import hardware
 from attention_kernels.choice import describe_kernel
+from planning import rates
 from planning.results import (
+    CHIP_PARTS,
     FLOPS_KINDS,
-    MEASURED_OVER_PLAN,
-    Compiled,
     MeshShape,
     Plan,
-    Prediction,
     SearchResult,
     Traffic,
     gib,
     usable_bytes,
 )
 from utils import GIB
-
-if TYPE_CHECKING:  # imported late below, so that a plan without pictures starts fast
-    from matplotlib.axes import Axes
 
 FLOPS_RULE = (
     "FLOPs are 2 per multiply-add of matrix products. They include every capacity slot, the padded "
@@ -37,9 +32,9 @@ FLOPS_RULE = (
     "save. Bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
-    "Times are FLOPs at the chip's peak, and bytes at the full bandwidth of memory and links. At "
-    "best, all of them overlap. Without overlap, communication and computation alternate. Memory "
-    "traffic is what {kernels}, as if no cache kept anything between kernels."
+    "Compute is the FLOPs, and memory the operands and results of products and the updated state, "
+    "at {compute:.0%} of the peak and {memory:.0%} of the bandwidth. Links have their full "
+    "bandwidth, which was not measured."
 )
 
 
@@ -47,11 +42,12 @@ TIME_RULE = (
 
 
 def print_predicted(plan: Plan, console: Console) -> None:
-    for part in (header, memory_table, flops_table, traffic_table):
+    for part in (header, memory_table, flops_table):
         console.print(part(plan))
+    if plan.predicted.traffic:
+        console.print(traffic_table(plan))
     if plan.chip:
-        kernels = "kernels would read and write after fusion"
-        console.print(time_table(plan, plan.predicted, "Time of a step", kernels))
+        console.print(time_table(plan))
     else:
         console.print("No times: no figures of this chip are known.\n")
     if plan.search:
@@ -59,16 +55,6 @@ def print_predicted(plan: Plan, console: Console) -> None:
         if plan.search.rejected:
             console.print(rejected_lines(plan.search), soft_wrap=True)
         console.print(f"flags: {plan.command_line}", markup=False, soft_wrap=True)
-
-
-def print_compiled(plan: Plan, console: Console) -> None:
-    console.print(compiled_table(plan))
-    console.print(collectives_table(plan.compiled))
-    if size := plan.compiled.memory_traffic_bytes:
-        seconds = plan.predicted.seconds | {"memory": size / plan.chip.memory_bandwidth}
-        as_compiled = dataclasses.replace(plan.predicted, seconds=seconds)
-        title = "Time of a step, with the memory traffic of the compiled kernels"
-        console.print(time_table(plan, as_compiled, title, "the compiled kernels read and write"))
 
 
 Rows = Iterable[Sequence[str]]
@@ -114,17 +100,16 @@ def memory_table(plan: Plan) -> Group:
     parts = sorted(p.memory.items(), key=lambda item: -item[1])
     rows = [(part, f"{size / GIB:.3f}", f"{size / total:.1%}") for part, size in parts]
     sums = [("sum", f"{total / GIB:.3f}", "")]
-    return table("Memory per chip", ("part", "GiB", "share"), rows, sums, note=memory_verdict(plan))
-
-
-def memory_verdict(plan: Plan) -> str:
-    if not plan.chip:
-        return ""
-    usable, need = usable_bytes(plan.chip), plan.predicted.memory_bytes_per_chip
-    limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
-    if plan.predicted.fits:
-        return f"fits: {need / usable:.0%} of {limit}"
-    return f"does not fit: {gib(need - usable)} more than {limit}. --search finds what fits"
+    note = ""
+    if plan.chip:
+        usable = usable_bytes(plan.chip)
+        limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
+        note = f"fits: {total / usable:.0%} of {limit}"
+        if not p.fits:
+            note = (
+                f"does not fit: {gib(total - usable)} more than {limit}. --search finds what fits"
+            )
+    return table("Memory per chip", ("part", "GiB", "share"), rows, sums, note=note)
 
 
 def flops_table(plan: Plan) -> Group:
@@ -155,31 +140,24 @@ def traffic_table(plan: Plan) -> Group:
     return table("Collectives per chip and step", columns, rows, sums, text=columns[:3])
 
 
-def time_table(plan: Plan, p: Prediction, title: str, kernels: str) -> Group:
-    busy = sorted(p.seconds.items(), key=lambda item: -item[1])
-    rows = [(resource(name), f"{1e3 * seconds:,.3g}") for name, seconds in busy]
+def time_table(plan: Plan) -> Group:
+    p = plan.predicted
+    rows = [
+        (name if name in CHIP_PARTS else f"the links along {name}", f"{1e3 * seconds:,.3g}")
+        for name, seconds in sorted(p.seconds.items(), key=lambda item: -item[1])
+    ]
     steps = []
-    for label, seconds in (("at best", p.step_s), ("without overlap", p.serial_step_s)):
+    for seconds, part in {p.chip_s: "none", p.step_s: "all"}.items():
         rate = p.tokens_per_s(seconds)
-        line = f"{label}: {rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
-        line += f"{duration(plan.tokens / rate)} to {plan.tokens:.3g} tokens"
-        steps.append((line, f"{1e3 * seconds:,.3g}"))
-    if p.chip.name in MEASURED_OVER_PLAN:
-        low, high = (p.step_s * factor for factor in MEASURED_OVER_PLAN[p.chip.name])
-        label = f"as steps of four models took: MFU {p.mfu(high):.1%} to {p.mfu(low):.1%}"
-        steps.append((label, f"{1e3 * low:,.3g} to {1e3 * high:,.3g}"))
-    rule = TIME_RULE.format(kernels=kernels)
-    note = f"Bound by {resource(p.bound_by)}. {rule} {hardware.MFU_RULE}"
-    return table(title, ("resource", "ms"), rows, steps, note=note)
-
-
-def resource(name: str) -> str:
-    return name if name in ("compute", "memory") else f"the links along {name}"
-
-
-def duration(seconds: float) -> str:
-    """Format in days, or in hours below two days."""
-    return f"{seconds / 86400:.1f} days" if seconds > 172800 else f"{seconds / 3600:.1f} hours"
+        overlap = f"with {part} of the communication: " if p.step_s > p.chip_s else ""
+        line = f"{overlap}{rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
+        hours = plan.tokens / rate / 3600
+        duration = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours"
+        steps.append((f"{line}{duration} to {plan.tokens:.3g} tokens", f"{1e3 * seconds:,.3g}"))
+    reached = rates.rates_of(p.chip)
+    rule = TIME_RULE.format(compute=reached.compute, memory=reached.memory)
+    note = f"Accuracy: {rates.accuracy(p.chip)}. {rule} {hardware.MFU_RULE}"
+    return table("Time of a step", ("resource", "ms"), rows, steps, note=note)
 
 
 def compiled_table(plan: Plan) -> Group:
@@ -194,18 +172,15 @@ def compiled_table(plan: Plan) -> Group:
         ),
         ("collectives, GB", 1e9, sum(ours.values()), sum(by_axes.values())),
     ]
-    if c.memory_traffic_bytes:
-        through = sum(p.memory_traffic.values()), c.memory_traffic_bytes
-        found.append(("memory traffic, GB", 1e9, *through))
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", f"{a / b:.3f}" if b else "")
         for name, unit, a, b in found
     ]
-    calls = ", ".join(f"{name} {n:,.0f}" for name, n in c.custom_calls.items()) or "none"
+    hidden = sum(row["bytes"] for row in c.collectives if row["overlapped"])
     note = (
-        f"Compiled FLOPs are {c.flops_per_chip / c.model_flops_per_chip:.3f} times the model's. "
-        f"Compiled in {c.compile_s:.0f} s; the program itself is {gib(c.program_bytes)}. Kernels "
-        f"whose FLOPs are not counted: {calls}."
+        f"The program computes during {hidden / 1e9:,.2f} GB of the collectives. Its FLOPs are "
+        f"{c.flops_per_chip / c.model_flops_per_chip:.3f} times the model's. "
+        f"Compiled in {c.compile_s:.0f} s."
     )
     if plan.chip and not plan.chip.is_tpu:
         note += (
@@ -218,29 +193,19 @@ def compiled_table(plan: Plan) -> Group:
     return table(f"As compiled by {c.compiler}", columns, rows, note=note)
 
 
-def collectives_table(compiled: Compiled) -> Group:
-    """Bytes of the compiled collectives, by whether they overlap with computation."""
-    columns = ("mesh axes", "kind", "asynchronous", "overlapped", "GB")
-    rows = []
-    for row in compiled.collectives:
-        how = ("yes" if row[column] else "no" for column in columns[2:4])
-        rows.append((row["axes"], row["kind"], *how, f"{row['bytes'] / 1e9:,.3f}"))
-    return table("Compiled collectives", columns, rows, text=columns[1:4])
-
-
 def search_table(found: SearchResult) -> Group:
     title = f"Meshes that fit: {len(found.best)}, best of {found.tried} candidates"
-    columns = ("mesh", "virtual", "microbatches", "gather", "experts", "GiB")
+    columns = ("mesh", "virtual", "microbatches", "gather", "experts", "GiB", "ms", "remat")
     rows = []
     for candidate in found.best:
         c, p = candidate.config, candidate.predicted
         experts = c.model.experts_layout if c.model.moe_layers else ""
         settings = c.mesh.virtual, c.train.microbatches, c.fsdp.gather, experts
-        sizes = f"{candidate.memory / GIB:.2f}"
-        times = (f"{1e3 * s:,.0f}" if s else "" for s in (p.step_s, p.serial_step_s))
+        sizes = f"{candidate.memory / GIB:.2f}", f"{1e3 * p.step_s:,.0f}" if p.step_s else ""
         remat = c.train.remat.replace(",", ", ")
-        rows.append((mesh_name(c.mesh.shape[1:]), *map(str, settings), sizes, *times, remat))
-    return table(title, (*columns, "ms at best", "no overlap", "remat"), rows, text=["remat"])
+        rows.append((mesh_name(c.mesh.shape[1:]), *map(str, settings), *sizes, remat))
+    note = "ms: a step with all of the communication."
+    return table(title, columns, rows, text=["remat"], note=note)
 
 
 def mesh_name(mesh: MeshShape) -> str:
@@ -265,93 +230,32 @@ def rejected_lines(found: SearchResult) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the whole plan. `predicted` and `compiled` use the same names for the same figures."""
     p, c = plan.predicted, plan.compiled
-    found: dict[str, Any] = {
+    predicted = vars(p) | {
         "chip": plan.chip_name,
-        "chips": p.chips,
+        "traffic": [vars(t) | {"sent_bytes": t.sent_bytes} for t in p.traffic],
+        "chip_s": p.chip_s,
+        "step_s": p.step_s,
+    }
+    if p.chip:
+        predicted |= {"tokens_per_s": p.tokens_per_s(p.step_s), "mfu": p.mfu(p.step_s)}
+        predicted["accuracy"] = rates.accuracy(p.chip)
+    found: dict[str, Any] = {
         "flags": plan.flags,
         "tokens": plan.tokens,
         "fits": p.fits if plan.chip else None,
-        "predicted": predicted_json(p),
+        "predicted": predicted,
     }
     if c:
-        found |= {"compiled": dataclasses.asdict(c), "compile_s": c.compile_s, "ratios": p.over(c)}
+        found |= {"compiled": dataclasses.asdict(c), "ratios": p.over(c)}
     if plan.search:
-        names = ("memory_bytes_per_chip", "step_s", "serial_step_s", "bound_by")
         found["search"] = [
-            {"flags": one.flags} | {name: getattr(one.predicted, name) for name in names}
+            {
+                "flags": one.flags,
+                "memory_bytes_per_chip": one.memory,
+                "step_s": one.predicted.step_s,
+            }
             for one in plan.search.best
         ]
         rejected = plan.search.rejected.items()
-        found["out"] = {"x".join(map(str, mesh)): reason for mesh, reason in rejected}
+        found["out"] = {mesh_name(mesh): reason for mesh, reason in rejected}
     return found
-
-
-def predicted_json(p: Prediction) -> dict[str, Any]:
-    """Rates are at best and, with the prefix serial_, without overlap."""
-    found = {name: value for name, value in vars(p).items() if name not in ("chip", "traffic")}
-    found["traffic"] = [
-        vars(t) | {"axes": "+".join(t.axes), "sent_bytes": t.sent_bytes} for t in p.traffic
-    ]
-    found |= {name: getattr(p, name) for name in ("bound_by", "step_s", "serial_step_s")}
-    for prefix in ("", "serial_") if p.seconds else ():
-        step_s = found[f"{prefix}step_s"]
-        found[f"{prefix}tokens_per_s"] = p.tokens_per_s(step_s)
-        found[f"{prefix}mfu"] = p.mfu(step_s)
-    return found
-
-
-# --- picture --------------------------------------------------------------------------------------
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Draw memory by part and time by resource, one bar for each of the 12 best meshes."""
-    from matplotlib.figure import Figure  # imported late, so that printing starts fast
-
-    shown = plan.search.best[:12] if plan.search else [plan]
-    names = [mesh_name(c.config.mesh.shape[1:]) for c in shown]
-    figure = Figure(figsize=(max(7.0, 2.5 + 0.9 * len(shown)), 7.5), layout="constrained")
-    memory, times = figure.subplots(2, 1)
-    draw_bars(memory, names, [{k: v / GIB for k, v in c.predicted.memory.items()} for c in shown])
-    memory.set_ylabel("GiB per chip")
-    if plan.chip:
-        limit = usable_bytes(plan.chip) / GIB
-        if limit < 3 * memory.get_ylim()[1]:
-            memory.axhline(limit, color="black", linestyle="--", linewidth=1)
-            memory.text(0, limit, f" usable of a {plan.chip.name}", va="bottom", size=8)
-    draw_bars(times, names, [milliseconds(c.predicted) for c in shown])
-    times.set_ylabel("ms per step, without overlap")
-    times.set_xlabel("mesh: fsdp x pipeline x tensor")
-    title = f"{Path(plan.name).stem} on {plan.predicted.chips} x {plan.chip_name}"
-    figure.suptitle(title, size=11)
-    figure.savefig(path, dpi=150)
-
-
-def milliseconds(p: Prediction) -> dict[str, float]:
-    """Return the time by resource. Compute and memory overlap, so the longer of the two counts."""
-    if p.seconds is None:
-        return {}
-    names = {"compute": "compute", "memory": "memory, beyond compute"}
-    found = p.seconds | {"memory": max(0.0, p.seconds["memory"] - p.seconds["compute"])}
-    return {names.get(k, f"links along {k}"): 1e3 * seconds for k, seconds in found.items()}
-
-
-def draw_bars(axes: "Axes", names: list[str], bars: list[dict[str, float]]) -> None:
-    """Draw stacked bars, with a legend of the parts that are large enough to see."""
-    import numpy as np
-
-    from plot import COLORS
-
-    keys = list(dict.fromkeys(k for bar in bars for k in bar))
-    most = max(sum(bar.values()) for bar in bars)
-    bottom = np.zeros(len(bars))
-    for i, key in enumerate(keys):
-        heights = np.array([bar.get(key, 0.0) for bar in bars])
-        label = key if heights.max() > 0.005 * most else None
-        face = COLORS[i % len(COLORS)]
-        hatch = "//" if i >= len(COLORS) else None
-        axes.bar(range(len(bars)), heights, 0.7, bottom, color=face, label=label, hatch=hatch)
-        bottom += heights
-    axes.set_xticks(range(len(names)), names, rotation=0 if len(names) < 8 else 30)
-    axes.spines[["top", "right"]].set_visible(False)
-    if keys:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)

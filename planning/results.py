@@ -6,6 +6,7 @@ from typing import Any
 
 import utils
 from hardware import Chip
+from planning import rates
 from utils import GIB, Config
 
 # Share of a chip's memory that a step may fill. Predictions are within 10 % of what a compiler
@@ -26,8 +27,7 @@ SEARCHED_FLAGS = (
 # Recomputed is what train.remat does not save. Bubble is what runs in ticks without a task.
 FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
-# Times of measured steps over the plan's best, by chip: four models on one H100 (docs/measured.md).
-MEASURED_OVER_PLAN = {"h100": (1.7, 2.3)}
+CHIP_PARTS = ("compute", "memory")  # of the seconds of a step; the others are those of links
 
 MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
 
@@ -66,13 +66,10 @@ class Compiled:
     memory_bytes_per_chip: int  # arguments + temporaries + results that are not arguments
     argument_bytes: int
     temporary_bytes: int
-    program_bytes: int  # size of the program itself, not part of the above
     flops_per_chip: float  # matrix products; the body of a loop counts once per trip
     model_flops_per_chip: float  # FLOPs of a step without waste: see cost.model_flops
     collective_bytes_per_chip: dict[str, float]  # bytes of results, by mesh axes
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
-    memory_traffic_bytes: float | None  # GPUs only: bytes that kernels read and write
-    custom_calls: dict[str, float]  # executions of each opaque kernel
     compile_s: float
     compiler: str
 
@@ -93,8 +90,7 @@ class Prediction:
     memory: dict[str, int]
     flops: dict[str, dict[str, int]]  # by part, and by FLOPS_KINDS
     traffic: list[Traffic]
-    memory_traffic: dict[str, int]
-    seconds: dict[str, float] | None  # compute, memory, and the links of each group of axes
+    seconds: dict[str, float] | None  # products, memory, and the links of each group of axes
     mfu_flops_per_token: float  # numerator of MFU: see hardware.py
     chip: Chip | None
     chips: int
@@ -104,34 +100,23 @@ class Prediction:
         return self.memory_bytes_per_chip <= usable_bytes(self.chip)
 
     @property
-    def bound_by(self) -> str | None:
-        """The resource that is busy longest."""
-        return self.seconds and max(self.seconds, key=self.seconds.__getitem__)
+    def chip_s(self) -> float | None:
+        """The time of a step whose communication is all hidden behind computation."""
+        return self.seconds and sum(self.seconds[part] for part in CHIP_PARTS)
 
     @property
     def step_s(self) -> float | None:
-        """The roofline: compute, memory and links overlap completely."""
-        return self.seconds and max(self.seconds.values())
-
-    @property
-    def serial_step_s(self) -> float | None:
         """The time of a step in which communication and computation never overlap."""
-        if self.seconds is None:
-            return None
-        links = sum(s for name, s in self.seconds.items() if name not in ("compute", "memory"))
-        return max(self.seconds["compute"], self.seconds["memory"]) + links
+        return self.seconds and sum(self.seconds.values())
 
     def over(self, compiled: Compiled) -> dict[str, float]:
-        """Return predicted over compiled: memory, FLOPs, memory traffic if the compiled step has
-        it, and bytes along axes that carry 1 % or more.
+        """Return predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or
+        more.
         """
         found = {
             "memory": self.memory_bytes_per_chip / compiled.memory_bytes_per_chip,
             "FLOPs": self.flops_per_chip / compiled.flops_per_chip,
         }
-        if compiled.memory_traffic_bytes:
-            through = sum(self.memory_traffic.values())
-            found["memory traffic"] = through / compiled.memory_traffic_bytes
         by_axes = compiled.collective_bytes_per_chip
         return found | {
             axes: self.collective_bytes_per_chip.get(axes, 0.0) / size
@@ -145,15 +130,11 @@ class Prediction:
         if self.seconds is None:
             return f"{memory}; no step time, for no figures of this device are known"
         fits = self.memory_bytes_per_chip <= self.chip.memory_bytes
-        measured = ""
-        if self.chip.name in MEASURED_OVER_PLAN:
-            measured = "; measured steps took {} to {} times the best".format(
-                *MEASURED_OVER_PLAN[self.chip.name]
-            )
+        times = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (self.chip_s, self.step_s)))
         return (
             f"{memory}{' of' if fits else ', which does not fit: it has'} "
-            f"{self.chip.memory_bytes / GIB:.0f}; {self.step_s:.3g} s per step at best, "
-            f"{self.serial_step_s:.3g} s if nothing overlaps; bound by {self.bound_by}{measured}"
+            f"{self.chip.memory_bytes / GIB:.0f}; {times} s per step "
+            f"({rates.accuracy(self.chip)})"
         )
 
     def tokens_per_s(self, step_s: float) -> float:
@@ -179,7 +160,7 @@ class Candidate:
     def order(self) -> tuple[float, int]:
         """The smallest is best: step time (FLOPs if the chip is unknown), then memory."""
         p = self.predicted
-        return p.serial_step_s or p.flops_per_chip, self.memory
+        return p.step_s or p.flops_per_chip, self.memory
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -196,7 +177,6 @@ class SearchResult:
     best: list[Candidate]  # the best candidate of each mesh that fits, best mesh first
     rejected: dict[MeshShape, str]  # mesh -> why it is rejected
     tried: int
-    smallest: Candidate | None  # least memory, if nothing fits
 
 
 @dataclass(frozen=True)

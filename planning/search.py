@@ -19,9 +19,17 @@ from rich.progress import track
 import utils
 from hardware import Chip, platform_of
 from planning import cost
-from planning.results import MESH_FLAGS, Candidate, MeshShape, SearchResult, usable_bytes
+from planning.results import (
+    MESH_FLAGS,
+    USABLE,
+    Candidate,
+    MeshShape,
+    SearchResult,
+    gib,
+    usable_bytes,
+)
 from runtime import cli
-from utils import GIB, Config, ConfigError, get
+from utils import Config, ConfigError, get
 
 MOST_CHIPS = 2**17
 
@@ -46,22 +54,16 @@ def meshes(chips: int, replica: int = 1) -> list[MeshShape]:
 
 
 def search(
-    config: Config,
-    chip: Chip | None,
-    chips: int,
-    fixed: frozenset[str] = frozenset(),
-    quiet: bool = True,
+    config: Config, chip: Chip | None, chips: int, fixed: frozenset[str] = frozenset()
 ) -> SearchResult:
     """Find the best candidate of each mesh of `chips` chips.
 
     fixed   flags of SEARCHED_FLAGS that keep the config's value.
-    quiet   show no progress.
-    Raises  ConfigError if the model cannot be sharded over any mesh.
+    Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
     best, small, rejected, tried = [], [], {}, 0
-    every, console = allowed(config, chips, fixed), Console(stderr=True)
-    quiet = quiet or not console.is_terminal
-    for mesh in track(every, "meshes", console=console, transient=True, disable=quiet):
+    meshes = allowed(config, chips, fixed)
+    for mesh in track(meshes, "meshes", console=Console(stderr=True), transient=True):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
         if not candidates:
@@ -70,16 +72,14 @@ def search(
             best.append(chosen)
         else:
             small.append(chosen)
-            need, most = chosen.memory / GIB, usable_bytes(chip) / GIB
-            rejected[mesh] = f"needs {need:.1f} GiB of {most:.1f} GiB at least"
-    if not best and not small:
-        raise ConfigError(no_mesh(config, chips, fixed, rejected))
-    best.sort(key=lambda c: c.order)
-    smallest = None
+            rejected[mesh] = f"needs {gib(chosen.memory)} of {gib(usable_bytes(chip))} at least"
     if not best:
-        least = min(small, key=lambda c: c.memory).config
-        smallest = Candidate(least, cost.predict(least, chip))
-    return SearchResult(best, rejected, tried, smallest)
+        raise ConfigError(
+            too_large(min(small, key=lambda one: one.memory), chip, chips)
+            if small
+            else no_mesh(config, chips, fixed, rejected)
+        )
+    return SearchResult(sorted(best, key=lambda one: one.order), rejected, tried)
 
 
 def allowed(config: Config, chips: int, fixed: frozenset[str]) -> list[MeshShape]:
@@ -109,14 +109,24 @@ def allowed(config: Config, chips: int, fixed: frozenset[str]) -> list[MeshShape
 def candidates_on(
     config: Config, chip: Chip | None, mesh: MeshShape, fixed: frozenset[str]
 ) -> tuple[list[Candidate], str]:
-    """Return all candidates on a mesh, and the error of the first impossible one."""
+    """Return all candidates on a mesh, each with its best remat policy, and the error of the first
+    impossible one.
+    """
     candidates, reason = [], ""
     for values in choices_on(config, mesh, fixed):
         try:
-            candidates.append(fastest(config, chip, values, fixed))
+            chosen = changed(config, values)
+            keep = "train.remat" in fixed
+            policies = [config.train.remat] if keep else remat_policies(chosen, chip)
+            candidates.append(best_of([candidate(chosen, chip, policy) for policy in policies]))
         except ConfigError as error:
             reason = reason or str(error)
     return candidates, reason
+
+
+def candidate(config: Config, chip: Chip | None, remat: str) -> Candidate:
+    config = changed(config, {"train.remat": remat})
+    return Candidate(config, cost.predict(config, chip, shared=True))
 
 
 def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -140,23 +150,11 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
             yield found
 
 
-def fastest(
-    config: Config, chip: Chip | None, values: dict[str, Any], fixed: frozenset[str]
-) -> Candidate:
-    """Return the candidate with the best remat policy."""
-    config, found = changed(config, values), []
-    keep = "train.remat" in fixed
-    for policy in [config.train.remat] if keep else remat_policies(config, chip):
-        with_policy = changed(config, {"train.remat": policy})
-        found.append(Candidate(with_policy, cost.predict(with_policy, chip, shared=True)))
-    return best_of(found)
-
-
 def best_of(candidates: list[Candidate]) -> Candidate:
     """Return the fastest candidate that fits, or the smallest if none fits."""
-    if fit := [candidate for candidate in candidates if candidate.predicted.fits]:
-        return min(fit, key=lambda candidate: candidate.order)
-    return min(candidates, key=lambda candidate: candidate.memory)
+    if fit := [one for one in candidates if one.predicted.fits]:
+        return min(fit, key=lambda one: one.order)
+    return min(candidates, key=lambda one: one.memory)
 
 
 def remat_policies(config: Config, chip: Chip | None) -> list[str]:
@@ -180,6 +178,17 @@ def _remat_policies(config: Config, chip: Chip | None) -> list[str]:
     names.sort(key=lambda name: -saved[name] / held[name])
     some = [names[:n] for n in range(len(names), 0, -1)]
     return ["none", *(",".join(n for n in utils.REMAT_NAMES if n in kept) for kept in some), "full"]
+
+
+def too_large(least: Candidate, chip: Chip, chips: int) -> str:
+    """Return the error message for a config whose smallest candidate does not fit."""
+    usable = usable_bytes(chip)
+    return (
+        f"the config fits on no mesh of {chips} {chip.name}: at best {gib(least.memory - usable)} "
+        f"per chip are missing. The smallest candidate needs {gib(least.memory)} of "
+        f"{gib(usable)} usable ({USABLE:.0%} of {gib(chip.memory_bytes)}), with "
+        f"{least.command_line}. Use more chips, or a smaller --train.global_batch_size."
+    )
 
 
 def no_mesh(

@@ -1,8 +1,7 @@
 """Attribute the time of a step in a profiler's trace to layers.
 
-A trace is a perfetto_trace.json.gz. `name_layers` puts an operation's named scopes before its name,
-as in "steady/jvp(attention) dot.12". `operation_s` sums times by layer, part and direction, as in
-"moe/experts backward".
+A trace is a perfetto_trace.json.gz. `name_layers` puts layer, part and direction of an operation
+before its name, as in "moe/experts backward dot.12". `operation_s` sums times by them.
 """
 
 import gzip
@@ -31,11 +30,12 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def name_layers(file: Path, program: str) -> None:
-    """Put the named scopes of each operation of the compiled program before its name in a trace."""
-    names, trace = hlo.scopes(program), read(file)
+    """Put the layer of each operation of the compiled program before its name in a trace."""
+    known, trace = operation_layers(program), read(file)
     for event in trace["traceEvents"]:
-        if scope := names.get(event.get("args", {}).get("hlo_op", "")):
-            event["name"] = f"{scope} {event['name']}"
+        layer, _ = known.get(event.get("args", {}).get("hlo_op", ""), (None, ""))
+        if layer:
+            event["name"] = f"{layer} {event['name']}"
     file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 

@@ -5,7 +5,6 @@ count how often they call it. No layer is named here. No devices are needed: the
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,7 +22,6 @@ import pipeline
 import sharded_model
 import utils
 from planning import jaxpr
-from planning.fusion import Fused
 from planning.jaxpr import Op, Program, Value
 from utils import MESH_AXES, TOKEN_AXES, Config
 from weights import vary
@@ -39,7 +37,6 @@ class TracedFunction:
     program: Program
     known: frozenset[Value]  # weights and data, which stay in memory anyway
     gradients: frozenset[Value]  # gradients of its results
-    results: int  # number of the program's outputs that are results; the others are gradients
 
     @cached_property
     def passes(self) -> tuple[list[Op], list[Op]]:
@@ -79,14 +76,6 @@ class TracedFunction:
         return jaxpr.remat(forward, self.residuals, set(self.known), sharded_model.policy(names))
 
     @cache  # noqa: B019
-    def kernels(self, names: str, single: frozenset[str]) -> tuple[Fused, Fused]:
-        """Return the kernels of the forward and of the backward pass."""
-        remat, (forward, backward) = self.remat(names), self.passes
-        results = [*self.program.outputs[: self.results], *remat.saved]
-        gradients = self.program.outputs[self.results :]
-        return Fused(forward, single, results), Fused(remat.ops + backward, single, gradients)
-
-    @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:
         """Return the peak bytes of the backward pass besides known and saved values."""
         found = self.remat(names)
@@ -110,7 +99,7 @@ def trace_function(
     n, both_n = len(jax.tree.leaves(w)), len(jax.tree.leaves((w, x)))
     known = frozenset((*program.inputs[:n], *program.constants))
     gradients = frozenset(program.inputs[both_n:])
-    return TracedFunction(program, known, gradients, len(jax.tree.leaves(result)))
+    return TracedFunction(program, known, gradients)
 
 
 def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) -> None:
@@ -149,31 +138,19 @@ class StageFunctions:
     prefix: list[tuple[TracedFunction, int]]
     first: TracedFunction  # what runs before the first stage, without the prefix
 
-    @property
-    def sized_by_fsdp(self) -> bool:
-        """Whether the size of a collective along fsdp depends on the number of fsdp ranks.
-
-        No layer of this model has one: weights are gathered outside of layers, and all-to-all and
-        all-reduce keep their size.
-        """
-        functions = [self.first, *(f for f, _ in self.block + self.prefix)]
-        sends = [op.send for f in functions for op, _ in f.forward + f.backward if op.send]
-        return any("fsdp" in s.axes and s.kind in ("all-gather", "reduce-scatter") for s in sends)
-
 
 @cache
 def stage_functions(
-    config: Config, kernel: str, share: float, cuts: tuple[tuple[int, int], ...]
+    config: Config, kernel: str, share: float, batches: tuple[int, ...]
 ) -> StageFunctions:
     """Trace the layers and the embedding.
 
-    config  a result of `one_microbatch`.
-    share   share of attention's scores that the kernel computes.
-    cuts    (sequences of a microbatch and rank, fsdp ranks) that counts are for: the config's; or
-            any sequences if it has PRIME, and any ranks if it has one.
+    config   a result of `one_microbatch`.
+    share    share of attention's scores that the kernel computes.
+    batches  sequences of a microbatch and rank that counts are for: the config's, or any if the
+             config has PRIME.
     """
-    spread = spread_bytes(config) if config.mesh.fsdp == 1 else frozenset()
-    sizes = jaxpr.Sizes(config.train.global_batch_size // config.mesh.fsdp, cuts, spread)
+    sizes = jaxpr.Sizes(config.train.global_batch_size // config.mesh.fsdp, batches)
     reader = jaxpr.Reader(sizes, share)
     outer = dataclasses.replace(reader, skipped=LAYER)
     layers: list[TracedFunction] = []
@@ -214,15 +191,12 @@ def stage_functions(
 
 
 @cache
-def output_program(config: Config, platform: str, kernel: str, rows: tuple[int, ...]) -> Program:
+def output_program(config: Config, platform: str, kernel: str) -> Program:
     """Trace what runs after the last stage, with its gradient.
 
     config  a result of `one_microbatch`.
-    rows    numbers of local vocabulary rows that counts are for: the config's, or fewer. One trace
-            serves all, as few vocabularies divide other sizes.
     """
     b = config.train.global_batch_size // config.mesh.fsdp
-    sizes = jaxpr.Sizes(local_rows(config), tuple((n, 1) for n in rows))
     found: list[Program] = []
 
     def visit(run: pipeline.Executor) -> None:
@@ -230,31 +204,10 @@ def output_program(config: Config, platform: str, kernel: str, rows: tuple[int, 
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
-        found.append(jaxpr.Reader(sizes, 1.0, same_type=platform != "tpu").read(last))
+        found.append(jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform != "tpu").read(last))
 
     with_executor(config, kernel, lambda layer: layer, visit)
     return found[0]
-
-
-def spread_bytes(config: Config) -> frozenset[int]:
-    """Return the bytes of a layer's expert weights and gradients on one rank.
-
-    They stay sharded over fsdp in use. Their first dimension is the sharded one.
-    """
-    found = set()
-    for w in jax.tree.leaves(model.declare(config)):
-        if "fsdp" in w.axes and w.gathered_dim is None:
-            first = next(dim for dim, axes in enumerate(w.dim_axes) if "fsdp" in axes)
-            size = math.prod(w.shape[first:]) // config.mesh.tensor
-            dtypes = jnp.float32, config.model.compute_dtype
-            # One matrix, and two that are concatenated.
-            found |= {n * size * jnp.dtype(dtype).itemsize for dtype in dtypes for n in (1, 2)}
-    return frozenset(found)
-
-
-def local_rows(config: Config) -> int:
-    """Return the rows of the vocabulary on one rank."""
-    return config.model.padded_vocab_size // (config.mesh.pipeline * config.mesh.tensor)
 
 
 def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:

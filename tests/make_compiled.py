@@ -104,7 +104,7 @@ def config_of(name: str) -> utils.Config:
     return cli.parse(CASES[name])
 
 
-COLUMNS = ("axes", "kind", "asynchronous", "overlapped", "bytes")  # of a row of collectives
+COLUMNS = ("axes", "kind", "overlapped", "bytes")  # of a row of collectives
 
 
 def recorded() -> dict[str, dict]:
@@ -145,9 +145,8 @@ def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a row per step, with the chips' numbers beside each other."""
     lines = [
-        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic through memory | "
-        "traffic by mesh axes |",
-        "|---|---|---|---|---|---|",
+        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic by mesh axes |",
+        "|---|---|---|---|---|",
     ]
     for name in CASES:
         keys = {chip: f"{name} {chip}" for chip in chips_of(name)}
@@ -159,7 +158,7 @@ def table(rows: dict[str, dict]) -> str:
         parts = {part: [r[part] for r in each if part in r] for part in each[0]}
         columns = [
             ", ".join(f"{ratio:.3f}" for ratio in parts.pop(part, []))
-            for part in ("memory", "FLOPs", "memory traffic")
+            for part in ("memory", "FLOPs")
         ]
         ends = {axes: (f"{min(of):.3f}", f"{max(of):.3f}") for axes, of in parts.items()}
         axes = ", ".join(f"{axes} {' to '.join(dict.fromkeys(two))}" for axes, two in ends.items())

@@ -18,8 +18,9 @@ import pipeline
 import sharded_model
 import train
 import utils
+from benchmarks import gpu
 from common import RUN, RUN_MESHES, config_of, mesh_of
-from planning import cost, hlo, results, trace
+from planning import cost, hlo, rates, results, trace
 
 V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 RECORDED = make_compiled.recorded()
@@ -62,8 +63,7 @@ def test_all_programs_are_recorded_in_the_form_that_is_written():
 def assert_predicted(key):
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
-    bounds = {"memory": 0.10, "memory traffic": 0.15}
-    assert not {p: r for p, r in found.items() if abs(r - 1) > bounds.get(p, 0.005)}
+    assert not {p: r for p, r in found.items() if abs(r - 1) > (0.1 if p == "memory" else 0.005)}
     config = make_compiled.config_of(name)
     assert math.prod(config.mesh.shape) == 1 or len(found) > 2  # some axis carries traffic
     predicted = cost.predict(config, hardware.chip_named(chip))
@@ -212,10 +212,8 @@ def test_a_program_without_pipeline_or_recomputation_runs_the_model_flops():
     alone = cost.predict(sizes(config, fsdp=1), V4)
     assert alone.collective_bytes_per_chip == {} and alone.traffic == []
     assert alone.memory["weights"] == 4 * alone.parameters  # at rest they are float32
-    # Gradients are read twice; weights and two moments are read and written.
-    assert alone.memory_traffic["optimizer"] == pytest.approx(32 * alone.parameters, rel=1e-6)
     wide = cost.predict(sizes(config, fsdp=1, compute_dtype="float32"), V4)
-    assert wide.seconds["compute"] == 6 * alone.seconds["compute"]
+    assert wide.seconds["compute"] == pytest.approx(6 * alone.seconds["compute"])
 
 
 @pytest.mark.parametrize(
@@ -237,17 +235,27 @@ def test_kernels_skip_blocks_above_the_diagonal_and_recompute_scores(chip, compu
     assert xla["backward"] == 2 * xla["forward"] and xla["recomputed"] == 0
 
 
-def test_parts_sum_to_the_totals_and_a_step_takes_its_longest_part_to_their_sum():
+# Seconds of a step without rematerialization on one H100: docs/measured.md, GPUs.
+MEASURED_S = {"dense_124m": 0.362, "dense_1b": 1.069, "moe_1b": 0.808, "moe_124m": 0.445}
+
+
+def test_predicted_times_are_as_far_from_measured_steps_as_reports_say():
+    configs = {name: gpu.config_of(f"{name}-none", toy=False) for name in MEASURED_S}
+    ratios = [cost.predict(configs[name], H100).step_s / s for name, s in MEASURED_S.items()]
+    error = rates.RATES["h100"].error
+    assert max(abs(ratio - 1) for ratio in ratios) < error <= 0.25
+    assert f"within {error:.0%} " in rates.accuracy(H100)
+    assert "not measured on a v4" in rates.accuracy(V4)
+
+
+def test_parts_sum_to_the_totals():
     p = cost.predict(JAXFORMER, V4)
     assert sum(p.memory.values()) == p.memory_bytes_per_chip
     assert sum(sum(ways.values()) for ways in p.flops.values()) == p.flops_per_chip
     assert sum(p.collective_bytes_per_chip.values()) == sum(t.result_bytes for t in p.traffic)
-    assert p.seconds["compute"] == p.flops_per_chip / V4.flops
-    assert p.seconds["memory"] == sum(p.memory_traffic.values()) / V4.memory_bandwidth
-    assert p.step_s == max(p.seconds.values()) == p.seconds[p.bound_by]
-    links = sum(p.seconds.values()) - p.seconds["compute"] - p.seconds["memory"]
-    longer = max(p.seconds["compute"], p.seconds["memory"])
-    assert p.serial_step_s == pytest.approx(longer + links) and links > 0
+    assert p.seconds["compute"] == p.flops_per_chip / (rates.rates_of(V4).compute * V4.flops)
+    assert p.chip_s == p.seconds["compute"] + p.seconds["memory"]
+    assert p.chip_s < p.step_s == sum(p.seconds.values())
     per_token = p.mfu_flops_per_token / (p.chips * V4.flops)
     assert p.mfu(p.step_s) == pytest.approx(p.tokens_per_step / p.step_s * per_token)
     least = int(p.memory_bytes_per_chip / 0.85) + 1
@@ -259,7 +267,7 @@ def test_an_unknown_chip_is_planned_as_its_platform_runs_and_gets_no_times():
     p, *others = (cost.predict(JAXFORMER, None, platform) for platform in (None, "gpu9", "tpu"))
     assert [found.attention for found in (p, *others)] == ["xla", "cudnn", "splash"]
     assert cost.predict(JAXFORMER, V4).memory == others[1].memory
-    assert p.seconds is p.step_s is p.serial_step_s is p.bound_by is None
+    assert p.seconds is p.chip_s is p.step_s is None
     assert "no figures" in p.line()
 
 

@@ -35,7 +35,6 @@ def test_a_product_counts_two_flops_per_multiplication():
     assert hlo.dot_flops(text) == 2 * 3 * 4 * 5 * 6 * 7
     text = compiled(lambda a: jnp.tanh(a @ a.T), (512, 256), dtype=jnp.bfloat16)
     assert hlo.dot_flops(text) == 2 * 512 * 512 * 256
-    assert hlo.custom_calls(text) == {}
 
 
 def test_trip_counts_of_nested_loops_multiply():
@@ -61,7 +60,6 @@ def test_branches_count_by_the_share_that_the_caller_gives():
 
     assert hlo.dot_flops(text, share) == 2 * PRODUCT
     assert all("sometimes" in name for name in names)
-    assert any("sometimes" in scope for scope in hlo.scopes(text).values())
     for unknown in (None, lambda op_name: None):
         with pytest.raises(ValueError, match=r"sometimes.*it is unknown how often.*branch_share"):
             hlo.dot_flops(text, unknown)
@@ -84,9 +82,8 @@ def test_a_loop_of_a_tpu_takes_its_trips_from_the_condition_and_the_first_count(
     # A product of 8 pairs of matrices, written as a convolution over the batch.
     assert hlo.dot_flops(text) == (9 - 2) * 2 * 8 * 32 * 64 * 16
     # An asynchronous collective counts once.
-    permute = hlo.Collective(("fsdp",), "collective-permute", True, False)
+    permute = hlo.Collective(("fsdp",), "collective-permute", False)
     assert hlo.collectives(text, {"fsdp": 2}) == {permute: 7 * 8 * 32 * 16 * 2}
-    assert hlo.custom_calls(text) == {"tpu_custom_call": 1}
     # A condition that is not a counter below a constant is refused.
     for part in ("direction=LT", "constant(9)", "get-tuple-element(%c), index=0"):
         with pytest.raises(ValueError, match=r"Loop loop .* no known trip count"):
@@ -98,15 +95,14 @@ def test_kernels_of_splash_count_by_the_blocks_that_they_compute():
     pairs = 4 * 6 * 3 * 512 * 512  # of 2 x 2 blocks those not above the diagonal
     forward, dkv, dq = 192 + 64, 2 * 192 + 2 * 64, 2 * 192 + 64
     assert hlo.dot_flops(text) == 2 * pairs * (forward + dkv + dq)
-    assert hlo.custom_calls(text) == {}
     one = text.replace("[4,6,", "[6,").replace("{3,2,1,0", "{2,1,0")  # sequence
     assert hlo.dot_flops(one) == hlo.dot_flops(text) / 4
     with pytest.raises(ValueError, match="are not square: 2 by 4"):
         hlo.dot_flops(text.replace("s8[1,2,2]", "s8[1,2,4]"))
     # A kernel is in its scopes though its attributes take three lines.
-    scopes = hlo.scopes(text)
+    [computation] = hlo.parse(text).computations.values()
     for name in ("splash_mha_fwd_residuals.15", "splash_mha_dq_no_residuals.4"):
-        assert scopes[name] == "steady/attention"
+        assert "/attention/" in computation[name].op_name
 
 
 PAIRS = 4 * 6 * 36 * 128 * 128  # of 8 x 8 tiles of 128 those not above the diagonal
@@ -116,7 +112,6 @@ GEMM = 2 * 384 * 24 * 4096
 def test_calls_of_cudnn_and_cublas_count_as_products():
     text = read("gpu_calls")
     assert hlo.dot_flops(text) == 2 * PAIRS * ((96 + 64) + (3 * 96 + 2 * 64)) + GEMM
-    assert hlo.custom_calls(text) == {}
 
 
 def test_kernels_of_triton_count_as_those_of_cudnn_by_what_each_multiplies():
@@ -128,19 +123,9 @@ def test_kernels_of_triton_count_as_those_of_cudnn_by_what_each_multiplies():
     forward, backward = (f'custom_call_target="{name}"' for name in hlo.CUDNN)
     text = text.replace(backward, named("mha_backward")).replace(forward, named("mha_forward"))
     assert hlo.dot_flops(text) == 2 * PAIRS * (2 * 96 + 7 * 96) + GEMM
-    assert hlo.custom_calls(text) == {}
-    for other, unknown in (("mine", {"__gpu$xla.gpu.triton": 1}), ("mha_preprocess_backward", {})):
+    for other in ("mine", "mha_preprocess_backward"):
         changed = text.replace('name = "mha_forward"', f'name = "{other}"')
-        assert hlo.custom_calls(changed) == unknown
         assert hlo.dot_flops(changed) == 2 * PAIRS * 7 * 96 + GEMM
-
-
-def test_memory_traffic_counts_slices_and_updates_by_their_own_size():
-    row, four, eight = 400, 1600, 3200
-    expected = 3 * (row + 4 + row)  # of add_one: read, the index, written; the rest stays there
-    expected += 3 * four + 2 * (row + 4 + row)  # of whole, and of put: rows and their numbers
-    expected += 2 * 2 * row + four + eight + 2 * eight  # of the update, all-gather and copy
-    assert hlo.memory_bytes(read("gpu_memory")) == expected
 
 
 def test_text_that_is_not_a_program_is_refused():
@@ -199,7 +184,7 @@ def test_collectives_are_counted_by_kind_and_axes_with_the_bytes_of_a_device():
     text, own = compiled(run, (64, 64), (64, 64)), 8 * 64 * 4
     assert hlo.dot_flops(text) == 3 * 2 * 8 * 64 * 64
     assert hlo.collectives(text, MESH) == {
-        hlo.Collective(axes, kind, False, False): 3 * own * share for kind, axes, share in functions
+        hlo.Collective(axes, kind, False): 3 * own * share for kind, axes, share in functions
     }
 
 
@@ -209,16 +194,16 @@ def test_fused_and_overlapped_collectives_of_a_tpu_are_recognized():
     """
     text = read("tpu_collectives")
     assert hlo.collectives(text, {"fsdp": 2}) == {
-        hlo.Collective(("fsdp",), "reduce-scatter", False, False): 4 * 128 * 4,
-        hlo.Collective(("fsdp",), "collective-permute", True, True): 8 * 128 * 4,
-        hlo.Collective(("fsdp",), "all-gather", True, False): 16 * 128 * 4,
+        hlo.Collective(("fsdp",), "reduce-scatter", False): 4 * 128 * 4,
+        hlo.Collective(("fsdp",), "collective-permute", True): 8 * 128 * 4,
+        hlo.Collective(("fsdp",), "all-gather", False): 16 * 128 * 4,
     }
     whole = text.replace("dynamic-slice(%flat, %i, %z), dynamic_slice_sizes={4,128}", "add(%i)")
-    kept = hlo.Collective(("fsdp",), "all-reduce", False, False)
+    kept = hlo.Collective(("fsdp",), "all-reduce", False)
     assert hlo.collectives(whole, {"fsdp": 2})[kept] == 8 * 128 * 4
 
 
 def test_transfers_between_slices_are_collectives_along_the_outermost_axis():
     [(found, size)] = hlo.collectives(read("tpu_slices"), {"replica": 2, "fsdp": 4}).items()
-    assert found == (("replica",), "all-reduce", True, True)
+    assert found == (("replica",), "all-reduce", True)
     assert size == 4 * 2752 * 8

@@ -1,5 +1,4 @@
 import json
-import re
 
 import pytest
 
@@ -26,20 +25,18 @@ def test_json_and_tables_have_the_figures_of_the_prediction(capsys):
     found = json.loads(capsys.readouterr().out)
     predicted = found["predicted"]
     expected = cost.predict(make_compiled.config_of("jaxformer"), hardware.CHIPS["v4"])
-    assert set(predicted) >= SHARED | {"memory", "flops", "traffic", "seconds", "bound_by", "mfu"}
+    assert set(predicted) >= SHARED | {"memory", "flops", "traffic", "seconds", "mfu"}
     for name in (*SHARED, "step_s"):
         assert predicted[name] == getattr(expected, name)
-    assert found["fits"] and (found["flags"]["mesh.fsdp"], found["chips"]) == (8, 32)
+    assert found["fits"] and (found["flags"]["mesh.fsdp"], predicted["chips"]) == (8, 32)
     assert "compiled" not in found and "search" not in found
     text = printed(capsys, *JAXFORMER, "--chip", "v4", "--tokens", "6.5e9")
     parts = ["973,788,032 parameters", "saved activations", "attention scores", "fits: "]
     parts += ["moe dispatch, backward", "the links along fsdp+tensor", "hours to 6.5e+09 tokens"]
-    assert not [part for part in (*parts, "Bound by memory") if part not in text]
-    assert "models took" not in text
-    text = printed(capsys, *JAXFORMER, "--mesh.pipeline", "1", "--mesh.tensor", "1", "--chip=h100")
-    best = float(re.search(r"at best: .*? MFU ([\d.]+)%", text)[1])
-    low, high = map(float, re.search(r"models took: MFU ([\d.]+)% to ([\d.]+)%", text).groups())
-    assert (low, high) == pytest.approx((best / 2.3, best / 1.7), abs=0.1)
+    assert not [part for part in (*parts, "not measured on a v4") if part not in text]
+    alone = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--chip=h100"]
+    text = printed(capsys, *JAXFORMER, *alone)
+    assert "Accuracy: within" in text and "of communication" not in text
 
 
 def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(capsys):
@@ -61,28 +58,18 @@ def compiled(monkeypatch):
     return replace
 
 
-def test_the_tables_of_a_compiled_step_show_ratios_and_a_gpus_memory_traffic(capsys, compiled):
+def test_the_tables_of_a_compiled_step_show_ratios_and_hidden_collectives(capsys, compiled):
     compiled("jaxformer v4")
     text = printed(capsys, *JAXFORMER, "--chip", "v4", "--compile")
     assert "ratio" in text and "collectives along fsdp+tensor, GB" in text
-    assert "times the model's" in text
-    assert "memory traffic, GB" not in text  # TPUs keep results beside their units
-    compiled("gpu-dense-124m h100", memory_traffic_bytes=3.35e12 / 2)  # half a second of its memory
-    predicted, text = printed(capsys, *DENSE, "--compile").split("As compiled by")
-    assert re.search(r"memory traffic, GB [\d,.]+ 1,675.000 ", text)
-    assert "memory 500 " in text and "Bound by memory" in text
-    assert "the compiled kernels read and write" in text
-    assert "kernels would read and write" in predicted
+    assert "times the model's" in text and "The program computes during 6." in text
 
 
-def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(
-    capsys, compiled, tmp_path
-):
+def test_a_compiled_step_that_exceeds_a_gpus_memory_is_refused_after_its_tables(capsys, compiled):
     compiled("gpu-dense-124m-xla h100", memory_bytes_per_chip=100 * 2**30)
     needs = r"needs 100.00 GiB and a h100 has 79.65 GiB: 20.35 GiB are missing. Use --t"
     with pytest.raises(ValueError, match=needs):
-        plan.main([*DENSE, "--compile", "--png", str(tmp_path / "plan.png")])
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+        plan.main([*DENSE, "--compile"])
     assert "autotunes kernels" in " ".join(capsys.readouterr().out.split())
 
 
@@ -95,8 +82,7 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
         ("--chip v7", "--chip v7 is not known. Use one of v4, v5e"),
         ("--hlo x", "--hlo goes with --compile"),
         ("--topology 2x2", "--topology goes with --compile"),
-        ("--png /proc/x.png", "--png /proc/x.png cannot be written"),
-        ("--png x.jpg", "Use --png x.png"),
+        ("--compile --hlo /proc/x", "--hlo /proc/x cannot be written"),
         ("--tokens nan", "Use 0 or more"),
         ("--model.capacity_factor inf", "inf is out of range. Use a finite number"),
         ("--chip h100-pcie --compile", "does not describe this GPU"),

@@ -65,7 +65,7 @@ def test_a_plan_is_compiled_for_more_devices_than_this_process_has_and_has_ratio
     found = json.loads(capsys.readouterr().out)
     compiled = found["compiled"]
     assert set(compiled) >= SHARED and found["fits"] is None
-    assert found["compile_s"] == compiled["compile_s"] > 0
+    assert compiled["compile_s"] > 0
     parts = compiled["argument_bytes"] + compiled["temporary_bytes"]
     assert parts <= compiled["memory_bytes_per_chip"] < 1.1 * parts
     assert compiled["model_flops_per_chip"] == found["predicted"]["model_flops_per_chip"]
@@ -87,7 +87,7 @@ def test_libtpu_still_plans_what_is_recorded():
         assert compiled.memory_bytes_per_chip == pytest.approx(memory, rel=0.02)
     assert compiled.model_flops_per_chip == before["model_flops_per_chip"]
     gathers = [row for row in compiled.collectives if row["kind"] == "all-gather"]
-    assert any(row["asynchronous"] for row in gathers), "see train.compiler_options"
+    assert any(row["overlapped"] for row in gathers), "see train.compiler_options"
 
 
 @pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
@@ -95,9 +95,9 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
     name = "gpu-dense-124m"
     compiled, text = compiler.compile_step(make_compiled.config_of(name), H100, "")
     before = RECORDED[f"{name} h100"]
-    for what in ("flops_per_chip", "memory_bytes_per_chip", "memory_traffic_bytes"):
+    for what in ("flops_per_chip", "memory_bytes_per_chip"):
         assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
-    assert compiled.custom_calls == {} and "__cudnn$fmhaSoftmaxBackward" in text
+    assert "__cudnn$fmhaSoftmaxBackward" in text
 
 
 LARGE = {"train": {"global_batch_size": 512, "seq_len": 1024}, "hidden_size": 1024}
@@ -117,7 +117,7 @@ def test_what_libtpu_cannot_compile_is_refused(shape, fields, chip, topology, me
         compiler.compile_step(config_of(shape, **fields), chip, topology)
 
 
-def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no_device(tmp_path):
+def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no_device():
     """A platform that does not exist is an error when jax searches devices."""
     flags = [*JAXFORMER, "--chip=v4", "--train.global_batch_size=32", "--json"]
     flags.append("--train.remat=full")  # so that a search tries less
@@ -128,13 +128,12 @@ def test_a_plan_for_another_number_of_chips_searches_the_best_mesh_and_starts_no
         return json.loads(subprocess.check_output(command, env=env))
 
     # 32 sequences are too few for 8 microbatches on the mesh of the file, which 4 chips lack.
-    found = planned("--chips", "4", "--png", tmp_path / "meshes.png")
+    found = planned("--chips", "4")
     mesh = [found["flags"][f"mesh.{axis}"] for axis in ("fsdp", "pipeline", "tensor")]
-    assert math.prod(mesh) == 4 == found["chips"] and len(found["search"]) > 3
+    assert math.prod(mesh) == 4 == found["predicted"]["chips"] and len(found["search"]) > 3
     assert found["search"][0]["flags"] == found["flags"]
     again = planned(*(f"--{flag}={value}" for flag, value in found["flags"].items()))
     assert again["predicted"] == found["predicted"]
-    assert (tmp_path / "meshes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_config_that_fits_nowhere_reports_the_missing_memory():

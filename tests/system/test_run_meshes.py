@@ -34,7 +34,7 @@ def test_a_profiled_step_leaves_a_trace_with_its_layers_named(runs):
     [file] = (runs / "moved" / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = " ".join(event["name"] for event in events if "hlo_op" in event.get("args", {}))
-    for layer in ("attention", "mlp", "moe", "last"):
+    for layer in ("attention", "mlp", "moe", "loss"):
         assert layer in names
 
 
