@@ -709,22 +709,6 @@ PLANNING = [
     ),
     planned("plan-step", "{:.3f} s", lambda p: p.chip_s),
     planned("plan-serial", "{:.3f} s", lambda p: p.step_s),
-    recorded(
-        "search-best",
-        "0.219 s",
-        "| (16,2,1) | 4 | 4 | once per step | 0.174 s | 0.219 s |",
-        "python plan.py --config configs/jaxformer_1b.toml --chip v4 --search",
-        "e49cfe5",
-        "predicted",
-    ),
-    recorded(
-        "search-second",
-        "0.225 s",
-        "| (32,1,1) | 1 | 1 | in each layer | 0.171 s | 0.225 s |",
-        "python plan.py --config configs/jaxformer_1b.toml --chip v4 --search",
-        "e49cfe5",
-        "predicted",
-    ),
     exact("programs", "{}", "tests/make_compiled.py --print", lambda: len(measured_over(3))),
     *(
         exact(name, "{}", "planning/rates.py", lambda value=value: percent(value))
