@@ -28,8 +28,10 @@ import orbax.checkpoint as ocp
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
 from model import Transformer
-from runtime import array_digests, buckets, checkpoint_directory, distributed, run_directory
+from runtime import array_digests, distributed, run_directory, storage
 from runtime.console import is_primary, log
+from runtime.errors import one_line
+from runtime.run_directory import CheckpointDirectory
 from runtime.stored_array import Damaged, StoredArray, is_damage, open_arrays
 from utils import ConfigError
 
@@ -84,8 +86,9 @@ class Checkpoints:
                 f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is complete. "
                 "Use 1 or more, or --checkpoint.every_steps 0 to save none."
             )
-        self._files = checkpoint_directory.open_directory(folder)
-        self.folder, self._run = self._files.path, self._files.path.rpartition("/")[0]
+        self._files = CheckpointDirectory(folder)
+        self._storage, self.folder = self._files.folder, self._files.folder.url
+        self._run = self.folder.rpartition("/")[0]
         self._writes, self._keep, self._keep_every = keep is not None, keep, keep_every_steps
         self.made_by: dict[str, Any] | None = None  # the start, for RECORD
         self.longest_s = 0.0  # longest time of a save until its files were complete, on process 0
@@ -100,7 +103,7 @@ class Checkpoints:
                     log(f"warning: removed {self.folder}/{name}, which was not complete")
                     self._files.remove(name)
                 self._files.try_to_write(jax.process_index())
-        elif not self._from_first(self._files.exists):
+        elif not self._from_first(self._storage.exists):
             raise ConfigError(
                 f"there are no checkpoints in {self.folder}: no such folder. Give the folder of a "
                 "run that was trained with --checkpoint.every_steps above 0."
@@ -113,29 +116,13 @@ class Checkpoints:
             try:
                 yield
             except OSError as error:
-                raise self._reason(error) from error
+                raise self._storage.explained(error) from error
 
     def _from_first(self, function: Callable[[], Any]) -> Any:
         """Call the function on process 0 and return its result, as JSON values, on all."""
         with self._shared():
             found = function() if is_primary() else None
         return json.loads(distributed.gather(json.dumps(found).encode())[0])
-
-    def _reason(self, error: Exception) -> Exception:
-        """Return the exception for a failed read or write; a TransientError if it may pass."""
-        cause = f"{type(error).__name__}: {buckets.one_line(error)}"
-        text = f"the checkpoints in {self.folder} cannot be used ({cause})"
-        if isinstance(error, buckets.AccessDenied | buckets.Unavailable):
-            return error
-        if buckets.is_bucket(self.folder):
-            why = buckets.refusal(self.folder, error)
-            return (
-                buckets.AccessDenied(why) if why else buckets.Unavailable(f"{text}. Start again.")
-            )
-        if not isinstance(error, OSError | ValueError):
-            return error
-        fix = "Free disk space, grant read and write permission, or use another --run.dir"
-        return ConfigError(f"{text}. {fix}. A run resumes from its newest checkpoint.")
 
     def save(
         self,
@@ -178,7 +165,7 @@ class Checkpoints:
         try:
             self._writer.save(f"{self.folder}/{step}", args=args)
         except Exception as error:
-            self._error = self._reason(error)  # `wait` raises it, on all processes
+            self._error = self._storage.explained(error)  # `wait` raises it, on all processes
 
     def failed(self, wait: bool = False) -> bool:
         """Return whether the current save has failed here so far, or with `wait` when it ended."""
@@ -192,7 +179,7 @@ class Checkpoints:
                     self.longest_s = max(self.longest_s, time.monotonic() - self._began)
                     self._remover.submit(self._remove_old)
             except Exception as error:
-                self._error = self._reason(error)
+                self._error = self._storage.explained(error)
         return self._error is not None
 
     def _remove_old(self) -> None:
@@ -300,9 +287,9 @@ class Checkpoints:
                     f"{steps}. Use one of these."
                 )
             try:
-                record = json.loads(self._files.read(f"{step}/config/{RECORD}"))
+                record = json.loads(self._storage.read(f"{step}/config/{RECORD}"))
                 return record if record.pop("crc32") == _crc32(record) else None
-            except (buckets.AccessDenied, buckets.Unavailable):
+            except (storage.AccessDenied, storage.Unavailable):
                 raise
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
                 return None
@@ -331,17 +318,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Run a block that reads arrays of a step. Raises Damaged, else `_reason`."""
+        """Run a block that reads arrays of a step. Raises Damaged, or `explained` errors."""
         try:
             yield
-        except (Damaged, buckets.AccessDenied, buckets.Unavailable):
+        except (Damaged, storage.AccessDenied, storage.Unavailable):
             raise
         except Exception as error:  # tensorstore raises ValueError or a bare Exception
-            text = buckets.one_line(error)
+            text = one_line(error)
             if is_damage(error):
                 raise self._damaged(step, text) from error
             if isinstance(error, ValueError) or type(error) is Exception:
-                raise self._reason(OSError(text)) from error
+                raise self._storage.explained(OSError(text)) from error
             raise
 
     def restore(self, step: int, abstract: Any) -> Any:

@@ -24,10 +24,10 @@ from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
 from runtime import errors, jsonl, run_directory
+from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
 from runtime.errors import TransientError
-from runtime.goodput import GoodputLog, PhaseTimes
-from runtime.replica_check import ReplicaChecker
+from runtime.phases import GoodputLog, Phases
 from runtime.signals import StopRequest
 from train import State
 from utils import Config, ConfigError
@@ -48,7 +48,7 @@ class Job:
     val: Mixture | None
     directory: run_directory.RunDirectory
     saved: Checkpoints | None  # None if --checkpoint.every_steps is 0
-    watchdog: PhaseTimes
+    watchdog: Phases
     stop: StopRequest
 
 

@@ -34,22 +34,22 @@ from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
 from loop import Job, Loop, resumable
+from metrics import check_packages
 from model import Transformer
 from runtime import (
     cli,
     distributed,
     errors,
-    files,
-    goodput,
-    loggers,
+    phases,
     provenance,
     resume,
     run_directory,
+    storage,
     writer_lock,
 )
 from runtime.console import is_primary, log
 from runtime.errors import JobFailed
-from runtime.goodput import GoodputLog, PhaseTimes
+from runtime.phases import GoodputLog, Phases
 from runtime.signals import StopRequest
 from train import State
 from utils import Config, ConfigError
@@ -133,7 +133,7 @@ def run(config: Config) -> None:
     r, w = config.run, None
     limit_s = cli.seconds(r.time_limit) if r.time_limit else None
     with (
-        PhaseTimes(60 * r.stall_minutes) as watchdog,
+        Phases(60 * r.stall_minutes) as watchdog,
         distributed.job(r.peer_seconds, config.mesh.replica),
         StopRequest(watchdog, limit_s) as stop,
         ExitStack() as stack,
@@ -141,7 +141,7 @@ def run(config: Config) -> None:
         watchdog.phase("opening of the data")
         with distributed.shared_errors():
             config, idle_devices = train.for_devices(config, jax.devices())
-            loggers.check_packages(config)
+            check_packages(config)
             config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
             sharded_model.schedule_of(config)
@@ -261,7 +261,7 @@ def write_config(job: Job) -> None:
     try:
         files_of.mkdir(parents=True, exist_ok=True)
         kept = utils.changed(job.config, {"run.take_over": False})  # is of this start only
-        files.write_atomically(files_of / "config.toml", cli.to_toml(kept))
+        storage.write_atomically(files_of / "config.toml", cli.to_toml(kept))
     except OSError as error:
         raise ConfigError(
             f"{job.directory} cannot be written: {error}. Use a --run.dir that can be written."
@@ -298,8 +298,8 @@ def report_result(job: Job, finished: bool) -> None:
     finished  the run had no steps left
     """
     directory = job.directory
-    if lines := goodput.read(directory.files):
-        log(goodput.summary(lines))
+    if lines := phases.read(directory.files):
+        log(phases.summary(lines))
     if job.config.eval.sequences and (directory.files / "metrics.jsonl").exists():
         import plot  # late, so that a run starts fast
 

@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from runtime import buckets, cli, errors, jsonl, run_directory
-from runtime.files import write_atomically
+from runtime import cli, errors, jsonl, run_directory, storage
 from utils import ConfigError
 
 # Okabe and Ito's set, which colour-blind readers can distinguish.
@@ -169,7 +168,7 @@ def plot_runs(folders: list[Path], out: Path | None = None, overwrite: bool = Tr
         for file, picture in files.items():
             if overwrite or not file.exists():
                 picture().savefig(image := io.BytesIO(), dpi=150, format="png")
-                write_atomically(file, image.getvalue())
+                storage.write_atomically(file, image.getvalue())
     return [*files]
 
 
@@ -190,7 +189,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     if not arguments.run:
         raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
-    if not arguments.out and any(buckets.is_bucket(run) for run in arguments.run):
+    if not arguments.out and any(storage.is_remote(run) for run in arguments.run):
         raise ConfigError("--run is in a bucket. Give a folder for the plots, as --out plots.")
     folders = []
     for run in map(run_directory.at, arguments.run):

@@ -19,9 +19,8 @@ from pathlib import Path
 from data.encode import Job, Record, tokenize_split
 from data.manifest import file_crc32c
 from data.settings import Prepare
-from data.shards import folder_at
-from runtime.buckets import one_line
-from runtime.errors import TransientError
+from runtime import storage
+from runtime.errors import TransientError, one_line
 from utils import ConfigError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -49,7 +48,7 @@ def results(config: Prepare, jobs: list[Job]) -> Iterator[Record]:
         task, expected = ray.remote(max_retries=RETRIES)(on_node), versions(os.getcwd())
         for job, ref in [(job, task.remote(job, expected)) for job in jobs]:
             record = ray.get(ref)
-            if not folder_at(config.out).list_objects(job.record):
+            if not storage.at(config.out).files(job.record):
                 raise ConfigError(
                     f"a node wrote {config.out}/{job.record}, which does not exist here. Use an "
                     "--out that all machines share, or one in a bucket."

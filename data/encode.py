@@ -21,8 +21,9 @@ from data import chat, readers
 from data.manifest import Shard, shard_of
 from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
-from data.shards import ShardWriter, folder_at
+from data.shards import ShardWriter
 from data.tokenizer import begin_of_text, encode_continuation, load_tokenizer, token_bytes
+from runtime import storage
 
 # tiktoken's patterns overflow the stack on a run of about a million spaces.
 CHUNK_CHARACTERS = 400_000
@@ -202,5 +203,5 @@ def tokenize_split(job: Job) -> Record:
     record = Record(job.split, job.settings, **writer.subsets, left_out=dict(left_out))
     if job.record:
         text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
-        folder_at(config.out).write(job.record, text.encode())
+        storage.at(config.out).write(job.record, text.encode())
     return record

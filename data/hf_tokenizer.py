@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from runtime.files import check_not_pointer
+from runtime.storage import check_not_pointer
 from utils import ConfigError
 
 TABLE = "tokenizer.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import google_crc32c
 
-from runtime.buckets import Prefix, is_bucket
+from runtime import storage
 from utils import ConfigError
 
 INDEX = "index.json"
@@ -59,12 +59,11 @@ class Manifest:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read index.json of a folder on a disk or in a bucket.
 
-    Raises  ConfigError if it is missing or inconsistent; buckets.Unavailable.
+    Raises  ConfigError if it is missing or inconsistent; storage.Unavailable.
     """
     path = f"{folder}/{INDEX}"
     try:
-        prefix = Prefix(str(folder)) if is_bucket(folder) else None
-        fields = json.loads(prefix.read(INDEX) if prefix else Path(path).read_bytes())
+        fields = json.loads(storage.at(folder).read(INDEX))
         shards = [shard_of(shard) for shard in fields.pop("shards")]
         manifest = Manifest(shards=shards, **fields)
         check_consistent(manifest)
@@ -73,9 +72,9 @@ def read_manifest(folder: str | Path) -> Manifest:
             f"{path} does not exist: {folder} is not a folder of shards, or its preparation did "
             f"not finish. Run {prepare_command(folder)}."
         ) from error
+    except (storage.AccessDenied, storage.Unavailable):
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if is_bucket(folder) and isinstance(error, OSError):  # its message has the fix
-            raise
         raise ConfigError(
             f"{path} cannot be read as the index of a folder of shards ({type(error).__name__}: "
             f"{error}). Run {prepare_command(folder)} --overwrite."

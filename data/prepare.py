@@ -45,8 +45,9 @@ from data.encode import Encoder, Job, Record, Subset, record_of, tokenize_split
 from data.manifest import DOCUMENT_RULE, INDEX, Manifest, Shard, files_of, index_text, read_manifest
 from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
-from data.shards import ShardWriter, folder_at
+from data.shards import ShardWriter
 from data.tokenizer import table_sha256
+from runtime import storage
 from runtime.errors import TransientError
 from utils import ConfigError
 
@@ -74,7 +75,7 @@ class Preparation:
 
     def __init__(self, config: Prepare):
         """Raises ConfigError for an unusable source or tokenizer."""
-        self.config, self.encoder, self.out = config, Encoder(config), folder_at(config.out)
+        self.config, self.encoder, self.out = config, Encoder(config), storage.at(config.out)
         self.source = sources.open_source(config)
         share = config.val_share
         self.subsets = [name for name, used in (("train", share < 1), ("val", share > 0)) if used]
@@ -138,7 +139,7 @@ class Preparation:
                 self.check_settings(f"{name}/{INDEX}", manifest.settings)
                 left_out = manifest.settings.get("left_out") and not self.config.skip_bad
                 complete.append(has_all(files, name, manifest.shards) and not left_out)
-        if complete or self.out.list_objects(f"{self.state}/0"):  # a record
+        if complete or self.out.files(f"{self.state}/0"):  # a record
             with contextlib.suppress(FileNotFoundError):
                 self.check_settings(
                     self.settings_file, json.loads(self.out.read(self.settings_file))
@@ -155,7 +156,7 @@ class Preparation:
 
     def files(self) -> dict[str, int]:
         """Return the bytes of each file of the subsets, by name."""
-        listings = [self.out.list_objects(f"{name}/") for name in self.subsets]
+        listings = [self.out.files(f"{name}/") for name in self.subsets]
         return {name: file.size for files in listings for name, file in files.items()}
 
     def record_name(self, split: int) -> str:
@@ -163,7 +164,7 @@ class Preparation:
 
     def records(self) -> dict[int, Record]:
         """Return the records of finished splits, whose shards exist with the right size."""
-        files, names, records = self.files(), self.out.list_objects(f"{self.state}/"), {}
+        files, names, records = self.files(), self.out.files(f"{self.state}/"), {}
         for split in range(len(self.source.splits)):
             if (name := self.record_name(split)) in names:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -270,8 +271,7 @@ class Preparation:
     def own_files(self) -> list[str]:
         """Return the files in OUT that preparations wrote, except indexes."""
         own = re.compile(r"(train|val)/(shard|cut|moved)_[^/]+")
-        shards = [name for name in self.files() if own.fullmatch(name)]
-        return [*shards, *self.out.list_objects(f"{self.state}/")]
+        return [n for n in self.files() if own.fullmatch(n)] + [*self.out.files(f"{self.state}/")]
 
     def clean_up(self, totals: dict[str, Subset], records: list[Record]) -> None:
         """Remove unlisted shards, unused records, and temporary files of killed preparations."""

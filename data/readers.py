@@ -23,9 +23,8 @@ import pyarrow.parquet
 from fsspec.compression import compr
 
 from data.settings import Prepare
-from runtime import buckets
-from runtime.errors import TransientError
-from runtime.files import check_not_pointer
+from runtime import storage
+from runtime.errors import TransientError, one_line
 from utils import ConfigError
 
 try:
@@ -96,7 +95,7 @@ def documents(
 
     to_chunks  converts a row; None takes the text of --text-field
     left_out   counts unusable input, with --skip-bad
-    Raises     InputError without it; buckets.AccessDenied, buckets.Unavailable, TransientError.
+    Raises     InputError without it; storage.AccessDenied, storage.Unavailable, TransientError.
     """
     to_chunks = to_chunks or functools.partial(text_of_field, field=config.text_field)
     try:
@@ -135,10 +134,8 @@ def location(part: FilePart, position: int) -> str:
 @contextlib.contextmanager
 def open_part(part: FilePart, request_bytes: int = REQUEST_BYTES) -> Iterator[IO[bytes]]:
     """Open the decompressed file."""
-    if buckets.is_bucket(part.path):
-        file = buckets.filesystem().open(part.path, "rb", cache_type="none")
-    else:
-        file = io.FileIO(part.path)
+    folder, name = storage.of_file(part.path)
+    file = folder.open_file(name)
     # The Parquet reader requests exact ranges, so it needs no buffer.
     stored = file if part.kind == PARQUET else io.BufferedReader(file, request_bytes)
     options = {}
@@ -150,12 +147,12 @@ def open_part(part: FilePart, request_bytes: int = REQUEST_BYTES) -> Iterator[IO
 
 @contextlib.contextmanager
 def damage_as_input_error(part: FilePart) -> Iterator[None]:
-    """Raise InputError for a damaged file, and the errors of buckets.py for a bucket."""
-    in_bucket = buckets.is_bucket(part.path)
+    """Raise InputError for a damaged file, and the errors of runtime/storage.py for a bucket."""
+    folder, name = storage.of_file(part.path)
     try:
-        with buckets.translated_errors(part.path) if in_bucket else contextlib.nullcontext():
+        with folder.translated_errors(name):
             yield
-    except (buckets.AccessDenied, buckets.Unavailable):
+    except (storage.AccessDenied, storage.Unavailable):
         raise
     except FileNotFoundError as error:
         raise ConfigError(
@@ -163,7 +160,7 @@ def damage_as_input_error(part: FilePart) -> Iterator[None]:
             "again."
         ) from error
     except (*DECOMPRESSION_ERRORS, *FORMAT_ERRORS) as error:
-        raise unreadable(part, buckets.one_line(error)) from error
+        raise unreadable(part, one_line(error)) from error
 
 
 def unreadable(part: FilePart, why: str, fix: str = "Copy the file again") -> InputError:
@@ -181,14 +178,14 @@ def size_and_checksum(path: str) -> tuple[int, str]:
     """
     with open(path, "rb") as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(END_BYTES)
-        check_not_pointer(path, head)
+        storage.check_not_pointer(path, head)
         file.seek(max(file.tell(), size - END_BYTES))
         return size, f"{zlib.crc32(file.read(END_BYTES), zlib.crc32(head)):08x}"
 
 
 def check_unchanged(part: FilePart) -> None:
     """Raise ConfigError if a file on a disk changed after it was listed."""
-    on_disk = part.identity and not buckets.is_bucket(part.path)
+    on_disk = part.identity and not storage.is_remote(part.path)
     if on_disk and size_and_checksum(part.path)[1] != part.identity:
         raise ConfigError(f"{part.path} changed since it was listed. Start again.")
 
@@ -319,7 +316,7 @@ def hub(config: Prepare) -> Any:
     # No network, or no such data set, configuration or split; RuntimeError: it needs a script.
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--source {config.source} cannot be opened ({buckets.one_line(error)}). Check the "
+            f"--source {config.source} cannot be opened ({one_line(error)}). Check the "
             "name, --hf-name, --hf-split and the network."
         ) from error
 

@@ -4,55 +4,14 @@ A shard is collected in memory and then written at once. A write to a disk is at
 file is renamed. An upload to a bucket is atomic too, and the bucket verifies its checksum.
 """
 
-import contextlib
 import dataclasses
 import io
-import secrets
-from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
 from data.manifest import Shard
-from runtime.buckets import ObjectInfo, Prefix, is_bucket
-from runtime.files import write_atomically
-
-
-class DiskFolder:
-    """A folder on a disk with the methods of buckets.Prefix that a preparation uses."""
-
-    def __init__(self, url: str):
-        self.root = Path(url)
-
-    def list_objects(self, below: str = "") -> dict[str, ObjectInfo]:
-        """Return all files whose names start with `below`, by their names in the folder."""
-        found = {}
-        for path in (self.root / below.rpartition("/")[0]).rglob("*"):
-            name = path.relative_to(self.root).as_posix()
-            if name.startswith(below) and path.is_file():
-                with contextlib.suppress(FileNotFoundError):  # another preparation removed it
-                    found[name] = ObjectInfo(path.stat().st_size, "")
-        return found
-
-    def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
-        return (self.root / name).read_bytes()
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file atomically and durably."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same file, so each uses its own temporary name.
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-        write_atomically(path, content, partial)
-
-    def remove(self, names: list[str]) -> None:
-        for name in names:
-            (self.root / name).unlink(missing_ok=True)
-
-
-def folder_at(url: str) -> DiskFolder | Prefix:
-    return Prefix(url) if is_bucket(url) else DiskFolder(url)
+from runtime import storage
 
 
 class ShardWriter:
@@ -62,7 +21,7 @@ class ShardWriter:
         self, folder: str, stem: str, shard_tokens: int, dtype: np.dtype, weighted: bool = False
     ):
         """weighted  write the loss weight of each token too, in STEM_000.weights.npy."""
-        self.folder, self.stem, self.shard_tokens = folder_at(folder), stem, shard_tokens
+        self.folder, self.stem, self.shard_tokens = storage.at(folder), stem, shard_tokens
         self.dtype, self.weighted = dtype, weighted
         self.shards: list[Shard] = []
         self._ids, self._weights = bytearray(), bytearray()  # of the current shard

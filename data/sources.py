@@ -22,7 +22,7 @@ from fsspec.utils import glob_translate
 from data import readers
 from data.readers import HUB, JSON_ARRAY, JSON_LINES, PARQUET, TEXT, FilePart, InputError
 from data.settings import Prepare
-from runtime import buckets
+from runtime import storage
 from utils import ConfigError
 
 STDLIB = "python-stdlib"
@@ -50,7 +50,7 @@ def open_source(config: Prepare) -> Source:
         name = f"{config.source}, file"
         splits = [(FilePart(config.hf_split, f"{name} {n}", HUB, begin=n),) for n in numbers]
         return Source(splits, {"files": len(splits)}, "")
-    files = sorted(in_bucket(config) if buckets.is_bucket(config.source) else on_disk(config))
+    files = sorted(in_bucket(config) if storage.is_remote(config.source) else on_disk(config))
     if not files:
         raise ConfigError(
             f"--source {config.source} holds no file (--glob {config.glob}): expected a file, a "
@@ -101,10 +101,11 @@ def walk(path: Path, exclude: re.Pattern[str], above: tuple[Path, ...] = ()) -> 
 
 def in_bucket(config: Prepare) -> Iterator[FilePart]:
     """Yield the object that --source names, or those below it."""
-    bucket, _, source = config.source.removeprefix(buckets.SCHEME).strip("/").partition("/")
-    root, folder = f"{buckets.SCHEME}{bucket}", f"{source}/" if source else ""
+    scheme, _, path = config.source.partition("://")
+    bucket, _, source = path.strip("/").partition("/")
+    root, folder = f"{scheme}://{bucket}", f"{source}/" if source else ""
     matches = re.compile(glob_translate(config.glob)).match
-    for path, (size, crc32c) in buckets.Prefix(root).list_objects(source).items():
+    for path, (size, crc32c) in storage.at(root).files(source).items():
         name = PurePosixPath(path).name if path == source else path.removeprefix(folder)
         below = path.startswith(folder) and not path.endswith("/") and "/." not in f"/{name}"
         if path == source or (below and matches(name)):

@@ -1,14 +1,12 @@
 """Read elements of token shards by position, from a disk or a bucket.
 
-Files on a disk are memory-mapped. From a bucket the byte ranges of a batch are requested together
-through gcsfs. A least-recently-used cache keeps file chunks that nearby windows need soon.
+Files on a disk are memory-mapped. From a bucket the byte ranges of a batch are requested together.
+A least-recently-used cache keeps file chunks that nearby windows need soon.
 
 Opening a folder checks that all files exist with the right size; data/verify.py verifies checksums.
 """
 
-import contextlib
 import functools
-import os
 import threading
 from collections.abc import Collection
 from typing import NamedTuple
@@ -16,14 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from data.manifest import INDEX, Manifest, Shard, prepare_command
-from runtime import buckets
+from runtime import storage
+from runtime.storage import Range
 from utils import ConfigError
 
 HEADER_UNIT = 64  # bytes; the header of a .npy file is a multiple of it
 MAX_MAPPED = 256  # files, because each uses a file descriptor
 CACHED_CHUNKS = 64  # per folder in a bucket; more if a batch needs more
-
-Range = tuple[str, int, int]  # object of a bucket, and its bytes: begin, end
 
 
 class Span(NamedTuple):
@@ -50,7 +47,7 @@ class Files:
         chunk_bytes: int | None,
     ):
         self.folder, self.manifest, self.shards, self.dtype = folder, manifest, shards, dtype
-        self.in_bucket, self.chunk_bytes = buckets.is_bucket(folder), chunk_bytes
+        self.storage, self.chunk_bytes = storage.at(folder), chunk_bytes
         self.requests = 0  # ranges requested so far
         self._mapped = functools.lru_cache(MAX_MAPPED)(self._map)
         self._cache: dict[Range, bytes] = {}  # least recently used first
@@ -64,28 +61,17 @@ class Files:
         shard = self.shards[file]
         return shard.bytes - (shard.tokens - element) * self.dtype.itemsize
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of the files that exist, by name."""
-        if self.in_bucket:
-            return {name: f.size for name, f in buckets.Prefix(self.folder).list_objects().items()}
-        sizes = {}
-        for file, shard in enumerate(self.shards):
-            with contextlib.suppress(FileNotFoundError):
-                sizes[shard.name] = os.stat(self.path(file)).st_size
-        return sizes
-
     def check(self) -> None:
         """Raise ConfigError if a file is missing or has another size."""
-        sizes = self.sizes()
+        listed = self.storage.files()
         for file in range(len(self.shards)):
-            self.check_size(file, sizes)
+            self.check_size(file, listed)
 
-    def check_size(self, file: int, sizes: dict[str, int]) -> None:
-        shard = self.shards[file]
-        size, header = sizes.get(shard.name), self.offset(file, 0)
-        if size is None:
+    def check_size(self, file: int, listed: dict[str, storage.FileInfo]) -> None:
+        shard, header = self.shards[file], self.offset(file, 0)
+        if shard.name not in listed:
             raise self.error(file, "missing")
-        if size != shard.bytes:
+        if (size := listed[shard.name].size) != shard.bytes:
             what = "truncated" if size < shard.bytes else "altered"
             raise self.error(file, f"{what}, with {size} bytes")
         if header <= 0 or header % HEADER_UNIT:
@@ -100,7 +86,7 @@ class Files:
         )
 
     def read(self, spans: list[Span]) -> list[np.ndarray]:
-        if not self.in_bucket:
+        if self.storage.path:
             return [self._mapped(file)[begin:end] for file, begin, end in spans]
         ranges = [self._ranges(span) for span in spans]
         try:
@@ -124,12 +110,12 @@ class Files:
             raise ConfigError(f"{path} cannot be read: {error}. Copy the file again.") from error
 
     def _ranges(self, span: Span) -> list[Range]:
-        path, size = self.path(span.file), self.chunk_bytes
+        name, size = self.shards[span.file].name, self.chunk_bytes
         begin, end = (self.offset(span.file, n) for n in (span.begin, span.end))
         if size is None:
-            return [(path, begin, end)]
+            return [(name, begin, end)]
         last = self.shards[span.file].bytes
-        return [(path, n, min(n + size, last)) for n in range(begin // size * size, end, size)]
+        return [(name, n, min(n + size, last)) for n in range(begin // size * size, end, size)]
 
     def _contents(self, ranges: Collection[Range]) -> dict[Range, bytes]:
         if self.chunk_bytes is None:
@@ -143,22 +129,10 @@ class Files:
         return contents
 
     def _request(self, ranges: Collection[Range]) -> dict[Range, bytes]:
-        """Request ranges concurrently.
-
-        Raises  FileNotFoundError, buckets.AccessDenied, buckets.Unavailable.
-        """
         if not ranges:
             return {}
         self.requests += len(ranges)
-        with buckets.translated_errors(self.folder):
-            contents = buckets.filesystem().cat_ranges(*map(list, zip(*ranges, strict=True)))
-        for (path, begin, end), content in zip(ranges, contents, strict=True):
-            with buckets.translated_errors(path):
-                if isinstance(content, Exception):
-                    raise content
-                if len(content) != end - begin:
-                    raise OSError(f"{len(content)} of {end - begin} bytes came")
-        return dict(zip(ranges, contents, strict=True))
+        return dict(zip(ranges, self.storage.read_ranges([*ranges]), strict=True))
 
 
 def open_files(folder: str, manifest: Manifest, chunk_bytes: int | None = None) -> list[Files]:

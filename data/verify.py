@@ -18,10 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.manifest import INDEX, file_crc32c, read_manifest
 from data.progress import progress
-from data.shards import folder_at
 from data.token_files import Files, open_files
-from runtime import errors
-from runtime.buckets import Prefix, is_bucket
+from runtime import errors, storage
 from utils import ConfigError
 
 WORKERS = 8  # files read concurrently
@@ -57,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
 def folders(folder: str) -> list[str]:
     """Return the folder itself and those in it that have an index.json."""
     folder = folder.rstrip("/")
-    names = [name for name in folder_at(folder).list_objects() if f"/{name}".endswith(f"/{INDEX}")]
+    names = [name for name in storage.at(folder).files() if f"/{name}".endswith(f"/{INDEX}")]
     if not names:
         raise ConfigError(
             f"--folder {folder} has no {INDEX}, nor has a folder in it. Use a folder that "
@@ -68,15 +66,14 @@ def folders(folder: str) -> list[str]:
 
 def compare(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
     """Yield for each file a message if it is damaged, else None."""
-    listed = Prefix(files.folder).list_objects() if is_bucket(files.folder) else {}
-    checksums = {name: base64.b64decode(found.crc32c).hex() for name, found in listed.items()}
-    sizes = files.sizes()
+    listed = files.storage.files()
 
     def compare_file(file: int) -> str | None:
         shard, path = files.shards[file], files.path(file)
         try:
-            files.check_size(file, sizes)
-            crc32c = checksums[shard.name] if listed else file_crc32c(Path(path))
+            files.check_size(file, listed)
+            listed_crc32c = base64.b64decode(listed[shard.name].crc32c).hex()
+            crc32c = listed_crc32c or file_crc32c(Path(path))
         except ValueError as error:
             return str(error)
         except OSError as error:

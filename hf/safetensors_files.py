@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from runtime.files import check_not_pointer
+from runtime.storage import check_not_pointer
 from utils import ConfigError
 
 SINGLE = "model.safetensors"

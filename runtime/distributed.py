@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from runtime import console, errors, native_output, preflight
+from runtime import errors, preflight
 from runtime.errors import Exit, JobFailed, Stopped
 from utils import ConfigError
 
@@ -118,8 +118,6 @@ def start(heartbeat_s: float = 30.0, replicas: int = 0) -> None:
             preflight.check_coordinator(info.coordinator, info.index, CONNECT_S)
             # JAX's detection gives each Slurm task one GPU.
             options["cluster_detection_method"] = "deactivate"
-        native_output.redirect()
-        console.tolerate_errors()
         jax.distributed.initialize(*info or (), **options)
         with shared_errors():
             preflight.check_disk()

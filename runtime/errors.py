@@ -97,6 +97,16 @@ def run_command(function: Callable[[], None]) -> None:
         console.report_lost()
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message in one line. A long one is cut in the middle: the cause is often last.
+
+    TensorStore's messages end with its own settings and the lines of its source, which are left
+    out: otherwise they would hide the cause.
+    """
+    text = " ".join(re.split(r" \[(?:source locations|tensorstore_spec)=", str(error))[0].split())
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-195:]}"
+
+
 def line(error: BaseException) -> str:
     """Return the last line that a command prints."""
     return str(error) if isinstance(error, Stopped) else f"error: {error}"

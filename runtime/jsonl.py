@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from runtime.console import is_primary, log
-from runtime.files import write_atomically
+from runtime.storage import write_atomically
 
 
 def plain(value: Any) -> Any:

@@ -1,17 +1,20 @@
-"""The directory of a run, on a disk or in a bucket. For a bucket, this process has a local copy.
+"""The directory of a run, on a disk or in a bucket, and the files of its checkpoints.
 
     directory = run_directory.at("gs://bucket/runs/tiny")
-    directory.files / "metrics.jsonl"   local copy, to read and write
-    directory.checkpoints               in the bucket only
+    directory.files / "metrics.jsonl"   to read and write
     directory.upload()                  uploads changed files, before each save
 
-`upload` appends to the object of a file that has grown, and replaces it after any other change. An
-upload is atomic, so a run that is killed leaves a prefix of its records. Each upload requires the
-generation that it replaces: a request that is repeated or delayed has no effect.
+An upload is atomic, so a run that is killed leaves a prefix of its records. Each requires the
+version that it replaces: a request that is repeated or delayed has no effect.
+
+Orbax writes COMMIT last: the folder `<step>` of a checkpoint is complete if it has this file. A
+checkpoint is removed by removing COMMIT first.
 """
 
 import atexit
+import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,12 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
-from zlib import crc32
+from typing import Any
 
-from etils import epath
-
-from runtime import buckets, checkpoint_directory, writer_lock
+from runtime import storage, writer_lock
 from runtime.console import log
 from runtime.errors import TransientError
 from utils import Config, ConfigError
@@ -33,20 +33,22 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"  # folder of a tokenizer that was given by its path
 HF = "hf"  # folder with config.json and generation_config.json of the imported base
 WRITE_TRIES = 3
+COMMIT = "commit_success.txt"  # as Orbax documents it
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax is writing
+PROBE_BYTES = 1 << 12
 
 
 def at(url: str | os.PathLike[str]) -> "RunDirectory":
     """Return the directory of a run. For a bucket, download its files at the first call.
 
-    Raises  buckets.AccessDenied, a ConfigError; buckets.Unavailable, a TransientError
+    Raises  storage.AccessDenied, a ConfigError; storage.Unavailable, a TransientError
     """
     text = os.fspath(url).rstrip("/")
-    if not text.startswith("gs:"):
+    if not re.match(r"\w+:/", text):
         return RunDirectory(text)
-    bucket, *names = text.removeprefix(buckets.SCHEME).split("/")
-    if not buckets.is_bucket(text) or not bucket or not names or {"", ".", ".."} & {*names}:
+    if not re.fullmatch(r"\w+:/(/[^/]+){2,}", text) or {".", ".."} & {*text.split("/")}:
         raise ConfigError(f"{text} names no folder of a bucket. Give one as gs://bucket/runs/tiny.")
-    return _in_bucket(text)
+    return _remote(text)
 
 
 def of(config: Config) -> "RunDirectory":
@@ -55,33 +57,49 @@ def of(config: Config) -> "RunDirectory":
 
 
 class RunDirectory:
-    """The directory of one run; str() is its path or URL."""
+    """The directory of one run; str() is its path or URL.
 
-    lock: writer_lock.Lock | None = None  # in the run that writes here
+    files        the local path of its files: for a bucket, of a copy of them
+    checkpoints  path or URL of the folder of checkpoints
+    lock         of the run that writes here
+    """
+
+    lock: writer_lock.Lock | None = None
 
     def __init__(self, url: str):
-        self._url = url
-        self.files = Path(url)
-        self.name = self.files.name
-        self.checkpoints: epath.PathLike = self.files / CHECKPOINTS
+        self._url, self._folder = url, storage.at(url)
+        self.name = os.path.basename(url)
+        if self._folder.path:
+            self.files, self.checkpoints = self._folder.path, self._folder.path / CHECKPOINTS
+            return
+        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
+        self.files, self.checkpoints = self._temporary / self.name, f"{url}/{CHECKPOINTS}"
+        self._uploaded: dict[str, tuple[bytes, Any]] = {}  # hash of the content, version
+        atexit.register(self._delete_copy, os.getpid())
+        self._download()
 
     def __str__(self) -> str:
         return self._url
 
     def exists(self) -> bool:
-        return self.files.is_dir()
+        return self._folder.exists()
 
     def has_checkpoints(self) -> bool:
         """Return whether the folder of checkpoints exists. It may be empty."""
-        return checkpoint_directory.open_directory(self.checkpoints).exists()
+        return storage.at(self.checkpoints).exists()
 
     def saved_steps(self) -> list[int]:
         """Return the steps of complete checkpoints, damaged or not."""
-        return checkpoint_directory.open_directory(self.checkpoints).steps()
+        return CheckpointDirectory(self.checkpoints).steps()
 
     def folder(self, name: str) -> Path:
         """Return the local path of a folder of a few files, which may not exist."""
-        return self.files / name
+        local = self.files / name
+        if not self._folder.path and not local.exists():
+            for file in self._folder.files(f"{name}/"):
+                local.mkdir(exist_ok=True)
+                (self.files / file).write_bytes(self._folder.read(file))
+        return local
 
     def tokenizer(self, name: str) -> str:
         """Return the path of the run's own tokenizer, or else the name in its checkpoint."""
@@ -95,56 +113,9 @@ class RunDirectory:
 
         Raises  as `at` and `upload`; TransientError if an upload fails
         """
-        yield
-
-    def upload(self, files: Iterable[Path] | None = None) -> None:
-        """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
-
-
-class _Uploaded(NamedTuple):
-    """The last known content of an object."""
-
-    size: int
-    crc32: int
-    generation: int
-
-
-class BucketRunDirectory(RunDirectory):
-    def __init__(self, url: str):
-        super().__init__(url)
-        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
-        self.files = self._temporary / self.name
-        self.checkpoints = f"{url}/{CHECKPOINTS}"
-        self._objects = buckets.Prefix(url)
-        atexit.register(self._delete_copy, os.getpid())
-        self._download()
-
-    def exists(self) -> bool:
-        return any(self.files.iterdir()) or self.has_checkpoints()
-
-    def _download(self) -> None:
-        found = self._objects.list_objects(records_only=True)
-        other = {writer_lock.NAME, ""}  # some programs create "" for a folder
-        names = [n for n in found if n not in other and not n.endswith(buckets.PART)]
-        with ThreadPoolExecutor(buckets.AT_ONCE) as pool:
-            contents = list(pool.map(self._objects.read_with_generation, names))
-        shutil.rmtree(self.files, ignore_errors=True)
-        self.files.mkdir()
-        self._uploaded: dict[str, _Uploaded] = {}
-        for name, (content, generation) in zip(names, contents, strict=True):
-            (self.files / name).write_bytes(content)
-            self._uploaded[name] = _Uploaded(len(content), crc32(content), generation)
-
-    def folder(self, name: str) -> Path:
-        local = self.files / name
-        if not local.exists():
-            for file in self._objects.list_objects(f"{name}/"):
-                local.mkdir(exist_ok=True)
-                (self.files / file).write_bytes(self._objects.read(file))
-        return local
-
-    @contextmanager
-    def synced(self) -> Iterator[None]:
+        if self._folder.path:
+            yield
+            return
         self._download()
         try:
             yield
@@ -156,6 +127,18 @@ class BucketRunDirectory(RunDirectory):
             raise
         self._upload_all()
 
+    def _download(self) -> None:
+        names = [name for name in self._folder.names() if not name.endswith("/")]
+        names = [name for name in names if name not in (writer_lock.NAME, "")]  # "" for a folder
+        with ThreadPoolExecutor(storage.AT_ONCE) as pool:
+            contents = list(pool.map(self._folder.read_with_version, names))
+        shutil.rmtree(self.files, ignore_errors=True)
+        self.files.mkdir()
+        self._uploaded.clear()
+        for name, (content, version) in zip(names, contents, strict=True):
+            (self.files / name).write_bytes(content)
+            self._uploaded[name] = _hash(content), version
+
     def _upload_all(self) -> None:
         try:
             self.upload(self.files.rglob("*"))
@@ -166,31 +149,81 @@ class BucketRunDirectory(RunDirectory):
             ) from error
 
     def upload(self, files: Iterable[Path] | None = None) -> None:
+        """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
+        if self._folder.path:
+            return
         if self.lock:
             self.lock.check()
         for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
-            name, content = str(file.relative_to(self.files)), file.read_bytes()
-            old = self._uploaded.pop(name, None)  # unknown until the write succeeds
-            new = len(content), crc32(content)
-            same = old and old[:2] == new
-            self._uploaded[name] = old if same else _Uploaded(*new, self._write(name, content, old))
+            name, content = file.relative_to(self.files).as_posix(), file.read_bytes()
+            uploaded, version = self._uploaded.get(name, (b"", storage.ABSENT))
+            if uploaded != (new := _hash(content)):
+                self._uploaded[name] = new, self._write(name, content, version)
 
-    def _write(self, name: str, content: bytes, old: _Uploaded | None) -> int:
-        """Upload what is new, and return the object's generation.
+    def _write(self, name: str, content: bytes, version: Any) -> Any:
+        """Replace this version of a file, or else the newest, and return the new version.
 
         Changed can also mean that this write succeeded and its response was lost.
         """
-        if old and old.size and crc32(content[: old.size]) == old.crc32:
-            with suppress(buckets.Changed):
-                return self._objects.append(name, content[old.size :], old.generation)
         for _ in range(WRITE_TRIES):
-            with suppress(buckets.Changed):
-                return self._objects.write(name, content, self._objects.generation(name))
-        raise buckets.Unavailable(f"{self}/{name} is being changed by another program.")
+            with suppress(storage.Changed):
+                return self._folder.write(name, content, version)
+            _, version = self._folder.read_with_version(name)
+        raise storage.Unavailable(f"{self}/{name} is being changed by another program.")
 
     def _delete_copy(self, process: int) -> None:
-        if os.getpid() == process:
+        if os.getpid() == process:  # not in a forked child
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-_in_bucket = cache(BucketRunDirectory)
+def _hash(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+_remote = cache(RunDirectory)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class CheckpointDirectory:
+    """The checkpoints of a run: complete, unfinished, quarantined. Methods raise as storage.Folder.
+
+    On a disk, all processes share the folder.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]):
+        folder = storage.at(url)
+        # Orbax needs an absolute path.
+        self.folder = storage.at(folder.path.absolute()) if folder.path else folder
+
+    def is_complete(self, step: int) -> bool:
+        return self.folder.exists(f"{step}/{COMMIT}")
+
+    def _names(self) -> list[str]:
+        return [name.removesuffix("/") for name in self.folder.names() if name.endswith("/")]
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints."""
+        return sorted(int(n) for n in self._names() if n.isdigit() and self.is_complete(int(n)))
+
+    def unfinished(self) -> list[str]:
+        """Return the folders whose write or removal is not complete, or was interrupted."""
+        steps = {str(step) for step in self.steps()}
+        return [n for n in self._names() if UNFINISHED in n or (n.isdigit() and n not in steps)]
+
+    def try_to_write(self, process: int) -> None:
+        """Raise what a save by this process would raise."""
+        self.folder.write(probe := f"probe-{process}", bytes(PROBE_BYTES))
+        if self.folder.path:  # in a bucket it remains, as the folder does on a disk
+            self.folder.remove([probe])
+
+    def remove(self, name: str) -> None:
+        self.folder.remove([f"{name}/{COMMIT}"])
+        self.folder.remove_folder(name)
+
+    def quarantine(self, step: int) -> None:
+        """Rename a checkpoint to `damaged-<step>`, so that the step can be saved again."""
+        if (damaged := f"damaged-{step}") in self._names():
+            self.folder.remove_folder(damaged)
+        self.folder.move(str(step), damaged, first=COMMIT)

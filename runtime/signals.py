@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from runtime.errors import Exit, Stopped
-from runtime.watchdog import Watchdog
+from runtime.phases import Phases
 
 
 class StopRequest:
@@ -28,9 +28,9 @@ class StopRequest:
     schedulers send several.
     """
 
-    def __init__(self, watchdog: Watchdog, limit_s: float | None = None):
+    def __init__(self, phases: Phases, limit_s: float | None = None):
         """limit_s  time from now on within which the run must have stopped"""
-        self._watchdog, self._limit_s, self._started = watchdog, limit_s, time.monotonic()
+        self._phases, self._limit_s, self._started = phases, limit_s, time.monotonic()
         self.save_s = 0.0  # longest time of a save until its files were complete
         self._several = jax.distributed.is_initialized()
         self._why, self._code, self._point, self._reached = "", Exit.TERMINATED, 0, False
@@ -60,7 +60,7 @@ class StopRequest:
             return
         self._why, self._code = why, code
         with contextlib.suppress(OSError):
-            kind = self._watchdog.name.split()[0]
+            kind = self._phases.name.split()[0]
             os.write(2, f"{why}: the run stops after this {kind}\n".encode())
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -82,7 +82,7 @@ class StopRequest:
         save. The first evaluation and the first samples compile, so they count as the compilation
         of the step.
         """
-        longest = self._watchdog.longest_s
+        longest = self._phases.longest_s
         save = max(30.0, longest.get("save", 0.0), self.save_s)  # the next may be slower
         work = max(longest.get(kind, 0.0) for kind in ("step", "evaluation", "samples"))
         compile_s = longest.get("compile", 0.0)

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from runtime import array_digests, buckets
+from runtime import array_digests, storage
 from utils import ConfigError
 
-READ_RETRIES = {"max_retries": 6}  # of a request to a bucket: about RETRY_S (runtime/buckets.py)
 # Prefixes of tensorstore's errors about damaged content. Errors of INVALID_ARGUMENT have no prefix
 # but contain UNDECODABLE. After any other error, reading again may succeed.
 DAMAGE = ("NOT_FOUND: ", "DATA_LOSS: ", "FAILED_PRECONDITION: ", "OUT_OF_RANGE: ")
@@ -34,8 +33,8 @@ def open_arrays(folder: str, entries: Mapping[str, Any]) -> dict[str, "StoredArr
 
     entries  the description of each array in RECORD (checkpoint.py)
     """
-    base = f"{'' if buckets.is_bucket(folder) else 'file://'}{folder}/"
-    context = ts.Context({"gcs_request_retries": READ_RETRIES})
+    base = f"{'' if storage.is_remote(folder) else 'file://'}{folder}/"
+    context = ts.Context(storage.at(folder).tensorstore_context)
 
     def spec(name: str) -> dict[str, Any]:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}

@@ -8,7 +8,7 @@ On a disk, this is `flock` on FOLDER/lock. The file's content is for error messa
 In a bucket, the object FOLDER/lock names the owner of the run: the environment variable RUN_OWNER,
 which a launcher keeps when it restarts a job, else user@host. The same owner, for example after a
 crash, replaces the object at once. Another owner is refused until the run ends, or until it uses
---run.take_over. Each write of the object requires the generation that was read before. `check`
+--run.take_over. Each write of the object requires the version that was read before. `check`
 compares it again, so a run that was replaced stops before it writes.
 """
 
@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
-from runtime import buckets, distributed
+from runtime import distributed, storage
 from runtime.console import is_primary, log
 from utils import ConfigError
 
@@ -38,37 +39,39 @@ class Replaced(ConfigError):
 class Lock:
     """A lock that is held. On a disk, and in processes other than 0, its methods do nothing."""
 
-    objects: buckets.Prefix | None = None
-    generation: int = 0  # of the object that this run wrote
+    folder: storage.BucketFolder | None = None
+    version: Any = None  # of the file that this run wrote
     process: int = field(default_factory=os.getpid)
 
     def check(self) -> None:
-        """Raise Replaced if another run has taken over. Also raises as buckets.Prefix."""
-        if self.objects and self.objects.generation(NAME) != self.generation:
-            owner = _described(_read(self.objects)[0])
-            raise Replaced(f"{self.objects.url} was taken over by {owner}. This run stops.")
+        """Raise Replaced if another run has taken over. Also raises as storage.Folder."""
+        if self.folder:
+            content, version = self.folder.read_with_version(NAME)
+            if version != self.version:
+                owner = _described(_parsed(content))
+                raise Replaced(f"{self.folder.url} was taken over by {owner}. This run stops.")
 
     def release(self) -> None:
         # If the lock cannot be removed, other owners need --run.take_over.
-        with contextlib.suppress(buckets.Changed, buckets.Unavailable, buckets.AccessDenied):
-            if self.objects and self.process == os.getpid():  # not in a forked child
-                self.objects.remove([NAME], self.generation)
+        with contextlib.suppress(storage.Changed, storage.Unavailable, storage.AccessDenied):
+            if self.folder and self.process == os.getpid():  # not in a forked child
+                self.folder.remove([NAME], self.version)
 
 
 @contextlib.contextmanager
-def held(folder: str | os.PathLike[str], take_over: bool = False) -> Iterator[Lock]:
+def held(url: str | os.PathLike[str], take_over: bool = False) -> Iterator[Lock]:
     """Hold the lock while the block runs. All processes of the job enter it.
 
-    Raises  on all processes, if process 0 does not get the lock: ConfigError, buckets.Unavailable
+    Raises  on all processes, if process 0 does not get the lock: ConfigError, storage.Unavailable
     """
-    lock, url = Lock(), os.fspath(folder).rstrip("/")
+    lock, folder = Lock(), storage.at(url)
     with contextlib.ExitStack() as stack:
         with distributed.shared_errors():
-            if is_primary() and buckets.is_bucket(url):
-                lock = _object_lock(buckets.Prefix(url), _record(), take_over)
-                stack.callback(lock.release)
+            if is_primary() and folder.path:
+                stack.enter_context(_flock(folder.path))
             elif is_primary():
-                stack.enter_context(_flock(url))
+                lock = _lock_by_version(folder, _record(), take_over)
+                stack.callback(lock.release)
         yield lock
 
 
@@ -95,8 +98,7 @@ def _described(record: dict[str, Any]) -> str:
     return text.format(**dict.fromkeys(_record(), "unknown") | record)
 
 
-def _refusal(folder: str, record: dict[str, Any]) -> ConfigError:
-    more = ", or --run.take_over if that run is gone" if buckets.is_bucket(folder) else ""
+def _refusal(folder: str | Path, record: dict[str, Any], more: str = "") -> ConfigError:
     return ConfigError(
         f"{folder} is in use by another run ({_described(record)}). Two runs would overwrite each "
         f"other's files. Wait for it, end it, or use --run.name {os.path.basename(folder)}-2{more}."
@@ -104,10 +106,10 @@ def _refusal(folder: str, record: dict[str, Any]) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _flock(folder: str) -> Iterator[None]:
+def _flock(folder: Path) -> Iterator[None]:
     try:
-        os.makedirs(folder, exist_ok=True)
-        file = open(f"{folder}/{NAME}", "ab+", buffering=0)  # noqa: SIM115  Python sets O_CLOEXEC
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / NAME).open("ab+", buffering=0)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}. Use another --run.dir.") from error
     with file:
@@ -133,21 +135,15 @@ def _flock(folder: str) -> Iterator[None]:
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
 
-def _read(objects: buckets.Prefix) -> tuple[dict[str, Any], int]:
-    with contextlib.suppress(FileNotFoundError):
-        content, generation = objects.read_with_generation(NAME)
-        return _parsed(content), generation
-    return {}, 0
-
-
-def _object_lock(objects: buckets.Prefix, own: dict[str, Any], take_over: bool) -> Lock:
+def _lock_by_version(folder: storage.BucketFolder, own: dict[str, Any], take_over: bool) -> Lock:
     while True:
-        other, generation = _read(objects)
+        content, version = folder.read_with_version(NAME)
+        other = _parsed(content)
         if other == own:  # written by a request of this run whose response was lost
-            return Lock(objects, generation)
-        if generation and other.get("owner") != own["owner"] and not take_over:
-            raise _refusal(objects.url, other)
-        if generation:
-            log(f"{objects.url}: taking over from {_described(other)}")
-        with contextlib.suppress(buckets.Changed):  # another run was faster: read again
-            return Lock(objects, objects.write(NAME, json.dumps(own).encode(), generation))
+            return Lock(folder, version)
+        if version != storage.ABSENT:
+            if other.get("owner") != own["owner"] and not take_over:
+                raise _refusal(folder.url, other, ", or --run.take_over if that run is gone")
+            log(f"{folder.url}: taking over from {_described(other)}")
+        with contextlib.suppress(storage.Changed):  # another run was faster: read again
+            return Lock(folder, folder.write(NAME, json.dumps(own).encode(), version))

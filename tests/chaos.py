@@ -81,17 +81,17 @@ class Interruption(NamedTuple):
 def child(interruption: list, arguments: list[str]) -> None:
     """Train, interrupt this process, and print when."""
     import main
-    from runtime import errors, watchdog
+    from runtime import errors, phases
 
     this = Interruption(*interruption or ("none", 0, 0.0, 0))
     begun = Counter()
-    phase = watchdog.Watchdog.phase
+    phase = phases.Phases.phase
 
     def interrupt() -> None:
         print(f"interrupted: {time.monotonic()}", flush=True)
         os.kill(os.getpid(), this.number)
 
-    def counted(self: watchdog.Watchdog, name: str) -> None:
+    def counted(self: phases.Phases, name: str) -> None:
         phase(self, name)
         kind = name.split()[0]
         begun[kind] += 1
@@ -100,7 +100,7 @@ def child(interruption: list, arguments: list[str]) -> None:
             timer.daemon = True
             timer.start()
 
-    watchdog.Watchdog.phase = counted
+    phases.Phases.phase = counted
     errors.run_command(lambda: main.run(main.parse(arguments)))
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import checkpoint
 import utils
 from model import Transformer
-from runtime import checkpoint_directory
+from runtime import run_directory
 
 AXES = ("fsdp", "pipeline", "tensor")
 CONFIG = dataclasses.asdict(utils.Config())
@@ -121,7 +121,7 @@ def full_disk():
     """Writes fail in all threads, except the first bytes of a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_directory, "PROBE_BYTES", 1)
+        patch.setattr(run_directory, "PROBE_BYTES", 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
         try:
             yield

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from runtime import distributed, errors
+from runtime.phases import Phases
 from runtime.signals import StopRequest
-from runtime.watchdog import Watchdog
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--peer-seconds", type=float, default=30.0)
     options, others = parser.parse_known_args()
-    with Watchdog(600.0) as watchdog, distributed.job(options.peer_seconds):
+    with Phases(600.0) as watchdog, distributed.job(options.peer_seconds):
         index = jax.process_index()
         print(f"process {index} of {jax.process_count()} got {json.dumps(others)}", flush=True)
         saved = Path(f"stand_in_{index}")

@@ -18,8 +18,8 @@ from etils import epath
 
 import checkpoint
 from checkpoint import Checkpoints, Damaged
-from runtime import checkpoint_directory
-from runtime.checkpoint_directory import COMMIT
+from runtime import run_directory
+from runtime.run_directory import COMMIT
 from saved_state import (
     CONFIG,
     FAULTS,
@@ -348,7 +348,7 @@ def test_the_newest_and_some_older_checkpoints_are_kept_and_none_is_replaced(tmp
 
 
 def test_an_incomplete_checkpoint_is_skipped_by_a_reader_and_removed_by_a_run(folder, capsys):
-    half = folder / f"3{checkpoint_directory.UNFINISHED}-1"
+    half = folder / f"3{run_directory.UNFINISHED}-1"
     shutil.copytree(folder / "2", half)
     (folder / "2" / COMMIT).unlink()  # as where a run was killed while it removed it
     for keep, names in ((None, ["1", "2", half.name]), (3, ["1"])):

@@ -5,8 +5,6 @@ import http.server
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import jax
@@ -14,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 from processes import free_port
-from runtime import distributed, native_output
+from runtime import distributed
 from runtime.errors import TransientError
 from simulated_hosts import write_script
 from utils import ConfigError
@@ -153,34 +151,6 @@ def test_an_error_is_that_of_all_processes_with_the_lowest_code(monkeypatch, oth
     with pytest.raises(distributed.JobFailed, match=text) as failed, distributed.shared_errors():
         raise TransientError("no answer")
     assert failed.value.code == code
-
-
-STACK_TRACE = "*** Check failure stack trace: ***\n    @     0x7fe2b9440634  absl::Log()\n"
-UNHEALTHY = """F1129 client.h:80] The following tasks are unhealthy (stopped sending heartbeats):
-3, 12
-The tasks have crashed.
-"""
-UNREACHED = "E1129 agent.cc:1] Failed to send RPC to coordination service. Either\n"
-IS_CONNECTED = " is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
-GLOO = f"[Gloo] Rank 1[Gloo] Rank 0{IS_CONNECTED}{IS_CONNECTED}1\n"
-FAILED = "F1129 Check failed: a == b\n" + STACK_TRACE
-
-
-@pytest.mark.parametrize(
-    ("text", "left", "lost"),
-    [
-        (UNREACHED + STACK_TRACE, UNREACHED, "0"),
-        (GLOO + UNHEALTHY + UNREACHED + STACK_TRACE, UNHEALTHY + UNREACHED, "3, 12"),
-        (FAILED, FAILED, None),
-        ("warning: \xff 1 peer\n12 GB", "warning: \xff 1 peer\n12 GB", None),
-    ],
-)
-def test_output_of_cpp_loses_only_noise_and_names_the_lost_process(text, left, lost):
-    left += native_output.LOST.format(lost) + "\n" if lost else ""
-    program = [sys.executable, "-S", native_output.__file__]
-    found = subprocess.run(program, input=text.encode("latin-1"), capture_output=True)
-    assert (found.returncode, found.stdout) == (0, b"")
-    assert found.stderr.decode("latin-1") == left
 
 
 def test_run_sh_lists_the_commands_that_connect_and_leaves_the_up_file_to_them():

@@ -105,7 +105,6 @@ def test_a_folder_imports_nothing_that_is_built_on_it(folder, allowed):
         ("utils", FILES.keys()),
         ("schedule", FILES.keys() - {"utils"}),
         ("weights", FILES.keys() - {"utils"}),
-        ("runtime.watchdog", FILES.keys() - {"runtime.errors"}),
         ("pipeline", {"model", "sharded_model", "train", "main"}),
         *((part, FILES.keys() - {"utils", "weights"}) for part in PARTS_OF_THE_MODEL),
         ("model", {"pipeline", "schedule", "sharded_model", "train", "checkpoint", "dataset"}),

@@ -11,7 +11,6 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import metrics
 import utils
-from runtime import loggers
 from test_metrics import evaluation, step
 
 WANDB = utils.Config(train=utils.Train(steps=4), wandb=utils.Wandb(project="test"))
@@ -54,7 +53,7 @@ class Writer:
 def test_a_sink_receives_all_records_in_order_until_it_fails_which_is_one_warning(capsys):
     good, bad = Writer(), Writer(fail_at=2)
     for writer in (good, bad):
-        sink = loggers.Sink("x", lambda writer=writer: writer)
+        sink = metrics.Sink("x", lambda writer=writer: writer)
         for number in range(100):
             sink.put({"step": number})
         sink.close()
@@ -71,11 +70,11 @@ def test_a_sink_that_hangs_delays_neither_a_step_nor_for_long_the_end(
     records, reason, monkeypatch, capsys
 ):
     """A step or an end that waited for it would never end here."""
-    monkeypatch.setattr(loggers, "BACKLOG_RECORDS", 5)
-    monkeypatch.setattr(loggers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(metrics, "BACKLOG_RECORDS", 5)
+    monkeypatch.setattr(metrics, "CLOSE_S", 0.2)
     writer, abandoned = Writer(), threading.Event()
     writer.may_write.clear()
-    sink = loggers.Sink("x", lambda: writer, abandoned.set)
+    sink = metrics.Sink("x", lambda: writer, abandoned.set)
     for number in range(records):
         sink.put({"step": number})
     sink.close()
@@ -87,12 +86,12 @@ def test_a_sink_that_hangs_delays_neither_a_step_nor_for_long_the_end(
 
 def test_a_package_that_is_missing_is_an_error_before_a_run_that_needs_it(monkeypatch):
     for config, package in ((WANDB, "wandb"), (EVENTS, "tensorboardX")):
-        loggers.check_packages(config)
+        metrics.check_packages(config)
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
         with pytest.raises(ValueError, match=f"Install it with pip install {package}, or remove"):
-            loggers.check_packages(config)
-    loggers.check_packages(utils.Config())
-    assert loggers.open_sinks(utils.Config(), None, 0) == []
+            metrics.check_packages(config)
+    metrics.check_packages(utils.Config())
+    assert metrics.open_sinks(utils.Config(), None, 0) == []
 
 
 # --- wandb ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from common import config_of, mesh_of
 from conftest import ROOT
 from dataset import open_training
 from planning import cost
-from runtime import cli, goodput, jsonl, resume, run_directory
+from runtime import cli, jsonl, phases, resume, run_directory
 from runtime.errors import Stopped
 from tiny_run import FLAGS, Killed, arrays, start
 
@@ -133,16 +133,16 @@ def test_a_run_logs_its_plan_first_then_samples_and_measurements_last(interrupte
 
 
 def test_a_run_that_was_killed_accounts_for_all_its_starts(interrupted):
-    lines = goodput.read(interrupted.folder)
+    lines = phases.read(interrupted.folder)
     assert [(line["step"], line["ended"]) for line in lines] == [(3, 0), (5, 0), (6, 1)]
     assert [line["repeated_s"] > 0 for line in lines] == [False, False, True]
-    spent = goodput.seconds(lines)
+    spent = phases.total_seconds(lines)
     kinds = {"start", "restore", "compile", "data wait", "evaluation", "samples", "saves"}
     assert kinds < spent.keys() and min(spent.values()) >= 0
     records = jsonl.read(interrupted.folder / "metrics.jsonl")
     steps_s = sum(r["step_s"] - r["data_wait_s"] for r in records if "step_s" in r)
     assert spent["steps"] == pytest.approx(steps_s, rel=0.5)
-    assert goodput.summary(lines) in interrupted.printed.getvalue().splitlines()
+    assert phases.summary(lines) in interrupted.printed.getvalue().splitlines()
 
 
 def test_a_finished_run_started_again_prints_its_result_and_draws_a_missing_picture(

@@ -15,7 +15,6 @@ import pytest
 from conftest import ROOT
 from data import encode, prepare
 from data.manifest import INDEX, read_manifest
-from data.shards import DiskFolder
 from prepared import files_of, tokens_of
 
 
@@ -180,16 +179,3 @@ def test_one_file_of_text_has_its_end_for_validation(source, tmp_path, capsys, m
     assert sum(m.text_bytes for m in manifests) == len(text.encode())
     assert [m.tokens for m in manifests] == [len(train), len(val)]
     assert tokenized(monkeypatch, arguments) == []
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def test_a_file_has_its_old_content_or_the_new_one(tmp_path, monkeypatch):
-    folder = DiskFolder(str(tmp_path))
-    folder.write("a/b.json", b"old")
-    monkeypatch.setattr("os.fsync", lambda fd: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        folder.write("a/b.json", b"new")
-    assert folder.read("a/b.json") == b"old"
-    assert [*folder.list_objects()] == ["a/b.json"]  # and no unfinished file

@@ -8,7 +8,7 @@ import model
 import train
 from common import config_of, mesh_of
 from faulty_run import flipped
-from runtime import replica_check
+from runtime import array_digests
 
 NORM, STEP = "weights.last.norm", "step"  # on every device; the second is a scalar
 
@@ -29,7 +29,7 @@ def made():
     def draw(a):
         return jax.device_put(random.standard_normal(a.shape).astype(a.dtype), a.sharding)
 
-    return jax.tree.map(draw, shapes), replica_check.ReplicaChecker(shapes, mesh)
+    return jax.tree.map(draw, shapes), array_digests.ReplicaChecker(shapes, mesh)
 
 
 def with_flipped(state, name, position, bit=0, element=0):
@@ -81,5 +81,5 @@ def test_many_arrays_that_differ_are_counted(made):
     for name in compare.names[:7]:
         state = with_flipped(state, name, 3)
     text = compare(state)
-    assert text.count("device 3") == replica_check.MAX_NAMED
+    assert text.count("device 3") == array_digests.MAX_NAMED
     assert text.endswith("so do 2 more arrays")

@@ -20,7 +20,7 @@ from common import canonical
 from conftest import ROOT
 from data import manifest
 from runtime import cli, jsonl, resume, run_directory
-from runtime.checkpoint_directory import COMMIT
+from runtime.run_directory import COMMIT
 from saved_state import CONFIG
 from tiny_run import FLAGS, arrays, losses, start
 from utils import ConfigError

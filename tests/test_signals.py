@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from runtime.errors import Exit
+from runtime.phases import Phases
 from runtime.signals import StopRequest
-from runtime.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def handlers():
     [(signal.SIGHUP, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
 )
 def test_a_signal_stops_a_single_process_at_the_next_safe_point(number, code, capfd):
-    with StopRequest(Watchdog(60)) as stop:
+    with StopRequest(Phases(60)) as stop:
         assert not stop.reached()
         os.kill(os.getpid(), number)
         assert stop.reached() and stop.reached()
@@ -40,7 +40,7 @@ def test_a_signal_stops_a_single_process_at_the_next_safe_point(number, code, ca
 
 def test_a_second_sigterm_changes_nothing_nor_does_a_signal_that_nohup_ignores():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopRequest(Watchdog(60)) as stop:
+    with StopRequest(Phases(60)) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.reached()
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_second_sigterm_changes_nothing_nor_does_a_signal_that_nohup_ignores()
     ],
 )
 def test_the_time_limit_leaves_time_for_a_step_and_a_save(longest_s, limit_s, phases, stops):
-    dog = Watchdog(60)
+    dog = Phases(60)
     dog.longest_s = {"step": 100.0, "save": 40.0} | longest_s
     stop = StopRequest(dog, limit_s)
     assert stop.reached(*phases) == stops

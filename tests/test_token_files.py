@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -12,8 +13,7 @@ import dataset
 from data import token_files, verify
 from data.manifest import file_crc32c
 from dataset import Dataset
-from runtime import buckets
-from runtime.buckets import ObjectInfo, Prefix, Unavailable
+from runtime.storage import BucketFolder, FileInfo, Unavailable
 from test_dataset import alone, make_folder
 from train import prefetch
 
@@ -39,18 +39,21 @@ def remote(tmp_path, monkeypatch):
     def path_of(url):
         return tmp_path / str(url).removeprefix("gs://bucket/")
 
-    def list_objects(prefix, below=""):
-        paths = [path for path in path_of(prefix.url).iterdir() if path.is_file()]
+    def files(folder, below=""):
+        paths = [path for path in path_of(folder.url).iterdir() if path.is_file()]
         sums = [base64.b64encode(bytes.fromhex(file_crc32c(path))).decode() for path in paths]
-        return {p.name: ObjectInfo(p.stat().st_size, s) for p, s in zip(paths, sums, strict=True)}
+        return {p.name: FileInfo(p.stat().st_size, s) for p, s in zip(paths, sums, strict=True)}
 
     def cat_ranges(paths, begins, ends):
         parts = zip(map(path_of, paths), begins, ends, strict=True)
         return [path.read_bytes()[begin:end] for path, begin, end in parts]
 
-    monkeypatch.setattr(buckets, "filesystem", lambda: SimpleNamespace(cat_ranges=cat_ranges))
-    monkeypatch.setattr(Prefix, "list_objects", list_objects)
-    monkeypatch.setattr(Prefix, "read", lambda self, name: (path_of(self.url) / name).read_bytes())
+    def read(folder, name):
+        return (path_of(folder.url) / name).read_bytes()
+
+    monkeypatch.setattr(fsspec, "filesystem", lambda _: SimpleNamespace(cat_ranges=cat_ranges))
+    monkeypatch.setattr(BucketFolder, "files", files)
+    monkeypatch.setattr(BucketFolder, "read", read)
     return lambda folder: f"gs://bucket/{folder.relative_to(tmp_path).as_posix()}"
 
 
@@ -133,14 +136,14 @@ def test_windows_read_what_they_need_and_blocks_read_a_chunk_once(remote, folder
 
 
 def test_an_unavailable_bucket_is_a_transient_error(remote, folder, monkeypatch):
-    data, real = opened(remote(folder)), buckets.filesystem()
+    data, real = opened(remote(folder)), fsspec.filesystem("gs")
     answers = {b"x": "1 of .* bytes", OSError("away"): "shard_.* failed: away"}
     for answer, message in answers.items():
         away = SimpleNamespace(cat_ranges=lambda paths, *_, a=answer: [a] * len(paths))
-        monkeypatch.setattr(buckets, "filesystem", lambda away=away: away)
+        monkeypatch.setattr(fsspec, "filesystem", lambda _, away=away: away)
         with pytest.raises(Unavailable, match=message):
             data.rows(0, ROWS)
-    monkeypatch.setattr(buckets, "filesystem", lambda: real)
+    monkeypatch.setattr(fsspec, "filesystem", lambda _: real)
     same(data.rows(0, ROWS), opened(folder).rows(0, ROWS))
 
 

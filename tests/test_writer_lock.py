@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from runtime import buckets, writer_lock
-from runtime.buckets import Prefix
+from runtime import storage, writer_lock
+from runtime.storage import BucketFolder
 
 # Clients leave connections to be closed when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -71,7 +71,7 @@ def test_a_lock_file_without_a_record_is_free_and_names_no_owner(tmp_path):
 
 @pytest.fixture
 def url(bucket, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 0.2)
+    monkeypatch.setattr(storage, "RETRY_S", 0.2)
     return f"{bucket.url}/run"
 
 
@@ -81,7 +81,7 @@ def test_another_owner_is_refused_until_the_run_ends(bucket, url):
         assert f"{url} is in use by another run (owner me, process {os.getpid()} on host" in text
         assert "--run.name run-2, or --run.take_over if" in text
         first.held.check()
-    assert "delete run/lock 200" in bucket.log and not Prefix(url).list_objects()
+    assert "delete run/lock 200" in bucket.log and not BucketFolder(url).files()
     take(url, owner="you").close()
 
 
@@ -102,22 +102,22 @@ def test_a_run_that_was_replaced_stops_and_leaves_the_lock_of_the_other(
 
 def test_a_run_that_was_slower_to_start_is_refused(url, monkeypatch):
     """Both read before either writes, so the later write does not meet its precondition."""
-    write, faster = Prefix.write, []
+    write, faster = BucketFolder.write, []
 
     def slower(*how):
-        monkeypatch.setattr(Prefix, "write", write)
+        monkeypatch.setattr(BucketFolder, "write", write)
         faster.append(take(url, "you"))
         return write(*how)
 
-    monkeypatch.setattr(Prefix, "write", slower)
+    monkeypatch.setattr(BucketFolder, "write", slower)
     assert "owner you" in refused(url)
     faster[0].held.check()
     faster[0].close()  # not by a collection in a thread of the emulated bucket
 
 
 def test_a_lock_is_this_runs_own_if_only_the_response_was_lost(bucket, url, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 20.0)  # the second try comes also on a busy machine
-    Prefix(url).write("lock", b'{"owner": "me"}')  # of a killed run
+    monkeypatch.setattr(storage, "RETRY_S", 20.0)  # the second try comes also on a busy machine
+    BucketFolder(url).write("lock", b'{"owner": "me"}')  # of a killed run
     fault = bucket.fault("cut response", on="upload", times=1)
     with take(url) as stack:
         assert fault.done == 1
@@ -132,7 +132,7 @@ def test_a_bucket_without_credentials_or_that_does_not_exist_is_refused(bucket, 
     monkeypatch.delenv("STORAGE_EMULATOR_HOST")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "")
     monkeypatch.setenv("CLOUDSDK_CONFIG", "/nowhere")
-    monkeypatch.setattr(buckets, "client", buckets.client.__wrapped__)
+    monkeypatch.setattr(storage, "client", storage.client.__wrapped__)
     with pytest.raises(ValueError, match="gcloud auth application-default login"):
         take("gs://bucket/run")
 

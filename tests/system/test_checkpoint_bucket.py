@@ -9,10 +9,10 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import checkpoint
 from checkpoint import Checkpoints, Damaged
-from runtime import buckets, stored_array
-from runtime.buckets import AccessDenied, Prefix, Unavailable
-from runtime.checkpoint_directory import COMMIT
+from runtime import storage
 from runtime.errors import Exit, code_of
+from runtime.run_directory import COMMIT
+from runtime.storage import AccessDenied, BucketFolder, Unavailable
 from saved_state import (
     CONFIG,
     abstract,
@@ -36,11 +36,11 @@ def folder(bucket, monkeypatch):
     retries = {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"}
     for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
         monkeypatch.setitem(getattr(tensorstore_utils, name), "gcs_request_retries", retries)
-    monkeypatch.setattr(stored_array, "READ_RETRIES", retries)
+    monkeypatch.setattr(BucketFolder, "tensorstore_context", {"gcs_request_retries": retries})
     asyncio = gcsfs.retry.asyncio
     at_once = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 1000))
     monkeypatch.setattr(gcsfs.retry, "asyncio", at_once)
-    monkeypatch.setattr(buckets, "RETRY_S", 0.5)
+    monkeypatch.setattr(storage, "RETRY_S", 0.5)
     gc.freeze()  # the collection below, of what this test leaves, need not search all else
     yield f"{bucket.url}/run/checkpoints"
     gc.collect()  # what late writes leave is collected here, and not in another test
@@ -59,12 +59,12 @@ def files(tmp_path_factory):
 @pytest.fixture
 def steps_1_2(folder, files):
     for name, content in files.items():
-        Prefix(folder).write(name, content)
+        BucketFolder(folder).write(name, content)
     return folder
 
 
 def steps_in(folder):
-    return sorted({name.split("/")[0] for name in Prefix(folder).list_objects()} - {"probe-0"})
+    return sorted({name.split("/")[0] for name in BucketFolder(folder).files()} - {"probe-0"})
 
 
 def test_a_state_is_restored_bit_for_bit_on_another_mesh_and_from_a_copy(folder, tmp_path):
@@ -76,9 +76,9 @@ def test_a_state_is_restored_bit_for_bit_on_another_mesh_and_from_a_copy(folder,
             checkpoints.save(step, state(step), CONFIG)
         assert_newest(checkpoints, 2, state_on(mesh_of(1, 4, 2), 2, 2))
     assert steps_in(folder) == ["2"]
-    for name in Prefix(folder).list_objects():
+    for name in BucketFolder(folder).files():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(Prefix(folder).read(name))
+        (tmp_path / name).write_bytes(BucketFolder(folder).read(name))
     for copy in (folder, tmp_path):
         with opened(copy) as reader:
             assert_newest(reader, 2, state_on(mesh_of(8, 1, 1), 2))
@@ -119,7 +119,7 @@ def test_a_save_that_fails_ends_the_run(bucket, folder, kind, path, expected):
 
 @pytest.mark.parametrize("kind", [503, "cut response"])
 def test_transient_failures_are_retried(bucket, folder, kind, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 20.0)
+    monkeypatch.setattr(storage, "RETRY_S", 20.0)
     paths = ("*/state/*/d/*", "*/state/d/*", f"*/config/{checkpoint.RECORD}", f"*/2/{COMMIT}")
     with opened(folder, keep=1) as checkpoints:
         faults = [bucket.fault(kind, on="write", path=path, times=2) for path in paths]

@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 from conftest import ROOT
 from data import cluster, prepare
 from prepared import files_of
-from runtime.buckets import Prefix
+from runtime.storage import BucketFolder
 from simulated_hosts import wait_for
 
 pytestmark = [
@@ -156,17 +156,17 @@ def test_workers_and_nodes_that_die_change_no_bit(nodes, source, whole, tmp_path
 def test_a_cluster_writes_to_a_bucket_and_resumes_there(nodes, source, whole, bucket):
     url, out = f"{bucket.url}/source", f"{bucket.url}/data/books"
     for path in source.iterdir():
-        Prefix(url).write(path.name, path.read_bytes())
+        BucketFolder(url).write(path.name, path.read_bytes())
     process, end = start(nodes, 0.1, flags(url, out)), time.monotonic() + TIMEOUT_S
-    while len(Prefix(out).list_objects("splits/0")) < 4:
+    while len(BucketFolder(out).files("splits/0")) < 4:
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.1)
     process.kill()
     process.communicate()
     bucket.fault(503, on="upload", path="data/*", times=3)
     assert " splits with " in finish(start(nodes, 0, flags(url, out)))
-    objects = Prefix(out)
-    there = {name: objects.read(name) for name in objects.list_objects() if name.endswith(".npy")}
+    objects = BucketFolder(out)
+    there = {name: objects.read(name) for name in objects.files() if name.endswith(".npy")}
     assert there == {n: c for n, c in whole.items() if n.endswith(".npy")}
 
 
@@ -180,8 +180,9 @@ def test_an_error_of_a_task_is_the_one_line_of_a_single_process(nodes, tmp_path)
 
 
 def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path):
-    before = "from data import cluster\nfrom data.shards import DiskFolder\n"
-    before += "cluster.folder_at = lambda url: DiskFolder(url + '-elsewhere')\n"
+    before = "import types\nfrom data import cluster\nfrom runtime.storage import DiskFolder\n"
+    before += "at = lambda url: DiskFolder(url + '-elsewhere')\n"
+    before += "cluster.storage = types.SimpleNamespace(at=at)\n"
     errors = finish(start(nodes, 0, flags(source, tmp_path / "out"), before), 2)
     assert "which does not exist here. Use an --out that all machines share" in errors
 

@@ -13,7 +13,7 @@ from data import prepare
 from data.manifest import INDEX, read_manifest
 from prepared import files_of, texts_of
 from processes import KILLS_ITSELF
-from runtime.buckets import AccessDenied, Prefix
+from runtime.storage import AccessDenied, BucketFolder
 from test_map import flags, source, whole  # noqa: F401
 
 # Clients leave connections to be closed when they are collected.
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 CHILD = """
 import os, signal, sys
 from data import encode, prepare, shards
+from runtime import storage
 
 kind, number, *arguments = sys.argv[1:]
 """
@@ -31,7 +32,7 @@ CHILD += """
 encode.SplitWriter.add = killing("document", encode.SplitWriter.add)
 shards.ShardWriter.add = killing("append", shards.ShardWriter.add)
 shards.ShardWriter._write = killing("shard", shards.ShardWriter._write)
-shards.DiskFolder.write = killing("record", shards.DiskFolder.write)
+storage.DiskFolder.write = killing("record", storage.DiskFolder.write)
 prepare.Preparation.write_index = killing("index", prepare.Preparation.write_index)
 prepare.main(arguments)
 """
@@ -85,13 +86,13 @@ def test_a_full_disk_is_reported_and_nothing_is_lost(source, whole, small_disk):
 def uploaded(bucket, folder, name):
     url = f"{bucket.url}/{name}"
     for path in folder.iterdir():
-        Prefix(url).write(path.name, path.read_bytes())
+        BucketFolder(url).write(path.name, path.read_bytes())
     return url
 
 
 def objects(url):
-    prefix = Prefix(url)
-    return {name: prefix.read(name) for name in prefix.list_objects()}
+    prefix = BucketFolder(url)
+    return {name: prefix.read(name) for name in prefix.files()}
 
 
 @pytest.mark.parametrize("kind", [503, "cut response"])
@@ -130,8 +131,8 @@ def test_files_in_a_bucket_are_chosen_as_those_of_a_folder(bucket, tmp_path):
         path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-        Prefix(f"{bucket.url}/source").write(name, name.encode())
-    Prefix(f"{bucket.url}/source2").write("x.txt", b"another folder")
+        BucketFolder(f"{bucket.url}/source").write(name, name.encode())
+    BucketFolder(f"{bucket.url}/source2").write("x.txt", b"another folder")
     for glob in ("**/*", "*.txt", "**/*.md", "sub/*"):
         found = []
         for number, where in enumerate((tmp_path / "source", f"{bucket.url}/source")):

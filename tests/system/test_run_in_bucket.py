@@ -12,15 +12,15 @@ import loop
 import main
 import metrics
 from conftest import ROOT
-from runtime import buckets, cli, jsonl, run_directory
-from runtime.buckets import Prefix
+from runtime import cli, jsonl, run_directory, storage
 from runtime.errors import Exit, code_of
+from runtime.storage import BucketFolder
 from tiny_run import FLAGS, arrays
 
 
 @pytest.fixture
 def url(bucket, monkeypatch):
-    monkeypatch.setattr(buckets, "RETRY_S", 0.5)
+    monkeypatch.setattr(storage, "RETRY_S", 0.5)
     return f"{bucket.url}/runs/x"
 
 
@@ -32,7 +32,7 @@ def config_with(url, data):
 
 def fresh(url):
     """As another process opens it."""
-    run_directory._in_bucket.cache_clear()
+    run_directory._remote.cache_clear()
     return run_directory.at(url)
 
 
@@ -58,7 +58,7 @@ def at_step(patch, number, function):
 
 def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, monkeypatch):
     """The second start cuts the records of the first, as a resume does, and writes others."""
-    retried = buckets._retried  # called once per request
+    retried = storage._retried  # called once per request
     starts = ["11", "1112", "1112131"], ["11", "1122", "11222", "112223"]
     for killed_at in itertools.count(1):
         requests, states, done = itertools.count(1), [""], False
@@ -69,7 +69,7 @@ def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, mon
             return retried()
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            patch.setattr(buckets, "_retried", request)
+            patch.setattr(storage, "_retried", request)
             for start in starts:
                 folder = fresh(url)
                 for records in start:
@@ -83,16 +83,16 @@ def test_a_run_killed_before_any_request_leaves_a_prefix_of_its_records(url, mon
         path.write_text("1134")
         run_directory.at(url).upload()
         assert (fresh(url).files / "metrics.jsonl").read_text() == "1134"
-        Prefix(url).remove(Prefix(url).list_objects())
+        BucketFolder(url).remove(BucketFolder(url).files())
         if done:
             break
-    assert killed_at > 15
+    assert killed_at > 10
 
 
 LOCAL_COPY = """
 import os, sys
-from runtime import buckets, run_directory
-buckets.RETRY_S = 0.1
+from runtime import storage, run_directory
+storage.RETRY_S = 0.1
 folder = run_directory.at(sys.argv[1])
 print(folder.files)
 if os.fork() == 0:
@@ -128,7 +128,7 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
         main.run(config_with())
     left = fresh(url)
     assert left.saved_steps() == [3] and steps_in(left)[-1] == 3
-    run_directory._in_bucket.cache_clear()
+    run_directory._remote.cache_clear()
     main.run(config_with())
     done = fresh(url)
     mine, other = (
@@ -139,15 +139,17 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     assert jsonl.read(done.files / "samples.jsonl") == jsonl.read(whole / "samples.jsonl")
     for a, b in zip(arrays(url, 6), arrays(whole, 6), strict=True):
         assert (a == b).all()
-    assert {"config.toml", "plots/validation_loss.png"} <= Prefix(url).list_objects().keys()
+    assert {"config.toml", "plots/validation_loss.png"} <= BucketFolder(url).files().keys()
     assert [start["step"] for start in jsonl.read(done.files / "starts.jsonl")] == [0, 3]
 
 
 def test_a_run_that_another_owner_took_over_writes_no_checkpoint(url, config_with, monkeypatch):
-    at_step(monkeypatch, 3, lambda reports: Prefix(url).write("lock", b'{"owner": "another"}'))
+    at_step(
+        monkeypatch, 3, lambda reports: BucketFolder(url).write("lock", b'{"owner": "another"}')
+    )
     with pytest.raises(ValueError, match="x was taken over by owner another") as error:
         main.run(config_with("--checkpoint.every_steps", "2"))
     assert code_of(error.value) == Exit.CONFIG
     left = fresh(url)
-    assert left.saved_steps() == [2] and Prefix(url).read("lock") == b'{"owner": "another"}'
-    assert not Prefix(url).list_objects("checkpoints/4") and steps_in(left)[-1] == 2
+    assert left.saved_steps() == [2] and BucketFolder(url).read("lock") == b'{"owner": "another"}'
+    assert not BucketFolder(url).files("checkpoints/4") and steps_in(left)[-1] == 2

@@ -18,12 +18,11 @@ NO_MORE = "warning: wandb receives no more records of this start"
 RUN = """
 import os, pathlib, signal, sys, time
 import metrics
-from runtime import loggers
 from test_loggers import WANDB
 from test_metrics import step
 from test_wandb_process import children
 
-loggers.CLOSE_S, loggers.BACKLOG_RECORDS = map(int, sys.argv[3:])
+metrics.CLOSE_S, metrics.BACKLOG_RECORDS = map(int, sys.argv[3:])
 folder, number, service = pathlib.Path(sys.argv[1]), int(sys.argv[2]), 0
 with metrics.Metrics(WANDB, folder) as out:
     out.train(step(1))
