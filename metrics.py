@@ -10,9 +10,8 @@ Process 0 writes `metrics.jsonl`, one object per line. Both kinds have `step` (s
   `loss/val/NAME`. `loss/val_balance` is the mean over MoE layers without its factor, so that 1 is a
   perfectly even load. `moe/tokens_per_expert` has one list per MoE layer.
 
-The sinks, wandb and TensorBoard, receive copies. Each has its own thread, so that it cannot delay a
-step. Its first failure of any kind is one warning; the sink then receives no more records of this
-start, and the run continues.
+The sinks, wandb and TensorBoard, receive copies. wandb sends them from a process of its own, and
+the writer of TensorBoard writes them in a thread.
 """
 
 import contextlib
@@ -20,11 +19,9 @@ import dataclasses
 import importlib.util
 import json
 import os
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 import utils
 from runtime.console import console, is_primary, log
+from runtime.errors import one_line
 from runtime.jsonl import plain, truncate
 from runtime.storage import write_atomically
 from utils import ConfigError
@@ -46,9 +44,7 @@ MIXED = ("data/", "loss/val/")  # prefixes of the keys of single datasets
 MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu")
 EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
 LINE_EVERY_S = 10.0  # between lines of steps, above the bar of a terminal
-BACKLOG_RECORDS = 10_000  # capacity of a sink's queue; a full queue is a failure
-CLOSE_S = 60.0  # timeout of the last records at the end of the run
-ABANDON_S = 2.0  # timeout of `abandon_wandb`
+WANDB_S = 30.0  # timeout of wandb at the start and at the end of a run
 
 
 def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
@@ -134,7 +130,7 @@ class Metrics:
         if self._file is not None:
             self._write(json.dumps(record) + "\n")
         for sink in self._sinks:
-            sink.put(record)
+            sink.write(record)
         return record
 
     def _write(self, text: str) -> None:
@@ -196,64 +192,43 @@ def open_sinks(config: utils.Config, folder: Path, step: int) -> list["Sink"]:
     """Return the enabled sinks, for the steps after `step` of the run in `folder`."""
     found = []
     if config.wandb.project:
-        found.append(Sink("wandb", partial(Wandb, config, folder), abandon_wandb))
+        found.append(Sink("wandb", partial(Wandb, config, folder)))
     if config.run.tensorboard:
         found.append(Sink("TensorBoard", partial(TensorBoard, folder / "tensorboard", step)))
     return found
 
 
 class Sink:
-    """One destination of records, and the thread that writes to it.
-
-    The first failure, or BACKLOG_RECORDS that wait, is one warning. Later records are dropped.
+    """One destination of records, on which training does not depend: after its first failure of any
+    kind, which is one warning, it receives no more.
     """
 
-    def __init__(
-        self, name: str, connect: Callable[[], Any], abandon: Callable[[], None] | None = None
-    ):
-        """
-        connect  returns an object with write(record) and close(); the thread calls all three
-        abandon  called in another thread at the end of the run if one of these failed
-        """
-        self.name, self._failed, self._abandon = name, False, abandon
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG_RECORDS)
-        self._thread = threading.Thread(target=self._run, args=(connect,), daemon=True, name=name)
-        self._thread.start()
+    def __init__(self, name: str, connect: Callable[[], Any]):
+        """connect  returns an object with write(record) and close()"""
+        self._name, self._writer = name, None
+        with self._failing():
+            self._writer = connect()
 
-    def put(self, record: dict[str, Any] | None) -> None:
-        """Pass a record, or None at the end of the run, to the thread. Do not block."""
-        if not self._failed:
-            try:
-                self._queue.put_nowait(record)
-            except queue.Full:
-                self._fail(f"it does not take records; {BACKLOG_RECORDS} wait")
+    def write(self, record: dict[str, Any]) -> None:
+        if self._writer:
+            with self._failing():
+                self._writer.write(record)
 
     def close(self) -> None:
-        """Wait at most CLOSE_S seconds for the remaining records."""
-        self.put(None)
-        self._thread.join(0.0 if self._failed else CLOSE_S)
-        if self._thread.is_alive():
-            self._fail(f"it did not take the last records within {CLOSE_S:.0f} s")
-        if self._failed and self._abandon:
-            thread = threading.Thread(target=self._abandon, daemon=True)
-            thread.start()
-            thread.join(ABANDON_S)
+        if self._writer:
+            with self._failing():
+                self._writer.close()
 
-    def _run(self, connect: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
         try:
-            writer = connect()
-            while not self._failed and (record := self._queue.get()) is not None:
-                writer.write(record)
-            writer.close()
-        except Exception as error:  # of any kind: training does not depend on it
-            self._fail(" ".join(f"{type(error).__name__}: {error}".split()))
-
-    def _fail(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
+            yield
+        except Exception as error:
+            self._writer = None
             log(
-                f"warning: {self.name} receives no more records of this start: {why}. The run "
-                "continues, and metrics.jsonl has all of them."
+                f"warning: {self._name} receives no more records of this start: "
+                f"{type(error).__name__}: {one_line(error)}. The run continues, and metrics.jsonl "
+                "has all of them."
             )
 
 
@@ -285,7 +260,7 @@ class Wandb:
             mode=mode,
             resume="allow",
             settings=wandb.Settings(
-                console="off", silent=True, init_timeout=CLOSE_S / 2, finish_timeout=CLOSE_S / 2
+                console="off", silent=True, init_timeout=WANDB_S, finish_timeout=WANDB_S
             ),
         )
         where = self._run.url if mode == "online" else f"{mode}, in {self._run.dir}"
@@ -303,14 +278,6 @@ class Wandb:
         self._run.finish()
 
 
-def abandon_wandb() -> None:
-    """Remove wandb's exit handler, which waits for its process even if that hangs."""
-    import wandb
-
-    with contextlib.suppress(Exception):  # the process may have died
-        wandb.teardown()
-
-
 class TensorBoard:
     """TensorBoard events, one file per start."""
 
@@ -322,6 +289,7 @@ class TensorBoard:
             str(folder),
             purge_step=step + 1 if step else 0,
             filename_suffix=f".{os.getpid()}.{step}",  # the package adds only second and host
+            flush_secs=10,
         )
 
     def write(self, record: dict[str, Any]) -> None:

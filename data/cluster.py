@@ -85,8 +85,8 @@ def versions(folder: str) -> dict[str, str]:
     found = {"python": platform.python_version()}
     found |= {"folder": folder} if Path(folder).is_dir() else {}
     found |= {name: importlib.metadata.version(name) for name in PACKAGES}
-    files = sorted((ROOT / "data").glob("*.py"))
-    return found | {path.relative_to(ROOT).as_posix(): file_crc32c(path) for path in files}
+    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "data").glob("*.py"))
+    return found | {name: file_crc32c(storage.at(ROOT), name) for name in files}
 
 
 def connect(address: str) -> None:

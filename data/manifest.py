@@ -105,10 +105,10 @@ def prepare_command(folder: str | Path, manifest: Manifest | None = None) -> str
     return f"{command} --out {str(folder).rpartition('/')[0] or '.'}"
 
 
-def file_crc32c(path: Path) -> str:
+def file_crc32c(folder: storage.Folder, name: str) -> str:
     """Return the CRC32C of a file as 8 hexadecimal digits."""
     crc = 0
-    with path.open("rb") as file:
+    with folder.translated_errors(name), folder.open_file(name) as file:
         while content := file.read(READ_BYTES):
             crc = google_crc32c.extend(crc, content)
     return f"{crc:08x}"

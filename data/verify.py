@@ -73,7 +73,7 @@ def compare(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
         try:
             files.check_size(file, listed)
             listed_crc32c = base64.b64decode(listed[shard.name].crc32c).hex()
-            crc32c = listed_crc32c or file_crc32c(Path(path))
+            crc32c = listed_crc32c or file_crc32c(files.storage, shard.name)
         except ValueError as error:
             return str(error)
         except OSError as error:

@@ -1,8 +1,7 @@
-"""wandb and TensorBoard receive the records, and nothing that they do ends or delays a run."""
+"""wandb and TensorBoard receive the records, and no failure of theirs ends a run."""
 
 import struct
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -30,58 +29,29 @@ def events(folder):
     return found
 
 
-# --- one sink -------------------------------------------------------------------------------------
+def test_a_sink_receives_records_until_it_fails_which_is_one_warning(capsys):
+    class Writer:
+        def __init__(self):
+            self.written = []
 
+        def write(self, record):
+            if record["step"] == 2:
+                raise OSError("the disk\nis full")
+            self.written.append(record["step"])
 
-class Writer:
-    """A writer that a test can make block or fail."""
+        def close(self):
+            self.written.append("closed")
 
-    def __init__(self, fail_at=None):
-        self.written, self.fail_at, self.may_write = [], fail_at, threading.Event()
-        self.may_write.set()
-
-    def write(self, record):
-        self.may_write.wait()
-        if record["step"] == self.fail_at:
-            raise OSError("the disk\nis full")
-        self.written.append(record["step"])
-
-    def close(self):
-        self.written.append("closed")
-
-
-def test_a_sink_receives_all_records_in_order_until_it_fails_which_is_one_warning(capsys):
-    good, bad = Writer(), Writer(fail_at=2)
-    for writer in (good, bad):
-        sink = metrics.Sink("x", lambda writer=writer: writer)
-        for number in range(100):
-            sink.put({"step": number})
-        sink.close()
-    assert good.written == [*range(100), "closed"] and bad.written == [0, 1]
+    writer = Writer()
+    sink = metrics.Sink("x", lambda: writer)
+    for number in range(100):
+        sink.write({"step": number})
+    sink.close()
+    assert writer.written == [0, 1]
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: x {NO_MORE}: OSError: the disk is full. ")
-
-
-@pytest.mark.parametrize(
-    ("records", "reason"),
-    [(20, "it does not take records; 5 wait"), (1, "did not take the last records within")],
-)
-def test_a_sink_that_hangs_delays_neither_a_step_nor_for_long_the_end(
-    records, reason, monkeypatch, capsys
-):
-    """A step or an end that waited for it would never end here."""
-    monkeypatch.setattr(metrics, "BACKLOG_RECORDS", 5)
-    monkeypatch.setattr(metrics, "CLOSE_S", 0.2)
-    writer, abandoned = Writer(), threading.Event()
-    writer.may_write.clear()
-    sink = metrics.Sink("x", lambda: writer, abandoned.set)
-    for number in range(records):
-        sink.put({"step": number})
-    sink.close()
-    assert abandoned.is_set()
-    writer.may_write.set()
-    printed = capsys.readouterr().out
-    assert printed.count(NO_MORE) == 1 and reason in printed
+    metrics.Sink("y", lambda: 1 / 0).write({"step": 0})
+    assert f"warning: y {NO_MORE}: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_an_error_before_a_run_that_needs_it(monkeypatch):

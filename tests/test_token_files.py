@@ -13,6 +13,7 @@ import dataset
 from data import token_files, verify
 from data.manifest import file_crc32c
 from dataset import Dataset
+from runtime import storage
 from runtime.storage import BucketFolder, FileInfo, Unavailable
 from test_dataset import alone, make_folder
 from train import prefetch
@@ -41,7 +42,8 @@ def remote(tmp_path, monkeypatch):
 
     def files(folder, below=""):
         paths = [path for path in path_of(folder.url).iterdir() if path.is_file()]
-        sums = [base64.b64encode(bytes.fromhex(file_crc32c(path))).decode() for path in paths]
+        sums = [file_crc32c(storage.at(path.parent), path.name) for path in paths]
+        sums = [base64.b64encode(bytes.fromhex(crc32c)).decode() for crc32c in sums]
         return {p.name: FileInfo(p.stat().st_size, s) for p, s in zip(paths, sums, strict=True)}
 
     def cat_ranges(paths, begins, ends):

@@ -1,4 +1,4 @@
-"""wandb with its own process, which can die or hang, or find no server."""
+"""wandb with its own process, which can die, or find no server."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from test_loggers import WANDB
 from test_metrics import step
 from test_wandb_process import children
 
-metrics.CLOSE_S, metrics.BACKLOG_RECORDS = map(int, sys.argv[3:])
+metrics.WANDB_S = float(sys.argv[3])
 folder, number, service = pathlib.Path(sys.argv[1]), int(sys.argv[2]), 0
 with metrics.Metrics(WANDB, folder) as out:
     out.train(step(1))
@@ -50,15 +50,14 @@ def children(process):
     [
         (0, {}),
         (signal.SIGKILL, {}),
-        (signal.SIGSTOP, {}),
         (0, {"WANDB_API_KEY": "0123456789abcdef" * 3, "WANDB_BASE_URL": "http://127.0.0.1:9"}),
     ],
-    ids=("offline", "dies", "hangs", "no server"),
+    ids=("offline", "dies", "no server"),
 )
 def test_a_run_ends_whatever_becomes_of_its_wandb_process(number, more, tmp_path):
     healthy = not number and not more
-    limits = ("100", "10000") if healthy else ("8", "20")
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(int(number)), *limits]
+    limit_s = "50" if healthy else "4"
+    command = [sys.executable, "-c", RUN, str(tmp_path), str(int(number)), limit_s]
     folders = ROOT, ROOT / "tests", ROOT / "tests" / "system"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | more
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, folders))}
