@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,6 +46,7 @@ MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu")
 EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
 LINE_EVERY_S = 10.0  # between lines of steps, above the bar of a terminal
 WANDB_S = 30.0  # timeout of wandb at the start and at the end of a run
+ABANDON_S = 2.0  # timeout of `abandon_wandb`
 
 
 def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
@@ -192,7 +194,7 @@ def open_sinks(config: utils.Config, folder: Path, step: int) -> list["Sink"]:
     """Return the enabled sinks, for the steps after `step` of the run in `folder`."""
     found = []
     if config.wandb.project:
-        found.append(Sink("wandb", partial(Wandb, config, folder)))
+        found.append(Sink("wandb", partial(Wandb, config, folder), abandon_wandb))
     if config.run.tensorboard:
         found.append(Sink("TensorBoard", partial(TensorBoard, folder / "tensorboard", step)))
     return found
@@ -203,9 +205,14 @@ class Sink:
     kind, which is one warning, it receives no more.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Any]):
-        """connect  returns an object with write(record) and close()"""
-        self._name, self._writer = name, None
+    def __init__(
+        self, name: str, connect: Callable[[], Any], abandon: Callable[[], None] = lambda: None
+    ):
+        """
+        connect  returns an object with write(record) and close()
+        abandon  called in another thread after a failure, as it may hang
+        """
+        self._name, self._writer, self._abandon = name, None, abandon
         with self._failing():
             self._writer = connect()
 
@@ -230,6 +237,9 @@ class Sink:
                 f"{type(error).__name__}: {one_line(error)}. The run continues, and metrics.jsonl "
                 "has all of them."
             )
+            thread = threading.Thread(target=self._abandon, daemon=True)
+            thread.start()
+            thread.join(ABANDON_S)
 
 
 class Wandb:
@@ -276,6 +286,14 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def abandon_wandb() -> None:
+    """Remove wandb's exit handler, which waits for its process even if that has died."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
 
 
 class TensorBoard:
