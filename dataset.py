@@ -68,7 +68,6 @@ class Dataset:
         tokens = (shard.tokens for shard in self.manifest.shards)
         self.starts = list(itertools.accumulate(tokens, initial=0))
 
-    # guide: batch
     def windows_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the windows at these positions of the endless stream of epochs."""
         epochs, windows = np.divmod(positions, self.windows)
@@ -84,8 +83,6 @@ class Dataset:
         item = np.dtype(self.manifest.dtype).itemsize
         length = max(1, CHUNK_BYTES // (self.seq_len * item))
         return striped(index, self.windows, self.batch_size, length, self.seed, epoch)
-
-    # guide: end
 
     def eval_rows(self, rows: np.ndarray, sequences: int) -> Rows:
         """Return these rows of `sequences` fixed windows, evenly spaced over the data."""
@@ -175,7 +172,6 @@ def check_same_tokenizer(train: Dataset, val: Dataset) -> None:
         )
 
 
-# guide: permute
 def striped(
     index: np.ndarray, size: int, rows: int, length: int, seed: int, epoch: int
 ) -> np.ndarray:
@@ -230,9 +226,6 @@ def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-# guide: end
 
 
 # --- mixtures -------------------------------------------------------------------------------------
@@ -309,7 +302,6 @@ class Mixture:
             tokens["chat_template"] = template
         return {"tokens": tokens | {"tokenizer_sha256": m.tokenizer_sha256}}
 
-    # guide: mixture
     def rows(self, step: int, rows: np.ndarray) -> Rows:
         """Return these rows of the global batch of this step; a pure function."""
         return self.batch(self.windows_of(step, rows))
@@ -324,8 +316,6 @@ class Mixture:
         for k, data in enumerate(self._datasets):
             windows[which == k] += data.windows_at(own[which == k])
         return windows
-
-    # guide: end
 
     def batch(self, windows: np.ndarray) -> Rows:
         """Return the rows of Dataset.batch, each from its own dataset."""

@@ -195,7 +195,6 @@ def scale_by_muon(
 # --- inside shard_map -----------------------------------------------------------------------------
 
 
-# guide: muon
 def muon_updates(
     declared: list[Weight], momenta: list[jax.Array], grads: list[jax.Array], dtype: jnp.dtype
 ) -> list[jax.Array]:
@@ -284,9 +283,6 @@ def has_gradient(w: Weight, grad: jax.Array) -> jax.Array:
     nonzero = (grad != 0).any(axis=rows + columns, keepdims=True)
     axes = tuple(axis for dim in rows + columns for axis in w.dim_axes[dim])
     return lax.psum(nonzero.astype(jnp.int32), axes) > 0 if axes else nonzero
-
-
-# guide: end
 
 
 # --- arrays as stacks of slices -------------------------------------------------------------------

@@ -242,7 +242,6 @@ def abstract_schedule(mesh: Mesh) -> Schedule:
 # --- one step -------------------------------------------------------------------------------------
 
 
-# guide: step
 def jitted_step(
     config: Config, declared: Transformer, mesh: Mesh
 ) -> Callable[[State, Batch, Schedule], tuple[State, dict[str, jax.Array]]]:
@@ -281,9 +280,6 @@ def jitted_step(
         out_shardings=(shardings, NamedSharding(mesh, P())),
         compiler_options=compiler_options(mesh),
     )
-
-
-# guide: end
 
 
 def detect_spike(

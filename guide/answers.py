@@ -1,12 +1,15 @@
-"""Functions for the answers of problems. They call the project's own code.
+"""Functions for the answers of problems and the formulas of facts. They call the project's code.
 
-The answer of a problem is a Python expression over these names.
+Answers and formulas are Python expressions over the names of this file.
 """
+
+# ruff: noqa: F401  they use all imports
 
 import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import re
 import sys
@@ -14,35 +17,42 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pages import PageError, Problem
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from pages import ROOT, PageError
 
 import attention
+import dataset
 import hardware
 import model
 import optimizer
+import routing
+import sharded_model
+import train
 import utils
 from data import readers
+from data.settings import Prepare
 from data.tokenizer import load_tokenizer, token_bytes
-from dataset import permute  # noqa: F401  answers use it
 from experts import assign_slots, divide_load, expert_capacity, sort_choices
 from hf import model_config, tensors
 from hf.families import FAMILIES
 from inference import decode
-from planning import collectives, cost, search
-from planning.results import MESH_FLAGS, Traffic, usable_bytes
-from routing import route
+from planning import collectives, cost, rates, search
+from planning.results import MESH_FLAGS, Prediction, Traffic, usable_bytes
 from runtime import cli
 from schedule import Schedule
-from utils import MESH_AXES
+from utils import GIB, MESH_AXES
 from weights import Weight
 
-ROOT = Path(__file__).resolve().parent.parent
+MEASURED, EXPERIMENTS = (
+    (ROOT / "docs" / name).read_text() for name in ("measured.md", "experiments.md")
+)
 
 
 def config_of(name: str, fsdp: int = 1, pipeline: int = 1, tensor: int = 1, virtual: int = 1):
@@ -57,38 +67,48 @@ def weights_of(config: utils.Config) -> dict[str, object]:
     return {w.name: w for w in jax.tree.leaves(model.declare(config))}
 
 
-def global_shape(name: str, weight: str, *mesh: int) -> tuple[int, ...]:
-    """Return the shape of a weight of configs/NAME.toml, without its stacked dimensions."""
-    w = weights_of(config_of(name, *mesh))[weight]
-    return w.shape[-2:]
+def weight_of_1b(weight: str) -> tuple[Weight, tuple[int, ...]]:
+    """Return a weight of configs/jaxformer_1b.toml on (8, 2, 2), and the shape of its slices."""
+    config = config_of("jaxformer_1b", 8, 2, 2)
+    w, mesh = weights_of(config)[weight], AbstractMesh(config.mesh.shape, MESH_AXES)
+    return w, NamedSharding(mesh, w.spec).shard_shape(w.shape)
 
 
-def slice_shape(name: str, weight: str, *mesh: int) -> tuple[int, ...]:
-    """Return the last two dimensions of the slice that a device holds."""
-    config = config_of(name, *mesh)
-    w, ranks = weights_of(config)[weight], dict(zip(MESH_AXES, config.mesh.shape, strict=True))
-    slices = [math.prod(ranks[axis] for axis in axes) for axes in w.dim_axes]
-    return tuple(size // n for size, n in zip(w.shape, slices, strict=True))[-2:]
+def global_shape(weight: str) -> tuple[int, ...]:
+    """Return the last two dimensions of a weight of the 1B model on (8, 2, 2)."""
+    return weight_of_1b(weight)[0].shape[-2:]
 
 
-def slices_of(weight: Weight, config: utils.Config, device: Mapping[str, int]) -> list[list[int]]:
-    """Return [first, end) of each dimension of the slice that a device holds.
-
-    device  its coordinate on each mesh axis.
-    """
-    ranks, found = dict(zip(MESH_AXES, config.mesh.shape, strict=True)), []
-    for size, axes in zip(weight.shape, weight.dim_axes, strict=True):
-        position, slices = 0, 1
-        for axis in axes:  # the first axis is the outermost
-            position, slices = position * ranks[axis] + device[axis], slices * ranks[axis]
-        found.append([size // slices * position, size // slices * (position + 1)])
-    return found
+def slice_shape(weight: str) -> tuple[int, ...]:
+    """Return the last two dimensions of the slice of it that a device holds."""
+    return weight_of_1b(weight)[1][-2:]
 
 
-def gathered_bytes(name: str, weight: str, *mesh: int, bytes_per_number: int = 2) -> int:
-    """Return the bytes that a device holds of a matrix after its gather over fsdp."""
-    rows, columns = slice_shape(name, weight, *mesh)
-    return rows * columns * config_of(name, *mesh).mesh.fsdp * bytes_per_number
+def gathered_bytes(weight: str, bytes_per_number: int = 2) -> int:
+    """Return the bytes that a device holds of a matrix after its gather over 8 fsdp ranks."""
+    return math.prod(slice_shape(weight)) * 8 * bytes_per_number
+
+
+@functools.cache
+def plan(gather: str = "step") -> Prediction:
+    """Return the plan of the 1B model on 32 TPU v4, with weights gathered per step or layer."""
+    config = config_of("jaxformer_1b", 8, 2, 2)
+    config = dataclasses.replace(config, fsdp=utils.Fsdp(gather=gather))
+    return cost.predict(config, hardware.chip_named("v4"))
+
+
+def sent_over(plan: Prediction, *axes: str) -> float:
+    """Return the bytes that a device sends along these axes in a step."""
+    return sum(traffic.sent_bytes for traffic in plan.traffic if traffic.axes == axes)
+
+
+def over_compiled(column: int) -> list[float]:
+    """Return a column of ratios of "Predicted over compiled" in docs/measured.md."""
+    document = MEASURED.partition("## Predicted over compiled")[2]
+    lines = document.partition("\n## ")[0].splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| ")]
+    table = [row for row in rows if len(row) == 8 and re.match(r" [\d.]+", row[3])]
+    return [float(x) for row in table for x in re.findall(r"\d\.\d+", row[column])]
 
 
 def sent_bytes(kind: str, result_bytes: int, ranks: int) -> float:
@@ -102,11 +122,6 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
     part      mlp or attention.
     backward  whether the gradients of weights and input are computed as well.
     """
-    from jax.sharding import PartitionSpec as P
-
-    import sharded_model
-    import train
-
     config = config_of("jaxformer_1b", tensor=2)
     mesh = train.make_mesh(config, jax.devices()[:2])
     declared = model.declare(config).blocks.dense  # stacked [virtual, stage, block, layer, ...]
@@ -118,20 +133,28 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
             return model.mlp(w.mlp, x_btD, options, here)
         return model.attention(w.attention, x_btD, None, options, here, rope=True)[0]
 
-    def with_gradients(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
+    def run(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
+        if not backward:
+            return sharded(w, x)
         y, pull_back = jax.vjp(sharded, w, x)
         return y, pull_back(gradient)
 
-    def spec(w: Weight) -> P:
-        return P(*("tensor" if "tensor" in axes else None for axes in w.dim_axes[4:]))
+    def spec(w: Weight) -> PartitionSpec:
+        along = ("tensor" if "tensor" in axes else None for axes in w.dim_axes[4:])
+        return PartitionSpec(*along)
 
-    specs, tokens = jax.tree.map(spec, declared), P(None, "tensor")
+    specs, tokens = jax.tree.map(spec, declared), PartitionSpec(None, "tensor")
     sharded = jax.shard_map(layer, mesh=mesh, in_specs=(specs, tokens), out_specs=tokens)
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[4:], jnp.float32), declared)
     x = jax.ShapeDtypeStruct((4, config.train.seq_len, config.model.hidden_size), jnp.float32)
-    run, arguments = (with_gradients, (w, x, x)) if backward else (sharded, (w, x))
-    text = jax.jit(run).lower(*arguments).compile().as_text()
+    text = jax.jit(run).lower(w, x, x).compile().as_text()
     return Counter(re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)\(", text))
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Return counts as text, in the order of their names: 2 all-gathers and 1 all-reduce."""
+    words = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(counts.items())]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 tokenizer = load_tokenizer("sample")
@@ -154,41 +177,37 @@ def merges(text: str) -> list[tuple[str, ...]]:
         steps.append(tuple(piece.decode() for piece in pieces))
 
 
-def line_starts(content: bytes, begins: Sequence[int]) -> list[int]:
-    """Return the byte at which the reader of each split of a file starts."""
-    return [readers.seek_line(io.BytesIO(content), begin) for begin in begins]
-
-
-def equal_scores(first: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[str]:
-    """Return whether the scores of a query and a key at these positions equal that of `first`."""
+def rope_score(query_at: int, key_at: int) -> float:
+    """Return the score of a query and a key of the 1B model at two positions, to 3 digits."""
     m, rng = config_of("jaxformer_1b").model, np.random.default_rng(0)
-    query, key = jnp.asarray(rng.normal(size=(2, m.qk_rope_head_dim)), jnp.float32)
-
-    def score(positions: tuple[int, int]) -> float:
-        rotated = [
-            attention.rotate(x[None, None, None], m, jnp.array([[at]])).ravel()
-            for x, at in zip((query, key), positions, strict=True)
-        ]
-        return round(float(jnp.dot(*rotated, precision="highest")), 3)
-
-    return ["yes" if score(one) == score(first) else "no" for one in others]
+    heads = jnp.asarray(rng.normal(size=(1, 2, 1, m.qk_rope_head_dim)), jnp.float32)
+    query, key = attention.rotate(heads, m, jnp.array([[query_at, key_at]]))[0, :, 0]
+    return round(float(jnp.dot(query, key, precision="highest")), 3)
 
 
-def rope_scores(distances: Sequence[int]) -> list[float]:
-    """Return the mean of cos(distance * frequency) over the rotary pairs of the 1B model."""
+def rope_frequencies() -> np.ndarray:
+    """Return the radians by which a position turns each rotary pair of the 1B model."""
     m = config_of("jaxformer_1b").model
-    frequency = np.asarray(attention.rope_frequencies(m, m.qk_rope_head_dim), np.float64)
-    return [float(np.cos(distance * frequency).mean()) for distance in distances]
+    return np.asarray(attention.rope_frequencies(m, m.qk_rope_head_dim), np.float64)
+
+
+def model_of(name: str) -> utils.Model:
+    """Return the model of configs/NAME.toml, or of a published config."""
+    published = json.loads((ROOT / "tests/published.json").read_text())
+    if name not in published:
+        return config_of(name).model
+    return model_config.from_hf(published[name], Path(name, "config.json")).model
 
 
 def cached_values(name: str) -> int:
-    """Return the numbers that a layer of configs/NAME.toml caches of a token."""
-    return decode.values_per_token(config_of(name))
+    """Return the numbers that a layer of a model caches of a token."""
+    m = model_of(name)
+    return sum(array.heads * array.width for array in attention.kind_of(m).cache(m, 1))
 
 
 def plain_values(name: str) -> int:
     """Return what it would cache with a key and a value for each query head."""
-    m = config_of(name).model
+    m = model_of(name)
     return m.num_attention_heads * sum(attention.kind_of(m).widths(m))
 
 
@@ -208,10 +227,11 @@ def layer_costs(name: str, T: int) -> list[tuple[str, int, int]]:
     return found
 
 
-def scores_share(name: str, T: int) -> float:
-    """Return the share of scores and sums over values in the forward FLOPs of a dense layer."""
+def flops_share(name: str, T: int, *parts: str) -> float:
+    """Return the share of parts, by how their names begin, in a dense layer's forward FLOPs."""
     costs = layer_costs(name, T)
-    return sum(flops for _, _, flops in costs[-2:]) / sum(flops for _, _, flops in costs)
+    chosen = sum(flops for part, _, flops in costs if part.startswith(parts))
+    return chosen / sum(flops for _, _, flops in costs)
 
 
 def experts_config(experts: int, K: int) -> utils.Model:
@@ -224,18 +244,10 @@ def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> l
     """Return the experts of a token with these scores, the best first, and then their weights."""
     E = len(scores)
     logits = np.log(scores) - np.log1p(-np.array(scores))
+    bias = jnp.asarray(biases, jnp.float32)
     h_btD = jnp.asarray(logits, jnp.float32)[None, None]
-    router, bias = jnp.eye(E), jnp.asarray(biases, jnp.float32)
-    _, choice, weight = route(router, bias, h_btD, experts_config(E, K))
+    _, choice, weight = routing.route(jnp.eye(E), bias, h_btD, experts_config(E, K))
     return [*choice.ravel().tolist(), *(round(x, 3) for x in weight.ravel().tolist())]
-
-
-def slots(factor: float, tokens: int = 2048, experts: int = 16, K: int = 2) -> int:
-    return expert_capacity(experts_config(experts, K), tokens, factor)
-
-
-def enough_tiles(tokens: int, K: int, experts: int, tile: int) -> int:
-    return tokens * K // tile + experts
 
 
 # Compiled once for each size, and not operation by operation.
@@ -269,19 +281,6 @@ def polynomial(value: float, steps: int = 5) -> float:
     return value
 
 
-def polynomial_slope(steps: int) -> float:
-    """Return the factor of Newton-Schulz steps on a singular value near 0."""
-    return math.prod(a for a, _, _ in optimizer.NEWTON_SCHULZ[:steps])
-
-
-def matrices_of_rank(matrices: int, ranks: int) -> int:
-    return -(-matrices // ranks)
-
-
-def below_two_errors(differences: Mapping[str, tuple[float, float]]) -> list[str]:
-    return [name for name, (mean, error) in differences.items() if abs(mean) < 2 * error]
-
-
 def intensity(chip: str) -> float:
     """Return the bfloat16 operations of a chip for each byte through its memory."""
     found = hardware.chip_named(chip)
@@ -294,23 +293,9 @@ def least_tokens(chip: str, D: int, F: int) -> int:
     return math.ceil(least * D * F / (D * F - least * (D + F)))
 
 
-def gather_us(chip: str, ranks: int, size: int = 1_572_864) -> float:
-    """Return the least microseconds of an all-gather over neighboring ranks."""
-    found = hardware.chip_named(chip)
-    return 1e6 * collectives.collective_s(found, "all-gather", size, ((ranks, 1),), ranks)
-
-
-def least_ranks(parameters: float, chip: str) -> int:
-    return math.ceil(16 * parameters / usable_bytes(hardware.chip_named(chip)))
-
-
 def flops_per_token(name: str) -> float:
     config = config_of(name)
     return hardware.palm_flops_per_token(config.model, model.declare(config), config.train.seq_len)
-
-
-def mfu(name: str, tokens_per_s: float, chip: str) -> float:
-    return tokens_per_s * flops_per_token(name) / hardware.chip_named(chip).flops
 
 
 @functools.cache
@@ -325,7 +310,7 @@ def plans() -> dict[str, dict[str, float]]:
             continue
         links = {n: s for n, s in plan.seconds.items() if n not in ("compute", "memory")}
         found[", ".join(map(str, mesh))] = {
-            "gib": plan.memory_bytes_per_chip / utils.GIB,
+            "gib": plan.memory_bytes_per_chip / GIB,
             "compute": plan.seconds["compute"],
             "memory": plan.seconds["memory"],
             "links": sum(links.values()),
@@ -335,12 +320,6 @@ def plans() -> dict[str, dict[str, float]]:
     return found
 
 
-def rotary_order(R: int) -> list[int]:
-    """Return our column of each column of a checkpoint whose rotary pairs are neighbors."""
-    mapping = tensors.WeightMapping("", (R,), 0, {}, rotary=R)
-    return mapping.to_hf(np.arange(R)).tolist()
-
-
 def hf_mappings(name: str) -> dict[str, tensors.WeightMapping]:
     """Return the mappings of configs/NAME.toml to Hugging Face's names, by our names."""
     config = config_of(name)
@@ -348,41 +327,19 @@ def hf_mappings(name: str) -> dict[str, tensors.WeightMapping]:
     return {mapping.name: mapping for mapping in tensors.weight_mappings(config, kind)}
 
 
-def hf_shape(name: str, weight: str) -> tuple[int, ...]:
-    return hf_mappings(name)[weight].hf_shape
+def lost_share(interval_s: float, save_s: float, failure_s: float) -> float:
+    """Return the share of time that is lost to saves and failures.
+
+    save_s      seconds by which a save delays training
+    failure_s   mean seconds between two failures; each loses half an interval on average
+    """
+    return save_s / interval_s + interval_s / (2 * failure_s)
 
 
-def hf_class_of(name: str) -> list[str]:
-    return [FAMILIES[model_config.kind_of(config_of(name).model)].hf_class]
-
-
-def run_hours(name: str, tokens: float, share: float, chip: str = "v4", chips: int = 32) -> float:
-    """Return the hours of a run with an MFU of `share`."""
-    rate = chips * hardware.chip_named(chip).flops * share
-    return tokens * flops_per_token(name) / rate / 3600
-
-
-def steps_of(name: str, decay_share: float) -> int:
-    """Return the step at which the learning rate begins to decay."""
-    steps = config_of(name).train.steps
-    return steps - round(decay_share * steps)
-
-
-def bubble(pipeline: int, virtual: int, microbatches: int) -> Fraction:
-    return Schedule(pipeline, virtual, microbatches).bubble
-
-
-def namespace() -> dict[str, object]:
-    """Return the names that an answer may use."""
-    return {name: value for name, value in globals().items() if not name.startswith("_")}
-
-
-def evaluate(problem: Problem) -> object:
-    """Return the answer of a problem. Raises PageError if it does not evaluate."""
+def evaluate(expression: str) -> Any:
+    """Return the value of an answer or formula. Raises PageError if it does not evaluate."""
     try:
-        return eval(problem.answer, namespace())
+        return eval(expression, globals())
     except Exception as error:
-        raise PageError(
-            f"the answer of problem {problem.number} in {problem.page}.md does not evaluate: "
-            f"{problem.answer}: {type(error).__name__}: {error}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise PageError(f"{expression} does not evaluate: {cause}. Fix it.") from error

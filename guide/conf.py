@@ -16,20 +16,9 @@ suppress_warnings = ["epub.unknown_project_files"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["guide.css"]
-html_js_files = [
-    "guide.js",
-    "schedule.js",
-    "mesh.js",
-    "collectives.js",
-    "permutation.js",
-    "interval.js",
-    "merges.js",
-    "cache.js",
-    "dispatch.js",
-    "singular.js",
-    "roofline.js",
-    "plan.js",
-]
+# Scripts use what guide.js defines.
+scripts = [path.name for path in Path(__file__).with_name("static").glob("*.js")]
+html_js_files = sorted(scripts, key=lambda name: (name != "guide.js", name))
 html_show_search_summary = False
 html_show_sphinx = False
 html_show_copyright = False

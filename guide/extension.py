@@ -8,44 +8,42 @@
     {widget} NAME           a figure that a script of guide/static makes interactive
     {takeaway}, {omitted}   the boxes Takeaway and Not done here
 
-build.py writes facts, answers and figures to the folder of the environment variable GUIDE_DATA.
+build.py writes facts, answers, figures and tables to the file GUIDE_DATA.
 """
 
 import html
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pages
 from docutils import nodes
-from docutils.parsers.rst import Directive, directives
+from docutils.parsers.rst import directives
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import pages
-
-DATA = Path(os.environ.get("GUIDE_DATA", pages.ROOT / ".cache/guide/data"))
+DATA = json.loads(Path(os.environ["GUIDE_DATA"]).read_text())
 KINDS = {
     "exact": "follows from the code or its arithmetic",
     "predicted": "predicted by planning/cost.py",
     "compiled": "counted in a compiled program",
     "measured": "measured",
 }
+BOXES = {"takeaway": "Takeaway", "omitted": "Not done here"}
 
 
-def load(name: str) -> Any:
-    return json.loads((DATA / name).read_text())
+def raw(text: str) -> nodes.raw:
+    return nodes.raw("", text, format="html")
+
+
+def scrolling(text: str) -> str:
+    return f'<div class="scroll">{text}</div>'
 
 
 class Code(SphinxDirective):
-    """Quote code. Options: caption."""
-
     required_arguments = 2
-    option_spec: ClassVar = {"caption": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         file, name = self.arguments
@@ -53,29 +51,19 @@ class Code(SphinxDirective):
             found = pages.excerpt(file, name)
         except pages.PageError as error:
             raise self.error(str(error)) from error
-        language = {".py": "python", ".toml": "toml", ".sh": "bash"}[Path(file).suffix]
-        block = nodes.literal_block(found.text, found.text, language=language)
-        where = f"{file}, line {found.line}"
-        caption = self.options.get("caption", "")
-        title = nodes.container(classes=["code-title"])
-        title += nodes.paragraph("", "", nodes.literal(where, where), nodes.Text(f" {caption}"))
+        block = nodes.literal_block(found.text, found.text, language="python")
+        where = nodes.paragraph("", "", nodes.literal("", f"{file}, line {found.line}"))
+        title = nodes.container("", where, classes=["code-title"])
         return [nodes.container("", title, block, classes=["quoted"])]
 
 
 class Fact(SphinxRole):
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-        facts = load("facts.json")
-        if self.text not in facts:
-            message = self.inliner.reporter.error(
-                f"there is no fact {self.text!r}", line=self.lineno
-            )
-            return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
-        fact = facts[self.text]
-        parts = (KINDS[fact["kind"]], fact["command"], fact["hardware"], fact["commit"])
-        title = html.escape("; ".join(part for part in parts if part), quote=True)
+        fact = DATA["facts"][self.text]
+        parts = (KINDS[fact["kind"]], *(fact.get(key) for key in ("command", "hardware", "commit")))
+        title = html.escape("; ".join(part for part in parts if part))
         text = html.escape(fact["text"])
-        shown = f'<span class="fact {fact["kind"]}" title="{title}">{text}</span>'
-        return [nodes.raw("", shown, format="html")], []
+        return [raw(f'<span class="fact {fact["kind"]}" title="{title}">{text}</span>')], []
 
 
 class Problem(SphinxDirective):
@@ -86,32 +74,32 @@ class Problem(SphinxDirective):
     option_spec: ClassVar = dict.fromkeys(("answer", "code", "accept"), directives.unchanged)
 
     def run(self) -> list[nodes.Node]:
-        number = self.arguments[0]
-        cut = [i for i, line in enumerate(self.content) if line.strip() == "+++"]
-        if len(cut) != 1:
+        number, text = self.arguments[0], "\n".join(self.content)
+        if text.count("\n+++\n") != 1:
             raise self.error(f"problem {number} needs one line +++ before its explanation")
-        box = nodes.container(classes=["problem"], ids=[f"problem-{number.replace('.', '-')}"])
-        box += nodes.paragraph("", "", nodes.strong("", f"Problem {number}"))
-        self.state.nested_parse(self.content[: cut[0]], self.content_offset, box)
-        answer = nodes.container()
+        question, explanation = text.split("\n+++\n")
         if "answer" in self.options:
-            value = load("answers.json")[number]
-            answer += nodes.paragraph(
-                "", "", nodes.strong("", "Answer: "), nodes.literal("", value)
-            )
+            explanation = f"**Answer:** `{DATA['answers'][number]}`\n\n{explanation}"
         else:
-            command = f"./run.sh python guide/check.py {number} my_answer.py"
             stub = f"guide/problems/{self.options['code']}.py"
-            box += nodes.paragraph(
-                "", "", nodes.Text("Stub: "), nodes.literal("", stub),
-                nodes.Text(". Check yours by "), nodes.literal("", command), nodes.Text("."),
-            )  # fmt: skip
-        self.state.nested_parse(self.content[cut[0] + 1 :], self.content_offset, answer)
-        fold = '<details class="answer"><summary>Answer</summary>'
-        box += nodes.raw("", fold, format="html")
-        box += answer
-        box += nodes.raw("", "</details>", format="html")
+            command = f"./run.sh python guide/check.py {number} my_answer.py"
+            question += f"\n\nStub: `{stub}`. Check yours by `{command}`."
+        box = nodes.container(classes=["problem"], ids=[f"problem-{number.replace('.', '-')}"])
+        box += self.parse(f"**Problem {number}**\n\n{question}")
+        box += raw('<details class="answer"><summary>Answer</summary>')
+        box += nodes.container("", *self.parse(explanation))
+        box += raw("</details>")
         return [box]
+
+    def parse(self, text: str) -> list[nodes.Node]:
+        return self.parse_text_to_nodes(text, offset=self.content_offset)
+
+
+class Table(SphinxDirective):
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return [raw(scrolling(DATA["tables"][self.arguments[0]]))]
 
 
 class Svg(SphinxDirective):
@@ -120,92 +108,54 @@ class Svg(SphinxDirective):
     required_arguments = 1
     has_content = True
 
+    def run(self) -> list[nodes.Node]:
+        caption = nodes.container("", *self.parse_content_to_nodes(), classes=["caption"])
+        return [nodes.container("", raw(self.picture()), caption, classes=["picture"])]
+
     def picture(self) -> str:
-        path = DATA / "figures" / f"{self.arguments[0]}.svg"
-        if not path.is_file():
-            raise self.error(f"guide/figures.py draws no {self.arguments[0]!r}")
-        return path.read_text()
-
-    def run(self) -> list[nodes.Node]:
-        figure = nodes.container(classes=["picture"])
-        figure += nodes.raw("", f'<div class="scroll">{self.picture()}</div>', format="html")
-        caption = nodes.container(classes=["caption"])
-        self.state.nested_parse(self.content, self.content_offset, caption)
-        figure += caption
-        return [figure]
-
-
-class Table(SphinxDirective):
-    """Insert a table of guide/figures.py."""
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        path = DATA / "tables" / f"{self.arguments[0]}.html"
-        if not path.is_file():
-            raise self.error(f"guide/figures.py makes no table {self.arguments[0]!r}")
-        return [nodes.raw("", f'<div class="scroll">{path.read_text()}</div>', format="html")]
+        return scrolling(DATA["figures"][self.arguments[0]])
 
 
 class Widget(Svg):
     """A figure that guide/static/NAME.js makes interactive. Without scripts, the figure remains."""
 
-    option_spec: ClassVar = {"figure": directives.unchanged}
+    option_spec: ClassVar = {"figure": directives.unchanged_required}
 
-    def run(self) -> list[nodes.Node]:
+    def picture(self) -> str:
         name = self.arguments[0]
-        self.arguments[0] = self.options.get("figure", name)
-        picture = f'<div class="scroll">{self.picture()}</div>'
-        if (DATA / f"{name}.json").is_file():
+        picture = scrolling(DATA["figures"][self.options["figure"]])
+        if name in DATA["widgets"]:
             # "<" cannot end the script early in this form.
-            data = json.dumps(load(f"{name}.json")).replace("<", "\\u003c")
+            data = json.dumps(DATA["widgets"][name]).replace("<", "\\u003c")
             picture += f'<script type="application/json">{data}</script>'
-        box = nodes.container(classes=["picture", "widget-box"])
-        html_text = f'<div class="widget" data-widget="{name}">{picture}</div>'
-        box += nodes.raw("", html_text, format="html")
-        caption = nodes.container(classes=["caption"])
-        self.state.nested_parse(self.content, self.content_offset, caption)
-        box += caption
-        return [box]
+        return f'<div class="widget" data-widget="{name}">{picture}</div>'
 
 
-class Box(Directive):
+class Box(SphinxDirective):
     has_content = True
-    title = ""
 
     def run(self) -> list[nodes.Node]:
-        box = nodes.container(classes=["box", self.title.lower().replace(" ", "-")])
-        box += nodes.paragraph("", "", nodes.strong("", self.title))
-        self.state.nested_parse(self.content, self.content_offset, box)
-        return [box]
-
-
-class Takeaway(Box):
-    title = "Takeaway"
-
-
-class Omitted(Box):
-    title = "Not done here"
+        title = nodes.paragraph("", "", nodes.strong("", BOXES[self.name]))
+        content = self.parse_content_to_nodes()
+        return [nodes.container("", title, *content, classes=["box", self.name])]
 
 
 def visit_math(self: Any, node: nodes.Node) -> None:
     display = "block" if isinstance(node, nodes.math_block) else "inline"
     mathml = convert(node.astext(), display=display)
-    self.body.append(f'<div class="scroll">{mathml}</div>' if display == "block" else mathml)
+    self.body.append(scrolling(mathml) if display == "block" else mathml)
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    directives_by_name = {
+    for name, directive in {
         "code": Code,
         "problem": Problem,
         "svg": Svg,
         "made-table": Table,
         "widget": Widget,
-        "takeaway": Takeaway,
-        "omitted": Omitted,
-    }
-    for name, directive in directives_by_name.items():
+        **dict.fromkeys(BOXES, Box),
+    }.items():
         app.add_directive(name, directive, override=True)
     app.add_role("fact", Fact())
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

@@ -5,8 +5,10 @@ Only the standard library is imported, since the environment of Sphinx has no ja
 
 import ast
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
@@ -20,67 +22,39 @@ class PageError(Exception):
 # --- quoted code ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    file: str  # below the root
-    line: int  # of its first line, from 1
+class Excerpt(NamedTuple):
+    line: int  # of its first line in the file, from 1
     text: str
-
-    @property
-    def lines(self) -> int:
-        return self.text.count("\n") + 1
 
 
 def excerpt(file: str, name: str) -> Excerpt:
-    """Return the code of a function or class, or of a mark `# guide: NAME`.
+    """Return the code of a function, class or constant of a file below the root.
 
-    name    of a function, class or constant, as `loss`; of a method, as `Schedule.ticks`; or, if
-            there is no such definition, of a mark.
+    name    as `loss`; of a method, as `Schedule.ticks`.
     Raises  PageError if it does not exist, or is longer than MAX_LINES.
     """
     path = ROOT / file
     if not path.is_file():
         raise PageError(f"{file} does not exist. Name a file below {ROOT.name}/.")
     source = path.read_text()
-    found = _defined(source, name) or _marked(source, name)
-    if not found:
-        raise PageError(f"{file} has no mark `# guide: {name}` and no definition {name!r}.")
-    first, last = found
-    lines = source.splitlines()[first - 1 : last]
+    found: ast.AST | None = ast.parse(source)
+    for part in name.split("."):
+        body = getattr(found, "body", [])
+        found = next((node for node in body if part in _names(node)), None)
+    if found is None:
+        raise PageError(f"{file} has no definition {name!r}.")
+    first = min(node.lineno for node in (found, *getattr(found, "decorator_list", [])))
+    lines = source.splitlines()[first - 1 : found.end_lineno]
     if len(lines) > MAX_LINES:
         raise PageError(
             f"{file} {name} has {len(lines)} lines, and a quoted block {MAX_LINES} at most. Quote "
-            "a smaller function, or mark a part of it."
+            "a smaller function."
         )
-    indent = min((len(x) - len(x.lstrip()) for x in lines if x.strip()), default=0)
-    return Excerpt(file, first, "\n".join(line[indent:] for line in lines))
-
-
-def _marked(source: str, name: str) -> tuple[int, int] | None:
-    """Return the first and last line between `# guide: NAME` and its end, without blank lines."""
-    lines = source.splitlines()
-    for number, line in enumerate(lines):
-        if line.strip() == f"# guide: {name}":
-            end = next(n for n in range(number, len(lines)) if lines[n].strip() == "# guide: end")
-            inside = [n for n in range(number + 1, end) if lines[n].strip()]
-            return inside[0] + 1, inside[-1] + 1
-    return None
-
-
-def _defined(source: str, name: str) -> tuple[int, int] | None:
-    """Return the first and last line of a function, class or assignment, with its decorators."""
-    body: list[ast.stmt] = ast.parse(source).body
-    found = None
-    for part in name.split("."):
-        found = next((node for node in body if part in _names(node)), None)
-        if found is None:
-            return None
-        body = getattr(found, "body", [])
-    decorators = getattr(found, "decorator_list", [])
-    return min([found.lineno, *(d.lineno for d in decorators)]), found.end_lineno
+    return Excerpt(first, textwrap.dedent("\n".join(lines)))
 
 
 def _names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -124,10 +98,18 @@ def problems() -> dict[str, Problem]:
     return found
 
 
-def facts_used() -> dict[str, list[str]]:
-    """Return {name of a fact: pages that show it}."""
-    used: dict[str, list[str]] = {}
+# What a page uses: a fact, a figure (also of a widget), and a table of guide/figures.py.
+USES = {
+    "fact": r"\{fact\}`([^`]+)`",
+    "figure": r"(?:\{svg\}|^:figure:) (\S+)",
+    "table": r"\{made-table\} (\S+)",
+}
+
+
+def used(kind: str) -> dict[str, list[str]]:
+    """Return {name: pages that use it}. kind  of USES."""
+    found: dict[str, list[str]] = {}
     for path in sorted(FOLDER.glob("*.md")):
-        for name in re.findall(r"\{fact\}`([^`]+)`", path.read_text()):
-            used.setdefault(name, []).append(path.name)
-    return used
+        for name in re.findall(USES[kind], path.read_text(), re.M):
+            found.setdefault(name, []).append(path.name)
+    return found

@@ -142,7 +142,6 @@ class Past(NamedTuple):
     start_b: jax.Array  # cached positions of each sequence; the first new one has this number
 
 
-# guide: cached_attention
 def attend_to_cache(
     w: Attention,
     inputs_bTX: jax.Array,
@@ -218,9 +217,6 @@ def attend(
     softmax = lax.fori_loop(first, blocks, block, softmax)
     y_bTygC = softmax.y_bTygC / softmax.sum_bTyg[..., None]
     return y_bTygC.astype(q_bTnA.dtype).reshape(b, T, n, C)
-
-
-# guide: end
 
 
 # --- experts --------------------------------------------------------------------------------------
