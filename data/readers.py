@@ -254,19 +254,12 @@ def text_of_field(row: Any, field: str) -> list[Chunk]:
         return [Chunk(value)]
     what = "bytes that are not UTF-8" if isinstance(value, bytes) else type(value).__name__
     raise InputError(
-        f" has no text in the field {field!r} ({what}); fields with text: "
-        f"{', '.join(fields_with_text(row)) or 'none'}. Set --text-field to one of them, select "
-        "the files with rows by --glob, or leave such rows out with --skip-bad.",
+        f" has no text in the field {field!r} ({what}); its fields: "
+        f"{', '.join(row if isinstance(row, dict) else ()) or 'none'}. Set --text-field to the one "
+        "with text (a.b for field b of field a), select the files with rows by --glob, or leave "
+        "such rows out with --skip-bad.",
         "rows without text",
     )
-
-
-def fields_with_text(row: Any, above: str = "") -> Iterator[str]:
-    for name, value in row.items() if isinstance(row, dict) else ():
-        if isinstance(value, str):
-            yield above + name
-        elif not above:
-            yield from fields_with_text(value, f"{name}.")
 
 
 def json_lines(part: FilePart, config: Prepare) -> Rows:
@@ -292,13 +285,12 @@ def parquet(part: FilePart, config: Prepare) -> Rows:
     with open_part(part) as file:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         metadata, number = table.metadata, 0
-        columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
-        texts = {column.path for column in columns if column.logical_type.type == "STRING"}
-        # If the column is missing, read all: the error lists those with text.
-        wanted = [config.text_field] if config.text_field in texts and not config.chat else None
+        paths = {metadata.schema.column(n).path for n in range(metadata.num_columns)}
+        # If the column is missing, read all: the error lists them.
+        wanted = [config.text_field] if config.text_field in paths and not config.chat else None
         for n in range(metadata.num_row_groups):
             group = metadata.row_group(n)
-            if part.begin <= (group.column(0).data_page_offset if columns else 0) < part.end:
+            if part.begin <= (group.column(0).data_page_offset if paths else 0) < part.end:
                 batches = table.iter_batches(BATCH_ROWS, row_groups=[n], columns=wanted)
                 rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
                 yield from enumerate(rows, number)
