@@ -30,7 +30,7 @@ from jax.tree_util import tree_leaves_with_path as leaves_with_path
 from model import Transformer
 from runtime import array_digests, distributed, run_directory, storage
 from runtime.console import is_primary, log
-from runtime.errors import one_line
+from runtime.errors import JobFailed, one_line
 from runtime.run_directory import CheckpointDirectory
 from runtime.stored_array import Damaged, StoredArray, is_damage, open_arrays
 from utils import ConfigError
@@ -389,6 +389,15 @@ class Checkpoints:
                 f"checkpoint {self.folder}/{step} is of another model: {_listed(differ)}. Use the "
                 f"config it was saved with ({self._run}/config.toml)."
             )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        # `close` waits for the other processes, which call it only after an error of all processes.
+        alone = not jax.distributed.is_initialized()
+        if kind is None or isinstance(error, JobFailed) or (alone and issubclass(kind, Exception)):
+            self.close()
 
     def close(self) -> None:
         """Wait for the last save, unless it failed, and end the threads."""

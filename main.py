@@ -13,8 +13,7 @@ state, schedule and step count are new.
 import dataclasses
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import jax
@@ -48,7 +47,6 @@ from runtime import (
     writer_lock,
 )
 from runtime.console import is_primary, log
-from runtime.errors import JobFailed
 from runtime.phases import GoodputLog, Phases
 from runtime.signals import StopRequest
 from train import State
@@ -121,7 +119,7 @@ def load_initial(
     shapes = train.abstract_state(config, declared, mesh)
     if config.run.init_optimizer:
         settings = dataclasses.asdict(config) | data.stored()
-        with closing(Checkpoints(source.checkpoints)) as saved:
+        with Checkpoints(source.checkpoints) as saved:
             return config, restore(source, saved, shapes, settings, step)
     step, w, settings = checkpoint.load_weights(source, step, shapes.weights)
     resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
@@ -154,7 +152,10 @@ def run(config: Config) -> None:
             config, w = load_initial(config, declared, mesh, data)
         directory.lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
         stack.enter_context(directory.synced() if is_primary() else nullcontext())
-        with open_checkpoints(config, directory) as saved:
+        c, saved = config.checkpoint, None
+        if c.every_steps:
+            saved = Checkpoints(directory.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
+        with saved or nullcontext():
             job = Job(config, declared, mesh, data, val, directory, saved, watchdog, stop)
             state = restored(job, w)
             finished = state is not None and int(state.step) >= config.train.steps
@@ -163,26 +164,6 @@ def run(config: Config) -> None:
         watchdog.phase("pictures")
         if is_primary():
             report_result(job, finished)
-
-
-@contextmanager
-def open_checkpoints(
-    config: Config, directory: run_directory.RunDirectory
-) -> Iterator[Checkpoints | None]:
-    """Yield the checkpoints of this run, to write; None if it saves none."""
-    c = config.checkpoint
-    if not c.every_steps:
-        yield None
-        return
-    saved = Checkpoints(directory.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
-    try:
-        yield saved
-    except Exception as error:
-        # `close` waits for the other processes, which call it only after an error of all processes.
-        if not jax.distributed.is_initialized() or isinstance(error, JobFailed):
-            saved.close()
-        raise
-    saved.close()
 
 
 def restored(job: Job, w: Transformer | State | None) -> State | None:

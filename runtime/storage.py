@@ -71,8 +71,8 @@ ABSENT = 0  # version of a file that does not exist
 class DiskFolder:
     """A folder on a disk, by the names of its files in it, with "/" between the levels.
 
-    BucketFolder has the same methods. All raise OSError; of a bucket this is FileNotFoundError,
-    AccessDenied or Unavailable.
+    BucketFolder has the same methods, and more for versions. All raise OSError; of a bucket this is
+    FileNotFoundError, AccessDenied or Unavailable.
 
     tensorstore_context  settings with which tensorstore opens arrays in the folder
     """

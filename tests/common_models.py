@@ -6,7 +6,7 @@
 Shows that hf/modeling_latent_moe.py behaves as transformers requires of its own models: files, data
 types, initialization, tied and resized embeddings, gradients, padding, outputs, a short training.
 The tests are in the source distribution of transformers. It lacks those of text generation and of
-torch.export; tests/system/test_modeling_behaviour.py has some for generation. Prints each test with
+torch.export; tests/system/test_transformers.py has some for generation. Prints each test with
 its result, and why it was skipped. Exit code 1 if one fails. Needs requirements-hf.txt and pip.
 """
 
