@@ -181,8 +181,8 @@ def test_an_error_of_a_task_is_the_one_line_of_a_single_process(nodes, tmp_path)
 
 def test_an_out_that_machines_do_not_share_is_refused(nodes, source, tmp_path):
     before = "import types\nfrom data import cluster\nfrom runtime.storage import DiskFolder\n"
-    before += "at = lambda url: DiskFolder(url + '-elsewhere')\n"
-    before += "cluster.storage = types.SimpleNamespace(at=at)\n"
+    before += "there = lambda url: url if url == cluster.ROOT else f'{url}-elsewhere'\n"
+    before += "cluster.storage = types.SimpleNamespace(at=lambda url: DiskFolder(there(url)))\n"
     errors = finish(start(nodes, 0, flags(source, tmp_path / "out"), before), 2)
     assert "which does not exist here. Use an --out that all machines share" in errors
 
