@@ -13,8 +13,8 @@ for generate.py ends with `<|assistant|>` and a line break:
 An answer and its end mark, here `4<|end|>`, have weight 1. So has the end of text after a
 conversation that ends with an answer. A model thus learns to stop after every turn.
 
-The template `tokenizer` is the chat_template of the tokenizer, which jinja2 renders in a sandbox.
-An answer begins where the rendering of the messages before it, plus a generation prompt, ends.
+The template `tokenizer` is the chat_template of the tokenizer. jinja2 renders both in a sandbox. An
+answer begins where the rendering of the messages before it, plus a generation prompt, ends.
 """
 
 import datetime
@@ -22,12 +22,11 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data.hf_tokenizer import Special
 from data.readers import Chunk, InputError
-from data.tokenizer import Tokenizer, special_of
+from data.tokenizer import NO_SPECIAL, Tokenizer, special_of
 from utils import ConfigError
 
 ASSISTANT = "assistant"  # the role whose text is learned
@@ -37,7 +36,7 @@ MARKS = (END, *(f"<|{role}|>" for role in ROLES))
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT}
 
 PLAIN = "plain"
-PLAIN_JINJA = (  # the same for Hugging Face
+PLAIN_JINJA = (
     "{% for message in messages %}{{ '' if loop.first else '\\n' }}"
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>' }}{% endfor %}"
     "{{ '\\n<|assistant|>\\n' if add_generation_prompt else '' }}"
@@ -53,14 +52,14 @@ FORMS = (
 
 class Template(NamedTuple):
     text: str  # as the manifest stores it
-    to_chunks: Callable[[list[Message]], list[Chunk]]  # raises ConfigError
+    special: Special  # the template for jinja2, and the special tokens that it may write
     marks: tuple[str, ...] = ()  # not allowed in messages
 
 
 def template_of(name: str, tokenizer: Tokenizer) -> Template:
     """Return the template `plain` or the tokenizer's. Raises ConfigError if it has none."""
     if name == PLAIN:
-        return Template(PLAIN, plain, MARKS)
+        return Template(PLAIN, NO_SPECIAL._replace(chat_template=PLAIN_JINJA), MARKS)
     special = special_of(tokenizer)
     if not special.chat_template:
         raise ConfigError(
@@ -68,28 +67,15 @@ def template_of(name: str, tokenizer: Tokenizer) -> Template:
             "tokenizer_config.json or chat_template.jinja, and this one has none. Use "
             "--chat-template plain."
         )
-    return Template(special.chat_template, functools.partial(render, special))
+    return Template(special.chat_template, special)
 
 
 def to_chunks(row: Any, template: Template) -> list[Chunk]:
     """Convert a row. Raises InputError."""
     try:
-        return template.to_chunks(conversation(row, template.marks))
+        return render(template.special, conversation(row, template.marks))
     except ValueError as error:
         raise InputError(f": {error}", "rows that are not conversations") from error
-
-
-def plain(messages: list[Message]) -> list[Chunk]:
-    """Return the conversation's text, divided where the loss weight changes."""
-    chunks, prompt = [], ""
-    for number, (role, content) in enumerate(messages):
-        prompt += "\n" * (number > 0) + f"<|{role}|>\n"
-        if role == ASSISTANT:
-            chunks += [Chunk(prompt, 0), Chunk(content + END, 1)]
-            prompt = ""
-        else:
-            prompt += content + END
-    return [*chunks, Chunk(prompt, 0)] if prompt else chunks
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
 from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
-from data.tokenizer import load_tokenizer
+from data.tokenizer import NO_SPECIAL, load_tokenizer
 from dataset import Dataset
 from hf.tokenizer_export import write_hugging_face
 from prepared import prepare
@@ -144,7 +144,7 @@ def test_a_preparation_with_another_template_or_a_lost_file_is_noticed(
     for said in ("prepared in", "is already prepared"):
         run(source, out, *flags)
         assert said in capsys.readouterr().out
-    monkeypatch.setattr(chat, "template_of", lambda *_: chat.Template("other", chat.plain))
+    monkeypatch.setattr(chat, "template_of", lambda *_: chat.Template("other", NO_SPECIAL))
     with pytest.raises(ValueError, match=r"made with another chat_template.*--overwrite"):
         run(source, out, *flags, "--chat-template", "tokenizer")
 
@@ -284,15 +284,12 @@ def test_a_model_is_exported_with_the_template_it_was_tuned_with(tmp_path, talke
         assert config.get("chat_template") == expected
 
 
-def test_the_plain_template_writes_the_same_text_for_hugging_face():
-    messages = [says(role, content) for role, content in TALK]
+def test_a_prompt_for_the_plain_template_is_the_text_before_an_answer():
+    said = [says(role, content) for role, content in TALK]
     render = chat.compile_template(chat.PLAIN_JINJA).render
-    whole = "".join(chunk.text for chunk in chat.plain(TALK))
-    assert render(messages=messages) == whole
-    prompt = render(messages=messages, add_generation_prompt=True)
-    assert prompt == whole + "\n<|assistant|>\n"
-    longer = "".join(chunk.text for chunk in chat.plain([*TALK, ("assistant", "Yes.")]))
-    assert longer == prompt + "Yes.<|end|>"
+    whole = "\n".join(f"<|{role}|>\n{content}<|end|>" for role, content in TALK)
+    assert render(messages=said) == whole
+    assert render(messages=said, add_generation_prompt=True) == whole + "\n<|assistant|>\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA3])
