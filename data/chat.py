@@ -31,8 +31,7 @@ from utils import ConfigError
 
 ASSISTANT = "assistant"  # the role whose text is learned
 ROLES = ("system", "user", ASSISTANT)
-END = "<|end|>"
-MARKS = (END, *(f"<|{role}|>" for role in ROLES))
+MARKS = ("<|end|>", *(f"<|{role}|>" for role in ROLES))
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT}
 
 PLAIN = "plain"
