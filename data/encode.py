@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -49,7 +49,7 @@ class Record:
     """The result of a split."""
 
     split: int
-    settings: str  # hash of everything that determines the result
+    made_with: dict[str, Any]  # the settings that determine the result
     train: Subset
     val: Subset
     left_out: dict[str, int]  # unusable input by category, with --skip-bad
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     config: Prepare
     split: int
     parts: tuple[FilePart, ...]
-    settings: str
+    settings: dict[str, Any]  # those that determine the result
     limit: int  # stop after the document that reaches this many tokens; 0: no limit
     record: str  # name of the record below OUT; empty: write none
     stem: str = "shard"  # of the names of shards

@@ -16,7 +16,6 @@ Conversations (data/chat.py) get loss weights beside their tokens: 1 for answers
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import math
 import multiprocessing
@@ -51,7 +50,7 @@ from runtime import storage
 from runtime.errors import TransientError
 from utils import ConfigError
 
-STATE = "splits"  # folder of records and settings
+STATE = "splits"  # folder of records
 # What a person can fix: a full disk, or a path that cannot be written.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
@@ -81,7 +80,6 @@ class Preparation:
         self.subsets = [name for name, used in (("train", share < 1), ("val", share > 0)) if used]
         # Preparing one subset alone leaves the other as it is.
         self.state = STATE if len(self.subsets) == 2 else f"{self.subsets[0]}/{STATE}"
-        self.settings_file = f"{self.state}/settings.json"
         # Contents identify files. Splits without unusable input are the same with --skip-bad.
         but = (*NOT_CONTENT, "skip_bad", *["source"] * ("files_sha256" in self.source.settings))
         but += ("row_tokens",) * (not config.row_tokens)  # which older preparations lack
@@ -94,8 +92,6 @@ class Preparation:
             "template": self.encoder.template and self.encoder.template.text,
         }
         self.settings = json.loads(json.dumps(content))
-        text = json.dumps(self.settings, sort_keys=True)
-        self.hash = hashlib.sha256(text.encode()).hexdigest()
 
     def run(self) -> None:
         config = self.config
@@ -107,7 +103,6 @@ class Preparation:
         if self.is_finished():
             print(f"{config.out} is already prepared with these settings; see --overwrite")
             return
-        self.out.write(self.settings_file, (json.dumps(self.settings, indent=1) + "\n").encode())
         start, done = time.perf_counter(), self.records()
         if done:
             tokens = sum(record.tokens for record in done.values())
@@ -131,7 +126,7 @@ class Preparation:
         print(f"prepared in {seconds:.1f} s with the tokenizer {config.tokenizer}")
 
     def is_finished(self) -> bool:
-        """Return whether all subsets are complete. Raises ConfigError if settings differ."""
+        """Return whether all subsets are complete. Raises ConfigError for other settings."""
         files, complete = self.files(), []
         for name in self.subsets:
             if f"{name}/{INDEX}" in files:
@@ -139,11 +134,6 @@ class Preparation:
                 self.check_settings(f"{name}/{INDEX}", manifest.settings)
                 left_out = manifest.settings.get("left_out") and not self.config.skip_bad
                 complete.append(has_all(files, name, manifest.shards) and not left_out)
-        if complete or self.out.files(f"{self.state}/0"):  # a record
-            with contextlib.suppress(FileNotFoundError):
-                self.check_settings(
-                    self.settings_file, json.loads(self.out.read(self.settings_file))
-                )
         return len(complete) == len(self.subsets) and all(complete)
 
     def check_settings(self, file: str, theirs: dict[str, Any]) -> None:
@@ -163,21 +153,25 @@ class Preparation:
         return f"{self.state}/{split:05d}.json"
 
     def records(self) -> dict[int, Record]:
-        """Return the records of finished splits, whose shards exist with the right size."""
-        files, names, records = self.files(), self.out.files(f"{self.state}/"), {}
-        for split in range(len(self.source.splits)):
-            if (name := self.record_name(split)) in names:
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    record = record_of(self.out.read(name))
-                    exist = all(has_all(files, s, getattr(record, s).shards) for s in self.subsets)
-                    usable = exist and (self.config.skip_bad or not record.left_out)
-                    if usable and record.settings == self.hash:
-                        records[split] = record
+        """Return the records of finished splits, whose shards exist with the right size.
+
+        Raises  ConfigError for other settings.
+        """
+        files, records = self.files(), {}
+        for name in self.out.files(f"{self.state}/"):
+            try:
+                record = record_of(self.out.read(name))
+            except (ValueError, TypeError, KeyError):  # of another version
+                continue
+            self.check_settings(name, record.made_with)
+            exist = all(has_all(files, s, getattr(record, s).shards) for s in self.subsets)
+            if exist and (self.config.skip_bad or not record.left_out):
+                records[record.split] = record
         return records
 
     def job(self, split: int, limit: int, **options: Any) -> Job:
         options = {"record": self.record_name(split)} | options
-        return Job(self.config, split, self.source.splits[split], self.hash, limit, **options)
+        return Job(self.config, split, self.source.splits[split], self.settings, limit, **options)
 
     def tokenize(
         self, jobs: list[Job], done: dict[int, Record], max_tokens: float = math.inf
@@ -276,7 +270,7 @@ class Preparation:
     def clean_up(self, totals: dict[str, Subset], records: list[Record]) -> None:
         """Remove unlisted shards, unused records, and temporary files of killed preparations."""
         kept = {f"{name}/{file.name}" for name in totals for file in files_of(totals[name].shards)}
-        kept |= {self.record_name(record.split) for record in records} | {self.settings_file}
+        kept |= {self.record_name(record.split) for record in records}
         self.out.remove(sorted(set(self.own_files()) - kept))
 
 

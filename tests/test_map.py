@@ -88,7 +88,7 @@ def test_splits_with_a_record_are_not_tokenized_again(source, whole, tmp_path, m
     assert "already prepared with these settings" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("harm", ["shard gone", "shard short", "record", "other settings"])
+@pytest.mark.parametrize("harm", ["shard gone", "shard short", "record"])
 def test_an_incomplete_split_is_tokenized_again(source, whole, tmp_path, monkeypatch, harm):
     arguments = flags(source, tmp_path)
     prepare.main(arguments)
@@ -102,8 +102,7 @@ def test_an_incomplete_split_is_tokenized_again(source, whole, tmp_path, monkeyp
         (tmp_path / "val" / INDEX).unlink()
         assert tokenized(monkeypatch, arguments, most=0) == []
         (tmp_path / "val" / INDEX).unlink()
-        text = record.read_text().replace('"settings": "', '"settings": "0')
-        record.write_text("{" if harm == "record" else text)
+        record.write_text("{")
     assert tokenized(monkeypatch, arguments) == [3]
     assert files_of(tmp_path) == whole
 
