@@ -53,41 +53,37 @@ class Files:
         self._cache: dict[Range, bytes] = {}  # least recently used first
         self._lock = threading.Lock()
 
-    def path(self, file: int) -> str:
-        return f"{self.folder}/{self.shards[file].name}"
-
-    def offset(self, file: int, element: int) -> int:
+    def offset(self, shard: Shard, element: int) -> int:
         """Return the byte at which an element begins."""
-        shard = self.shards[file]
         return shard.bytes - (shard.tokens - element) * self.dtype.itemsize
 
     def check(self) -> None:
         """Raise ConfigError if a file is missing or has another size."""
         listed = self.storage.files()
-        for file in range(len(self.shards)):
-            self.check_size(file, listed)
+        for shard in self.shards:
+            self.check_size(shard, listed)
 
-    def check_size(self, file: int, listed: dict[str, storage.FileInfo]) -> None:
-        shard, header = self.shards[file], self.offset(file, 0)
+    def check_size(self, shard: Shard, listed: dict[str, storage.FileInfo]) -> None:
+        header = self.offset(shard, 0)
         if shard.name not in listed:
-            raise self.error(file, "missing")
+            raise self.error(shard, "missing")
         if (size := listed[shard.name].size) != shard.bytes:
             what = "truncated" if size < shard.bytes else "altered"
-            raise self.error(file, f"{what}, with {size} bytes")
+            raise self.error(shard, f"{what}, with {size} bytes")
         if header <= 0 or header % HEADER_UNIT:
-            raise self.error(file, f"not {shard.tokens} elements of {self.dtype.name} and a header")
+            what = f"not {shard.tokens} elements of {self.dtype.name} and a header"
+            raise self.error(shard, what)
 
-    def error(self, file: int, what: str) -> ConfigError:
-        shard = self.shards[file]
+    def error(self, shard: Shard, what: str) -> ConfigError:
         return ConfigError(
-            f"{self.path(file)} is {what}: {self.folder}/{INDEX} expects {shard.bytes} bytes with "
-            f"checksum {shard.crc32c}. Copy the file again, or run "
+            f"{self.folder}/{shard.name} is {what}: {INDEX} beside it expects {shard.bytes} bytes "
+            f"with checksum {shard.crc32c}. Copy the file again, or run "
             f"{prepare_command(self.folder, self.manifest)} --overwrite."
         )
 
     def read(self, spans: list[Span]) -> list[np.ndarray]:
         if self.storage.path:
-            return [self._mapped(file)[begin:end] for file, begin, end in spans]
+            return [self._mapped(self.shards[n])[begin:end] for n, begin, end in spans]
         ranges = [self._ranges(span) for span in spans]
         try:
             contents = self._contents({range: None for each in ranges for range in each})
@@ -97,25 +93,25 @@ class Files:
         elements = []
         for (file, begin, end), own in zip(spans, ranges, strict=True):
             content = b"".join(contents[range] for range in own)
-            offset = self.offset(file, begin) - own[0][1]
+            offset = self.offset(self.shards[file], begin) - own[0][1]
             elements.append(np.frombuffer(content, self.dtype, end - begin, offset))
         return elements
 
-    def _map(self, file: int) -> np.ndarray:
-        path, shape = self.path(file), (self.shards[file].tokens,)
+    def _map(self, shard: Shard) -> np.ndarray:
+        path, begin = f"{self.folder}/{shard.name}", self.offset(shard, 0)
         try:
-            return np.asarray(np.memmap(path, self.dtype, "r", self.offset(file, 0), shape))
+            return np.asarray(np.memmap(path, self.dtype, "r", begin, (shard.tokens,)))
         except (OSError, ValueError) as error:  # ValueError: the file is shorter than before
             self.check()
             raise ConfigError(f"{path} cannot be read: {error}. Copy the file again.") from error
 
     def _ranges(self, span: Span) -> list[Range]:
-        name, size = self.shards[span.file].name, self.chunk_bytes
-        begin, end = (self.offset(span.file, n) for n in (span.begin, span.end))
+        shard, size = self.shards[span.file], self.chunk_bytes
+        begin, end = self.offset(shard, span.begin), self.offset(shard, span.end)
         if size is None:
-            return [(name, begin, end)]
-        last = self.shards[span.file].bytes
-        return [(name, n, min(n + size, last)) for n in range(begin // size * size, end, size)]
+            return [(shard.name, begin, end)]
+        begins = range(begin // size * size, end, size)
+        return [(shard.name, n, min(n + size, shard.bytes)) for n in begins]
 
     def _contents(self, ranges: Collection[Range]) -> dict[Range, bytes]:
         if self.chunk_bytes is None:
@@ -129,8 +125,6 @@ class Files:
         return contents
 
     def _request(self, ranges: Collection[Range]) -> dict[Range, bytes]:
-        if not ranges:
-            return {}
         self.requests += len(ranges)
         return dict(zip(ranges, self.storage.read_ranges([*ranges]), strict=True))
 

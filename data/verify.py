@@ -5,8 +5,8 @@ loss. Files on a disk are read; a bucket lists the checksums of its objects.
 """
 
 import base64
+import functools
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import tyro
 # A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.manifest import INDEX, file_crc32c, read_manifest
+from data.manifest import INDEX, Shard, file_crc32c, read_manifest
 from data.progress import progress
 from data.token_files import Files, open_files
 from runtime import errors, storage
@@ -35,13 +35,14 @@ class Flags:
 def main(arguments: list[str] | None = None) -> None:
     flags = tyro.cli(Flags, args=arguments)
     kinds = [kind for f in folders(flags.folder) for kind in open_files(f, read_manifest(f))]
-    shards = [shard for kind in kinds for shard in kind.shards]
+    shards = [shard for files in kinds for shard in files.shards]
     total, damaged = sum(shard.bytes for shard in shards), []
     with progress(total) as bar, ThreadPoolExecutor(WORKERS) as pool:
-        results = (result for kind in kinds for result in compare(kind, pool))
-        for shard, result in zip(shards, results, strict=True):
-            bar.update(shard.bytes)
-            damaged += [result] if result else []
+        for files in kinds:
+            check = functools.partial(damage, files, files.storage.files())
+            for shard, result in zip(files.shards, pool.map(check, files.shards), strict=True):
+                bar.update(shard.bytes)
+                damaged += [result] if result else []
     count = f"{len(shards):,} files, {total / 1e9:,.3f} GB"
     if damaged:
         print("\n".join(damaged))
@@ -64,24 +65,18 @@ def folders(folder: str) -> list[str]:
     return sorted(f"{folder}/{name}".removesuffix(f"/{INDEX}") for name in names)
 
 
-def compare(files: Files, pool: ThreadPoolExecutor) -> Iterator[str | None]:
-    """Yield for each file a message if it is damaged, else None."""
-    listed = files.storage.files()
-
-    def compare_file(file: int) -> str | None:
-        shard, path = files.shards[file], files.path(file)
-        try:
-            files.check_size(file, listed)
-            listed_crc32c = base64.b64decode(listed[shard.name].crc32c).hex()
-            crc32c = listed_crc32c or file_crc32c(files.storage, shard.name)
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            return f"{path} cannot be read: {error}"
-        altered = "altered, with another checksum"
-        return None if crc32c == shard.crc32c else str(files.error(file, altered))
-
-    return pool.map(compare_file, range(len(files.shards)))
+def damage(files: Files, listed: dict[str, storage.FileInfo], shard: Shard) -> str | None:
+    """Return a message if the file is damaged."""
+    try:
+        files.check_size(shard, listed)
+        listed_crc32c = base64.b64decode(listed[shard.name].crc32c).hex()
+        crc32c = listed_crc32c or file_crc32c(files.storage, shard.name)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{files.folder}/{shard.name} cannot be read: {error}"
+    altered = "altered, with another checksum"
+    return None if crc32c == shard.crc32c else str(files.error(shard, altered))
 
 
 if __name__ == "__main__":
