@@ -98,19 +98,19 @@ class Encoder:
             text_vocab = getattr(self.tokenizer, "text_vocab", self.vocab_size)
             self.vocab_size = max(text_vocab, 1 + self.tokenizer.eot_token, 1 + (self.bos or 0))
 
-    def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int | None, int]]:
+    def encode(self, document: Document) -> Iterator[tuple[np.ndarray, int, int]]:
         """Yield (ids, loss weight, bytes of text with weight 1) of BOS, chunks and end of text, and
         of padding by ends of text.
 
         Each chunk is tokenized on its own, so no token spans a prompt and an answer. Special tokens
         in the text are plain text, so no document can end another one.
         """
-        length, weight, previous = 1, None, None if document.begins else Chunk("")
+        length, weight, previous = 1, 1, None if document.begins else Chunk("")
         for chunk in resize(document.chunks):
             ids = self.ids(chunk, previous)
             text = "" if chunk.special or chunk.weight == 0 else chunk.text
             if previous is None and self.bos not in (None, *ids[:1]):
-                yield np.array([self.bos]), None if chunk.weight is None else 0, 0
+                yield np.array([self.bos]), 0, 0
                 length += 1
             weight, previous, length = chunk.weight, chunk, length + len(ids)
             yield np.asarray(ids), weight, len(text.encode(errors="replace"))
@@ -180,7 +180,7 @@ class SplitWriter:
                     subset = self.subsets[name]
                     self.writers[name].add(part, weight)
                     subset.tokens += len(part)
-                    subset.learned_tokens += len(part) if weight is None else weight * len(part)
+                    subset.learned_tokens += weight * len(part)
                     subset.text_bytes += part_size
         subset.documents += document.ends  # where the document ends, unless it is empty
 

@@ -1,7 +1,7 @@
 """Read the documents of a file part: text, JSON lines, JSON arrays, Parquet, hub data sets.
 
-fsspec opens files, on a disk or in a bucket, and decompresses them. Large files are streamed: a row
-has at most RECORD_BYTES, and a file of text is one document of any length.
+fsspec opens files, on a disk or in a bucket, and decompresses them. Large files are streamed: a
+line of JSON has at most RECORD_BYTES, and a file of text is one document of any length.
 """
 
 import codecs
@@ -34,7 +34,7 @@ except ImportError:
 
 HUGGING_FACE = "hf:"
 TEXT, JSON_LINES, JSON_ARRAY, PARQUET, HUB = "text", "JSON lines", "JSON array", "Parquet", "hub"
-RECORD_BYTES = 64_000_000  # limit of a row
+RECORD_BYTES = 64_000_000  # limit of a line of JSON
 READ_BYTES = 1 << 20
 REQUEST_BYTES = 8 << 20  # per read of a file in a bucket
 END_BYTES = 1 << 16  # at both ends of a file, covered by its checksum
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     """A part of a document that is tokenized on its own."""
 
     text: str
-    weight: int | None = None  # of the loss; None if all weights are 1
+    weight: int = 1  # of the loss
     special: bool = False  # the text is the name of a special token
 
 
@@ -82,9 +82,8 @@ class Document(NamedTuple):
     ends: bool = True  # False: it continues in the next part
 
 
-ToChunks = Callable[
-    [Any], list[Chunk]
-]  # of a row; raises InputError, whose message has no location
+# Converts a row. Raises InputError, whose message has no location.
+ToChunks = Callable[[Any], list[Chunk]]
 Rows = Iterator[tuple[int, Any]]  # (position, value or line of JSON)
 
 
@@ -222,7 +221,10 @@ def decode(part: FilePart) -> Iterator[str]:
 def chunks_of(row: Any, to_chunks: ToChunks) -> list[Chunk]:
     """Convert a row, which is a value or a line of JSON in bytes. Raises InputError."""
     if isinstance(row, bytes):
-        check_size(len(row))
+        if len(row) > RECORD_BYTES:
+            what = f"of more than {RECORD_BYTES // 1_000_000} MB"
+            fix = "Shorten it, or use --skip-bad."
+            raise InputError(f" is a record {what}. {fix}", f"records {what}")
         try:
             row = json.loads(row.removeprefix(BOM).decode(errors="surrogatepass"))
         except (ValueError, RecursionError) as error:
@@ -231,15 +233,7 @@ def chunks_of(row: Any, to_chunks: ToChunks) -> list[Chunk]:
                 "the line, or leave it out with --skip-bad.",
                 "lines that are not JSON",
             ) from error
-    chunks = to_chunks(row)
-    check_size(sum(len(chunk.text) for chunk in chunks))
-    return chunks
-
-
-def check_size(size: int) -> None:
-    if size > RECORD_BYTES:
-        what = f"of more than {RECORD_BYTES // 1_000_000} MB"
-        raise InputError(f" is a record {what}. Shorten it, or use --skip-bad.", f"records {what}")
+    return to_chunks(row)
 
 
 def text_of_field(row: Any, field: str) -> list[Chunk]:

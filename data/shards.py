@@ -27,8 +27,8 @@ class ShardWriter:
         self._ids, self._weights = bytearray(), bytearray()  # of the current shard
         self._remaining = shard_tokens
 
-    def add(self, ids: np.ndarray, weight: int | None = None) -> None:
-        """weight  of the loss on all of these tokens; required if the writer is `weighted`."""
+    def add(self, ids: np.ndarray, weight: int = 1) -> None:
+        """weight  of the loss on all of these tokens."""
         while len(ids):
             head, ids = ids[: self._remaining], ids[self._remaining :]
             self._ids += head.astype(self.dtype).tobytes()
