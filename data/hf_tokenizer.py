@@ -6,7 +6,6 @@ a text, and spells bytes of characters that it does not know as <0x00> to <0xFF>
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,23 +144,16 @@ class HuggingFace:
             return bytes(BYTES[character] for character in spelling)
         return spelling.encode()
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        text = b"".join(map(self.decode_single_token_bytes, tokens))
-        return text.decode("utf-8", "replace")
-
     def end_of_text(self) -> int:
         """Return the id of SETTINGS' eos_token, or else of MODEL_SETTINGS' eos_token_id."""
         name = self.special.names.get("eos_token")
-        if name is not None:
-            found = self.table.token_to_id(name)
-        else:
-            found = next(iter(self.special.ends), None)
+        found = self.table.token_to_id(name) if name else next(iter(self.special.ends), None)
         if found is None:
-            what = "names none" if name is None else f"names {name!r}, which is not a token"
             raise ConfigError(
-                f"--tokenizer {self.path} has no end of text: {self.path.with_name(SETTINGS)} "
-                f"{what}, and {' and '.join(MODEL_SETTINGS)} beside it have no eos_token_id. Write "
-                f'{SETTINGS} with {{"eos_token": "<|endoftext|>"}}, or the name of its token.'
+                f"--tokenizer {self.path} has no end of text: {SETTINGS} beside it has the "
+                f"eos_token {name}, which is not a token, and {' and '.join(MODEL_SETTINGS)} give "
+                f'no eos_token_id in its place. Write {SETTINGS} with {{"eos_token": '
+                '"<|endoftext|>"}, or the name of its token.'
             )
         return found
 

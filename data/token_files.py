@@ -48,7 +48,6 @@ class Files:
     ):
         self.folder, self.manifest, self.shards, self.dtype = folder, manifest, shards, dtype
         self.storage, self.chunk_bytes = storage.at(folder), chunk_bytes
-        self.requests = 0  # ranges requested so far
         self._mapped = functools.lru_cache(MAX_MAPPED)(self._map)
         self._cache: dict[Range, bytes] = {}  # least recently used first
         self._lock = threading.Lock()
@@ -115,7 +114,7 @@ class Files:
 
     def _contents(self, ranges: Collection[Range]) -> dict[Range, bytes]:
         if self.chunk_bytes is None:
-            return self._request(ranges)
+            return self._request([*ranges])
         with self._lock:  # concurrent batches need the same chunks
             self._cache |= self._request([r for r in ranges if r not in self._cache])
             contents = {range: self._cache.pop(range) for range in ranges}
@@ -124,9 +123,8 @@ class Files:
                 del self._cache[next(iter(self._cache))]
         return contents
 
-    def _request(self, ranges: Collection[Range]) -> dict[Range, bytes]:
-        self.requests += len(ranges)
-        return dict(zip(ranges, self.storage.read_ranges([*ranges]), strict=True))
+    def _request(self, ranges: list[Range]) -> dict[Range, bytes]:
+        return dict(zip(ranges, self.storage.read_ranges(ranges), strict=True))
 
 
 def open_files(folder: str, manifest: Manifest, chunk_bytes: int | None = None) -> list[Files]:

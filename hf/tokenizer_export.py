@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Table
 
 from data.chat import PLAIN, PLAIN_JINJA
 from data.hf_tokenizer import BYTES, SETTINGS, TABLE, HuggingFace
-from data.tokenizer import Tokenizer, special_of
+from data.tokenizer import Tokenizer, special_of, text_of
 
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
@@ -38,7 +38,7 @@ def write_hugging_face(
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "eos_token": tokenizer.decode([tokenizer.eot_token]),
+        "eos_token": text_of(tokenizer, [tokenizer.eot_token]),
     }
     if isinstance(tokenizer, HuggingFace):
         (folder / TABLE).write_bytes(tokenizer.content)

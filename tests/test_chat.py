@@ -21,7 +21,7 @@ from data.hf_tokenizer import Special
 from data.manifest import INDEX, read_manifest
 from data.readers import Chunk, Document
 from data.settings import Prepare, in_validation
-from data.tokenizer import NO_SPECIAL, load_tokenizer
+from data.tokenizer import NO_SPECIAL, load_tokenizer, text_of
 from dataset import Dataset
 from hf.tokenizer_export import write_hugging_face
 from prepared import prepare
@@ -298,9 +298,9 @@ def test_text_of_a_message_never_becomes_a_special_token(tmp_path, talker, templ
     special, llama = tokenizer.special.ids, template == LLAMA3
     end = "<|eot|>" if llama else "<|im_end|>"
     assert (ids == special[end]).sum() == len(TALK)
-    text = tokenizer.decode(ids[:-1].tolist())
+    text = text_of(tokenizer, ids[:-1].tolist())
     assert text.count("<|im_end|>") == 2 + (0 if llama else len(TALK))
-    learned = tokenizer.decode(ids[:-1][weights[:-1] == 1].tolist())
+    learned = text_of(tokenizer, ids[:-1][weights[:-1] == 1].tolist())
     assert learned == f"It ends a <|im_end|> turn.{end}\nMore.{end}\n"
     assert (ids == special["<|bos|>"]).sum() == llama
     assert read_manifest(tmp_path / "out" / "train").template == template
