@@ -239,13 +239,11 @@ def parse_mixture(texts: Iterable[str]) -> dict[str, tuple[float, str]]:
     entries: dict[str, tuple[float, str]] = {}
     for text in texts:
         match = re.fullmatch(r"\s*([\w.-]+)\s+(\d*\.?\d+(?:e-?\d+)?)\s+(\S.*?)/?\s*", text)
-        if not match or not 0 < float(match[2]) < math.inf:
+        if not match or match[1] in entries or not 0 < float(match[2]) < math.inf:
             raise ConfigError(
-                f"--data.mixture {text!r} is not NAME WEIGHT FOLDER, with a weight above 0 and a "
-                f"folder with train/ and val/. Use {EXAMPLE}."
+                f"--data.mixture {text!r} is not NAME WEIGHT FOLDER, with a name of its own, a "
+                f"weight above 0 and a folder with train/ and val/. Use {EXAMPLE}."
             )
-        if match[1] in entries:
-            raise ConfigError(f"--data.mixture names {match[1]} twice. Use {EXAMPLE}.")
         entries[match[1]] = float(match[2]), match[3]
     return entries
 

@@ -137,18 +137,16 @@ def render(special: Special, messages: list[Message]) -> list[Chunk]:
 def answer_range(special: Special, messages: list[Message], text: str) -> tuple[int, int]:
     """Return (begin, end) of the last message, an answer, in the text of a conversation.
 
-    Raises  ConfigError if later messages change the text of these.
+    Raises  ConfigError if later messages change the text of these, or the answer that of a prompt.
     """
     to_text = functools.partial(render_text, special)
     before, upto = to_text(messages[:-1], prompt=True), to_text(messages)
     if text.startswith(upto) and upto.startswith(before):
         return len(before), len(upto)
-    what, earlier = "changes earlier turns when others follow", to_text(messages[:-1])
-    if text.startswith(upto) and upto.startswith(earlier):
-        prompt = before.removeprefix(earlier)
-        what = f"ends a prompt with {prompt!r}, and an answer does not begin so"
     raise ConfigError(
-        f"the chat template {what}, so answers cannot be located. Use --chat-template plain."
+        "the chat template changes earlier turns when others follow, or ends a prompt with text "
+        "that an answer does not begin with, so answers cannot be located. Use --chat-template "
+        "plain."
     )
 
 

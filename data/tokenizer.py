@@ -116,18 +116,17 @@ class TiktokenModel(tiktoken.Encoding):
     def __init__(self, file: Path):
         """Raises ConfigError if it has no end-of-text token, or is of another class."""
         ranks, settings = read_ranks(file), read_settings(file.with_name(SETTINGS))
-        if settings.get("tokenizer_class") != "TikTokenTokenizer":
-            raise ConfigError(
-                f"--tokenizer {file} needs its {SETTINGS} with the tokenizer_class "
-                f"TikTokenTokenizer, and has {settings.get('tokenizer_class')}, whose pattern is "
-                f"unknown. Use a folder with a {TABLE}."
-            )
         named = {int(i): t["content"] for i, t in settings.get("added_tokens_decoder", {}).items()}
         ids = range(len(ranks), len(ranks) + MOONSHOT_SPECIALS)
         names = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
         self.special = read_special(settings, file.parent, names)
-        if self.special.names.get("eos_token") not in names:
-            raise ConfigError(f"--tokenizer {file}: name a special eos_token in {SETTINGS}.")
+        kind, eos = settings.get("tokenizer_class"), self.special.names.get("eos_token")
+        if kind != "TikTokenTokenizer" or eos not in names:
+            raise ConfigError(
+                f"--tokenizer {file} needs its {SETTINGS} with the tokenizer_class "
+                "TikTokenTokenizer, as the pattern of others is unknown, and a special eos_token. "
+                f"It has {kind} and {eos}. Use a folder with a {TABLE}."
+            )
         super().__init__(
             file.parent.name,
             pat_str=MOONSHOT_PATTERN,

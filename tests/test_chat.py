@@ -326,7 +326,7 @@ THINK = LOOP + "<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<thin
     [
         (LOOP + "{{ m.content | upper }}{% endfor %}", "does not keep messages"),
         (LOOP + "{{ m.content if loop.last else '' }}.{% endfor %}", "changes earlier turns"),
-        (THINK, "ends a prompt with .*<think>.*, and an answer does not begin so"),
+        (THINK, "changes .*, or ends a prompt with text that an answer does not begin"),
         ("{{ raise_exception('roles must alternate') }}", "refuses .*roles must alternate"),
         ("{% nonsense %}", "refuses .*nonsense"),
         ("{{ 1 + '1' }}", "refuses .*unsupported operand"),

@@ -119,7 +119,7 @@ def test_an_entry_is_a_name_a_weight_and_a_folder_and_others_are_refused(folders
     for text in ("", "web", "web data/web", "web 0.7", "web 0 data", "web -1 data", "web nan data"):
         with pytest.raises(ValueError, match=r"is not NAME WEIGHT FOLDER.*--data.mixture 'web 0.7"):
             parse_mixture([text])
-    with pytest.raises(ValueError, match="names a twice"):
+    with pytest.raises(ValueError, match=r"'a 2 y' is not .* with a name of its own"):
         parse_mixture(["a 1 x", "a 2 y"])
     with pytest.raises(ValueError, match="gives c the weight 1e-07, which is less than one of"):
         mixed(folders, weights=[1, 1, 1e-7])
