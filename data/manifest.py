@@ -84,13 +84,11 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def check_consistent(manifest: Manifest) -> None:
     """Raise ConfigError if fields contradict each other."""
-    shards, rule = manifest.shards, manifest.document_rule
-    if rule != DOCUMENT_RULE:
-        raise ConfigError(f"document_rule is {rule!r}, not {DOCUMENT_RULE!r}")
-    if manifest.tokens != sum(shard.tokens for shard in shards):
+    tokens = [shard.tokens for shard in manifest.shards]
+    if manifest.tokens != sum(tokens):
         raise ConfigError("tokens is not the sum of the shards' tokens")
-    weighted = [shard.weights.tokens for shard in shards if shard.weights]
-    if weighted and weighted != [shard.tokens for shard in shards]:
+    weighted = [shard.weights.tokens for shard in manifest.shards if shard.weights]
+    if weighted and weighted != tokens:
         raise ConfigError("loss weights do not cover all tokens")
 
 

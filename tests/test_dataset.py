@@ -169,7 +169,6 @@ def test_identity_depends_on_tokens_and_tokenizer_alone(tmp_path):
     [
         *((text, "") for text in ("{", "[]", "{}", '{"shards": [{"name": "x"}]}', "\ud800")),
         ({"tokens": 104}, "tokens is not the sum of the shards' tokens"),
-        ({"document_rule": "every"}, "document_rule is 'every'"),
         ({"dtype": "uint32"}, r"is not 7 elements of uint32 and a header: .* 142 bytes .* --overw"),
     ],
 )
