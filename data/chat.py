@@ -139,8 +139,8 @@ def answer_range(special: Special, messages: list[Message], text: str) -> tuple[
 
     Raises  ConfigError if later messages change the text of these, or the answer that of a prompt.
     """
-    to_text = functools.partial(render_text, special)
-    before, upto = to_text(messages[:-1], prompt=True), to_text(messages)
+    before = render_text(special, messages[:-1], prompt=True)
+    upto = render_text(special, messages)
     if text.startswith(upto) and upto.startswith(before):
         return len(before), len(upto)
     raise ConfigError(
