@@ -17,7 +17,7 @@ import weights
 from data.progress import progress
 from data.tokenizer import text_tokens
 from hf import model_config, safetensors_files, tensors
-from hf.model_config import CLASSES, OWN
+from hf.families import FAMILIES, OWN
 from hf.tokenizer_export import write_hugging_face
 from runtime import cli, jsonl, run_directory
 from utils import GIB, Config, ConfigError
@@ -93,10 +93,11 @@ def write_folder(
     arrays  of the checkpoint (checkpoint.StoredArray), by name.
     """
     kind = OWN if flags.remote_code else model_config.kind_of(config.model)
+    hf_class = FAMILIES[kind].hf_class
     if kind != OWN and (reasons := model_config.unsupported(config.model)):
         raise ConfigError(
-            f"--run {flags.run} has {'; '.join(reasons)}, which {CLASSES[kind]} does not support. "
-            "Use --remote_code, which exports a modelling file too."
+            f"--run {flags.run} has {'; '.join(reasons)}, which {hf_class} does not support. Use "
+            "--remote_code, which exports a modelling file too."
         )
     tokenizer, end_of_text = None, tokens["end_of_text"]
     if tokens.get("tokenizer") != "":  # of an imported run without one
@@ -124,7 +125,7 @@ def write_folder(
     generation["eos_token_id"] = end_of_text
     write_json(flags.out / "generation_config.json", generation)
     write_json(flags.out / "config.json", table)
-    return CLASSES[kind]
+    return hf_class
 
 
 def _write_weights(
@@ -169,8 +170,8 @@ def _check_arrays(
         if not mapping.tensor_names and np.any(array.whole()):
             raise ConfigError(
                 f"--run {run} has {mapping.name} that is not zero "
-                f"(model.router_bias_update_speed), and {CLASSES[kind]} has no such bias. Use "
-                "--remote_code."
+                f"(model.router_bias_update_speed), and {FAMILIES[kind].hf_class} has no such "
+                "bias. Use --remote_code."
             )
 
 

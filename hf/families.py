@@ -1,6 +1,7 @@
-"""The families of models, by `model_type`: their class in transformers, and names of weights."""
+"""The families of models, by `model_type`: class in transformers, names of weights, settings."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 V2, V3, OWN = "deepseek_v2", "deepseek_v3", "latent_moe"
 LLAMA, MISTRAL, QWEN2, QWEN3 = "llama", "mistral", "qwen2", "qwen3"
@@ -8,11 +9,18 @@ MIXTRAL, QWEN3_MOE = "mixtral", "qwen3_moe"
 ALIASES = {"kimi_k2": V3}  # the same model under another name
 
 
-class Family(NamedTuple):
-    """`names` has our name within a layer -> Hugging Face's; {} is the number of an expert."""
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers. Settings that all families have are those of hf/model_config.py."""
 
     hf_class: str
-    names: dict[str, str]
+    names: dict[str, str]  # our name in a layer -> Hugging Face's; {} is the number of an expert
+    settings: dict[str, str]  # our name in [model] -> the name in config.json
+    fixed: dict[str, Any]  # settings of [model] that all models of the class have
+    defaults: dict[str, Any] = field(default_factory=dict)  # of absent settings of config.json
+
+
+# --- names of weights -----------------------------------------------------------------------------
 
 
 def projections(ours: str, theirs: str, names: tuple[str, ...] = ("gate", "up", "down")) -> dict:
@@ -61,20 +69,118 @@ MIXTRAL_MOE = {
     "moe.experts.up": "block_sparse_moe.experts.{}.w3.weight",
     "moe.experts.down": "block_sparse_moe.experts.{}.w2.weight",
 }
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def same(*names: str) -> dict[str, str]:
+    """Return settings with the same name and meaning in config.json."""
+    return {name: name for name in names}
+
+
+# What a class with grouped-query attention computes if its family does not say otherwise.
+GROUPED_FIXED = {"attention": "gqa", "attention_bias": False, "qk_norm": False, "sliding_window": 0}
+GROUPED_FIXED_EXPERTS = {
+    "first_k_dense_replace": 0,
+    "decoder_sparse_step": 1,
+    "rope_in_moe_layers": True,
+    "scoring_func": "softmax",
+    "norm_topk_prob": True,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+# Settings of which a model without experts makes no use.
+OF_EXPERTS = GROUPED_FIXED_EXPERTS.keys() | {
+    *("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "topk_group"),
+    "topk_method",
+}
+WINDOW = same("sliding_window")
+MIXTRAL_SETTINGS = WINDOW | {
+    "num_experts_per_tok": "num_experts_per_tok",
+    "n_routed_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+}
+QWEN3_MOE_SETTINGS = {"n_routed_experts": "num_experts"} | same(
+    *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+)
+LATENT_SETTINGS = same(
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "n_group", "topk_group", "topk_method", "scoring_func"),
+    *("norm_topk_prob", "routed_scaling_factor"),
+)
+OWN_SETTINGS = LATENT_SETTINGS | same(
+    *("decoder_sparse_step", "attention", "head_dim", "qk_norm", "rope_in_moe_layers"),
+    *("latent_rms_norm_eps", "attention_bias"),
+)
+# Not sliding_window, for which transformers would choose another cache.
+OWN_SETTINGS["sliding_window"] = "attention_window"
+LATENT_FIXED = {
+    "attention": "mla",
+    "sliding_window": 0,
+    "latent_rms_norm_eps": 1e-6,
+    "rope_in_moe_layers": True,
+}
+LATENT_DEFAULTS = {"q_lora_rank": 0, "n_shared_experts": 1, "first_k_dense_replace": 0}
+# Of folders that were exported before there was grouped-query attention.
+OWN_DEFAULTS = {"attention": "mla", "head_dim": 64, "qk_norm": False, "attention_window": 0}
+SIGMOID = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
+SOFTMAX = {"scoring_func": "softmax", "norm_topk_prob": False, "topk_method": "greedy"}
+
+
+def grouped(
+    hf_class: str,
+    names: dict[str, str],
+    settings: dict[str, str] | None = None,
+    fixed: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> Family:
+    """Return a family of grouped-query attention."""
+    settings = same("num_key_value_heads", "head_dim") | (settings or {})
+    fixed = GROUPED_FIXED | GROUPED_FIXED_EXPERTS | (fixed or {})
+    fixed = {name: value for name, value in fixed.items() if name not in settings}
+    return Family(hf_class, DENSE | GROUPED | names, settings, fixed, defaults or {})
+
+
 FAMILIES = {
-    LLAMA: Family("LlamaForCausalLM", DENSE | GROUPED),
-    MISTRAL: Family("MistralForCausalLM", DENSE | GROUPED),
-    MIXTRAL: Family("MixtralForCausalLM", DENSE | GROUPED | MIXTRAL_MOE),
-    QWEN2: Family("Qwen2ForCausalLM", DENSE | GROUPED | BIASES),
-    QWEN3: Family("Qwen3ForCausalLM", DENSE | GROUPED | NORMS),
-    QWEN3_MOE: Family("Qwen3MoeForCausalLM", DENSE | GROUPED | NORMS | MOE),
-    V2: Family("DeepseekV2ForCausalLM", DEEPSEEK_V2),
-    V3: Family("DeepseekV3ForCausalLM", DEEPSEEK_V3),
-    OWN: Family("LatentMoeForCausalLM", DEEPSEEK_V3 | GROUPED | BIASES | NORMS),
+    LLAMA: grouped("LlamaForCausalLM", {}),
+    MISTRAL: grouped("MistralForCausalLM", {}, WINDOW, defaults={"sliding_window": 4096}),
+    MIXTRAL: grouped(
+        "MixtralForCausalLM",
+        MIXTRAL_MOE,
+        MIXTRAL_SETTINGS,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
+    QWEN2: grouped("Qwen2ForCausalLM", BIASES, fixed={"attention_bias": True}),
+    QWEN3: grouped("Qwen3ForCausalLM", NORMS, fixed={"qk_norm": True}),
+    QWEN3_MOE: grouped(
+        "Qwen3MoeForCausalLM",
+        NORMS | MOE,
+        QWEN3_MOE_SETTINGS,
+        {"qk_norm": True},
+        {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    V2: Family(
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK_V2,
+        LATENT_SETTINGS,
+        LATENT_FIXED | {"scoring_func": "softmax", "norm_topk_prob": False},
+        LATENT_DEFAULTS | SOFTMAX,
+    ),
+    V3: Family(
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK_V3,
+        LATENT_SETTINGS,
+        LATENT_FIXED | {"scoring_func": "sigmoid"},
+        LATENT_DEFAULTS | SIGMOID,
+    ),
+    OWN: Family(
+        "LatentMoeForCausalLM",
+        DEEPSEEK_V3 | GROUPED | BIASES | NORMS,
+        OWN_SETTINGS,
+        {},
+        LATENT_DEFAULTS | SIGMOID | OWN_DEFAULTS,
+    ),
 }
 GROUPED_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
-
-
-def family_of(model_type: str) -> str:
-    """Return the key of FAMILIES for a model_type of config.json, or the type itself."""
-    return ALIASES.get(model_type, model_type)
