@@ -93,7 +93,7 @@ EXACT = {
     "tiny-bits": ("{:.2f} bits", "3.6452 / math.log(2) / 2.56"),
     # Constants and defaults.
     "masked": ("{:g}", "attention.MASKED"),
-    "cache-block": ("{}", "decode.BLOCK"),
+    "cache-block": ("{}", "decode.KEY_BLOCK"),
     "dropless-rows": ("{:.3f}", "dropless_rows(2048, 6, 64)"),
     "update-rms": ("{:g}", "optimizer.UPDATE_RMS"),
     "heartbeat": ("{:.0f} seconds", "utils.Run().peer_seconds"),

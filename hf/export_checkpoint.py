@@ -35,11 +35,10 @@ A transformer with {attention} attention{experts}: {parameters:,} parameters, of
 uses {active:,}. {trained} The weights are {dtype}.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import pipeline
 
-model = AutoModelForCausalLM.from_pretrained({arguments})
-tokenizer = AutoTokenizer.from_pretrained({arguments})
-{prompt}
+generate = pipeline("text-generation", {arguments})
+print(generate({prompt}, max_new_tokens=64)[0]["generated_text"])
 ```
 
 No token is dropped by an expert here; training may drop tokens beyond an expert's capacity.
@@ -49,14 +48,6 @@ No token is dropped by an expert here; training may drop tokens beyond an expert
 ```toml
 {toml}```
 """
-
-PROMPT = """ids = tokenizer("def ", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))"""
-CHAT_PROMPT = """chat = [{"role": "user", "content": "Hello!"}]
-inputs = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +190,7 @@ def model_card(
         trained=trained + loss,
         dtype=flags.dtype,
         arguments=flags.arguments,
-        prompt=CHAT_PROMPT if is_chat else PROMPT,
+        prompt=[{"role": "user", "content": "Hello!"}] if is_chat else repr("def "),
         toml=cli.to_toml(config),
     )
 

@@ -25,7 +25,6 @@ class LatentMoeConfig(PretrainedConfig):
     model_type = "latent_moe"
     # transformers 5.24 renames the output `past_key_values` to `cache`.
     keys_to_ignore_at_inference = ("cache", "past_key_values")
-    attention_window = 0
 
 
 def has_experts(config: LatentMoeConfig, layer: int) -> bool:
@@ -35,16 +34,12 @@ def has_experts(config: LatentMoeConfig, layer: int) -> bool:
     return bool(config.n_routed_experts) and after >= 0 and (after + 1) % step == 0
 
 
-def grouped(config: LatentMoeConfig) -> bool:
-    return getattr(config, "attention", "mla") == "gqa"
-
-
 def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
     """Return rotary frequencies [R/2], and the factors on cosine and sine and on scores.
 
     The factors are 1 without YaRN (arXiv:2309.00071). Llama 3 (arXiv:2407.21783) has another rule.
     """
-    half = (config.head_dim if grouped(config) else config.qk_rope_head_dim) // 2
+    half = (config.head_dim if config.attention == "gqa" else config.qk_rope_head_dim) // 2
     base = config.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
     yarn = config.yarn
     if not yarn:
@@ -252,7 +247,8 @@ class Layer(GradientCheckpointingLayer):
         super().__init__()
         D, is_moe = config.hidden_size, has_experts(config, layer)
         self.input_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
-        self.self_attn = (GroupedAttention if grouped(config) else Attention)(config, layer)
+        kind = GroupedAttention if config.attention == "gqa" else Attention
+        self.self_attn = kind(config, layer)
         self.post_attention_layernorm = nn.RMSNorm(D, config.rms_norm_eps)
         self.mlp = Moe(config) if is_moe else Mlp(D, config.intermediate_size)
 
@@ -337,7 +333,7 @@ class LatentMoeModel(LatentMoePreTrainedModel):
         past = cache.get_seq_length() if cache is not None else 0
         # A static cache returns all of its keys, of which the last ones are not written yet.
         kept = cache.layers[0] if cache is not None and cache.layers else None
-        if TRANSFORMERS_4 and hasattr(kept, "max_cache_len") and not grouped(self.config):
+        if TRANSFORMERS_4 and hasattr(kept, "max_cache_len") and self.config.attention == "mla":
             raise ValueError(
                 "A static cache of transformers 4 holds keys and values of one width, and latents "
                 "and rotary keys differ. Use a dynamic cache, or transformers 5."

@@ -1,6 +1,6 @@
 """Incremental decoding with a cache of earlier positions.
 
-The layers are those of model.py. `decoding_options` replaces attention, by attention over a cache,
+The layers are those of model.py. `ForwardOptions` replaces attention, by attention over a cache,
 and the experts, by a loop over those that tokens choose. What is cached is the attention's own
 choice (attention.py). New positions are one token per sequence, or a prompt.
 
@@ -33,7 +33,7 @@ from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
 from vocabulary import local_logits, lookup
 from weights import Weight, matmul, rms_norm, vary, varying
 
-BLOCK = 256  # cached positions that attention processes at once
+KEY_BLOCK = 256  # cached positions that attention processes at once
 Experts = ExpertParallelExperts | ShardedExperts
 Cache = tuple[jax.Array, ...]  # each [layers, B, S, heads, width]
 
@@ -112,8 +112,8 @@ def cache_arrays(config: Config) -> tuple[CacheArray, ...]:
 def abstract_cache(
     config: Config, mesh: Mesh, sequences: int, length: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the cache of texts of this length; S is a multiple of BLOCK."""
-    m, S = config.model, -(-length // BLOCK) * BLOCK
+    """Return the cache of texts of this length; S is a multiple of KEY_BLOCK."""
+    m, S = config.model, -(-length // KEY_BLOCK) * KEY_BLOCK
 
     def one(array: CacheArray) -> jax.ShapeDtypeStruct:
         shape = (m.num_hidden_layers, sequences, S, array.heads, array.width)
@@ -125,11 +125,6 @@ def abstract_cache(
 
 def empty_cache(abstract: tuple[jax.ShapeDtypeStruct, ...]) -> Cache:
     return tuple(jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract)
-
-
-def values_per_token(config: Config) -> int:
-    """Return the values that one layer caches of a token, on all tensor ranks."""
-    return sum(array.heads * array.width for array in cache_arrays(config))
 
 
 # --- attention over the cache ---------------------------------------------------------------------
@@ -199,21 +194,22 @@ def attend(
         return key_bTs > position_bT1 - window if window else jnp.bool_(True)
 
     def block(i: jax.Array, softmax: Softmax) -> Softmax:
-        found = tuple(
-            lax.dynamic_slice(a, (layer, 0, i * BLOCK, 0, 0), (1, b, BLOCK, *a.shape[3:]))[0]
+        begin = i * KEY_BLOCK
+        cached = tuple(
+            lax.dynamic_slice(a, (layer, 0, begin, 0, 0), (1, b, KEY_BLOCK, *a.shape[3:]))[0]
             for a in past.cache
         )
-        key_11s = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None, None, :]
+        key_11s = begin + jnp.arange(KEY_BLOCK, dtype=jnp.int32)[None, None, :]
         visible_bTs = (key_11s < past.start_b[:, None, None]) & near(key_11s)
-        return softmax.update(q_bTygA, found, visible_bTs)
+        return softmax.update(q_bTygA, cached, visible_bTs)
 
     zero = jnp.zeros(q_bTygA.shape[:-1], jnp.float32)
     start = Softmax(zero + MASKED, zero, jnp.zeros((*q_bTygA.shape[:-1], C), jnp.float32))
     causal = jnp.tril(jnp.ones((T, T), bool))[None] & near(position_bT1.swapaxes(1, 2))
     softmax = vary(start.update(q_bTygA, new, causal), varying((q_bTnA, past.cache)))
-    blocks = -(-past.start_b.max() // BLOCK)
+    blocks = -(-past.start_b.max() // KEY_BLOCK)
     # The window of the shortest text begins first.
-    first = jnp.maximum(past.start_b.min() - window + 1, 0) // BLOCK if window else 0
+    first = jnp.maximum(past.start_b.min() - window + 1, 0) // KEY_BLOCK if window else 0
     softmax = lax.fori_loop(first, blocks, block, softmax)
     y_bTygC = softmax.y_bTygC / softmax.sum_bTyg[..., None]
     return y_bTygC.astype(q_bTnA.dtype).reshape(b, T, n, C)

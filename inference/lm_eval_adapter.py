@@ -5,13 +5,12 @@ start, as in the harness's own models. Needs the packages of requirements-hf.txt
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import lm_eval
-import numpy as np
 from jax.sharding import Mesh
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -19,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from data.tokenizer import TextTokens, text_of
-from inference.multiple_choice import Scorer
+from inference.multiple_choice import log_likelihoods
 from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
 from utils import Config, ConfigError
@@ -63,7 +62,8 @@ class Model(TemplateLM):
         tokens: TextTokens,
     ):
         super().__init__()
-        self.config, self.declared, self.mesh, self.w = config, declared, mesh, w
+        self.config, self.mesh, self.w = config, mesh, w
+        self.scores = partial(log_likelihoods, config, declared, mesh, w)
         self.codec, self.begin, self.ends = tokens  # the harness has its own `tokenizer`
         self.context = config.train.seq_len
 
@@ -86,10 +86,6 @@ class Model(TemplateLM):
         """Return (log p(continuation | context), whether greedy decoding gives it) of each."""
         pairs = [(context, text) for _, context, text in requests]
         return list(zip(*(a.tolist() for a in self.scores(pairs)), strict=True))
-
-    def scores(self, pairs: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-        longest = max(len(context) + len(text) for context, text in pairs)
-        return Scorer(self.config, self.declared, self.mesh, longest)(self.w, pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log p of each text, in windows of the context's length; tokens count once."""

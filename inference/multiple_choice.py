@@ -8,7 +8,6 @@ choice begins with the space it needs. The model's answer is the choice of the h
 length-normalised, it is the choice of the highest log-probability per byte.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ import train
 from data.tokenizer import Tokenizer, check_ids, encode_continuation
 from model import Transformer
 from runtime.console import is_primary
-from utils import LANES, Config, ConfigError
+from utils import LANES, Config, ConfigError, changed
 
 
 @dataclass(frozen=True)
@@ -56,77 +55,67 @@ def parse(line: str, where: str) -> Question:
     try:
         fields = json.loads(line)
         q = Question(fields["prompt"], fields["choices"], fields["answer"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        texts = all(isinstance(text, str) for text in (q.prompt, *q.choices)) and all(q.choices)
+        enough = isinstance(q.choices, list) and len(q.choices) > 1
+        has_answer = type(q.answer) is int and q.answer in range(len(q.choices))
+        is_question = texts and enough and has_answer
+    except (ValueError, KeyError, TypeError):
+        is_question = False
+    if not is_question:
         raise ConfigError(
-            f"{where} is not a question ({type(error).__name__}: {error}). Write it as "
-            '{"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}.'
-        ) from None
-    texts = isinstance(q.choices, list) and all(isinstance(c, str) and c for c in q.choices)
-    if not isinstance(q.prompt, str) or not texts or len(q.choices) < 2:
-        raise ConfigError(
-            f"{where}: the prompt must be a string, and choices a list of two or more strings that "
-            "are not empty."
-        )
-    if type(q.answer) is not int or not 0 <= q.answer < len(q.choices):
-        raise ConfigError(
-            f"{where}: the answer {q.answer!r} is not one of the {len(q.choices)} choices. Use a "
-            f"number from 0 to {len(q.choices) - 1}."
+            f'{where} is not a question. Write it as {{"prompt": "2 + 2 =", "choices": [" 3", '
+            '" 4"], "answer": 1}, with two or more choices that are not empty, and the number of '
+            "the right one, from 0."
         )
     return q
 
 
-class Scorer:
-    """Log-likelihood of texts given their contexts, in batches of global_batch_size."""
+def log_likelihoods(
+    config: Config,
+    declared: Transformer,
+    mesh: Mesh,
+    w: Transformer,
+    pairs: list[tuple[list[int], list[int]]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return log p(text | context) of each (context, text), and whether greedy decoding gives the
+    text. Runs batches of global_batch_size.
 
-    def __init__(self, config: Config, declared: Transformer, mesh: Mesh, length: int):
-        """length  tokens of the longest context and text together."""
-        step = math.lcm(LANES, config.mesh.tensor)
-        T = min(-(-length // step) * step, config.train.seq_len)
-        self.config = dataclasses.replace(
-            config, train=dataclasses.replace(config.train, seq_len=T)
-        )
-        self.mesh, self.T = mesh, T
-        self.run = jax.jit(
-            sharded_model.token_losses(self.config, declared, mesh),
-            out_shardings=NamedSharding(mesh, P()),  # every process reads all of it
-            compiler_options=train.compiler_options(mesh),
-        )
+    Both have at least one token. What exceeds seq_len is cut at the start.
+    """
+    check_ids((ids for pair in pairs for ids in pair), config.model.vocab_size)
+    t, n, step = config.train, len(pairs), math.lcm(LANES, config.mesh.tensor)
+    longest = max(len(context) + len(text) for context, text in pairs)
+    T = min(-(-longest // step) * step, t.seq_len)
+    ids = np.zeros((n, T + 1), np.int32)
+    loss_weights = np.zeros((n, T), np.float32)
+    for row, (context, text) in enumerate(pairs):
+        both = [*context, *text][-T - 1 :]
+        ids[row, : len(both)] = both
+        loss_weights[row, max(0, len(both) - 1 - len(text)) : len(both) - 1] = 1
 
-    def __call__(
-        self, w: Transformer, pairs: list[tuple[list[int], list[int]]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log p(text | context) of each (context, text), and whether greedy decoding gives
-        the text. Both have at least one token. What exceeds seq_len is cut at the start.
-        """
-        check_ids((ids for pair in pairs for ids in pair), self.config.model.vocab_size)
-        t, n = self.config.train, len(pairs)
-        ids = np.zeros((n, self.T + 1), np.int32)
-        loss_weights = np.zeros((n, self.T), np.float32)
-        for row, (context, text) in enumerate(pairs):
-            both = [*context, *text][-self.T - 1 :]
-            ids[row, : len(both)] = both
-            loss_weights[row, max(0, len(both) - 1 - len(text)) : len(both) - 1] = 1
-        starts = range(0, n, t.global_batch_size)
-        quiet = not is_primary() or len(starts) < 2
-        console = Console(stderr=True)  # standard output may be read by another program
-        found = []
-        for start in track(starts, "questions", console=console, transient=True, disable=quiet):
+    def rows(start: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        numbers = np.minimum(start + numbers, n - 1)  # fills up the last batch
+        return {
+            "tokens": ids[numbers, :-1],
+            "targets": ids[numbers, 1:],
+            "loss_weights": loss_weights[numbers],
+            "segments": np.zeros((len(numbers), T), np.int32),
+        }
 
-            def rows(numbers: np.ndarray, start: int = start) -> dict[str, np.ndarray]:
-                numbers = np.minimum(start + numbers, n - 1)  # fills up the last batch
-                return {
-                    "tokens": ids[numbers, :-1],
-                    "targets": ids[numbers, 1:],
-                    "loss_weights": loss_weights[numbers],
-                    "segments": np.zeros((len(numbers), self.T), np.int32),
-                }
-
-            shape = t.global_batch_size, self.T
-            batch = train.put_batch(self.mesh, t.microbatches, rows, shape)
-            found.append(np.asarray(self.run(w, batch)).reshape(*shape, 2))
-        loss_nT, is_likeliest_nT = np.moveaxis(np.concatenate(found)[:n], -1, 0)
-        scores = -(loss_nT * loss_weights).sum(1)
-        return scores, (is_likeliest_nT >= loss_weights).all(1)
+    run = jax.jit(
+        sharded_model.token_losses(changed(config, {"train.seq_len": T}), declared, mesh),
+        out_shardings=NamedSharding(mesh, P()),  # every process reads all of it
+        compiler_options=train.compiler_options(mesh),
+    )
+    found, shape = [], (t.global_batch_size, T)
+    starts = range(0, n, t.global_batch_size)
+    quiet = not is_primary() or len(starts) < 2
+    console = Console(stderr=True)  # standard output may be read by another program
+    for start in track(starts, "questions", console=console, transient=True, disable=quiet):
+        batch = train.put_batch(mesh, t.microbatches, partial(rows, start), shape)
+        found.append(np.asarray(run(w, batch)).reshape(*shape, 2))
+    loss_nT, is_likeliest_nT = np.moveaxis(np.concatenate(found)[:n], -1, 0)
+    return -(loss_nT * loss_weights).sum(1), (is_likeliest_nT >= loss_weights).all(1)
 
 
 def evaluate(
@@ -148,8 +137,7 @@ def evaluate(
         # A choice without a prompt begins a text.
         encode = partial(encode_continuation, tokenizer) if q.prompt else tokenizer.encode_ordinary
         pairs += [(context, encode(choice)) for choice in q.choices]
-    longest = max(len(context) + len(text) for context, text in pairs)
-    scores = iter(Scorer(config, declared, mesh, longest)(w, pairs)[0].tolist())
+    scores = iter(log_likelihoods(config, declared, mesh, w, pairs)[0].tolist())
     by_question = [list(itertools.islice(scores, len(q.choices))) for q in questions]
     right: dict[str, list[bool]] = {"accuracy": [], "accuracy_norm": []}
     for q, s in zip(questions, by_question, strict=True):

@@ -134,12 +134,6 @@ class Generator:
         self.length += left_B
         return token_B
 
-    def decode_one(self, w: Transformer, token_B: jax.Array, position_B: np.ndarray) -> jax.Array:
-        """Put the tokens at these positions; return the tokens sampled after them, [B]."""
-        rows = token_B, position_B, np.ones(self.B, np.int32), self.key, self.number, token_B
-        token_B, self.cache = self._append(w, self.cache, *rows)
-        return token_B
-
     def generate(
         self, w: Transformer, texts: Sequence[Sequence[int]], tokens: int
     ) -> Iterator[np.ndarray]:
@@ -154,7 +148,9 @@ class Generator:
             full = position >= self.max_length
             if count < tokens and not (ended | full).all():
                 # Dispatched before the last token is read, so that the device does not wait.
-                next_B = self.decode_one(w, token_B, position)
+                one_B = np.ones(self.B, np.int32)
+                rows = token_B, position, one_B, self.key, self.number, token_B
+                next_B, self.cache = self._append(w, self.cache, *rows)
             self.last = np.asarray(token_B)
             ended |= np.isin(self.last, self.ends)
             yield np.where(ended, ENDED, self.last)

@@ -196,7 +196,7 @@ def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
 
 
 def check_decode(case: dict[str, Any]) -> str:
-    decode.BLOCK = 8  # so that there are several blocks
+    decode.KEY_BLOCK = 8  # so that there are several blocks
     case = case | {"segments": False, "microbatches": 1}
     if not is_valid(case):
         return ""

@@ -214,7 +214,7 @@ def test_the_folder_has_a_model_card_the_modelling_file_and_the_template_of_tuni
     card = (tmp_path / "own" / "README.md").read_text()
     assert "The validation loss after 3 steps was 8.2500 nats per token." in card
     assert "kv_lora_rank = 24" in card and "trust_remote_code=True" in card
-    assert "apply_chat_template" not in card
+    assert "'role': 'user'" not in card
     ends = settings(tmp_path / "own", "generation_config.json")["eos_token_id"]
     assert ends == load_tokenizer("sample").eot_token
     copied = tmp_path / "own" / "modeling_latent_moe.py"
@@ -222,7 +222,7 @@ def test_the_folder_has_a_model_card_the_modelling_file_and_the_template_of_tuni
     make_run(tmp_path / "run", more_tokens={"chat_template": chat.PLAIN})
     export(tmp_path / "run", tmp_path / "out", "--remote_code")
     assert settings(tmp_path / "out", "tokenizer_config.json")["chat_template"] == chat.PLAIN_JINJA
-    assert "apply_chat_template" in (tmp_path / "out" / "README.md").read_text()
+    assert "'role': 'user'" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_an_exported_folder_keeps_what_no_weight_holds_of_the_imported_one(copied, tmp_path):

@@ -25,7 +25,7 @@ CASES = {  # shape, model
 
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_gives_the_logits_of_the_reference(name, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 8)  # several blocks
+    monkeypatch.setattr(decode, "KEY_BLOCK", 8)  # several blocks
     shape, fields = CASES[name]
     config = config_of(shape, train={"global_batch_size": 8, "seq_len": 24}, **fields)
     tree, tokens = hf_case.weights(config.model, 3), batch_of(config, 1)["tokens"]

@@ -44,7 +44,8 @@ def test_loss_and_gradients_match_the_one_device_reference():
 def test_a_head_of_keys_is_cached_once_per_head_and_token():
     """The point of fewer heads (arXiv:2305.13245): a cache of Y / N of the size."""
     for heads in (2, 4):
-        assert decode.values_per_token(config_for(num_key_value_heads=heads)) == 2 * heads * 10
+        cached = decode.cache_arrays(config_for(num_key_value_heads=heads))
+        assert sum(array.heads * array.width for array in cached) == 2 * heads * 10
 
 
 def test_model_flops_count_the_positions_in_the_window():
@@ -113,7 +114,7 @@ def alibi_reference(w, x_BTD, fields, segments_BT, rotary):
 def test_another_attention_is_trained_decoded_planned_and_counted(monkeypatch):
     monkeypatch.setitem(attention.KINDS, "alibi", Alibi)
     monkeypatch.setattr(reference, "grouped_attention", alibi_reference)
-    monkeypatch.setattr(decode, "BLOCK", 8)
+    monkeypatch.setattr(decode, "KEY_BLOCK", 8)
     train = {"microbatches": 1, "global_batch_size": 4}
     gqa = config_for((1, 1, 2), train=train, blocks=2, moe_layers=0)
     alibi = utils.changed(gqa, {"model.attention": "alibi"})
