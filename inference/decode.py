@@ -227,54 +227,40 @@ def run_experts(
     choice_bTK: jax.Array,
     weight_bTK: jax.Array,
 ) -> jax.Array:
-    """Sum weight * expert(h) over each token's choices.
+    """Sum weight * expert(h) over each token's choices; a rank sums in float32.
 
     experts      of all blocks, stacked; the block's own, which would be a copy, are not used.
     Collectives  psum(tensor) of [b, T, D]; with expert parallelism, all_gather(fsdp) of all tokens
                  and psum_scatter(fsdp) of the output of this rank's experts.
+    A loop over tiles of one expert each reads the weights of chosen experts only, once per tile.
     """
     h_nD, choice_nK, weight_nK = (lax.collapse(a, 0, 2) for a in (h_bTD, choice_bTK, weight_bTK))
     expert_parallel = isinstance(experts, ExpertParallelExperts)
     if expert_parallel:
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
         h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
+        # Relative to this rank's first expert; experts of other ranks are skipped.
         choice_nK -= lax.axis_index(EXPERT_AXES) * experts.gate.shape[1]
-    partial_nD = apply_experts(experts, block, h_nD, choice_nK, weight_nK, m.n_routed_experts)
-    if expert_parallel:
-        partial_nD = lax.psum_scatter(partial_nD, "fsdp", tiled=True)
-    return lax.psum(partial_nD.astype(h_bTD.dtype), "tensor").reshape(h_bTD.shape)
-
-
-def apply_experts(
-    w: Experts,
-    block: jax.Array,
-    h_nD: jax.Array,
-    choice_nK: jax.Array,
-    weight_nK: jax.Array,
-    experts: int,
-) -> jax.Array:
-    """Sum weight * expert(h) over each token's choices among a block's experts, in float32.
-
-    choice_nK  relative to this rank's first expert; experts of other ranks are skipped.
-    experts    number of experts of all ranks.
-    A loop over tiles of one expert each reads the weights of chosen experts only, once per tile.
-    """
     n, K = choice_nK.shape
     # About twice an even share. A few tokens are one tile, so an expert's weights are read once.
-    tile = max(min(n, 8), 1 << max(0, (2 * n * K // experts).bit_length() - 1))
-    choices = sort_choices(choice_nK, w.gate.shape[1], 0, tile)
+    share = 2 * n * K // m.n_routed_experts
+    tile = max(min(n, 8), 1 << max(0, share.bit_length() - 1))
+    choices = sort_choices(choice_nK, experts.gate.shape[1], 0, tile)
 
     def body(i: jax.Array, y_nD: jax.Array) -> jax.Array:
         e, choice_t = choices.tile(i, tile)
         token_t = choice_t // K
-        one = index(w, block, e)
+        one = index(experts, block, e)
         y_tD = swiglu(read_rows(h_nD, token_t)[None], one.gate, one.up, one.down)[0]
         weight_t = read_rows(weight_nK.reshape(-1), choice_t)
         y_tD = y_tD.astype(jnp.float32) * weight_t[:, None]
         return add_distinct(y_nD, token_t, y_tD)
 
-    zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, w, choice_nK)))
-    return lax.fori_loop(0, choices.last_e[-1], body, zero)
+    zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, experts, choice_nK)))
+    partial_nD = lax.fori_loop(0, choices.last_e[-1], body, zero)
+    if expert_parallel:
+        partial_nD = lax.psum_scatter(partial_nD, "fsdp", tiled=True)
+    return lax.psum(partial_nD.astype(h_bTD.dtype), "tensor").reshape(h_bTD.shape)
 
 
 # --- the model ------------------------------------------------------------------------------------
