@@ -160,14 +160,6 @@ class Generator:
             token_B, self.length = next_B, np.where(full, position, position + 1)
 
 
-def bytes_per_device(arrays: Any) -> int:
-    """Return the bytes of a tree of arrays, which may be abstract, on one device."""
-    return sum(
-        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-        for a in jax.tree.leaves(arrays)
-    )
-
-
 def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
     """Return config and mesh to decode on the same devices: replica and pipeline join fsdp."""
     config = decode.decoding_config(config, math.prod(config.mesh.shape[:-1]), config.mesh.tensor)
@@ -196,8 +188,9 @@ class Sampler:
             [manifest.end_of_text, *special_of(self.tokenizer).ends],
             SamplingOptions(s.temperature),
         )
-        arrays = self.generator.abstract_weights, self.generator.abstract_cache
-        needed = bytes_per_device(arrays)
+        arrays = jax.tree.leaves((self.generator.abstract_weights, self.generator.abstract_cache))
+        # bytes on one device
+        needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
         if stats := mesh.local_devices[0].memory_stats():
             free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
             if needed > free:
