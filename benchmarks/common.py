@@ -1,5 +1,6 @@
 """Compile and time training steps, and other functions that several benchmarks share."""
 
+import argparse
 import contextlib
 import itertools
 import statistics
@@ -26,7 +27,7 @@ import utils
 from optimizer import Schedule
 from planning import cost, hlo
 from runtime import cli
-from utils import Config, ConfigError
+from utils import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8  # timed steps, after a warm-up step
@@ -48,25 +49,10 @@ def reference_config(**train: Any) -> Config:
     return with_values(config, optimizer={"name": "adamw", "lr": 1e-3}, train=train)
 
 
-def parse_flags(flags: Any, arguments: list[str], description: str) -> Any:
-    """Return an instance of the dataclass `flags`. Raises ConfigError for other arguments."""
-    import tyro  # late: `benchmark.py gpu` runs without it
-
-    found, unknown = tyro.cli(
-        flags,
-        args=arguments,
-        description=description,
-        use_underscores=True,
-        return_unknown_args=True,
-    )
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is unknown. See the flags with --help.")
-    return found
-
-
-@dataclass(frozen=True)
-class NoFlags:
-    """Of a benchmark without flags."""
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of a benchmark's flags, whose help is the docstring of the benchmark."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser("benchmark.py", description=description, formatter_class=form)
 
 
 # --- training steps -------------------------------------------------------------------------------

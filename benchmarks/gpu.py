@@ -23,7 +23,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -45,7 +44,7 @@ import weights
 from benchmarks import common
 from benchmarks.common import ROOT, Program, flops_per_token, with_values
 from hardware import Chip
-from planning import cost, timeline
+from planning import compiler, cost, timeline
 from runtime import cli, jsonl, provenance
 from utils import GIB, Config, ConfigError
 
@@ -165,9 +164,7 @@ def profile(program: Program, folder: Path) -> Record:
     with jax.profiler.trace(folder, create_perfetto_trace=True):
         next(steps)
     file = max(folder.rglob("perfetto_trace.json.gz"))  # the newest: its folders are dated
-    text = program.step.as_text()
-    taken = timeline.operation_s(file, text)
-    timeline.name_layers(file, text)
+    taken = timeline.name_layers(file, program.step.as_text())
     shares, largest = timeline.shares(taken), timeline.largest(taken)
     lines = [f"{taken.total():.4g} s of kernels in a step; open {file} in ui.perfetto.dev"]
     for layer, share in shares.items():
@@ -308,13 +305,9 @@ def status_of(code: int | None, log: str, limit_s: float) -> Record:
         return {"status": "ok"}
     if code is None:
         return {"status": "time", "error": f"stopped after {limit_s:.0f} s"}
-    lines = [line for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"error: |[\w.]+(Error|Exception)\b", line)]
-    last = (errors or lines or ["nothing in its log"])[-1]
-    if re.search("RESOURCE_EXHAUSTED|out of memory", last, re.IGNORECASE):
-        return {"status": "memory", "error": last}
-    cause = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    return {"status": "failed", "error": f"{cause}: {last}"}
+    error = compiler.failure(code, log)
+    memory = re.search("RESOURCE_EXHAUSTED|out of memory", error, re.IGNORECASE)
+    return {"status": "memory" if memory else "failed", "error": error}
 
 
 # --- all rows -------------------------------------------------------------------------------------
@@ -373,11 +366,7 @@ def describe(record: Record) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("names", nargs="*", default=ROWS, metavar="ROW", help="default: all")
     parser.add_argument("--list", action="store_true", help="print the rows, in their order")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit, default 9")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hardware
-from benchmarks.common import NoFlags, median_seconds, parse_flags
+from benchmarks.common import median_seconds, parser
 from planning import collectives
 from runtime import distributed
 from runtime.console import is_primary
@@ -60,7 +60,7 @@ def collective(kind: str, whole: int) -> Callable[[], Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parse_flags(NoFlags, arguments, __doc__)
+    parser(__doc__).parse_args(arguments)
     with distributed.job():
         devices = jax.devices()
         n, kind = len(devices), devices[0].device_kind

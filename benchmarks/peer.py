@@ -10,6 +10,7 @@ the machine slows all of them. Each runs in its own process, where threads and m
 do not slow it.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -22,9 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -34,10 +34,10 @@ from rich.table import Table
 import model
 import train
 import weights
+from benchmarks import common
 from benchmarks.common import (
     ONE_DEVICE,
     compile_step,
-    parse_flags,
     random_batch,
     reference_config,
     spread,
@@ -64,15 +64,6 @@ LLAMA = {
     "n_shared_experts": 0,
 }
 LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding may change routing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """Flags of `benchmark.py peer`."""
-
-    model: Literal["moe", "llama"] = "moe"
-    turns: int = 8  # of each trainer, with two timed steps each
-    compile: bool = True  # also measure torch.compile, which takes minutes
 
 
 def config_of_both(name: str) -> Config:
@@ -209,7 +200,16 @@ class TrainerProcess:
 
 
 def main(arguments: list[str]) -> None:
-    flags = parse_flags(Flags, arguments, __doc__)
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", choices=("moe", "llama"), default="moe")
+    parser.add_argument("--turns", type=int, default=8, help="of each trainer: two timed steps")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure torch.compile, which takes minutes",
+    )
+    flags = parser.parse_args(arguments)
     if flags.turns < 1:
         raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use --turns 8.")
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
@@ -227,20 +227,20 @@ def main(arguments: list[str]) -> None:
     os.environ["PJRT_NPROC"] = str(len(os.sched_getaffinity(0)))
     if jax.default_backend() == "gpu" and not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU. Install a build of torch for CUDA.")
-    compare(config_of_both(flags.model), flags)
+    compare(config_of_both(flags.model), flags.turns, flags.compile)
 
 
-def compare(config: Config, flags: Flags) -> None:
+def compare(config: Config, turns: int, compile: bool) -> None:
     """Print a row for each trainer."""
     trainers: list[TrainerProcess] = []
-    makers = [(Project, config), *((Torch, config, c) for c in (False, True)[: 1 + flags.compile])]
+    makers = [(Project, config), *((Torch, config, c) for c in (False, True)[: 1 + compile])]
     with ExitStack() as stack:
         for maker in makers:
             log(f"trainer {len(trainers) + 1} of {len(makers)} compiles and makes its first step")
             trainers.append(TrainerProcess(*maker))
             stack.enter_context(trainers[-1].pool)
         check_first_losses(trainers)
-        seconds = np.array([[t.turn() for t in trainers] for _ in range(flags.turns)])
+        seconds = np.array([[t.turn() for t in trainers] for _ in range(turns)])
     total, active = weights.count(model.declare(config))
     title = f"{total:,} parameters, {active:,} active"
     table = Table("trainer", "tokens/s", "seconds per step", "to compile, s", title=title)

@@ -8,6 +8,7 @@ process compiles, because a compiler that aborts ends its process: `compile_step
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,13 +30,6 @@ from planning.results import Compiled
 from runtime import cli, errors
 from utils import ConfigError
 
-# Makes libtpu write its own text of a program, for programs that JAX cannot read back.
-DUMP_FLAGS = (
-    "--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false "
-    "--xla_jf_dump_llo_pass_label_regex=NOTHING"
-)
-
-
 # --- the parent -----------------------------------------------------------------------------------
 
 
@@ -48,42 +42,28 @@ def compile_step(config: utils.Config, chip: Chip | None, topology: str) -> tupl
     Raises  ConfigError for what the user can fix, and for a compiler that failed or stopped.
     """
     targets.check(chip)
-    with tempfile.TemporaryDirectory() as name:
-        folder, arguments = Path(name), [name, chip.name if chip else "cpu", topology]
+    name = chip.name if chip else "cpu"
+    task = f"compiling for {name}:{topology}".rstrip(":")
+    with tempfile.TemporaryDirectory() as path, Console(stderr=True).status(task):
+        folder = Path(path)
         (folder / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
-        run_child(arguments, targets.environment(chip))
-        if not (folder / "program.hlo").exists():
-            # JAX cannot read back some programs of a newer libtpu: libtpu writes its own text.
-            dump = DUMP_FLAGS.format(folder=folder / "dump")
-            flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
-            run_child(arguments, {"LIBTPU_INIT_ARGS": flags.strip()})
-        text = (folder / "program.hlo").read_text(encoding="utf-8")
-        found = json.loads((folder / "compiled.json").read_text(encoding="utf-8"))
-    return Compiled(**found, **count_costs(config, chip, text)), text
-
-
-def run_child(arguments: list[str], environment: dict[str, str]) -> None:
-    """Call build(*arguments) in a child process.
-
-    Raises  ConfigError with the child's error, if it fails.
-    """
-    label = ":".join(arguments[1:]).strip(":")
-    with Console(stderr=True).status(f"compiling for {label}"):
         child = subprocess.run(
-            [sys.executable, "-m", "planning.compiler", *arguments],
+            [sys.executable, "-m", "planning.compiler", folder, name, topology],
             cwd=targets.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=child_environment() | environment,
+            env=child_environment(chip),
         )
-    if child.returncode:
-        error = failure(child.returncode, child.stdout)
-        raise ConfigError(f"compiling for {label} failed: {error}")
+        if child.returncode:
+            raise ConfigError(f"{task} failed: {failure(child.returncode, child.stdout)}")
+        text = (folder / "program.hlo").read_text(encoding="utf-8")
+        found = json.loads((folder / "compiled.json").read_text(encoding="utf-8"))
+    return Compiled(**found, **count_costs(config, chip, text)), text
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(chip: Chip | None) -> dict[str, str]:
     """Return the environment of a child that does not search for devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     # The child sets its own number of devices, and needs no flags for CPUs. libtpu aborts on most.
@@ -92,25 +72,27 @@ def child_environment() -> dict[str, str]:
         "--xla_cpu_",
         "--xla_disable_hlo_passes=simplify-while-loops",
     )
+    path = os.environ.get("PYTHONPATH", "")
     return os.environ | {
         "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(left_out)),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # no queries to a cloud's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process fails on its lock file
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # the compile time is reported
+        # Only for GPUs: JAX's CUDA plugin warns if it finds no driver.
+        "PYTHONPATH": path if chip is None or chip.is_tpu else f"{targets.GPU_FOLDER}:{path}",
     }
 
 
 def failure(returncode: int, log: str) -> str:
-    """Return why a child failed, in one line: its error, or the last line before it stopped."""
+    """Return why a process failed, in one line: its last error, else the last line of its log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    if reported := [line for line in lines if line.startswith("error: ")]:
-        return reported[-1].removeprefix("error: ")
-    if returncode < 0:
-        failed = [line for line in lines if "Check failed" in line or line.startswith("F")]
-        last = (failed or lines or [""])[-1]
-        return f"the compiler stopped with {signal.Signals(-returncode).name}: {last[:300]}"
-    return (lines or [f"exit code {returncode}"])[-1][:500]
+    error = re.compile(r"error: |[\w.]+(Error|Exception)\b|F\d+ |.*Check failed")
+    errors = [line for line in lines if error.match(line)]
+    last = (errors or lines or [f"exit code {returncode}"])[-1].removeprefix("error: ")[:500]
+    if returncode > 0:
+        return last
+    return f"the process stopped with {signal.Signals(-returncode).name}: {last}"
 
 
 def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str, Any]:
@@ -150,10 +132,12 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     started = time.perf_counter()
     try:
         compiled = train.jitted_step(config, declared, mesh).lower(*arguments).compile()
-    except jax.errors.JaxRuntimeError as error:  # such as a step that exceeds the chip's memory
+        seconds = time.perf_counter() - started
+        text = compiled.as_text()
+    # For example a step that exceeds the chip's memory, or a program that this JAX cannot read.
+    except jax.errors.JaxRuntimeError as error:
         raise ConfigError(str(error).splitlines()[0]) from None
-    seconds = time.perf_counter() - started
-    figures, plan = folder / "compiled.json", compiled.memory_analysis()
+    plan = compiled.memory_analysis()
     found = {
         "memory_bytes_per_chip": train.planned_bytes(compiled),
         "argument_bytes": plan.argument_size_in_bytes,
@@ -161,22 +145,8 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         "compile_s": seconds,
         "compiler": targets.compiler_of(chip),
     }
-    if not figures.exists():  # a second compilation, which writes a dump, is not timed
-        figures.write_text(json.dumps(found), encoding="utf-8")
-    if text := program_text(compiled, folder / "dump"):
-        (folder / "program.hlo").write_text(text, encoding="utf-8")
-
-
-def program_text(compiled: Any, dump: Path) -> str | None:
-    """Return the optimized program; None if JAX cannot read it and libtpu wrote no dump."""
-    import jax
-
-    if dumped := list(dump.glob("*-hlo.txt")):
-        return max((path.read_text(encoding="utf-8") for path in dumped), key=len)
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        return None
+    (folder / "compiled.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / "program.hlo").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

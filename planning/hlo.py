@@ -1,8 +1,8 @@
 """Count FLOPs and collectives in the optimized text of a compiled program.
 
-`compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. This file walks
-the text of `compiled.as_text()` instead, through loops, branches, calls and fusions: see `Walk`.
-All counts are of one device's program.
+`compiled.cost_analysis()` counts the body of a loop once, whatever its trip count. `executed` walks
+the text of `compiled.as_text()` instead, through loops, branches, calls and fusions. All counts are
+of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
 are opaque. Attention kernels are counted by rule, and any other foreign code as nothing.
@@ -23,6 +23,7 @@ from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
 Cost = dict[Any, float]  # {what is counted: how much}
+CostOf = Callable[["Instruction", "Computation"], Cost]  # of one execution
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
 
 COLLECTIVES = frozenset([
@@ -33,16 +34,19 @@ COLLECTIVES = frozenset([
 PRODUCTS = ("dot", "convolution", "custom-call")
 CALLS = ("fusion", "call", "async-start")
 
-# Attention kernels: (matrix products of the queries' width, of the values' width). Each of splash's
-# two backward kernels recomputes the scores and the probabilities' gradient.
-SPLASH = {"splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1)}
-CUDNN = {"__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2)}
-TRITON = {"mha_forward": (1, 1), "mha_preprocess_backward": (0, 0), "mha_backward": (4, 3)}
+# Attention kernels by their name or call target: (matrix products of the queries' width, of the
+# values' width). Each of splash's two backward kernels recomputes the scores and the probabilities'
+# gradient.
+KERNELS = {
+    "splash_mha_fwd": (1, 1), "splash_mha_dkv": (2, 2), "splash_mha_dq": (2, 1),
+    "__cudnn$fmhaSoftmax": (1, 1), "__cudnn$fmhaSoftmaxBackward": (3, 2),
+    "mha_forward": (1, 1), "mha_backward": (4, 3),
+}  # fmt: skip
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(\(.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,6 @@ class Program:
     entry: str
 
 
-def _closing(text: str) -> int:
-    """Return the index of the parenthesis that closes the one at index 0."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if not depth:
-            return found.start()
-    raise ConfigError(f"HLO text ends inside a parenthesis: {text[:80]}")
-
-
 def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.replace("<=", "").split(",") if n)
 
@@ -105,10 +99,9 @@ def parse(text: str) -> Program:
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif found := _INSTRUCTION.match(line):
-            name, kind, opcode, rest = found.groups()
+            name, kind, *rest = found.groups()
             shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
-            end = _closing(rest)
-            current[name] = Instruction(name, shapes, opcode, rest[1:end], rest[end + 1 :])
+            current[name] = Instruction(name, shapes, *rest)
     if not entry:
         raise ConfigError(
             "HLO text has no ENTRY computation: give it the text of a compiled program."
@@ -119,71 +112,7 @@ def parse(text: str) -> Program:
 # --- the walk -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Walk:
-    """The sum of the costs of instructions over all their executions.
-
-    cost  (instruction, its computation) -> its cost in one execution.
-    """
-
-    program: Program
-    branch_share: BranchShare | None
-    cost: Callable[[Instruction, Computation], Cost]
-
-    def run(self, name: str) -> Counter:
-        """Return the cost of one execution of a computation.
-
-        Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
-        """
-        found: Counter = Counter()
-        computation = self.program.computations[name]
-        for instruction in computation.values():
-            opcode = instruction.opcode
-            add(found, self.cost(instruction, computation))
-            if opcode in CALLS:
-                for callee in instruction.computations("calls", "to_apply"):
-                    add(found, self.run(callee))
-            elif opcode == "while":
-                self.loop(found, instruction, computation)
-            elif opcode == "conditional":
-                self.branch(found, instruction)
-        return found
-
-    def loop(self, found: Counter, loop: Instruction, around: Computation) -> None:
-        """Add the cost of all trips. A loop of unknown length must have no cost.
-
-        Left out are tiles of experts beyond those of an even load.
-        """
-        if f"/{experts.OVERFLOW}/" in loop.op_name:
-            return
-        body, condition = map(self.run, loop.computations("body", "condition"))
-        if any((body + condition).values()):
-            trips = trip_count(loop, around, self.program)
-            add(found, body, trips)
-            add(found, condition, trips + 1)
-
-    def branch(self, found: Counter, conditional: Instruction) -> None:
-        """Add the cost of each branch by its share, in the order of `lax.switch`."""
-        names = conditional.computations("branch_computations")
-        names = names or conditional.computations("false_computation", "true_computation")
-        costs = [self.run(name) for name in names]
-        shares = self.branch_share(conditional.op_name) if self.branch_share else None
-        if shares is None and any(cost != costs[0] for cost in costs):
-            raise ConfigError(
-                f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches "
-                f"that cost {[dict(cost) for cost in costs]}, and it is unknown how often each "
-                f"runs. Give a branch_share that returns {len(costs)} shares for its op_name."
-            )
-        for cost, share in zip(costs, shares or [1 / len(costs)] * len(costs), strict=True):
-            add(found, cost, share)
-
-
-def add(found: Counter, more: Cost, times: float = 1) -> None:
-    for key, value in more.items():
-        found[key] += value * times
-
-
-def executed(text: str, cost: Callable, branch_share: BranchShare | None = None) -> Cost:
+def executed(text: str, cost: CostOf, branch_share: BranchShare | None = None) -> Cost:
     """Return the sum of cost(instruction, its computation) over all executions.
 
     branch_share(op_name)  share of executions of each branch of the conditional with that op_name
@@ -191,7 +120,53 @@ def executed(text: str, cost: Callable, branch_share: BranchShare | None = None)
     Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
     """
     program = parse(text)
-    return dict(Walk(program, branch_share, cost).run(program.entry))
+
+    def run(name: str) -> Counter:
+        """Return the cost of one execution of a computation."""
+        found: Counter = Counter()
+        computation = program.computations[name]
+        for instruction in computation.values():
+            parts = [(cost(instruction, computation), 1)]
+            if instruction.opcode in CALLS:
+                callees = instruction.computations("calls", "to_apply")
+                parts += [(run(callee), 1) for callee in callees]
+            elif instruction.opcode == "while":
+                parts += loop(instruction, computation)
+            elif instruction.opcode == "conditional":
+                parts += branches(instruction)
+            for part, times in parts:
+                for key, value in part.items():
+                    found[key] += value * times
+        return found
+
+    def loop(instruction: Instruction, around: Computation) -> list[tuple[Cost, float]]:
+        """Return the costs of body and condition with their trips, which only a cost needs.
+
+        Left out are tiles of experts beyond those of an even load.
+        """
+        if f"/{experts.OVERFLOW}/" in instruction.op_name:
+            return []
+        body, condition = map(run, instruction.computations("body", "condition"))
+        if not any((body + condition).values()):
+            return []
+        trips = trip_count(instruction, around, program)
+        return [(body, trips), (condition, trips + 1)]
+
+    def branches(conditional: Instruction) -> list[tuple[Cost, float]]:
+        """Return the cost of each branch with its share, in the order of `lax.switch`."""
+        names = conditional.computations("branch_computations")
+        names = names or conditional.computations("false_computation", "true_computation")
+        costs = [run(name) for name in names]
+        shares = branch_share(conditional.op_name) if branch_share else None
+        if shares is None and any(cost != costs[0] for cost in costs):
+            raise ConfigError(
+                f"Conditional {conditional.name} (op_name {conditional.op_name!r}) has branches "
+                f"that cost {[dict(cost) for cost in costs]}, and it is unknown how often each "
+                f"runs. Give a branch_share that returns {len(costs)} shares for its op_name."
+            )
+        return list(zip(costs, shares or [1 / len(costs)] * len(costs), strict=True))
+
+    return dict(run(program.entry))
 
 
 def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
@@ -244,9 +219,10 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
     if instruction.opcode == "custom-call":
-        if products := _attention_products(instruction):
-            return attention_flops(instruction, computation, *products)
-        if not _target(instruction).startswith("__cublas$"):
+        name = kernel_name(instruction)
+        if name in KERNELS:
+            return attention_flops(instruction, computation, *KERNELS[name])
+        if not name.startswith("__cublas$"):
             return 0
     elif instruction.opcode != "dot":
         return 0
@@ -257,22 +233,15 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     return 2 * math.prod(instruction.shapes[0][1]) * summed
 
 
-def _target(call: Instruction) -> str:
-    return re.search(r'custom_call_target="([^"]*)"', call.attributes)[1]
-
-
-def _is_splash(call: Instruction) -> bool:
-    return call.name.startswith(tuple(SPLASH))
-
-
-def _attention_products(call: Instruction) -> tuple[int, int] | None:
-    """Return a call's entry in SPLASH, CUDNN or TRITON."""
-    if _is_splash(call):
-        return next(found for name, found in SPLASH.items() if call.name.startswith(name))
-    if _target(call) != "__gpu$xla.gpu.triton":
-        return CUDNN.get(_target(call))
-    name = re.search(r'[{ ]name = "(\w+)"', call.attributes)
-    return TRITON.get(name[1]) if name else None
+def kernel_name(call: Instruction) -> str:
+    """Return the name of a kernel: that of the call for splash, of the function for Triton, else
+    the target of the call.
+    """
+    if splash := re.match("splash_mha_(fwd|dkv|dq)", call.name):
+        return splash[0]
+    target = re.search(r'custom_call_target="([^"]*)"', call.attributes)[1]
+    triton = re.search(r'[{ ]name = "(\w+)"', call.attributes)
+    return triton[1] if target == "__gpu$xla.gpu.triton" and triton else target
 
 
 def attention_flops(
@@ -283,7 +252,7 @@ def attention_flops(
     The text does not show which blocks a kernel computes. They are those at and below the diagonal.
     """
     shapes = [computation[name].shapes[0] for name in call.operands]
-    if _is_splash(call):
+    if call.name.startswith("splash"):
         _, rows, columns = shapes[0][1]  # the mask of blocks
         if rows != columns:
             raise ConfigError(f"the blocks of {call.name} are not square: {rows} by {columns}")

@@ -8,7 +8,6 @@ a description of the GPU, and needs neither a GPU nor a driver.
 
 import importlib.metadata
 import math
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBTPU = "0.0.51"
 # ptxas and libdevice, which XLA uses to compile for a GPU.
 NVCC = "12.9.86"
-# Only the compiling process uses these packages, as the plugin warns if it finds no driver. Each
-# version of JAX has its own folder, as pip does not replace what a folder contains.
+# Of packages that only the compiling process uses. Each version of JAX has its own folder, as pip
+# does not replace what a folder contains.
 GPU_FOLDER = ROOT / ".cache" / "gpu_compiler" / importlib.metadata.version("jax")
 
 
@@ -87,13 +86,6 @@ def to_install(chip: Chip) -> list[str]:
     """Return pip's arguments."""
     where = [] if chip.is_tpu else ["--target", str(GPU_FOLDER)]
     return where + [f"{name}=={version}" for name, version in requirements(chip).items()]
-
-
-def environment(chip: Chip | None) -> dict[str, str]:
-    """Return the environment variables of the compiling process."""
-    if chip is None or chip.is_tpu:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join([str(GPU_FOLDER), os.environ.get("PYTHONPATH", "")])}
 
 
 def _has(name: str, version: str) -> bool:

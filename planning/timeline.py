@@ -1,7 +1,7 @@
 """Attribute the time of a step in a profiler's trace to layers.
 
 A trace is a perfetto_trace.json.gz. `name_layers` puts layer, part and direction of an operation
-before its name, as in "moe/experts backward dot.12". `operation_s` sums times by them.
+before its name, as in "moe/experts backward dot.12", and sums times by them.
 """
 
 import gzip
@@ -9,7 +9,6 @@ import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 from planning import hlo
 from utils import ConfigError
@@ -25,69 +24,37 @@ CONTAINERS = ("while", "conditional", "call")  # the trace also has the operatio
 Seconds = Counter[tuple[str, str]]  # by (layer, operation)
 
 
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(gzip.decompress(file.read_bytes()))
+def name_layers(file: Path, program: str) -> Seconds:
+    """Put the layer of each operation before its name in a trace; return the seconds of each.
 
+    `other` is what the program does not name. Of a GPU the events of its streams count, whose sums
+    other lines repeat, and else those of the host.
 
-def name_layers(file: Path, program: str) -> None:
-    """Put the layer of each operation of the compiled program before its name in a trace."""
-    known, trace = operation_layers(program), read(file)
-    for event in trace["traceEvents"]:
-        layer, _ = known.get(event.get("args", {}).get("hlo_op", ""), (None, ""))
-        if layer:
-            event["name"] = f"{layer} {event['name']}"
-    file.write_bytes(gzip.compress(json.dumps(trace).encode()))
-
-
-def shares(taken: Seconds) -> dict[str, float]:
-    """Return {layer: share of the total time}, largest first. The shares sum to 1."""
-    layers = Counter()
-    for (layer, _), seconds in taken.items():
-        layers[layer] += seconds
-    return {layer: seconds / taken.total() for layer, seconds in layers.most_common()}
-
-
-def largest(taken: Seconds) -> dict[str, dict[str, float]]:
-    """Return {layer: {operation: share of the total time}} of each layer's three largest."""
-    found = defaultdict(dict)
-    for (layer, name), seconds in taken.most_common():
-        if len(found[layer]) < 3:
-            found[layer][name] = seconds / taken.total()
-    return dict(found)
-
-
-def operation_s(file: Path, program: str) -> Seconds:
-    """Return the seconds of each operation in a trace. `other` is what the program does not name.
-
-    file    a trace without the names of name_layers.
     Raises  ConfigError for a trace without an operation of the program.
     """
     known, taken = operation_layers(program), Counter()
-    for event in operations(read(file)["traceEvents"]):
-        names = event["args"].get("hlo_op", ""), event["name"]
-        found = [known[name] for name in names if name in known]
-        inside = [(layer, name) for layer, name in found if layer]
-        if inside or not found:  # else it is a container
-            taken[inside[0] if inside else ("other", event["name"])] += event["dur"] / 1e6
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    streams = {
+        (e["pid"], e["tid"])
+        for e in trace["traceEvents"]
+        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")
+    }
+    for event in (e for e in trace["traceEvents"] if e.get("ph") == "X"):
+        operation = event.get("args", {}).get("hlo_op")
+        found = [known[name] for name in (operation, event["name"]) if name in known]
+        layer, name = next((f for f in found if f[0]), ("other", event["name"]))
+        counts = (event["pid"], event["tid"]) in streams if streams else operation is not None
+        if counts and (layer != "other" or not found):  # else it is a container
+            taken[layer, name] += event["dur"] / 1e6
+        if layer != "other":
+            event["name"] = f"{layer} {event['name']}"
     if not any(layer != "other" for layer, _ in taken):
         raise ConfigError(
             f"{file} has no operation of the program. Trace one of its steps. A GPU needs CUPTI "
             "and permission to use it."
         )
+    file.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return taken
-
-
-def operations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of a GPU's streams, whose sums other lines repeat, or else the host's."""
-    streams = {
-        (e["pid"], e["tid"])
-        for e in events
-        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")
-    }
-    ran = [{"args": {}} | e for e in events if e.get("ph") == "X"]
-    if streams:
-        return [e for e in ran if (e["pid"], e["tid"]) in streams]
-    return [e for e in ran if "hlo_op" in e["args"]]
 
 
 def operation_layers(program: str) -> dict[str, tuple[str | None, str]]:
@@ -122,3 +89,20 @@ def layer_of(op_name: str) -> str:
     direction = "backward" if "transpose(" in op_name or "first_backward" in words else "forward"
     direction = "recomputed" if "rematted_computation" in words else direction
     return f"{layer or end}{'/' + part if part else ''} {direction}"
+
+
+def shares(taken: Seconds) -> dict[str, float]:
+    """Return {layer: share of the total time}, largest first. The shares sum to 1."""
+    layers = Counter()
+    for (layer, _), seconds in taken.items():
+        layers[layer] += seconds
+    return {layer: seconds / taken.total() for layer, seconds in layers.most_common()}
+
+
+def largest(taken: Seconds) -> dict[str, dict[str, float]]:
+    """Return {layer: {operation: share of the total time}} of each layer's three largest."""
+    found = defaultdict(dict)
+    for (layer, name), seconds in taken.most_common():
+        if len(found[layer]) < 3:
+            found[layer][name] = seconds / taken.total()
+    return dict(found)

@@ -81,8 +81,8 @@ def test_exit_code_and_log_give_the_status():
         (0, "", "ok", ""),
         (None, "", "time", "stopped after 9 s"),
         (1, full, "memory", "RESOURCE_EXHAUSTED"),
-        (2, autotuned, "failed", "exit code 2: error: the loss is not finite"),
-        (-6, "", "failed", "SIGABRT: nothing in its log"),
+        (2, autotuned, "failed", "the loss is not finite"),
+        (-6, "", "failed", "stopped with SIGABRT"),
     ):
         found = gpu.status_of(code, log, 9)
         assert found["status"] == status and error in found.get("error", "")

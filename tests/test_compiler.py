@@ -16,7 +16,7 @@ JAX = importlib.metadata.version("jax")
     ("code", "log", "said"),
     [
         (-6, "one\nF0101 x.cc:1] Check failed: a == b\nlast", "SIGABRT: .*Check failed: a == b"),
-        (-9, "", "the compiler stopped with SIGKILL"),
+        (-9, "", "the process stopped with SIGKILL"),
         (1, "one\nRuntimeError: no\n", "^RuntimeError: no"),
         (1, "error: --model.x 1 is wrong.\nlast", "^--model.x 1 is wrong"),
         (3, "", "exit code 3"),
@@ -67,6 +67,6 @@ def test_gpus_are_on_as_few_hosts_as_they_fill_and_described_with_their_figures(
 
 def test_the_child_queries_no_cloud_and_keeps_other_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_a=1", *XLA_FLAGS]))
-    environment = compiler.child_environment()
+    environment = compiler.child_environment(hardware.CHIPS["v4"])
     assert environment["XLA_FLAGS"] == "--xla_a=1"
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"

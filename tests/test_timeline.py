@@ -45,12 +45,12 @@ def test_kernels_of_a_gpu_count_once_and_by_name_if_they_have_no_operation(tmp_p
             ("launch", 2, 7, 100, "mul.3"),  # of the host
         ],
     )
-    taken = timeline.operation_s(file, PROGRAM)
+    taken = timeline.name_layers(file, PROGRAM)
     assert timeline.shares(taken) == {"mlp forward": 0.4, "update": 0.4, "other": 0.2}
     assert timeline.largest(taken)["mlp forward"] == {"loop_add_fusion.1": 0.4}
     file = trace_of(tmp_path / "t.json.gz", {7: "Stream #7"}, [("nothing", 1, 7, 1, "known.9")])
     with pytest.raises(ValueError, match="no operation of the program"):
-        timeline.operation_s(file, PROGRAM)
+        timeline.name_layers(file, PROGRAM)
 
 
 def test_named_scopes_give_layer_part_and_direction():

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import common, gpu, mesh, peer, reference
+from benchmarks import common, gpu, peer, reference
 from benchmarks.common import with_values
 from conftest import ROOT
 from planning import cost
@@ -14,7 +14,7 @@ from planning import cost
 # --- programs in this process ---------------------------------------------------------------------
 
 
-def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
+def test_reference_compares_programs(capsys, monkeypatch):
     """With a step that only counts. A real one takes long to compile."""
 
     def count(state, batch, schedule):
@@ -24,15 +24,14 @@ def test_mesh_and_reference_compare_programs(capsys, monkeypatch):
     monkeypatch.setattr(common.train, "jitted_step", lambda *_: jitted)
     monkeypatch.setattr(common.train, "planned_bytes", lambda *_: 2**20)
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
-    mesh.main([])
-    assert "tokens/s of 8 devices over 1: " in capsys.readouterr().out
-    monkeypatch.setattr(common, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0])
+    monkeypatch.setattr(common, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0, 5.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)
     monkeypatch.setattr(reference, "matmul_flops_per_s", lambda *_: 100e9)
     reference.main([])
     text = " ".join(capsys.readouterr().out.split())
     assert "1.000 │ 2,048 │ 50.0 │ 1.250 │ 1 │" in text
     assert "2 virtual stages: bound of compiled over model FLOPs 1.15 x 1.125" in text
+    assert "tokens/s of 8 devices over 1: 2.50" in text
     assert "reaches 50% of the 100.0 GFLOP/s of a 2048 x 2048 x 2048" in text
 
 
@@ -102,7 +101,7 @@ def test_both_train_in_turns_from_the_same_first_loss(capsys):
     sizes |= {"first_k_dense_replace": 1}
     batch = {"global_batch_size": 2, "seq_len": 32, "microbatches": 2}
     config = with_values(peer.config_of_both("moe"), model=sizes, train=batch)
-    peer.compare(config, peer.Flags(turns=2, compile=False))  # compares the losses
+    peer.compare(config, turns=2, compile=False)  # compares the losses
     text = capsys.readouterr().out
     assert "this project over the better of the others: " in text
     assert "DeepseekV3ForCausalLM, eager" in text
