@@ -29,6 +29,7 @@ from planning.results import SEARCHED_FLAGS, Compiled, Plan, gib
 from runtime import cli, errors
 from utils import ConfigError
 
+MOST_CHIPS = 2**17
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -103,8 +104,8 @@ def check_flags(flags: Flags) -> None:
             raise ConfigError(f"--{name} goes with --compile. Use --compile --{name} ...")
     if flags.hlo:
         cli.check_writable("hlo", flags.hlo)
-    if flags.chips < 0 or not 0 <= flags.tokens < math.inf:
-        raise ConfigError("--chips and --tokens are counts. Use 0 or more.")
+    if not 0 <= flags.chips <= MOST_CHIPS or not 0 <= flags.tokens < math.inf:
+        raise ConfigError(f"--chips and --tokens are counts. Use 0 to {MOST_CHIPS} chips.")
 
 
 def check_memory(plan: Plan) -> None:

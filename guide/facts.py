@@ -105,8 +105,8 @@ EXACT = {
     "twice-loss": ("{:.1f} %", "100 * lost_share(2 * math.sqrt(2 * 5 * 21600), 5, 21600)"),
     # Plans beside compiled programs.
     "programs": ("{}", "len(over_compiled(3))", "tests/make_compiled.py --print"),
-    "h100-time-error": ("{:.0f} %", "100 * rates.RATES['h100'].error", "planning/rates.py"),
-    "h100-memory-share": ("{:.0f} %", "100 * rates.RATES['h100'].memory", "planning/rates.py"),
+    "h100-time-error": ("{:.0f} %", "100 * rates.ERROR", "planning/rates.py"),
+    "h100-memory-share": ("{:.0f} %", "100 * rates.MEMORY", "planning/rates.py"),
 }
 PREDICTED = {
     "memory-step": ("{:.2f} GiB", "plan().memory_bytes_per_chip / GIB", PLAN),

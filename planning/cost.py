@@ -15,8 +15,8 @@ What a trace does not show is a rule, each in one place:
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -89,6 +89,7 @@ class Step:
         self.useful = self.schedule.tasks_per_rank * self.chunk_blocks
         self.run = (self.schedule.tasks_per_rank + mesh.pipeline - 1) * self.chunk_blocks
         self._trace(shared)
+        self.executions = list(executions(self))
 
     def _trace(self, shared: bool) -> None:
         c = self.config
@@ -115,10 +116,6 @@ class Step:
             return counts
         return int(counts[self.column if len(counts) > 1 else 0])
 
-    @cached_property
-    def executions(self) -> list[tuple[jaxpr.Op, str, int]]:
-        return list(executions(self))
-
     def axes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of more than one rank, in the order of the mesh."""
         return tuple(a for a in MESH_AXES if a in axes and self.ranks[a] > 1)
@@ -137,21 +134,9 @@ class Step:
         """Return the peak bytes of a layer's backward pass besides weights and residuals."""
         return self.count(layer.alive(self.config.train.remat))
 
-    @cached_property
-    def block_saved(self) -> int:
-        """Bytes that a block saves for its backward pass."""
-        return sum(self.saved(layer) * count for layer, count in self.block)
-
-    @cached_property
-    def prefix_saved(self) -> int:
-        """Bytes that all layers of the prefix save for their backward pass."""
-        return sum(self.saved(layer) * count for layer, count in self.prefix)
-
-    @cached_property
-    def block_elements(self) -> int:
-        """Elements of one block's weights, gathered along fsdp."""
-        blocks = self.config.mesh.virtual * self.chunk_blocks  # on this chip
-        return sum(w.gathered for w in self.weights if w.part == "block") // blocks
+    def held(self, layers: list[tuple[TracedFunction, int]]) -> int:
+        """Return the bytes that layers save for their backward pass."""
+        return sum(self.saved(layer) * count for layer, count in layers)
 
 
 class LocalWeight(NamedTuple):
@@ -159,7 +144,6 @@ class LocalWeight(NamedTuple):
 
     own: int  # at rest
     gathered: int  # in use, after the gather along fsdp
-    is_gathered: bool
     byte: int  # bytes of an element in use
     part: str  # block, prefix or end
     replicated: tuple[str, ...]  # mesh axes that it is replicated over
@@ -175,10 +159,10 @@ def local_weights(config: Config) -> list[LocalWeight]:
     parts["end"] = w.first.replace(prefix=None), w.last
 
     def local(w: Weight, part: str) -> LocalWeight:
-        own, gathered = w.size // math.prod(ranks[a] for a in w.axes), w.gathered_dim is not None
+        own = w.size // math.prod(ranks[a] for a in w.axes)
+        whole = own if w.gathered_dim is None else own * ranks["fsdp"]
         replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
-        whole = own * ranks["fsdp"] if gathered else own
-        return LocalWeight(own, whole, gathered, FLOAT if w.float32 else byte, part, replicated)
+        return LocalWeight(own, whole, FLOAT if w.float32 else byte, part, replicated)
 
     return [local(w, part) for part, tree in parts.items() for w in jax.tree.leaves(tree)]
 
@@ -235,17 +219,15 @@ def model_flops(step: Step) -> float:
     There is no recomputation and no bubble, and the prefix runs once. Every capacity slot and the
     padded vocabulary count. Backward is twice forward.
     """
-
-    def forward(ops: Iterable[tuple[jaxpr.Op, int]]) -> int:
-        products = ((op, n) for op, n in ops if op.flops is not None and not op.transposed)
-        return sum(step.count(op.flops) * n for op, n in products)
-
-    def layers(calls: list[tuple[TracedFunction, int]]) -> int:
-        return sum(n * forward(layer.forward) for layer, n in calls)
-
-    prefix = step.M * layers(step.prefix) / step.config.mesh.pipeline  # every rank runs all of it
-    last = step.last_M * forward(jaxpr.costs(step.last.ops))
-    return 3 * (last + step.useful * layers(step.block) + prefix)
+    products = [(op, times) for op, kind, times in step.executions if kind == "forward"]
+    # Every pipeline rank runs all of the prefix.
+    others = step.config.mesh.pipeline - 1
+    prefix = [(op, step.M * n * times) for layer, n in step.prefix for op, times in layer.forward]
+    forward, repeated = (
+        sum(step.count(op.flops) * times for op, times in found if op.flops is not None)
+        for found in (products, prefix)
+    )
+    return 3 * (forward - repeated * others / step.config.mesh.pipeline)
 
 
 @cache
@@ -335,7 +317,7 @@ def _weight_sends(step: Step, add: Callable[..., None], narrow: bool) -> None:
     for w in step.weights:
         per_layer = step.per_layer and w.part in passes_of
         forward, backward, parts = passes_of[w.part] if per_layer else (1, 1, 1)
-        if w.is_gathered:
+        if w.gathered > w.own:
             add("weights", ("fsdp",), "all-gather", w.gathered // parts * w.byte, forward)
             grad = w.byte if narrow and per_layer else FLOAT
             add("gradients", ("fsdp",), "reduce-scatter", w.own // parts * grad, backward)
@@ -358,9 +340,10 @@ def memory(step: Step) -> dict[str, int]:
         parts["gradients"] += used * FLOAT
     parts["optimizer state"] = step.optimizer_bytes
     parts["batch"] = 4 * step.M * step.bT * FLOAT
-    parts["saved activations"] = _ring_bytes(step)
+    ring = step.schedule.ring_slots * step.chunk_blocks  # of residuals
+    parts["saved activations"] = ring * step.held(step.block)
     if step.schedule.single_stage:
-        parts["saved activations"] += step.prefix_saved
+        parts["saved activations"] += step.held(step.prefix)
     parts["pipeline buffers"] = 4 * step.x_bytes
     part, size = max(_temporary(step).items(), key=lambda item: item[1])
     parts[part] = size
@@ -369,24 +352,21 @@ def memory(step: Step) -> dict[str, int]:
     return dict(parts)
 
 
-def _ring_bytes(step: Step) -> int:
-    """Return the bytes of the ring of residuals."""
-    return step.schedule.ring_slots * step.chunk_blocks * step.block_saved
-
-
 def _temporary(step: Step) -> dict[str, int]:
     """Return the bytes that only one phase of a step needs, by phase."""
     # The output matrix's input and its gradient, for the chunks that the trace does not have.
     more = 2 * (step.b - step.last_b) * step.x_bytes * step.ranks["tensor"] // step.b
     # A block's weights and their gradients, its part of the ring, and one of its layers.
-    block = 2 * step.block_elements * step.byte + step.block_saved
+    blocks = step.config.mesh.virtual * step.chunk_blocks  # on this chip
+    elements = sum(w.gathered for w in step.weights if w.part == "block") // blocks
+    block = 2 * elements * step.byte + step.held(step.block)
     found = {
         "logits": step.count(step.last.peak) + more,
         "one layer": block + max(step.alive(layer) for layer, _ in step.block),
     }
     if step.prefix:
         # All layers of the prefix, if their forward pass runs again before their backward pass.
-        held = 0 if step.schedule.single_stage else step.prefix_saved
+        held = 0 if step.schedule.single_stage else step.held(step.prefix)
         found["prefix layers"] = held + max(step.alive(layer) for layer, _ in step.prefix)
     return found
 

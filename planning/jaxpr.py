@@ -58,7 +58,7 @@ FUSED = frozenset([
 ])  # fmt: skip
 
 READS = FUSED | {"gather"}
-IN_PLACE = ("scan", "while", "scatter", "scatter-add", "dynamic_update_slice")
+IN_PLACE = (*FUSED, "scan", "while", "scatter", "scatter-add", "dynamic_update_slice")
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,9 @@ class Sizes:
     traced: int = 0
     batches: tuple[int, ...] = (1,)
 
-    @cached_property
-    def _sequences(self) -> Count:
-        return np.array(self.batches)
-
     def __call__(self, number: int) -> Count:
         if self.traced and number % self.traced == 0:
-            return number // self.traced * self._sequences
+            return number // self.traced * np.array(self.batches)
         return np.full(len(self.batches), number)
 
 
@@ -116,16 +112,9 @@ class Op:
         return sum((value.bytes for value in (*self.inputs, *self.outputs)), 0)
 
     @property
-    def fused(self) -> bool:
-        return self.eqn.primitive.name in FUSED
-
-    @property
-    def reads_fused(self) -> bool:
-        return self.eqn.primitive.name in READS
-
-    @property
-    def in_place(self) -> bool:
-        return self.fused or self.eqn.primitive.name in IN_PLACE
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.eqn.primitive.name
 
     @cached_property
     def body_peak(self) -> Count:
@@ -272,24 +261,18 @@ def _part(scope: str) -> str:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-def costs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yield products and collectives, with how often each runs."""
+def runs(ops: Iterable[Op], times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Yield operations, in loops too, with how often each runs."""
     for op in ops:
         if op.body:
-            yield from costs(op.body.ops, times * op.times)
-        elif op.send or op.flops is not None:
+            yield from runs(op.body.ops, times * op.times)
+        else:
             yield op, times
 
 
-def calls(ops: Iterable[Op], name: str, times: int = 1) -> dict[int, int]:
-    """Return {number: calls} of the functions called name + number, which a Reader skipped."""
-    found: dict[int, int] = {}
-    for op in ops:
-        if op.body:
-            found |= calls(op.body.ops, name, times * op.times)
-        elif (called := str(op.eqn.params.get("name"))).startswith(name):
-            found[int(called.removeprefix(name))] = times
-    return found
+def costs(ops: Iterable[Op]) -> list[tuple[Op, int]]:
+    """Return products and collectives, with how often each runs."""
+    return [(op, times) for op, times in runs(ops) if op.send or op.flops is not None]
 
 
 def depending(ops: Iterable[Op], values: Iterable[Value]) -> set[Value]:
@@ -367,8 +350,8 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
 
     elsewhere  values that are counted elsewhere. So are values that nothing here reads.
     """
-    made = {value for op in ops for value in op.outputs if not op.fused}
-    made |= {value for op in ops if not op.reads_fused for value in op.inputs}
+    made = {value for op in ops for value in op.outputs if op.name not in FUSED}
+    made |= {value for op in ops if op.name not in READS for value in op.inputs}
     last: dict[Value, int] = {value: i for i, op in enumerate(ops) for value in op.inputs}
     for i, op in reversed(list(enumerate(ops))):
         until = [last.get(value, i) for value in op.outputs if value not in made]
@@ -388,7 +371,7 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
         inside = op.body_peak if op.body else 0
         items = {value.itemsize for value in new}
         usable = sum((v.bytes for v in ends.get(i, ()) if v.itemsize in items), 0)
-        over = np.minimum(usable, size) if op.in_place else 0
+        over = np.minimum(usable, size) if op.name in IN_PLACE else 0
         most = np.maximum(most, live + size - over + inside + _scratch(op))
         live = live + size - freed
     return most
@@ -396,6 +379,6 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
 
 def _scratch(op: Op) -> Count | int:
     """Splash's forward kernel writes its log-sum-exp as wide as a TPU's vector registers."""
-    foreign = op.eqn.primitive.name == "foreign_kernel"
+    foreign = op.name == "foreign_kernel"
     is_splash = foreign and op.eqn.params["function"].__name__ == "splash_forward"
     return LANES * op.outputs[1].bytes if is_splash else 0

@@ -33,8 +33,8 @@ FLOPS_RULE = (
 )
 TIME_RULE = (
     "Compute is the FLOPs, and memory the operands and results of products and the updated state, "
-    "at {compute:.0%} of the peak and {memory:.0%} of the bandwidth. Links have their full "
-    "bandwidth, which was not measured."
+    f"at {rates.COMPUTE:.0%} of the peak and {rates.MEMORY:.0%} of the bandwidth. Links have their "
+    "full bandwidth, which was not measured."
 )
 
 
@@ -104,11 +104,8 @@ def memory_table(plan: Plan) -> Group:
     if plan.chip:
         usable = usable_bytes(plan.chip)
         limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
-        note = f"fits: {total / usable:.0%} of {limit}"
-        if not p.fits:
-            note = (
-                f"does not fit: {gib(total - usable)} more than {limit}. --search finds what fits"
-            )
+        fits = "fits" if p.fits else "does not fit (--search finds what fits)"
+        note = f"{fits}: {total / usable:.0%} of {limit}"
     return table("Memory per chip", ("part", "GiB", "share"), rows, sums, note=note)
 
 
@@ -154,9 +151,7 @@ def time_table(plan: Plan) -> Group:
         hours = plan.tokens / rate / 3600
         duration = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours"
         steps.append((f"{line}{duration} to {plan.tokens:.3g} tokens", f"{1e3 * seconds:,.3g}"))
-    reached = rates.rates_of(p.chip)
-    rule = TIME_RULE.format(compute=reached.compute, memory=reached.memory)
-    note = f"Accuracy: {rates.accuracy(p.chip)}. {rule} {hardware.MFU_RULE}"
+    note = f"Accuracy: {rates.accuracy(p.chip)}. {TIME_RULE} {hardware.MFU_RULE}"
     return table("Time of a step", ("resource", "ms"), rows, steps, note=note)
 
 

@@ -21,7 +21,6 @@ from hardware import Chip, platform_of
 from planning import cost
 from planning.results import (
     MESH_FLAGS,
-    USABLE,
     Candidate,
     MeshShape,
     SearchResult,
@@ -30,8 +29,6 @@ from planning.results import (
 )
 from runtime import cli
 from utils import Config, ConfigError, get
-
-MOST_CHIPS = 2**17
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
@@ -61,9 +58,14 @@ def search(
     fixed   flags of SEARCHED_FLAGS that keep the config's value.
     Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
-    best, small, rejected, tried = [], [], {}, 0
-    meshes = allowed(config, chips, fixed)
-    for mesh in track(meshes, "meshes", console=Console(stderr=True), transient=True):
+    sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
+    shapes = [
+        mesh
+        for mesh in meshes(chips, config.mesh.replica)
+        if all(size in (None, n) for size, n in zip(sizes, mesh, strict=True))
+    ]
+    best, least, rejected, tried = [], {}, {}, 0
+    for mesh in track(shapes, "meshes", console=Console(stderr=True), transient=True):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
         if not candidates:
@@ -71,39 +73,18 @@ def search(
         elif (chosen := best_of(candidates)).predicted.fits:
             best.append(chosen)
         else:
-            small.append(chosen)
+            least[mesh] = chosen.memory
             rejected[mesh] = f"needs {gib(chosen.memory)} of {gib(usable_bytes(chip))} at least"
     if not best:
+        flags = ("mesh.replica", *sorted(fixed))
+        mesh = min(least, key=least.get) if least else next(iter(rejected), None)
+        closest = f" The closest is (fsdp, pipeline, tensor) = {mesh}: {rejected.get(mesh)}"
         raise ConfigError(
-            too_large(min(small, key=lambda one: one.memory), chip, chips)
-            if small
-            else no_mesh(config, chips, fixed, rejected)
+            f"--chips {chips} {' '.join(f'--{flag} {get(config, flag)}' for flag in flags)}: the "
+            "model fits on no mesh. Use another number of chips, omit flags, or use a smaller "
+            f"--train.global_batch_size.{closest if mesh else ''}"
         )
     return SearchResult(sorted(best, key=lambda one: one.order), rejected, tried)
-
-
-def allowed(config: Config, chips: int, fixed: frozenset[str]) -> list[MeshShape]:
-    """Return the meshes of `chips` chips that keep the fixed sizes.
-
-    Raises  ConfigError if there are none.
-    """
-    if chips > MOST_CHIPS:
-        raise ConfigError(f"--chips {chips} is more than {MOST_CHIPS}. Use at most {MOST_CHIPS}.")
-    sizes = {flag: get(config, flag) for flag in MESH_FLAGS if flag in fixed}
-    found = [
-        mesh
-        for mesh in meshes(chips, config.mesh.replica)
-        if all(mesh[MESH_FLAGS.index(flag)] == size for flag, size in sizes.items())
-    ]
-    if not found:
-        if config.mesh.replica > 1:
-            sizes["mesh.replica"] = config.mesh.replica
-        given, factor = " ".join(f"--{f} {n}" for f, n in sizes.items()), math.prod(sizes.values())
-        raise ConfigError(
-            f"--chips {chips} does not match {given}. Use a multiple of {factor}, or omit the "
-            "mesh flags to search for a mesh."
-        )
-    return found
 
 
 def candidates_on(
@@ -178,27 +159,3 @@ def _remat_policies(config: Config, chip: Chip | None) -> list[str]:
     names.sort(key=lambda name: -saved[name] / held[name])
     some = [names[:n] for n in range(len(names), 0, -1)]
     return ["none", *(",".join(n for n in utils.REMAT_NAMES if n in kept) for kept in some), "full"]
-
-
-def too_large(least: Candidate, chip: Chip, chips: int) -> str:
-    """Return the error message for a config whose smallest candidate does not fit."""
-    usable = usable_bytes(chip)
-    return (
-        f"the config fits on no mesh of {chips} {chip.name}: at best {gib(least.memory - usable)} "
-        f"per chip are missing. The smallest candidate needs {gib(least.memory)} of "
-        f"{gib(usable)} usable ({USABLE:.0%} of {gib(chip.memory_bytes)}), with "
-        f"{least.command_line}. Use more chips, or a smaller --train.global_batch_size."
-    )
-
-
-def no_mesh(
-    config: Config, chips: int, fixed: frozenset[str], rejected: dict[MeshShape, str]
-) -> str:
-    """Return the error message for a model that cannot be sharded over any mesh."""
-    mesh, reason = next(iter(rejected.items()))
-    given = " ".join(f"--{flag} {get(config, flag)}" for flag in sorted(fixed))
-    return (
-        f"--chips {chips}: {f'with {given} ' if given else ''}the model divides over no mesh of "
-        f"{chips} chips. Use another number of chips{', or omit these flags' if given else ''}. "
-        f"For example, (fsdp, pipeline, tensor) = {mesh}: {reason}"
-    )

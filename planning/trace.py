@@ -63,11 +63,11 @@ class TracedFunction:
     @cached_property
     def forward(self) -> list[tuple[Op, int]]:
         """Products and collectives of the forward pass, with how often each runs."""
-        return list(jaxpr.costs(self.passes[0]))
+        return jaxpr.costs(self.passes[0])
 
     @cached_property
     def backward(self) -> list[tuple[Op, int]]:
-        return list(jaxpr.costs(self.passes[1]))
+        return jaxpr.costs(self.passes[1])
 
     @cache  # noqa: B019  a traced function lives as long as the process
     def remat(self, names: str) -> jaxpr.Remat:
@@ -183,8 +183,12 @@ def stage_functions(
         found["first"] = trace_function(outer, first, x, run.w.outer)
         callers = {"block": outer.read(block).ops, "prefix": found["first"].passes[0]}
         for name, ops in callers.items():
-            calls = jaxpr.calls(ops, LAYER)
-            found[name] = [(layers[number], times) for number, times in calls.items()]
+            called = ((str(op.eqn.params.get("name")), times) for op, times in jaxpr.runs(ops))
+            found[name] = [
+                (layers[int(layer.removeprefix(LAYER))], times)
+                for layer, times in called
+                if layer.startswith(LAYER)
+            ]
 
     with_executor(config, kernel, wrap, visit)
     return StageFunctions(**found)

@@ -242,7 +242,7 @@ MEASURED_S = {"dense_124m": 0.362, "dense_1b": 1.069, "moe_1b": 0.808, "moe_124m
 def test_predicted_times_are_as_far_from_measured_steps_as_reports_say():
     configs = {name: gpu.config_of(f"{name}-none", toy=False) for name in MEASURED_S}
     ratios = [cost.predict(configs[name], H100).step_s / s for name, s in MEASURED_S.items()]
-    error = rates.RATES["h100"].error
+    error = rates.ERROR
     assert max(abs(ratio - 1) for ratio in ratios) < error <= 0.25
     assert f"within {error:.0%} " in rates.accuracy(H100)
     assert "not measured on a v4" in rates.accuracy(V4)
@@ -253,7 +253,7 @@ def test_parts_sum_to_the_totals():
     assert sum(p.memory.values()) == p.memory_bytes_per_chip
     assert sum(sum(ways.values()) for ways in p.flops.values()) == p.flops_per_chip
     assert sum(p.collective_bytes_per_chip.values()) == sum(t.result_bytes for t in p.traffic)
-    assert p.seconds["compute"] == p.flops_per_chip / (rates.rates_of(V4).compute * V4.flops)
+    assert p.seconds["compute"] == p.flops_per_chip / (rates.COMPUTE * V4.flops)
     assert p.chip_s == p.seconds["compute"] + p.seconds["memory"]
     assert p.chip_s < p.step_s == sum(p.seconds.values())
     per_token = p.mfu_flops_per_token / (p.chips * V4.flops)

@@ -42,7 +42,7 @@ def test_json_and_tables_have_the_figures_of_the_prediction(capsys):
 def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(capsys):
     one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.remat=none"]
     text = printed(capsys, *JAXFORMER, "--chip", "v5e", *one)
-    assert "does not fit: 49.80 GiB more" in text and "--search finds what fits" in text
+    assert "does not fit (--search finds what fits): 466% of 13.60 GiB usable" in text
     three = ["--mesh.pipeline=3", "--model.num_hidden_layers=54", "--model.vocab_size=99840"]
     text = printed(capsys, *JAXFORMER, *one, *three)
     assert "No usual slice of v4 has 3 chips" in text
@@ -83,7 +83,8 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
         ("--hlo x", "--hlo goes with --compile"),
         ("--topology 2x2", "--topology goes with --compile"),
         ("--compile --hlo /proc/x", "--hlo /proc/x cannot be written"),
-        ("--tokens nan", "Use 0 or more"),
+        ("--tokens nan", "--tokens are counts"),
+        ("--chips 1000000000", "Use 0 to 131072 chips"),
         ("--model.capacity_factor inf", "inf is out of range. Use a finite number"),
         ("--chip h100-pcie --compile", "does not describe this GPU"),
         ("--chip h100 --compile --topology 2x2", "--topology is for TPU slices"),

@@ -140,6 +140,6 @@ def test_a_config_that_fits_nowhere_reports_the_missing_memory():
     large = {"model.hidden_size": 8192, "model.num_hidden_layers": 384, "train.remat": "full"}
     large |= {"mesh.virtual": 1, "train.microbatches": 8}
     flags = [f"--{flag}={value}" for flag, value in large.items()]
-    message = "fits on no mesh of 8 v5e: at best .*GiB per chip are missing.*Use more chips"
+    message = "--chips 8 .*fits on no mesh. Use another.*: needs .* GiB of 13.60 GiB at least"
     with pytest.raises(ValueError, match=message):
         plan.main([*JAXFORMER, "--chip=v5e", "--chips=8", *flags])
