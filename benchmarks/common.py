@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-import hardware
 import model
 import pipeline
 import sharded_model
@@ -177,12 +176,6 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     values = [*values]
     middle, least, most = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
-
-
-def flops_per_token(config: Config) -> float:
-    """Return model FLOPs as MFU counts them."""
-    declared, T = model.declare(config), config.train.seq_len
-    return hardware.palm_flops_per_token(config.model, declared, T)
 
 
 def matmul_flops_per_s(size: int, dtype: Any, in_flight: int) -> float:

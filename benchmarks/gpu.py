@@ -42,9 +42,10 @@ import train
 import utils
 import weights
 from benchmarks import common
-from benchmarks.common import ROOT, Program, flops_per_token, with_values
+from benchmarks.common import ROOT, Program, with_values
 from hardware import Chip
 from planning import compiler, cost, timeline
+from planning.results import Prediction
 from runtime import cli, jsonl, provenance
 from utils import GIB, Config, ConfigError
 
@@ -106,7 +107,7 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         program = common.compile_step(config)
         compiler_bytes = train.planned_bytes(program.step)
         yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
-        yield profile(program, folder / row) if "profile" in row else time_steps(program, chip)
+        yield profile(program, folder / row) if "profile" in row else time_steps(program, plan)
 
 
 def accelerator(toy: bool) -> jax.Device:
@@ -135,7 +136,7 @@ def machine(chip: Chip | None, size: int) -> Record:
     return {"flops_per_s": rate, "smi": medians, "text": text}
 
 
-def time_steps(program: Program, chip: Chip | None) -> Record:
+def time_steps(program: Program, plan: Prediction) -> Record:
     """Measure the median step after the warm-up steps. Raises ConfigError for non-finite losses."""
     with monitor() as medians:
         steps = itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS)
@@ -144,11 +145,10 @@ def time_steps(program: Program, chip: Chip | None) -> Record:
     if not all(map(math.isfinite, losses)):
         raise ConfigError(f"the loss of these steps is not finite: {losses}")
     step_s = statistics.median(seconds[WARMUP_STEPS:])
-    rate = program.tokens / step_s
     return {
         "step_s": step_s,
-        "tokens_per_s": rate,
-        "mfu": chip and rate * flops_per_token(program.config) / chip.flops,
+        "tokens_per_s": plan.tokens_per_s(step_s),
+        "mfu": plan.chip and plan.mfu(step_s),
         "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
         "steps_s": seconds,
         "losses": losses,
@@ -165,12 +165,13 @@ def profile(program: Program, folder: Path) -> Record:
         next(steps)
     file = max(folder.rglob("perfetto_trace.json.gz"))  # the newest: its folders are dated
     taken = timeline.name_layers(file, program.step.as_text())
-    shares, largest = timeline.shares(taken), timeline.largest(taken)
     lines = [f"{taken.total():.4g} s of kernels in a step; open {file} in ui.perfetto.dev"]
-    for layer, share in shares.items():
-        kernels = ", ".join(f"{name} {part:.1%}" for name, part in largest[layer].items())
-        lines.append(f"  {share:6.1%}  {layer:26}{kernels}")
-    return {"busy_s": taken.total(), "shares": shares, "kernels": largest, "text": "\n".join(lines)}
+    shares, kernels = {}, {}
+    for layer, parts in timeline.shares(taken).items():
+        shares[layer], kernels[layer] = sum(parts.values()), dict([*parts.items()][:3])
+        largest = ", ".join(f"{name} {part:.1%}" for name, part in kernels[layer].items())
+        lines.append(f"  {shares[layer]:6.1%}  {layer:26}{largest}")
+    return {"busy_s": taken.total(), "shares": shares, "kernels": kernels, "text": "\n".join(lines)}
 
 
 # --- the check ------------------------------------------------------------------------------------

@@ -9,21 +9,23 @@ import hardware
 import train
 import utils
 import weights
-from benchmarks.common import STEPS, compile_step, flops_per_token, step_seconds
+from benchmarks.common import STEPS, compile_step, step_seconds
 from runtime import cli
 
 
 def main(arguments: list[str]) -> None:
     program = compile_step(cli.parse(arguments))
+    config, declared = program.config, program.declared
     [seconds] = step_seconds([program])
     devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind
     rate, chip = program.tokens / seconds, hardware.chip_of_kind(kind)
-    achieved = rate * flops_per_token(program.config) / devices
+    per_token = hardware.palm_flops_per_token(config.model, declared, config.train.seq_len)
+    achieved = rate * per_token / devices
     mfu = f"unknown: hardware.py has no peak for {kind!r}"
     if chip:
         mfu = f"{achieved / chip.flops:.1%} of {chip.flops / 1e12:.0f} TFLOP/s"
     memory, source = train.peak_bytes(program.mesh, program.step)
-    total, active = weights.count(program.declared)
+    total, active = weights.count(declared)
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
     print(f"compile        {program.compile_s:.1f} s")
     print(f"step           {seconds:.4f} s (median of {STEPS})")

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import NamedSharding
 
 import hardware
 import model
 import optimizer
 import sharded_model
+import train
 import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel, computed_share
@@ -107,8 +107,9 @@ class Step:
         mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)
         alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
         share = computed_share(c, self.platform)
-        found = trace.stage_functions(alone, self.kernel, share, batches)
-        self.block, self.prefix, self.first = found.block, found.prefix, found.first
+        self.block, self.prefix, self.first = trace.stage_functions(
+            alone, self.kernel, share, batches
+        )
 
     def count(self, counts: np.ndarray | int) -> int:
         """Select this step's count from those of a trace for several batch sizes."""
@@ -134,7 +135,7 @@ class Step:
         """Return the peak bytes of a layer's backward pass besides weights and residuals."""
         return self.count(layer.alive(self.config.train.remat))
 
-    def held(self, layers: list[tuple[TracedFunction, int]]) -> int:
+    def held(self, layers: trace.Layers) -> int:
         """Return the bytes that layers save for their backward pass."""
         return sum(self.saved(layer) * count for layer, count in layers)
 
@@ -249,15 +250,10 @@ def matrices(config: Config) -> jaxpr.Program | None:
 
 @cache
 def optimizer_bytes(config: Config) -> int:
-    """Return the bytes of one chip's optimizer state, which has the layout of the weights."""
-    mesh = trace.abstract_mesh(config)
-
-    def shard(w: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, w.spec).shard_shape(w.shape), jnp.float32)
-
-    own = jax.tree.map(shard, declared(config))
-    state = jax.eval_shape(optimizer.make_optimizer(config, declared(config)).init, own)
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+    """Return the bytes of one chip's optimizer state."""
+    state = train.abstract_state(config, declared(config), trace.abstract_mesh(config))
+    arrays = jax.tree.leaves(state.optimizer)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
 # --- traffic --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from attention_kernels.adapter import GPU_TILE
 from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
+Shapes = tuple[Shape, ...]  # of a result; several for a tuple
 Cost = dict[Any, float]  # {what is counted: how much}
 CostOf = Callable[["Instruction", "Computation"], Cost]  # of one execution
 BranchShare = Callable[[str], Sequence | None]  # op_name -> share of executions of each branch
@@ -52,7 +53,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((
 @dataclass(frozen=True)
 class Instruction:
     name: str
-    shapes: tuple[Shape, ...]  # of the result; several for a tuple
+    shapes: Shapes
     opcode: str
     argument: str  # the text in the parentheses
     attributes: str  # the text behind them
@@ -297,18 +298,18 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def collective_cost(instruction: Instruction, computation: Computation) -> Cost:
-    """Return {kind: bytes of results} of a collective, or nothing.
+def collective_of(instruction: Instruction, computation: Computation) -> tuple[str, Shapes]:
+    """Return the kind and the results of a collective, or "" and nothing.
 
     An asynchronous collective counts at its end. Its start has more results.
     """
     kind = instruction.opcode.removesuffix("-done")
     if kind not in COLLECTIVES:
-        return {}
+        return "", ()
     slices = [i for i in computation.values() if _is_slice_of(instruction, i, computation)]
     if kind == "all-reduce" and slices:  # a reduce-scatter in a TPU's fusion
-        kind, instruction = "reduce-scatter", slices[0]
-    return {kind: result_bytes(instruction)}
+        return "reduce-scatter", slices[0].shapes
+    return kind, instruction.shapes
 
 
 def _is_slice_of(whole: Instruction, slice: Instruction, computation: Computation) -> bool:
@@ -341,14 +342,14 @@ def collectives(
         first = instruction
         if instruction.opcode.endswith("-done"):
             first = computation.get(instruction.operands[0], instruction)
-        if kind := between_slices(first):
-            found = {kind: shape_bytes(instruction.shapes[0])} if first is not instruction else {}
-            axes = tuple(mesh)[:1]
-        else:
-            found = collective_cost(instruction, computation)
-            axes = group_axes(first, mesh) if found else ()
+        kind, results = collective_of(instruction, computation)
+        axes = group_axes(first, mesh) if results else ()
+        if first is not instruction and (between := between_slices(first)):
+            kind, results, axes = between, instruction.shapes[:1], tuple(mesh)[:1]
+        if not axes:
+            return {}
         overlapped = first is not instruction and _computes(first, instruction, computation)
-        return {Collective(axes, kind, overlapped): n for kind, n in found.items() if axes}
+        return {Collective(axes, kind, overlapped): sum(map(shape_bytes, results))}
 
     return executed(text, cost, branch_share)
 
@@ -406,7 +407,3 @@ def shape_bytes(shape: Shape) -> int:
     kind, dims = shape
     bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
     return -(-math.prod(dims) * bits // 8)
-
-
-def result_bytes(instruction: Instruction) -> int:
-    return sum(map(shape_bytes, instruction.shapes))

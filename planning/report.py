@@ -111,17 +111,19 @@ def memory_table(plan: Plan) -> Group:
 
 def flops_table(plan: Plan) -> Group:
     p = plan.predicted
-    counts = {part: [*found.values()] for part, found in p.flops.items()}
-    parts = sorted((part for part in counts if any(counts[part])), key=lambda k: -sum(counts[k]))
-    counts["sum"] = [sum(column) for column in zip(*counts.values(), strict=True)]
     per_token = p.chips / p.tokens_per_step / 1e6
-    rows = [
-        (part, *(f"{n * per_token:,.1f}" for n in (*counts[part], sum(counts[part]))))
-        for part in (*parts, "sum")
-    ]
+
+    def row(name: str, counts: Iterable[int]) -> tuple[str, ...]:
+        counts = [*counts]
+        return name, *(f"{n * per_token:,.1f}" for n in (*counts, sum(counts)))
+
+    parts = sorted(p.flops.items(), key=lambda item: -sum(item[1].values()))
+    rows = [row(part, kinds.values()) for part, kinds in parts]
+    columns = zip(*(kinds.values() for kinds in p.flops.values()), strict=True)
+    sums = [row("sum", map(sum, columns))]
     ratio = p.flops_per_chip / p.model_flops_per_chip
     note = f"{ratio:.3f} times the model's FLOPs, which exclude the optimizer. {FLOPS_RULE}"
-    return table("MFLOPs per token", ("part", *FLOPS_KINDS, "sum"), rows[:-1], rows[-1:], note=note)
+    return table("MFLOPs per token", ("part", *FLOPS_KINDS, "sum"), rows, sums, note=note)
 
 
 def traffic_table(plan: Plan) -> Group:

@@ -91,26 +91,21 @@ def main(arguments: list[str] | None = None) -> None:
         print(text(schedule, ranks))
 
 
-def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[float, ...]:
-    """Forward is blue and backward orange; later chunks are darker."""
-    import matplotlib
-
-    shade = 0.3 + 0.35 * chunk / max(schedule.virtual - 1, 1)
-    return matplotlib.colormaps[{"fwd": "Blues", "bwd": "Oranges"}[direction]](shade)
+def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[str, float]:
+    """Return color and opacity: forward is blue and backward orange; later chunks are darker."""
+    return {"fwd": "C0", "bwd": "C1"}[direction], 0.4 + 0.5 * chunk / max(schedule.virtual - 1, 1)
 
 
 def _draw_tasks(axes: Any, schedule: Schedule, ranks: Sequence[int]) -> None:
     """Draw a box per task with its microbatch: forward in the upper half of a rank's row."""
-    from matplotlib.patches import Rectangle
-
     height = 0.45
     for row, rank in enumerate(ranks):
         for tick in range(schedule.ticks):
             for direction, chunk, microbatch in schedule.tasks_at(tick, rank):
-                y = row - height if direction == "fwd" else row
+                y = row - height / 2 if direction == "fwd" else row + height / 2
                 face = _color(schedule, direction, chunk)
-                axes.add_patch(Rectangle((tick, y), 1, height, facecolor=face, edgecolor="white"))
-                axes.text(tick + 0.5, y + height / 2, microbatch, ha="center", va="center", size=8)
+                axes.barh(y, 1, height, left=tick, color=face, edgecolor="white")
+                axes.text(tick + 0.5, y, microbatch, ha="center", va="center", size=8)
     axes.set(xlim=(0, schedule.ticks), ylim=(len(ranks) - 0.4, -0.6), xlabel="tick")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
 

@@ -91,18 +91,9 @@ def layer_of(op_name: str) -> str:
     return f"{layer or end}{'/' + part if part else ''} {direction}"
 
 
-def shares(taken: Seconds) -> dict[str, float]:
-    """Return {layer: share of the total time}, largest first. The shares sum to 1."""
-    layers = Counter()
-    for (layer, _), seconds in taken.items():
-        layers[layer] += seconds
-    return {layer: seconds / taken.total() for layer, seconds in layers.most_common()}
-
-
-def largest(taken: Seconds) -> dict[str, dict[str, float]]:
-    """Return {layer: {operation: share of the total time}} of each layer's three largest."""
+def shares(taken: Seconds) -> dict[str, dict[str, float]]:
+    """Return {layer: {operation: share of the total time}}, the largest first."""
     found = defaultdict(dict)
     for (layer, name), seconds in taken.most_common():
-        if len(found[layer]) < 3:
-            found[layer][name] = seconds / taken.total()
-    return dict(found)
+        found[layer][name] = seconds / taken.total()
+    return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))

@@ -130,20 +130,14 @@ def abstract_mesh(config: Config) -> AbstractMesh:
     return AbstractMesh(config.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-@dataclass(frozen=True)
-class StageFunctions:
-    """What runs up to the last stage: layers, each with its number of calls."""
-
-    block: list[tuple[TracedFunction, int]]
-    prefix: list[tuple[TracedFunction, int]]
-    first: TracedFunction  # what runs before the first stage, without the prefix
+Layers = list[tuple[TracedFunction, int]]  # each with its number of calls
 
 
 @cache
 def stage_functions(
     config: Config, kernel: str, share: float, batches: tuple[int, ...]
-) -> StageFunctions:
-    """Trace the layers and the embedding.
+) -> tuple[Layers, Layers, TracedFunction]:
+    """Trace the layers of a block and of the prefix, and what runs before them.
 
     config   a result of `one_microbatch`.
     share    share of attention's scores that the kernel computes.
@@ -184,14 +178,12 @@ def stage_functions(
         callers = {"block": outer.read(block).ops, "prefix": found["first"].passes[0]}
         for name, ops in callers.items():
             called = ((str(op.eqn.params.get("name")), times) for op, times in jaxpr.runs(ops))
-            found[name] = [
-                (layers[int(layer.removeprefix(LAYER))], times)
-                for layer, times in called
-                if layer.startswith(LAYER)
-            ]
+            # The last call of a layer counts: that of its loop, which one call may precede.
+            calls = {layer: times for layer, times in called if layer.startswith(LAYER)}
+            found[name] = [(layers[int(n.removeprefix(LAYER))], t) for n, t in calls.items()]
 
     with_executor(config, kernel, wrap, visit)
-    return StageFunctions(**found)
+    return found["block"], found["prefix"], found["first"]
 
 
 @cache
