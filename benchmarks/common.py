@@ -26,26 +26,20 @@ import utils
 from optimizer import Schedule
 from planning import cost, hlo
 from runtime import cli
-from utils import Config
+from utils import Config, changed
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8  # timed steps, after a warm-up step
-ONE_DEVICE = {"fsdp": 1, "pipeline": 1, "tensor": 1, "virtual": 1}  # sizes of a mesh
+ONE_DEVICE = dict.fromkeys(["mesh.fsdp", "mesh.pipeline", "mesh.tensor", "mesh.virtual"], 1)
 
 
 # --- configs and flags ----------------------------------------------------------------------------
 
 
-def with_values(config: Config, **sections: dict[str, Any]) -> Config:
-    """Return the config with some fields of some sections replaced."""
-    named = {f"{s}.{name}": v for s, values in sections.items() for name, v in values.items()}
-    return utils.changed(config, named)
-
-
-def reference_config(**train: Any) -> Config:
+def reference_config() -> Config:
     """Return configs/reference.toml with AdamW, which other projects have too."""
     config = cli.load(ROOT / "configs" / "reference.toml")
-    return with_values(config, optimizer={"name": "adamw", "lr": 1e-3}, train=train)
+    return changed(config, {"optimizer.name": "adamw", "optimizer.lr": 1e-3})
 
 
 def parser(description: str) -> argparse.ArgumentParser:

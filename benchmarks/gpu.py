@@ -42,12 +42,12 @@ import train
 import utils
 import weights
 from benchmarks import common
-from benchmarks.common import ROOT, Program, with_values
+from benchmarks.common import ROOT, Program
 from hardware import Chip
 from planning import compiler, cost, timeline
 from planning.results import Prediction
 from runtime import cli, jsonl, provenance
-from utils import GIB, Config, ConfigError
+from utils import GIB, Config, ConfigError, changed
 
 WARMUP_STEPS, TIMED_STEPS = 2, 8
 MICROBATCHES = 8
@@ -65,25 +65,20 @@ def config_of(row: str, toy: bool) -> Config:
     name, _, kind = row.rpartition("-")
     config = toy_config() if toy else cli.load(ROOT / "configs" / f"{name}.toml")
     sequences, microbatches = (2, 2) if toy else (MODELS[name] * MICROBATCHES, MICROBATCHES)
-    config = with_values(config, model={"compute_dtype": "bfloat16"}, train={"remat": REMAT[kind]})
+    config = changed(config, {"model.compute_dtype": "bfloat16", "train.remat": REMAT[kind]})
     return on_one_device(config, sequences, microbatches)
 
 
 def toy_config() -> Config:
     """Return a smaller configs/tiny.toml, so that each row takes seconds."""
     config = cli.load(ROOT / "configs/tiny.toml")
-    optimizer = {"name": "adamw", "lr": 1e-3}
-    small = {"num_hidden_layers": 2 * config.model.decoder_sparse_step}
-    return with_values(config, model=small, train={"seq_len": 32}, optimizer=optimizer)
+    small = {"model.num_hidden_layers": 2 * config.model.decoder_sparse_step, "train.seq_len": 32}
+    return changed(config, small | {"optimizer.name": "adamw", "optimizer.lr": 1e-3})
 
 
 def on_one_device(config: Config, sequences: int, microbatches: int) -> Config:
-    return with_values(
-        config,
-        mesh=common.ONE_DEVICE,
-        train={"global_batch_size": sequences, "microbatches": microbatches},
-        eval={"sequences": sequences},
-    )
+    sizes = {"train.global_batch_size": sequences, "train.microbatches": microbatches}
+    return changed(config, common.ONE_DEVICE | sizes | {"eval.sequences": sequences})
 
 
 # --- measuring, in the process of a row -----------------------------------------------------------
@@ -93,7 +88,9 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
     """Yield the fields of a row as soon as they are known. Traces stay in the folder."""
     device = accelerator(toy)
     chip = hardware.chip_of_kind(device.device_kind)
-    yield versions(device)
+    driver, cuda = smi_value("driver_version"), device.client.platform_version
+    yield {"chip": device.device_kind, "driver": driver, "cuda": cuda}
+    yield provenance.describe_start(step=0)
     if row == "machine":
         yield machine(chip, 256 if toy else 8192)
     elif row == "check":
@@ -119,12 +116,6 @@ def accelerator(toy: bool) -> jax.Device:
             "benchmark.py step on such devices, or try this benchmark with --toy."
         )
     return device
-
-
-def versions(device: jax.Device) -> Record:
-    driver, cuda = smi_value("driver_version"), device.client.platform_version
-    chip = {"chip": device.device_kind, "driver": driver, "cuda": cuda}
-    return chip | provenance.describe_start(step=0)
 
 
 def machine(chip: Chip | None, size: int) -> Record:
@@ -188,14 +179,15 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
     """
     config = on_one_device(toy_config() if toy else common.reference_config(), 4, 2)
     # Every token uses every expert: otherwise rounding could change the routing and hide an error.
-    routing = {"num_experts_per_tok": config.model.n_routed_experts, "capacity_factor": 1.0}
-    config = with_values(config, model=routing | {"compute_dtype": "float32"})
+    all_experts = {"model.num_experts_per_tok": config.model.n_routed_experts}
+    all_experts |= {"model.capacity_factor": 1.0, "model.compute_dtype": "float32"}
+    config = changed(config, all_experts)
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         initial = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)
     expected, lines = gradients(config, cpu, initial), ["against float32 on the CPU"]
     for dtype in BOUNDS:
-        typed = with_values(config, model={"compute_dtype": dtype})
+        typed = changed(config, {"model.compute_dtype": dtype})
         errors = relative_errors(gradients(typed, device, initial), expected)
         loss_error = errors.pop("loss")
         yield {f"{dtype}_loss_error": loss_error, f"{dtype}_gradient_errors": errors}

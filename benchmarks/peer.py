@@ -41,13 +41,12 @@ from benchmarks.common import (
     random_batch,
     reference_config,
     spread,
-    with_values,
 )
 from checkpoint import Checkpoints
 from convert import Export, export_run
 from runtime import cli
 from runtime.console import log
-from utils import Config, ConfigError
+from utils import Config, ConfigError, changed
 
 if TYPE_CHECKING:  # imported late: it is optional
     import torch
@@ -56,12 +55,12 @@ if TYPE_CHECKING:  # imported late: it is optional
 # second are slow to return, and a training run never pauses that long.
 STEPS_PER_TURN = 3
 LLAMA = {
-    "attention": "gqa",
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "decoder_sparse_step": 1,
-    "n_routed_experts": 0,
-    "n_shared_experts": 0,
+    "model.attention": "gqa",
+    "model.num_key_value_heads": 2,
+    "model.head_dim": 64,
+    "model.decoder_sparse_step": 1,
+    "model.n_routed_experts": 0,
+    "model.n_shared_experts": 0,
 }
 LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding may change routing
 
@@ -70,9 +69,10 @@ def config_of_both(name: str) -> Config:
     """Return the config of `moe` or `llama`, which both trainers have."""
     config = reference_config()
     m = config.model
-    moe = {"first_k_dense_replace": m.blocks * m.dense_layers, "decoder_sparse_step": 1}
+    dense = m.blocks * m.dense_layers
+    moe = {"model.first_k_dense_replace": dense, "model.decoder_sparse_step": 1}
     values = {"moe": moe, "llama": LLAMA}[name]
-    return with_values(config, mesh=ONE_DEVICE, model=values, train={"microbatches": 1})
+    return changed(config, ONE_DEVICE | values | {"train.microbatches": 1})
 
 
 class Project:
@@ -84,14 +84,13 @@ class Project:
         m = config.model
         self._steps = program.steps()
         self._choices = m.blocks * m.moe_layers * m.num_experts_per_tok * program.tokens
-        self.step()
-        self.first_loss = self.last_loss
+        _, self.first_loss = self.step()
 
-    def step(self) -> float:
+    def step(self) -> tuple[float, float]:
+        """Return the seconds and the loss of the next step."""
         seconds, report = next(self._steps)
         self.dropped = int(report["stats"].dropped) / max(1, self._choices)
-        self.last_loss = float(report["stats"].cross_entropy)
-        return seconds
+        return seconds, float(report["stats"].cross_entropy)
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
@@ -147,10 +146,10 @@ class Torch:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
         self._loss = torch.compile(loss) if compile else loss
-        self.ready_s = self.step()
-        self.first_loss = self.last_loss
+        self.ready_s, self.first_loss = self.step()
 
-    def step(self) -> float:
+    def step(self) -> tuple[float, float]:
+        """Return the seconds and the loss of the next step."""
         start, total = time.perf_counter(), 0.0
         for ids, targets in zip(self._ids, self._targets, strict=True):
             loss = self._loss(ids, targets) / len(self._ids)
@@ -159,10 +158,10 @@ class Torch:
         self._torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self.last_loss = float(total)  # waits for the device
+        loss = float(total)  # waits for the device
         if self._device == "cuda":
             self._torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, loss
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def _start(make: Callable, *arguments: Any) -> tuple[str, float, float]:
 
 
 def _take_turn() -> tuple[list[float], float]:
-    return [_trainer.step() for _ in range(STEPS_PER_TURN)], _trainer.dropped
+    return [_trainer.step()[0] for _ in range(STEPS_PER_TURN)], _trainer.dropped
 
 
 class TrainerProcess:

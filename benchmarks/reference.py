@@ -17,8 +17,8 @@ from benchmarks.common import (
     parser,
     print_steps,
     reference_config,
-    with_values,
 )
+from utils import changed
 
 POLICIES = ("none", "full", "latents,attention,hidden,expert_hidden")
 FIRST = "remat none"
@@ -26,9 +26,12 @@ FIRST = "remat none"
 
 def main(arguments: list[str]) -> None:
     parser(__doc__).parse_args(arguments)
-    configs = {f"remat {p.replace(',', ', ')}": reference_config(remat=p) for p in POLICIES}
-    configs[f"{FIRST}, 2 virtual stages"] = with_values(configs[FIRST], mesh={"virtual": 2})
-    configs[f"{FIRST}, 1 device"] = with_values(configs[FIRST], mesh=ONE_DEVICE)
+    configs = {
+        f"remat {p.replace(',', ', ')}": changed(reference_config(), {"train.remat": p})
+        for p in POLICIES
+    }
+    configs[f"{FIRST}, 2 virtual stages"] = changed(configs[FIRST], {"mesh.virtual": 2})
+    configs[f"{FIRST}, 1 device"] = changed(configs[FIRST], ONE_DEVICE)
     programs = {name: compile_step(config) for name, config in configs.items()}
     first = programs[FIRST]
     print(f"{weights.count(first.declared)[0]:,} parameters, mesh {first.config.mesh}")

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 import hardware
 import model
@@ -80,7 +79,7 @@ class Step:
         unstaged = dataclasses.replace(mesh, virtual=1)  # the optimizer's layout ignores virtual
         alone = Config(model=config.model, mesh=unstaged, optimizer=config.optimizer)
         self.optimizer_bytes = optimizer_bytes(alone)
-        self.matrices = matrices(alone)
+        self.update = update(alone)
         self.per_layer = config.fsdp.gather == "layer"
         self.ranks = dict(zip(MESH_AXES, mesh.shape, strict=True))
         self.chips = math.prod(mesh.shape)
@@ -124,12 +123,9 @@ class Step:
     def size_of(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.ranks[a] for a in axes)
 
-    def remat(self, layer: TracedFunction, names: str = "") -> jaxpr.Remat:
-        return layer.remat(names or self.config.train.remat)
-
     def saved(self, layer: TracedFunction, names: str = "") -> int:
         """Return the bytes that a layer saves for its backward pass."""
-        return self.count(self.remat(layer, names).bytes)
+        return self.count(layer.remat(names or self.config.train.remat).bytes)
 
     def alive(self, layer: TracedFunction) -> int:
         """Return the peak bytes of a layer's backward pass besides weights and residuals."""
@@ -176,10 +172,11 @@ def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int]]:
           pass runs it forward again.
     """
     idle, rerun = step.run - step.useful, 0 if step.schedule.single_stage else step.M
-    layers = [(layer, n * step.useful, n * idle, 0) for layer, n in step.block]
-    layers += [(layer, n * step.M, 0, n * rerun) for layer, n in step.prefix]
-    for layer, useful, idle, rerun in layers:
-        again = step.remat(layer).costs
+    remat = step.config.train.remat
+    layers = [(layer, remat, n * step.useful, n * idle, 0) for layer, n in step.block]
+    layers += [(layer, remat, n * step.M, 0, n * rerun) for layer, n in step.prefix]
+    for layer, names, useful, idle, rerun in (*layers, (step.first, "full", step.M, 0, 0)):
+        again = layer.remat(names).costs
         for ops, kind, times in (
             (layer.forward, "forward", useful),
             (layer.backward, "backward", useful),
@@ -190,16 +187,9 @@ def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int]]:
             (layer.backward, "bubble backward", idle),
         ):
             yield from ((op, kind, n * times) for op, n in ops)
-    first = step.first
-    for ops, kind in (
-        (first.forward, "forward"),
-        (first.remat("full").costs, "recomputed"),
-        (first.backward, "backward"),
-    ):
-        yield from ((op, kind, n * step.M) for op, n in ops)
     for op, n in jaxpr.costs(step.last.ops):
         yield op, "backward" if op.transposed else "forward", n * step.last_M
-    for op, n in jaxpr.costs(step.matrices.ops) if step.matrices else ():
+    for op, n in jaxpr.costs(step.update.ops):
         yield op, "optimizer", n
 
 
@@ -232,19 +222,12 @@ def model_flops(step: Step) -> float:
 
 
 @cache
-def matrices(config: Config) -> jaxpr.Program | None:
-    """Return the update of matrices on one chip in a step; None if it needs no shard_map."""
-    if config.optimizer.name == "adamw":
-        return None
+def update(config: Config) -> jaxpr.Program:
+    """Return the update of the weights in a step. Its products are in a shard_map, if any."""
     w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
     rule = optimizer.make_optimizer(config, declared(config), trace.abstract_mesh(config))
     with jax.numpy_dtype_promotion("standard"):
-        update = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
-    over_mesh = [e for e in update.jaxpr.eqns if e.primitive.name == "shard_map"]
-    if not over_mesh:
-        return None
-    [over_mesh] = over_mesh
-    closed = core.ClosedJaxpr(over_mesh.params["jaxpr"], ())
+        closed = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
     return jaxpr.Reader(jaxpr.Sizes(), 1.0).read(closed)
 
 
@@ -389,7 +372,7 @@ def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name
     """
     found = 0.0
     for names, sign in (("full", 1), (name, -1)):
-        for op, n in step.remat(layer, names).costs:
+        for op, n in layer.remat(names).costs:
             if op.flops is not None:
                 found += sign * n * product_seconds(step, chip, op)
             elif chip and (axes := step.axes_of(op.send.axes)):

@@ -103,10 +103,6 @@ def parse(text: str) -> Program:
             name, kind, *rest = found.groups()
             shapes = tuple((t, _dims(dims)) for t, dims in _SHAPE.findall(kind))
             current[name] = Instruction(name, shapes, *rest)
-    if not entry:
-        raise ConfigError(
-            "HLO text has no ENTRY computation: give it the text of a compiled program."
-        )
     return Program(computations, entry)
 
 

@@ -102,13 +102,13 @@ def trace_function(
     return TracedFunction(program, known, gradients)
 
 
-def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) -> None:
-    """Call visit(executor) inside the step's shard_map over an abstract mesh.
+def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) -> Any:
+    """Return visit(executor), called inside the step's shard_map over an abstract mesh.
 
     wrap  wraps each layer, as in sharded_model.pipeline_functions.
     """
     mesh = abstract_mesh(config)
-    declared, m = model.declare(config), config.model
+    declared, m, found = model.declare(config), config.model, []
     options = model.ForwardOptions(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
@@ -118,12 +118,15 @@ def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) 
             config, declared, options, jnp.int32(0), *scales, wrap=wrap
         )
         w = sharded_model.gather_params(config, declared, w)
-        visit(pipeline.Executor(functions, w, data, sharded_model.schedule_of(config)))
+        found.append(
+            visit(pipeline.Executor(functions, w, data, sharded_model.schedule_of(config)))
+        )
         return jnp.zeros(())
 
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
     batch = sharded_model.abstract_batch(config, mesh)
     jax.eval_shape(sharded_model.over_mesh(declared, mesh, local, out=P()), shapes, batch)
+    return found[0]
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
@@ -149,7 +152,6 @@ def stage_functions(
     outer = dataclasses.replace(reader, skipped=LAYER)
     layers: list[TracedFunction] = []
     numbers: dict[Any, int] = {}
-    found: dict[str, Any] = {}
 
     def wrap(layer: Callable) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
@@ -166,7 +168,13 @@ def stage_functions(
 
         return call
 
-    def visit(run: pipeline.Executor) -> None:
+    def calls(ops: list[Op]) -> Layers:
+        # The last call of a layer counts: that of its loop, which one call may precede.
+        named = {str(op.eqn.params.get("name")): times for op, times in jaxpr.runs(ops)}
+        numbered = {n.removeprefix(LAYER): t for n, t in named.items() if n.startswith(LAYER)}
+        return [(layers[int(number)], times) for number, times in numbered.items()]
+
+    def visit(run: pipeline.Executor) -> tuple[Layers, Layers, TracedFunction]:
         zero, x = jnp.int32(0), run.empty_x()
         inputs = run.block_inputs(zero, zero, zero)
         block = jax.make_jaxpr(lambda x: run.functions.block(*inputs, x))(x)
@@ -174,16 +182,10 @@ def stage_functions(
         def first(w: Any) -> jax.Array:
             return vary(run.functions.first(w, run.microbatch(zero)))
 
-        found["first"] = trace_function(outer, first, x, run.w.outer)
-        callers = {"block": outer.read(block).ops, "prefix": found["first"].passes[0]}
-        for name, ops in callers.items():
-            called = ((str(op.eqn.params.get("name")), times) for op, times in jaxpr.runs(ops))
-            # The last call of a layer counts: that of its loop, which one call may precede.
-            calls = {layer: times for layer, times in called if layer.startswith(LAYER)}
-            found[name] = [(layers[int(n.removeprefix(LAYER))], t) for n, t in calls.items()]
+        found = trace_function(outer, first, x, run.w.outer)
+        return calls(outer.read(block).ops), calls(found.passes[0]), found
 
-    with_executor(config, kernel, wrap, visit)
-    return found["block"], found["prefix"], found["first"]
+    return with_executor(config, kernel, wrap, visit)
 
 
 @cache
@@ -193,17 +195,15 @@ def output_program(config: Config, platform: str, kernel: str) -> Program:
     config  a result of `one_microbatch`.
     """
     b = config.train.global_batch_size // config.mesh.fsdp
-    found: list[Program] = []
 
-    def visit(run: pipeline.Executor) -> None:
+    def visit(run: pipeline.Executor) -> Program:
         gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
-        found.append(jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform != "tpu").read(last))
+        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform != "tpu").read(last)
 
-    with_executor(config, kernel, lambda layer: layer, visit)
-    return found[0]
+    return with_executor(config, kernel, lambda layer: layer, visit)
 
 
 def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:

@@ -19,7 +19,7 @@ from hf.families import LLAMA
 from hf.model_config import kind_of, unsupported
 from planning import collectives
 
-ONE_DEVICE = " ".join(f"--mesh.{axis} 1" for axis in common.ONE_DEVICE)
+ONE_DEVICE = " ".join(f"--{flag} 1" for flag in common.ONE_DEVICE)
 TINY = f"""
 {ONE_DEVICE} --model.num_hidden_layers 1 --model.n_routed_experts 0 --model.hidden_size 32
 --model.num_attention_heads 2 --model.vocab_size 256 --model.decoder_sparse_step 1

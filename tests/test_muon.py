@@ -121,7 +121,7 @@ def assert_updates_match_the_reference(name, layout):
 def assert_plan_matches_the_program(name, layout):
     """Also, orthogonalization does not communicate."""
     config, text = muon_config(name, experts_layout=layout), updated(name, layout)[-1]
-    plan = cost.matrices(config).ops
+    plan = cost.update(config).ops
     loops, ops = [op for op in plan if op.body], list(jaxpr.costs(plan))
     assert loops and all(op.times == 5 for op in loops)
     assert not [op for loop in loops for op, _ in jaxpr.costs(loop.body.ops) if op.send]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks import common, gpu, peer, reference
-from benchmarks.common import with_values
 from conftest import ROOT
 from planning import cost
+from utils import changed
 
 # --- programs in this process ---------------------------------------------------------------------
 
@@ -98,8 +98,9 @@ def test_both_train_in_turns_from_the_same_first_loss(capsys):
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
     sizes |= {"q_lora_rank": 0, "kv_lora_rank": 32, "compute_dtype": "float32"}
     sizes |= {"first_k_dense_replace": 1}
-    batch = {"global_batch_size": 2, "seq_len": 32, "microbatches": 2}
-    config = with_values(peer.config_of_both("moe"), model=sizes, train=batch)
+    batch = {"train.global_batch_size": 2, "train.seq_len": 32, "train.microbatches": 2}
+    values = {f"model.{name}": value for name, value in sizes.items()} | batch
+    config = changed(peer.config_of_both("moe"), values)
     peer.compare(config, turns=2, compile=False)  # compares the losses
     text = capsys.readouterr().out
     assert "this project over the better of the others: " in text
