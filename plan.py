@@ -126,10 +126,7 @@ def check_memory(plan: Plan) -> None:
 
 def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
     """Compile the step, and write its text if requested."""
-    topology = flags.topology or (
-        hardware.topology(chip, math.prod(config.mesh.shape[1:])) if chip and chip.is_tpu else ""
-    )
-    compiled, text = compiler.compile_step(config, chip, topology)
+    compiled, text = compiler.compile_step(config, chip, flags.topology)
     if flags.hlo:
         flags.hlo.write_text(text, encoding="utf-8")
     return compiled

@@ -33,15 +33,19 @@ from utils import ConfigError
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def compile_step(config: utils.Config, chip: Chip | None, topology: str) -> tuple[Compiled, str]:
+def compile_step(
+    config: utils.Config, chip: Chip | None, topology: str = ""
+) -> tuple[Compiled, str]:
     """Return the compiled step of a config, and the text of the program.
 
     chip       None for as many simulated CPU devices as the mesh has.
-    topology   sides of a TPU slice, as 2x4x4.
+    topology   sides of a TPU slice, as 2x4x4; the default is the usual one.
 
     Raises  ConfigError for what the user can fix, and for a compiler that failed or stopped.
     """
     targets.check(chip)
+    if chip and chip.is_tpu and not topology:
+        topology = hardware.topology(chip, math.prod(config.mesh.shape[1:]))
     name = chip.name if chip else "cpu"
     task = f"compiling for {name}:{topology}".rstrip(":")
     with tempfile.TemporaryDirectory() as path, Console(stderr=True).status(task):

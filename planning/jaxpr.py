@@ -136,10 +136,6 @@ class Op:
         )
         return whole - carried, carried
 
-    def is_saved(self, policy: Policy) -> bool:
-        avals = [v.aval for v in self.eqn.invars]
-        return bool(policy(self.eqn.primitive, *avals, **self.eqn.params))
-
 
 @dataclass(eq=False)
 class Program:
@@ -305,7 +301,8 @@ def remat(program: Program, needed: Iterable[Value], known: set[Value], policy: 
     found, wanted = Remat(), set(needed) - known
     for op in reversed(program.ops):
         outputs = [value for value in op.outputs if value in wanted]
-        if outputs and op.is_saved(policy):
+        avals = [v.aval for v in op.eqn.invars]
+        if outputs and policy(op.eqn.primitive, *avals, **op.eqn.params):
             found.saved |= dict.fromkeys(outputs, 1)
         elif outputs:
             inputs = op.inputs

@@ -11,7 +11,6 @@ says how to get them). Run one at a time: each rewrites the file.
 
 import dataclasses
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -132,8 +131,7 @@ def text_of(programs: dict[str, dict]) -> str:
 
 def record(name: str, chip_name: str) -> None:
     config, chip = config_of(name), hardware.chip_named(chip_name)
-    topology = hardware.topology(chip, math.prod(config.mesh.shape)) if chip.is_tpu else ""
-    found, _ = compiler.compile_step(config, chip, topology)
+    found, _ = compiler.compile_step(config, chip)
     RECORDED.write_text(text_of(recorded() | {f"{name} {chip_name}": dataclasses.asdict(found)}))
 
 

@@ -124,7 +124,7 @@ def kept_bytes(config, kernel):
 
 def planned_bytes(config, platform):
     step = cost.Step(config, platform)
-    return sum(step.saved(layer) * count for layer, count in step.block)
+    return step.held(step.block)
 
 
 PAIRS = [",".join(utils.REMAT_NAMES[n : n + 2]) for n in range(0, len(utils.REMAT_NAMES), 2)]
