@@ -167,10 +167,6 @@ class Candidate:
         """The settings that a search chooses."""
         return {flag: utils.get(self.config, flag) for flag in SEARCHED_FLAGS}
 
-    @property
-    def command_line(self) -> str:
-        return " ".join(f"--{flag} {value}" for flag, value in self.flags.items())
-
 
 @dataclass(frozen=True)
 class SearchResult:
