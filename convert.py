@@ -17,8 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+import utils
 from checkpoint import Checkpoints
 from hf import export_checkpoint, import_checkpoint, safetensors_files, tensors
 from hf.export_checkpoint import Export
@@ -39,18 +38,11 @@ class Import:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    flags, rest = tyro.cli(
-        Export | Import,  # the subcommands export and import
-        args=arguments,
-        return_unknown_args=True,
-        use_underscores=True,
-        description=__doc__,
-    )
+    flags, rest = cli.parse_known(Export | Import, arguments, __doc__)
     if isinstance(flags, Import):
         import_folder(flags, rest)
-    elif rest:
-        raise ConfigError(f"unknown flag {rest[0]}. See convert.py export --help.")
     else:
+        cli.refuse_unknown(rest, utils.settings_of(Export))
         export_run(flags)
 
 
@@ -110,8 +102,7 @@ def _run_config(found: HfModel, flags: Import, rest: Sequence[str]) -> Config:
     defaults += ["--train.global_batch_size", "1", "--train.microbatches", "1"]
     defaults += ["--train.seq_len", T, "--run.name", flags.out.name]
     defaults += ["--run.dir", str(flags.out.parent)]
-    own = tuple(field.name for field in dataclasses.fields(Import))
-    config = cli.parse([*defaults, *rest], own, model=found.model)
+    config = cli.parse([*defaults, *rest], Import, model=found.model)
     resume.check_same_model(flags.folder, found.model, config.model, "--folder")
     return config
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tyro
 
 import checkpoint
 import model
@@ -28,9 +27,9 @@ from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_by
 from inference import decode
 from inference.sampling import ENDED, Generator, SamplingOptions
 from model import Transformer
-from runtime import distributed, errors, resume, run_directory
+from runtime import cli, distributed, errors, resume, run_directory
 from runtime.console import is_primary
-from utils import MESH_AXES, ConfigError
+from utils import MESH_AXES, ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +40,21 @@ class Flags:
     step: int | None = None  # step of a kept checkpoint; default: the newest valid one
     prompt: str | None = None  # text to continue
     prompts: Path | None = None  # file with a text to continue in each line
-    interactive: tyro.conf.FlagCreatePairsOff[bool] = False  # read lines and continue the dialogue
+    interactive: bool = False  # read lines and continue the dialogue
     tokens: int = 256  # maximum number of new tokens per text
     temperature: float = 0.8  # 0 takes the most likely token
     top_k: int = 0  # sample from this many most likely tokens; 0: from all
-    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
+    # sample from the most likely tokens that together have this probability
+    top_p: float = setting(1.0, above=0, at_most=1)
     seed: int = 0  # of the sampling
     batch: int = 8  # texts generated at once
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the completions of the prompts."""
-    flags, rest = tyro.cli(
-        Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
-    )
-    check(flags)
+    flags, rest = cli.parse_known(Flags, arguments, __doc__)
+    if (flags.prompt is not None) + (flags.prompts is not None) + flags.interactive != 1:
+        raise ConfigError("give exactly one of --prompt TEXT, --prompts FILE and --interactive.")
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
     run = run_directory.at(flags.run)
     config = resume.config_of(run, [*one, *rest], Flags)
@@ -83,20 +82,6 @@ def main(arguments: list[str] | None = None) -> None:
             converse(generator, w, tokenizer, begin, flags)
         else:
             complete(generator, w, tokenizer, prompts, texts, flags)
-
-
-def check(flags: Flags) -> None:
-    """Raises ConfigError for no prompt, several kinds of prompt, or a value out of range."""
-    given = [flags.prompt is not None, flags.prompts is not None, flags.interactive]
-    if sum(given) != 1:
-        raise ConfigError("give exactly one of --prompt TEXT, --prompts FILE and --interactive.")
-    for name, least in (("tokens", 1), ("batch", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if (value := getattr(flags, name)) < least:
-            raise ConfigError(f"--{name} {value} is below {least}. Use {least} or more.")
-    if not 0 < flags.top_p <= 1:
-        raise ConfigError(
-            f"--top_p {flags.top_p} is not in (0, 1]. Use 1 to sample from all tokens."
-        )
 
 
 def read_prompts(flags: Flags) -> list[str]:

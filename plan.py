@@ -17,7 +17,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 import hardware
@@ -27,10 +26,7 @@ from hardware import Chip
 from planning import compiler, cost, report, search, targets
 from planning.results import SEARCHED_FLAGS, Compiled, Plan, gib
 from runtime import cli, errors
-from utils import ConfigError
-
-MOST_CHIPS = 2**17
-Switch = tyro.conf.FlagCreatePairsOff[bool]
+from utils import ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +35,19 @@ class Flags:
 
     config: Path | None = None  # TOML file with other defaults, as for main.py
     chip: str = "v4"  # TPU v4, v5e, v5p, v6e, GPU a100, h100, h200 (see hardware.py), or cpu
-    chips: int = 0  # 0: the chips of the mesh; with another number, search finds the best mesh
+    # 0: the chips of the mesh; with another number, search finds the best mesh
+    chips: int = setting(0, at_most=2**17)
     topology: str = ""  # TPU slice to compile for, as 2x4x4; empty: the usual one
     tokens: float = 0  # tokens of the whole run, for its duration; 0: those of train.steps
-    search: Switch = False  # rank all meshes, schedules, remat policies, gathering, expert layouts
-    compile: Switch = False  # also build the step with the chip's compiler; needs no chip
-    json: Switch = False  # print JSON instead of tables
+    search: bool = False  # rank all meshes, schedules, remat policies, gathering, expert layouts
+    compile: bool = False  # also build the step with the chip's compiler; needs no chip
+    json: bool = False  # print JSON instead of tables
     hlo: Path | None = None  # write the text of the compiled program to this file
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the prediction before compiling, which takes minutes, and then the compiled step."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    flags, rest = tyro.cli(
-        Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
-    )
+    flags, rest = cli.parse_known(Flags, arguments, __doc__)
     plan = make_plan(flags, rest)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     if not flags.json:
@@ -75,8 +69,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     """
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
-    own = tuple(field.name for field in dataclasses.fields(Flags))
-    config = cli.parse([*named, *rest], own, checked=False)
+    config = cli.parse([*named, *rest], Flags, checked=False)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
@@ -104,8 +97,6 @@ def check_flags(flags: Flags) -> None:
             raise ConfigError(f"--{name} goes with --compile. Use --compile --{name} ...")
     if flags.hlo:
         cli.check_writable("hlo", flags.hlo)
-    if not 0 <= flags.chips <= MOST_CHIPS or not 0 <= flags.tokens < math.inf:
-        raise ConfigError(f"--chips and --tokens are counts. Use 0 to {MOST_CHIPS} chips.")
 
 
 def check_memory(plan: Plan) -> None:

@@ -186,7 +186,7 @@ class Arguments:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments)
+    arguments = cli.parse_flags(Arguments)
     if not arguments.run:
         raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
     if not arguments.out and any(storage.is_remote(run) for run in arguments.run):

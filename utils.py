@@ -408,7 +408,5 @@ def check_range(name: str, value: Any, declared: Setting) -> None:
     given = [bound for bound in bounds if bound[2] is not None]
     if not math.isfinite(value) or not all(holds(value, limit) for holds, _, limit in given):
         limits = " and ".join(f"{words} {limit}" for _, words, limit in given)
-        raise ConfigError(
-            f"--{name} {value} is out of range. Use {kind} {limits}, or the default "
-            f"{declared.default}."
-        )
+        usual = "omit it" if declared.default is None else f"the default {declared.default}"
+        raise ConfigError(f"--{name} {value} is out of range. Use {kind} {limits}, or {usual}.")

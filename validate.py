@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,9 +35,9 @@ from data.tokenizer import text_tokens
 from dataset import Dataset, Mixture
 from inference import multiple_choice
 from model import Batch, Transformer
-from runtime import distributed, errors, jsonl, resume, run_directory
+from runtime import cli, distributed, errors, jsonl, resume, run_directory
 from runtime.console import log
-from utils import Config, ConfigError
+from utils import Config, ConfigError, setting
 
 
 class Validation:
@@ -177,15 +176,14 @@ class Flags:
     questions: Path | None = None  # JSON lines of prompt, choices and answer to evaluate instead
     lm_eval: str | None = None  # tasks of lm-evaluation-harness to run instead, comma-separated
     include_path: Path | None = None  # directory of your own task files, for --lm_eval
-    limit: int | None = None  # maximum number of examples per task of --lm_eval
-    json: tyro.conf.FlagCreatePairsOff[bool] = False  # print JSON instead of lines
+    # maximum number of examples per task of --lm_eval
+    limit: int | None = setting(None, at_least=1)
+    json: bool = False  # print JSON instead of lines
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the evaluation of a checkpoint."""
-    flags, rest = tyro.cli(
-        Flags, args=arguments, return_unknown_args=True, use_underscores=True, description=__doc__
-    )
+    flags, rest = cli.parse_known(Flags, arguments, __doc__)
     run = run_directory.at(flags.run)
     config = resume.config_of(run, rest, Flags)
     check(flags)
@@ -215,13 +213,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def check(flags: Flags) -> None:
-    """Raises ConfigError for conflicting flags, or a limit below 1."""
+    """Raises ConfigError for conflicting flags."""
     if flags.questions and flags.lm_eval:
         raise ConfigError("--questions and --lm_eval are two evaluations. Give one of them.")
     if not flags.lm_eval and (flags.include_path or flags.limit is not None):
         raise ConfigError("--include_path and --limit need --lm_eval. Add --lm_eval TASK.")
-    if flags.limit is not None and flags.limit < 1:
-        raise ConfigError(f"--limit {flags.limit} is below 1. Use 1 or more.")
 
 
 def import_harness() -> ModuleType:

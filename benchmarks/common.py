@@ -1,6 +1,5 @@
 """Compile and time training steps, and other functions that several benchmarks share."""
 
-import argparse
 import contextlib
 import itertools
 import statistics
@@ -42,10 +41,9 @@ def reference_config() -> Config:
     return changed(config, {"optimizer.name": "adamw", "optimizer.lr": 1e-3})
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of a benchmark's flags, whose help is the docstring of the benchmark."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser("benchmark.py", description=description, formatter_class=form)
+@dataclass(frozen=True)
+class NoFlags:
+    """Of a benchmark without flags."""
 
 
 # --- training steps -------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import hardware
-from benchmarks.common import median_seconds, parser
+from benchmarks.common import NoFlags, median_seconds
 from planning import collectives
-from runtime import distributed
+from runtime import cli, distributed
 from runtime.console import is_primary
 from utils import ConfigError
 
@@ -60,7 +60,7 @@ def collective(kind: str, whole: int) -> Callable[[], Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parser(__doc__).parse_args(arguments)
+    cli.parse_flags(NoFlags, arguments, __doc__)
     with distributed.job():
         devices = jax.devices()
         n, kind = len(devices), devices[0].device_kind

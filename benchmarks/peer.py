@@ -10,7 +10,6 @@ the machine slows all of them. Each runs in its own process, where threads and m
 do not slow it.
 """
 
-import argparse
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -23,8 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -63,6 +63,15 @@ LLAMA = {
     "model.n_shared_experts": 0,
 }
 LOSS_TOLERANCE = 0.02  # between first losses from the same weights: rounding may change routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of `benchmark.py peer`."""
+
+    model: Literal["moe", "llama"] = "moe"
+    turns: int = 8  # of each trainer, with two timed steps each
+    compile: bool = True  # torch.compile, which takes minutes, is measured too unless --no_compile
 
 
 def config_of_both(name: str) -> Config:
@@ -199,18 +208,7 @@ class TrainerProcess:
 
 
 def main(arguments: list[str]) -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--model", choices=("moe", "llama"), default="moe")
-    parser.add_argument("--turns", type=int, default=8, help="of each trainer: two timed steps")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also measure torch.compile, which takes minutes",
-    )
-    flags = parser.parse_args(arguments)
-    if flags.turns < 1:
-        raise ConfigError(f"--turns {flags.turns} leaves nothing to measure. Use --turns 8.")
+    flags = cli.parse_flags(Flags, arguments, __doc__)
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise ConfigError(
             "benchmark.py peer needs torch and transformers: "

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import weights
 from benchmarks.common import (
     ONE_DEVICE,
+    NoFlags,
     compile_step,
     matmul_flops_per_s,
-    parser,
     print_steps,
     reference_config,
 )
+from runtime import cli
 from utils import changed
 
 POLICIES = ("none", "full", "latents,attention,hidden,expert_hidden")
@@ -25,7 +26,7 @@ FIRST = "remat none"
 
 
 def main(arguments: list[str]) -> None:
-    parser(__doc__).parse_args(arguments)
+    cli.parse_flags(NoFlags, arguments, __doc__)
     configs = {
         f"remat {p.replace(',', ', ')}": changed(reference_config(), {"train.remat": p})
         for p in POLICIES

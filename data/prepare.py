@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 # A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,7 +45,7 @@ from data.progress import progress
 from data.settings import NOT_CONTENT, VALIDATION_RULE, Prepare
 from data.shards import ShardWriter
 from data.tokenizer import table_sha256
-from runtime import storage
+from runtime import cli, storage
 from runtime.errors import TransientError
 from utils import ConfigError
 
@@ -56,7 +55,7 @@ FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    config = tyro.cli(Prepare, args=arguments)
+    config = cli.parse_flags(Prepare, arguments, separator="-")
     settings.check(config)
     try:
         Preparation(config).run()

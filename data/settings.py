@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from utils import ConfigError, check_range, setting, settings_of
+from utils import ConfigError, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,7 @@ NOT_CONTENT = tuple(name for name, own in settings_of(Prepare).items() if own.re
 
 
 def check(config: Prepare) -> None:
-    """Raise ConfigError for a setting out of range."""
-    for name, declared in settings_of(Prepare).items():
-        check_range(name.replace("_", "-"), getattr(config, name), declared)
+    """Raise ConfigError for settings that do not go together."""
     if config.row_tokens and not config.chat:
         raise ConfigError("--row-tokens pads conversations. Add --chat, or omit --row-tokens.")
     if config.out.startswith("gs:") and not config.out.removeprefix("gs://").strip("/").count("/"):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 # A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.tokenizer import load_tokenizer, text_of
 from dataset import Dataset, open_training
 from runtime import cli, errors, resume, run_directory
-from utils import ConfigError
+from utils import ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +25,15 @@ class Flags:
     """Print the text of windows of a run's training data. Give one of --step and --windows."""
 
     run: str  # folder of the run, as runs/tiny or gs://bucket/runs/tiny
-    step: int | None = None  # step whose batch is printed, from 1
+    step: int | None = setting(None, at_least=1)  # step whose batch is printed, from 1
     windows: tuple[int, ...] = ()  # numbers of single windows, as in skipped.jsonl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    flags = tyro.cli(Flags, args=arguments)
+    flags = cli.parse_flags(Flags, arguments)
     config = cli.load(resume.config_file(run_directory.at(flags.run), "--run"))
-    if (flags.step is None) == (not flags.windows) or (flags.step is not None and flags.step < 1):
-        raise ConfigError("expected either a --step from 1, or --windows. Use one, as --step 1.")
+    if (flags.step is None) == (not flags.windows):
+        raise ConfigError("expected either --step or --windows. Use one, as --step 1.")
     data, numbers = open_training(config), list(flags.windows)
     if flags.step is not None:
         numbers = data.windows_of(flags.step - 1, np.arange(data.batch_size)).tolist()

@@ -11,15 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 # A script has its own folder on the path, not the one above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.manifest import INDEX, Shard, file_crc32c, read_manifest
 from data.progress import progress
 from data.token_files import Files, open_files
-from runtime import errors, storage
+from runtime import cli, errors, storage
 from utils import ConfigError
 
 WORKERS = 8  # files read concurrently
@@ -33,7 +31,7 @@ class Flags:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    flags = tyro.cli(Flags, args=arguments)
+    flags = cli.parse_flags(Flags, arguments)
     kinds = [kind for f in folders(flags.folder) for kind in open_files(f, read_manifest(f))]
     shards = [shard for files in kinds for shard in files.shards]
     total, damaged = sum(shard.bytes for shard in shards), []

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 import model
 import utils
@@ -59,7 +58,7 @@ class Export:
     step: int | None = None  # step of a kept checkpoint; default: the newest valid one
     # export the modelling file too, for models that the classes of transformers do not support;
     # the folder then needs trust_remote_code=True
-    remote_code: tyro.conf.FlagCreatePairsOff[bool] = False
+    remote_code: bool = False
     # of the weights; float32 is exact
     dtype: Literal["float32", "bfloat16"] = "float32"
 

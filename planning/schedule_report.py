@@ -70,9 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     Raises  ConfigError for a rank that does not exist.
     """
-    import tyro  # late: training needs no flags of this file
-
-    flags = tyro.cli(Flags, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    flags = cli.parse_flags(Flags, arguments)
     schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
     ranks = range(flags.pipeline) if flags.rank is None else [flags.rank]
     if ranks[0] not in range(flags.pipeline):

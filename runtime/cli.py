@@ -36,15 +36,63 @@ DESCRIPTION = (
 )
 
 
+def parse_known(
+    flags: Any,
+    arguments: list[str] | None = None,
+    description: str | None = None,
+    separator: str = "_",
+) -> tuple[Any, list[str]]:
+    """Return an instance of a command's dataclass of flags, and the arguments it does not have.
+
+    flags        a dataclass, or a union of them, which are subcommands
+    description  first lines of --help, instead of the docstring of the dataclass
+    separator    between the words of a flag
+    Raises       ConfigError for a number outside the range that its setting declares
+    """
+    import tyro  # late: not needed by programs that only read files
+
+    found, rest = tyro.cli(
+        flags,
+        args=arguments,
+        description=description,
+        return_unknown_args=True,
+        use_underscores=separator == "_",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    for name, setting in settings_of(type(found)).items():
+        utils.check_range(name.replace("_", separator), getattr(found, name), setting)
+    return found, rest
+
+
+def parse_flags(flags: Any, *arguments: Any, **options: Any) -> Any:
+    """Return the flags of a command that takes no others, as `parse_known` does."""
+    found, unknown = parse_known(flags, *arguments, **options)
+    refuse_unknown(unknown, settings_of(flags))
+    return found
+
+
+def refuse_unknown(arguments: list[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first of the arguments that are left, if there are any."""
+    if not arguments:
+        return
+    flag = arguments[0].partition("=")[0]
+    if not flag.startswith("--"):
+        raise ConfigError(
+            f"{flag!r} follows no flag that takes a value. Write --flag value, or for a switch "
+            "only the flag. See --help."
+        )
+    raise ConfigError(f"unknown flag {flag}{_suggestion(flag, known)}")
+
+
 def parse(
     arguments: list[str] | None = None,
-    others: tuple[str, ...] = (),
+    command: type | None = None,
     checked: bool = True,
     model: Model | None = None,
 ) -> Config:
     """Return the config from flags, the file of `--config`, and defaults, in this order.
 
-    others   other flags of the command, for messages about unknown flags
+    command  the dataclass of the command's own flags, for messages about unknown flags
     checked  whether to call `check`
     model    default of [model], unless `--config` has that section
     """
@@ -60,14 +108,7 @@ def parse(
         return_unknown_args=True,
         use_underscores=True,
     )
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        if not flag.startswith("--"):
-            raise ConfigError(
-                f"{flag!r} follows no flag that takes a value. Write --section.key value, or for a "
-                "switch --section.key or --section.no_key."
-            )
-        raise ConfigError(f"unknown flag {flag}{_suggestion(flag, (*settings_of(), *others))}")
+    refuse_unknown(unknown, [*settings_of(), *(settings_of(command) if command else ())])
     flags = {argument.partition("=")[0] for argument in arguments}
     if config.data.mixture and (unused := sorted(flags & {"--data.train", "--data.val"})):
         raise ConfigError(
@@ -165,7 +206,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     known, dashes = list(known), "--" * word.startswith("--")
     name = word.rpartition(".")[2].removeprefix("--").replace("-", "_")
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
-    same = same or [setting for setting, names in FOREIGN.items() if name in names.split()]
+    same = same or [s for s, names in FOREIGN.items() if s in known and name in names.split()]
     close = same or difflib.get_close_matches(word.removeprefix("--"), known, 1, 0.5)
     if not close:
         return ". See --help."

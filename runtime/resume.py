@@ -24,8 +24,7 @@ def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: 
             f"--config cannot be combined with --run, whose config is {run}/config.toml. "
             "Override it with single flags, such as --eval.sequences 64."
         )
-    own = tuple(field.name for field in dataclasses.fields(flags))
-    return cli.parse(["--config", str(config_file(run, "--run")), *arguments], own)
+    return cli.parse(["--config", str(config_file(run, "--run")), *arguments], flags)
 
 
 def config_file(run: run_directory.RunDirectory, flag: str) -> Path:

@@ -84,8 +84,8 @@ def test_a_character_of_several_tokens_is_printed_once_it_is_complete(capsys):
         (["--prompts", "absent"], "--prompts absent cannot be read"),
         ([], "give exactly one of --prompt TEXT, --prompts FILE"),
         (["--prompt", "a", "--mesh.pipeline", "2"], "generation runs without pipeline"),
-        (["--prompt", "a", "--top_p", "0"], "--top_p 0.0 is not in"),
-        (["--prompt", "a", "--tokens", "0"], "--tokens 0 is below 1"),
+        (["--prompt", "a", "--top_p", "0"], "0.0 is out of range.* above 0 and at most 1, or"),
+        (["--prompt", "a", "--tokens", "0"], "--tokens 0 is out of range. Use .* at least 1, or"),
         (["--prompt", "a", "--warmth", "1"], "unknown flag --warmth"),
     ],
 )

@@ -37,7 +37,7 @@ def test_windows_are_printed_with_their_places(run, capsys):
     ("flags", "message"),
     [
         ("", "Use one, as --step 1"),
-        ("--step 0", "a --step from 1, or --windows. Use one, as --step 1"),
+        ("--step 0", "--step 0 is out of range. Use an integer at least 1, or omit it"),
         ("--windows 3 100000000", "--windows 100000000 is not a window of .* from 0 to"),
         ("--run absent --step 1", "--run absent does not exist. Give the folder of a run"),
     ],

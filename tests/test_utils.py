@@ -42,7 +42,7 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
     ("flags", "message"),
     [
         ("model.hiden_size 3", "unknown flag --model.hiden_size: did you mean --model.hidden_size"),
-        ("data.segments maybe", "'maybe' follows no flag that .* switch .* or --section.no_key"),
+        ("data.segments maybe", "'maybe' follows no flag that .* switch only the flag"),
         ("config absent.toml", "absent.toml cannot be read"),
         ("train.global_batch_size 9", "not divisible .*Use --train.global_batch_size 16"),
         ("mesh.replica 3", "is not divisible by .* x --mesh.fsdp x --mesh.replica = "),

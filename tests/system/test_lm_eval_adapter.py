@@ -50,7 +50,7 @@ GREEDY = {"until": [], "max_gen_toks": 6}
         (["--lm_eval", "a"], "needs the package lm_eval, .* -r requirements-hf.txt"),
         (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
         (["--limit", "3"], "need --lm_eval"),
-        (["--lm_eval", "a", "--limit", "0"], "--limit 0 is below 1"),
+        (["--lm_eval", "a", "--limit", "0"], "--limit 0 is out of range"),
     ],
 )
 def test_conflicting_flags_are_refused(flags, message, whole, monkeypatch):
