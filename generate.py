@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -145,17 +146,13 @@ class Printer:
         later_s = time.perf_counter() - self.started - self.first_s
         later = self.tokens - self.first_tokens
         rate = f", then {later / later_s:.1f} tokens/s" if later else ""
-        return f"{self.tokens} tokens: the first after {self.first_s:.2f} s{rate}"
+        return f"{self.tokens} tokens: the first after {self.first_s:.2f} s{rate}\n"
 
 
-def write(text: str) -> None:
+def write(text: str, file: TextIO | None = None) -> None:
+    """Print text without a line feed, on stdout by default."""
     if is_primary():
-        print(text, end="", flush=True)
-
-
-def log_stderr(text: str) -> None:
-    if is_primary():
-        print(text, file=sys.stderr)
+        print(text, end="", file=file, flush=True)
 
 
 def complete(
@@ -172,7 +169,7 @@ def complete(
         batch = slice(first, first + generator.B)
         generator.reset(range(len(texts))[batch], flags.seed)
         printer.stream(generator.generate(w, texts[batch], flags.tokens), prompts[batch])
-    log_stderr(printer.summary())
+    write(printer.summary(), sys.stderr)
 
 
 def converse(
@@ -185,7 +182,7 @@ def converse(
     Ends at an empty line, at the end of the input, or when the context is full.
     """
     generator.reset([0], flags.seed)
-    log_stderr("Write a line; an empty one ends.")
+    write("Write a line; an empty one ends.\n", sys.stderr)
     while (line := sys.stdin.readline()).rstrip("\n"):
         if int(generator.length[0]):
             text = encode_continuation(tokenizer, line)
@@ -193,11 +190,12 @@ def converse(
             text = begin + tokenizer.encode_ordinary(line)
         left = generator.max_length - int(generator.length[0]) - len(text) - 1
         if left < 1:
-            log_stderr(f"the context of {generator.max_length} tokens is full; start again.")
+            text = f"the context of {generator.max_length} tokens is full; start again.\n"
+            write(text, sys.stderr)
             return
         printer = Printer(tokenizer)
         printer.stream(generator.generate(w, [text], min(flags.tokens, left)), [""])
-        log_stderr(printer.summary())
+        write(printer.summary(), sys.stderr)
 
 
 if __name__ == "__main__":

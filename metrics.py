@@ -16,7 +16,6 @@ the writer of TensorBoard writes them in a thread.
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import secrets
@@ -31,11 +30,11 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn
 
 import utils
+from runtime import cli
 from runtime.console import console, is_primary, log
 from runtime.errors import one_line
 from runtime.jsonl import plain, truncate
 from runtime.storage import write_atomically
-from utils import ConfigError
 
 TRAIN = (
     *("step", "tokens", "loss/train", "loss/cross_entropy", "loss/balance", "loss/z"),
@@ -179,15 +178,10 @@ class Metrics:
 
 def check_packages(config: utils.Config) -> None:
     """Raise ConfigError if a package is missing that the config needs."""
-    for enabled, flag, package in (
-        (config.wandb.project, f"--wandb.project {config.wandb.project}", "wandb"),
-        (config.run.tensorboard, "--run.tensorboard", "tensorboardX"),
-    ):
-        if enabled and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{flag} needs the package {package}, which is not installed. Install it with "
-                f"pip install {package}, or remove {flag.split()[0]}."
-            )
+    if config.wandb.project:
+        cli.check_packages("--wandb.project", "wandb", "wandb")
+    if config.run.tensorboard:
+        cli.check_packages("--run.tensorboard", "tensorboardX", "tensorboardX")
 
 
 def open_sinks(config: utils.Config, folder: Path, step: int) -> list["Sink"]:

@@ -22,9 +22,8 @@ from rich.console import Console
 import hardware
 import utils
 from attention_kernels.choice import choose_kernel
-from hardware import Chip
 from planning import compiler, cost, report, search, targets
-from planning.results import SEARCHED_FLAGS, Compiled, Plan, gib
+from planning.results import SEARCHED_FLAGS, Plan, gib
 from runtime import cli, errors
 from utils import ConfigError, setting
 
@@ -53,7 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not flags.json:
         report.print_predicted(plan, console)
     if flags.compile:
-        plan = dataclasses.replace(plan, compiled=build(flags, plan.config, plan.chip))
+        compiled, text = compiler.compile_step(plan.config, plan.chip, flags.topology)
+        plan = dataclasses.replace(plan, compiled=compiled)
+        if flags.hlo:
+            flags.hlo.write_text(text, encoding="utf-8")
     if flags.json:
         print(json.dumps(report.as_json(plan), indent=1, allow_nan=False))
     elif plan.compiled:
@@ -113,14 +115,6 @@ def check_memory(plan: Plan) -> None:
             f"{gib(need - have)} are missing. Use --train.remat full, --fsdp.gather layer, more "
             "--train.microbatches, or more chips."
         )
-
-
-def build(flags: Flags, config: utils.Config, chip: Chip | None) -> Compiled:
-    """Compile the step, and write its text if requested."""
-    compiled, text = compiler.compile_step(config, chip, flags.topology)
-    if flags.hlo:
-        flags.hlo.write_text(text, encoding="utf-8")
-    return compiled
 
 
 if __name__ == "__main__":

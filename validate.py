@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -188,20 +187,23 @@ def main(arguments: list[str] | None = None) -> None:
     config = resume.config_of(run, rest, Flags)
     check(flags)
     questions = multiple_choice.read_questions(flags.questions) if flags.questions else []
-    harness = import_harness() if flags.lm_eval else None
     declared = model.declare(config)
     sharded_model.schedule_of(config)
-    data = None if questions or harness else dataset.open_validation(config)
+    data = None if questions or flags.lm_eval else dataset.open_validation(config)
     with distributed.job(replicas=config.mesh.replica):
         config = utils.for_platform(config, jax.default_backend())
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         step, w, stored = checkpoint.load_weights(run, flags.step, shapes)
-        if harness:
+        if flags.lm_eval:
+            from inference import lm_eval_adapter  # late: its packages are optional
+
             tokens = text_tokens(stored["tokens"], run)
-            adapter = harness.Model(config, declared, mesh, w, tokens)
-            found = harness.evaluate(adapter, flags.lm_eval, flags.include_path, flags.limit)
-            text, found = harness.report(found, step), {"results": found["results"]}
+            adapter = lm_eval_adapter.Model(config, declared, mesh, w, tokens)
+            found = lm_eval_adapter.evaluate(
+                adapter, flags.lm_eval, flags.include_path, flags.limit
+            )
+            text, found = lm_eval_adapter.report(found, step), {"results": found["results"]}
         elif questions:
             tokenizer, begin, _ = text_tokens(stored["tokens"], run)
             found = multiple_choice.evaluate(config, declared, mesh, w, questions, tokenizer, begin)
@@ -213,23 +215,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def check(flags: Flags) -> None:
-    """Raises ConfigError for conflicting flags."""
+    """Raises ConfigError for conflicting flags, or a missing package."""
     if flags.questions and flags.lm_eval:
         raise ConfigError("--questions and --lm_eval are two evaluations. Give one of them.")
     if not flags.lm_eval and (flags.include_path or flags.limit is not None):
         raise ConfigError("--include_path and --limit need --lm_eval. Add --lm_eval TASK.")
-
-
-def import_harness() -> ModuleType:
-    """Import inference/lm_eval_adapter.py, which needs packages of requirements-hf.txt."""
-    try:
-        from inference import lm_eval_adapter
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--lm_eval needs the package {error.name}, which is not installed. Install it with "
-            "./run.sh uv pip install -r requirements-hf.txt."
-        ) from None
-    return lm_eval_adapter
+    if flags.lm_eval:
+        cli.check_packages("--lm_eval", "-r requirements-hf.txt", "lm_eval")
 
 
 def report(found: dict[str, Any], config: Config, data: Mixture) -> list[str]:

@@ -34,7 +34,6 @@ from rich.table import Table
 import model
 import train
 import weights
-from benchmarks import common
 from benchmarks.common import (
     ONE_DEVICE,
     compile_step,
@@ -209,11 +208,8 @@ class TrainerProcess:
 
 def main(arguments: list[str]) -> None:
     flags = cli.parse_flags(Flags, arguments, __doc__)
-    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        raise ConfigError(
-            "benchmark.py peer needs torch and transformers: "
-            "./run.sh uv pip install -r requirements-hf.txt"
-        )
+    needed = "torch", "transformers"
+    cli.check_packages("benchmark.py peer", "-r requirements-hf.txt", *needed)
     import torch
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to PyTorch

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -82,6 +83,15 @@ def refuse_unknown(arguments: list[str], known: Iterable[str]) -> None:
             "only the flag. See --help."
         )
     raise ConfigError(f"unknown flag {flag}{_suggestion(flag, known)}")
+
+
+def check_packages(flag: str, install: str, *packages: str) -> None:
+    """Raise ConfigError if a package that a flag needs is missing; pip takes `install`."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"{flag} needs {' and '.join(missing)}, which is not installed. Run ./run.sh uv pip "
+            f"install {install}."
+        )
 
 
 def parse(

@@ -6,7 +6,7 @@ import hardware
 import make_compiled
 import plan
 from conftest import ROOT
-from planning import cost, results, targets
+from planning import compiler, cost, results, targets
 
 JAXFORMER = ["--config", str(ROOT / "configs" / "jaxformer_1b.toml")]
 DENSE = ["--config", str(ROOT / "configs" / "dense_124m.toml"), "--chip", "h100"]
@@ -52,7 +52,8 @@ def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(ca
 def compiled(monkeypatch):
     def replace(key, **fields):
         row = make_compiled.recorded()[key] | fields
-        monkeypatch.setattr(plan, "build", lambda *_: results.Compiled(**row))
+        program = results.Compiled(**row), ""
+        monkeypatch.setattr(compiler, "compile_step", lambda *_: program)
         monkeypatch.setattr(targets, "check", lambda _: None)  # as if the compiler were here
 
     return replace

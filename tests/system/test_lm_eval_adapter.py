@@ -47,7 +47,7 @@ GREEDY = {"until": [], "max_gen_toks": 6}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lm_eval", "a"], "needs the package lm_eval, .* -r requirements-hf.txt"),
+        (["--lm_eval", "a"], "needs lm_eval, .* -r requirements-hf.txt"),
         (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
         (["--limit", "3"], "need --lm_eval"),
         (["--lm_eval", "a", "--limit", "0"], "--limit 0 is out of range"),
