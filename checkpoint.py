@@ -76,16 +76,11 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep: int | None = None, keep_every_steps: int = 0):
         """Open `folder` to write, or without `keep` to read only.
 
-        keep              number of newest checkpoints that are kept
+        keep              number of newest checkpoints that are kept, at least 1
         keep_every_steps  multiples of this step are kept, too
-        Raises            ConfigError if `keep` is 0 or the folder cannot be used;
+        Raises            ConfigError if the folder cannot be used;
                           TransientError if a bucket does not respond
         """
-        if keep is not None and keep < 1:
-            raise ConfigError(
-                f"--checkpoint.keep {keep} would remove each checkpoint as soon as it is complete. "
-                "Use 1 or more, or --checkpoint.every_steps 0 to save none."
-            )
         self._files = CheckpointDirectory(folder)
         self._storage, self.folder = self._files.folder, self._files.folder.url
         self._run = self.folder.rpartition("/")[0]

@@ -37,11 +37,6 @@ class Schedule:
     microbatches: int  # M
 
     def __post_init__(self) -> None:
-        if min(self.pipeline, self.virtual, self.microbatches) < 1:
-            raise ConfigError(
-                f"{self.pipeline} pipeline ranks with {self.virtual} model chunks and "
-                f"{self.microbatches} microbatches have no schedule: each must be 1 or more."
-            )
         if self.virtual > 1 and self.microbatches % self.pipeline:
             works = -(-self.microbatches // self.pipeline) * self.pipeline
             raise ConfigError(
