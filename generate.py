@@ -25,8 +25,7 @@ import model
 import train
 import utils
 from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_bytes
-from inference import decode
-from inference.sampling import ENDED, Generator, SamplingOptions
+from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
 from runtime import cli, distributed, errors, resume, run_directory
 from runtime.console import is_primary
@@ -59,12 +58,6 @@ def main(arguments: list[str] | None = None) -> None:
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
     run = run_directory.at(flags.run)
     config = resume.config_of(run, [*one, *rest], Flags)
-    if config.mesh.pipeline > 1:
-        raise ConfigError(
-            f"--mesh.pipeline {config.mesh.pipeline}: generation runs without pipeline "
-            "parallelism. Use more ranks of --mesh.fsdp or --mesh.tensor instead."
-        )
-    config = decode.decoding_config(config, config.mesh.fsdp, config.mesh.tensor)
     declared, prompts = model.declare(config), read_prompts(flags)
     with distributed.job(replicas=config.mesh.replica):
         config = utils.for_platform(config, jax.default_backend())
@@ -77,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         needed = max(map(len, texts), default=config.train.seq_len) + flags.tokens
         length, batch = min(config.train.seq_len, needed), min(flags.batch, len(texts) or 1)
         options = SamplingOptions(flags.temperature, flags.top_k, flags.top_p)
-        generator = Generator(config, mesh, batch, length, ends, options)
+        generator = Generator(*generation_mesh(config, mesh), batch, length, ends, options)
         w = generator.convert_weights(w)
         if flags.interactive:
             converse(generator, w, tokenizer, begin, flags)

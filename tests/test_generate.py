@@ -35,7 +35,8 @@ def test_a_completion_depends_on_the_seed_and_not_on_the_batch(printed, tmp_path
     flags = ["--prompts", str(file), "--tokens", "9", "--top_k", "50", "--top_p", "0.9"]
     found = printed(*flags, "--seed", "3")
     assert all(line in found for line in file.read_text().splitlines())
-    assert printed(*flags, "--seed", "3", "--batch", "2") == found
+    mesh = ["--mesh.fsdp", "2", "--mesh.pipeline", "2"]
+    assert printed(*flags, "--seed", "3", "--batch", "2", *mesh) == found
     assert printed(*flags, "--seed", "4") != found
 
 
@@ -83,7 +84,6 @@ def test_a_character_of_several_tokens_is_printed_once_it_is_complete(capsys):
         (["--prompt", ""], "the prompt is empty"),
         (["--prompts", "absent"], "--prompts absent cannot be read"),
         ([], "give exactly one of --prompt TEXT, --prompts FILE"),
-        (["--prompt", "a", "--mesh.pipeline", "2"], "generation runs without pipeline"),
         (["--prompt", "a", "--top_p", "0"], "0.0 is out of range.* above 0 and at most 1, or"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 is out of range. Use .* at least 1, or"),
         (["--prompt", "a", "--warmth", "1"], "unknown flag --warmth"),
