@@ -150,7 +150,7 @@ def run(config: Config) -> None:
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         if r.init_from and is_new:
             config, w = load_initial(config, declared, mesh, data)
-        directory.lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
+        directory.check_lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
         stack.enter_context(directory.synced() if is_primary() else nullcontext())
         c, saved = config.checkpoint, None
         if c.every_steps:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -61,14 +61,13 @@ class RunDirectory:
 
     files        the local path of its files: for a bucket, of a copy of them
     checkpoints  path or URL of the folder of checkpoints
-    lock         of the run that writes here
+    check_lock   of the run that writes here (runtime/writer_lock.py), called before each upload
     """
-
-    lock: writer_lock.Lock | None = None
 
     def __init__(self, url: str):
         self._url, self._folder = url, storage.at(url)
         self.name = os.path.basename(url)
+        self.check_lock: Callable[[], None] = lambda: None
         if self._folder.path:
             self.files, self.checkpoints = self._folder.path, self._folder.path / CHECKPOINTS
             return
@@ -152,8 +151,7 @@ class RunDirectory:
         """Upload changed files, by default the records. Raises writer_lock.Replaced and OSError."""
         if self._folder.path:
             return
-        if self.lock:
-            self.lock.check()
+        self.check_lock()
         for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
             name, content = file.relative_to(self.files).as_posix(), file.read_bytes()
             uploaded, version = self._uploaded.get(name, (b"", storage.ABSENT))

@@ -1,7 +1,7 @@
 """Allow one writer per run directory.
 
-    with writer_lock.held(folder, take_over) as lock:
-        lock.check()  # before each write
+    with writer_lock.held(folder, take_over) as check:
+        check()  # before each write
 
 On a disk, this is `flock` on FOLDER/lock. The file's content is for error messages only.
 
@@ -14,14 +14,12 @@ compares it again, so a run that was replaced stops before it writes.
 
 import contextlib
 import fcntl
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from runtime import distributed, storage
 from runtime.console import is_primary, log
@@ -35,73 +33,42 @@ class Replaced(ConfigError):
     """Another run has taken over the folder. Starting this one again would be refused."""
 
 
-@dataclass
-class Lock:
-    """A lock that is held. On a disk, and in processes other than 0, its methods do nothing."""
-
-    folder: storage.BucketFolder | None = None
-    version: Any = None  # of the file that this run wrote
-    process: int = field(default_factory=os.getpid)
-
-    def check(self) -> None:
-        """Raise Replaced if another run has taken over. Also raises as storage.Folder."""
-        if self.folder:
-            content, version = self.folder.read_with_version(NAME)
-            if version != self.version:
-                owner = _described(_parsed(content))
-                raise Replaced(f"{self.folder.url} was taken over by {owner}. This run stops.")
-
-    def release(self) -> None:
-        # If the lock cannot be removed, other owners need --run.take_over.
-        with contextlib.suppress(storage.Changed, storage.Unavailable, storage.AccessDenied):
-            if self.folder and self.process == os.getpid():  # not in a forked child
-                self.folder.remove([NAME], self.version)
-
-
 @contextlib.contextmanager
-def held(url: str | os.PathLike[str], take_over: bool = False) -> Iterator[Lock]:
+def held(url: str | os.PathLike[str], take_over: bool = False) -> Iterator[Callable[[], None]]:
     """Hold the lock while the block runs. All processes of the job enter it.
+
+    Yield a function that raises Replaced if another run has taken over, or as storage.Folder. On a
+    disk, and in processes other than 0, it does nothing.
 
     Raises  on all processes, if process 0 does not get the lock: ConfigError, storage.Unavailable
     """
-    lock, folder = Lock(), storage.at(url)
+    folder, check = storage.at(url), lambda: None
     with contextlib.ExitStack() as stack:
         with distributed.shared_errors():
             if is_primary() and folder.path:
                 stack.enter_context(_flock(folder.path))
             elif is_primary():
-                lock = _lock_by_version(folder, _record(), take_over)
-                stack.callback(lock.release)
-        yield lock
+                check = stack.enter_context(_lock_by_version(folder, take_over))
+        yield check
 
 
-def _record() -> dict[str, Any]:
-    host, user = os.uname().nodename, os.environ.get("USER", os.getuid())
-    return {
-        "owner": os.environ.get("RUN_OWNER") or f"{user}@{host}",
-        "host": host,
-        "pid": os.getpid(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join(" ".join(sys.argv).split())[:300],
-    }
+def _owner() -> str:
+    user = os.environ.get("USER", os.getuid())
+    return os.environ.get("RUN_OWNER") or f"{user}@{os.uname().nodename}"
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(content))
-    except (ValueError, TypeError):
-        return {}
+def _description() -> str:
+    """Describe this run. This is the content of the lock."""
+    started, command = time.strftime("%Y-%m-%d %H:%M:%S %z"), " ".join(" ".join(sys.argv).split())
+    process = f"process {os.getpid()} on host {os.uname().nodename}"
+    return f"owner {_owner()}, {process}, started {started}: {command[:300]}"
 
 
-def _described(record: dict[str, Any]) -> str:
-    text = "owner {owner}, process {pid} on host {host}, started {started}: {command}"
-    return text.format(**dict.fromkeys(_record(), "unknown") | record)
-
-
-def _refusal(folder: str | Path, record: dict[str, Any], more: str = "") -> ConfigError:
+def _refusal(folder: str | Path, content: bytes, more: str = "") -> ConfigError:
     return ConfigError(
-        f"{folder} is in use by another run ({_described(record)}). Two runs would overwrite each "
-        f"other's files. Wait for it, end it, or use --run.name {os.path.basename(folder)}-2{more}."
+        f"{folder} is in use by another run ({content.decode(errors='replace')}). Two runs would "
+        "overwrite each other's files. Wait for it, end it, or use --run.name "
+        f"{os.path.basename(folder)}-2{more}."
     )
 
 
@@ -118,12 +85,12 @@ def _flock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise _refusal(folder, _parsed(file.read())) from None
+            raise _refusal(folder, file.read()) from None
         except OSError as error:
             log(f"warning: {folder} has no flock, so a second run is not prevented: {error}")
-        with contextlib.suppress(OSError):  # a full disk; the lock works without the record
+        with contextlib.suppress(OSError):  # a full disk; the lock works without its content
             file.truncate(0)
-            file.write(json.dumps(_record()).encode())
+            file.write(_description().encode())
         try:
             yield
         finally:
@@ -135,15 +102,35 @@ def _flock(folder: Path) -> Iterator[None]:
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
 
-def _lock_by_version(folder: storage.BucketFolder, own: dict[str, Any], take_over: bool) -> Lock:
+@contextlib.contextmanager
+def _lock_by_version(folder: storage.BucketFolder, take_over: bool) -> Iterator[Callable[[], None]]:
+    process, version = os.getpid(), _written(folder, take_over)
+
+    def check() -> None:
+        content, newest = folder.read_with_version(NAME)
+        if newest != version:
+            other = content.decode(errors="replace")
+            raise Replaced(f"{folder.url} was taken over by {other}. This run stops.")
+
+    try:
+        yield check
+    finally:
+        # If the lock cannot be removed, other owners need --run.take_over.
+        with contextlib.suppress(storage.Changed, storage.Unavailable, storage.AccessDenied):
+            if process == os.getpid():  # not in a forked child
+                folder.remove([NAME], version)
+
+
+def _written(folder: storage.BucketFolder, take_over: bool) -> int:
+    """Write the lock, unless it is of another owner, and return its version."""
+    own = _description().encode()
     while True:
         content, version = folder.read_with_version(NAME)
-        other = _parsed(content)
-        if other == own:  # written by a request of this run whose response was lost
-            return Lock(folder, version)
+        if content == own:  # written by a request of this run whose response was lost
+            return version
         if version != storage.ABSENT:
-            if other.get("owner") != own["owner"] and not take_over:
-                raise _refusal(folder.url, other, ", or --run.take_over if that run is gone")
-            log(f"{folder.url}: taking over from {_described(other)}")
+            if not (content.startswith(f"owner {_owner()}, ".encode()) or take_over):
+                raise _refusal(folder.url, content, ", or --run.take_over if that run is gone")
+            log(f"{folder.url}: taking over from {content.decode(errors='replace')}")
         with contextlib.suppress(storage.Changed):  # another run was faster: read again
-            return Lock(folder, folder.write(NAME, json.dumps(own).encode(), version))
+            return folder.write(NAME, own, version)

@@ -101,7 +101,7 @@ def test_records_that_cannot_be_uploaded_are_kept_and_reported(bucket, url, caps
 def test_a_run_that_was_replaced_uploads_nothing(bucket, url, monkeypatch, capsys):
     folder = fresh(url)
     with writer_lock.held(url) as held, pytest.raises(writer_lock.Replaced), folder.synced():
-        monkeypatch.setattr(folder, "lock", held)
+        monkeypatch.setattr(folder, "check_lock", held)
         (folder.files / "metrics.jsonl").write_text("1\n")
         BucketFolder(url).write("lock", b"another's")
         bucket.log.clear()

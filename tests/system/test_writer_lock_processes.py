@@ -79,8 +79,8 @@ from runtime import distributed, errors, writer_lock
 def run():
     with distributed.job():
         for folder in sys.argv[1:]:
-            with writer_lock.held(folder) as held:
-                held.check()
+            with writer_lock.held(folder) as check:
+                check()
                 print("has", folder, flush=True)
 errors.run_command(run)
 """
