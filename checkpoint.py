@@ -216,6 +216,7 @@ class Checkpoints:
         self,
         abstract: Any,
         check_config: Callable[[dict[str, Any], int], None] = lambda config, step: None,
+        only: int | None = None,
     ) -> tuple[int, Any] | None:
         """Return (step, state) of the newest undamaged checkpoint; None without checkpoints.
 
@@ -223,10 +224,11 @@ class Checkpoints:
 
         abstract      as in `restore`, or a function that returns it for the names of saved arrays
         check_config  raises for the config of a run that cannot be continued from a step
-        Raises        ConfigError if all checkpoints are damaged
+        only          the step to restore instead of the newest
+        Raises        ConfigError if all checkpoints are damaged; Damaged if `only` is
         """
         self.wait()
-        steps, damaged = self.steps(), []
+        steps, damaged = self.steps() if only is None else [only], []
         for step in reversed(steps):
             try:
                 record = self.record(step)
@@ -234,6 +236,8 @@ class Checkpoints:
                 like = abstract(frozenset(record["arrays"])) if callable(abstract) else abstract
                 state = self.restore(step, like)
             except Damaged as error:
+                if step == only:
+                    raise
                 log(f"warning: {error}; it is skipped")
                 damaged.append(step)
                 continue
@@ -248,16 +252,6 @@ class Checkpoints:
                 "copy, or start a new run with --run.name."
             )
         return None
-
-    def good(self, step: int | None, abstract: Any) -> tuple[int, Any]:
-        """Return (step, state) of this step, or of the newest undamaged one if None.
-
-        Raises  ConfigError if it is missing or damaged
-        """
-        if step is not None or not self.steps():
-            step = self.step_or_newest(step)
-            return step, self.restore(step, abstract)
-        return self.newest(abstract)
 
     def step_or_newest(self, step: int | None) -> int:
         """Return `step`, or the newest if None. Raises ConfigError without checkpoints."""
@@ -476,6 +470,7 @@ def load_weights(
     step    None for the newest undamaged one
     Raises  ConfigError if it is missing or damaged
     """
-    with contextlib.closing(Checkpoints(run.checkpoints)) as saved:
-        step, found = saved.good(step, {"weights": shapes})
+    with Checkpoints(run.checkpoints) as saved:
+        saved.step_or_newest(step)  # raises without checkpoints
+        step, found = saved.newest({"weights": shapes}, only=step)
         return step, found["weights"], saved.record(step)["config"]

@@ -99,12 +99,7 @@ def restore(
     def check(config: dict[str, Any], step: int) -> None:
         resume.check_compatible(config, settings, run, step)
 
-    if step is None:
-        _, state = saved.newest(stored_shapes, check) or (0, None)
-    else:
-        record = saved.record(step)
-        check(record["config"], step)
-        state = saved.restore(step, stored_shapes(frozenset(record["arrays"])))
+    _, state = saved.newest(stored_shapes, check, only=step) or (0, None)
     if state is None:
         return None
     norms = train.initial_norms(replicated) if state.norms is None else state.norms
@@ -112,23 +107,21 @@ def restore(
 
 
 def load_initial(
-    config: Config, declared: Transformer, mesh: Mesh, data: Mixture
-) -> tuple[Config, Transformer | State]:
-    """Load the weights, or the state, of --run.init_from. Return the config with their step too."""
+    config: Config, shapes: State, settings: dict[str, Any], data: Mixture
+) -> tuple[Config, Transformer | None, State | None]:
+    """Load --run.init_from. Return the config with its step, and either weights or a state."""
     source, step = run_directory.at(config.run.init_from), config.run.init_from_step or None
-    shapes = train.abstract_state(config, declared, mesh)
     if config.run.init_optimizer:
-        settings = dataclasses.asdict(config) | data.stored()
         with Checkpoints(source.checkpoints) as saved:
-            return config, restore(source, saved, shapes, settings, step)
-    step, w, settings = checkpoint.load_weights(source, step, shapes.weights)
-    resume.check_same_tokenizer(source, settings["tokens"], data.folder, data.manifest)
-    return utils.changed(config, {"run.init_from_step": step}), w
+            return config, None, restore(source, saved, shapes, settings, step)
+    step, w, stored = checkpoint.load_weights(source, step, shapes.weights)
+    resume.check_same_tokenizer(source, stored["tokens"], data.folder, data.manifest)
+    return utils.changed(config, {"run.init_from_step": step}), w, None
 
 
 def run(config: Config) -> None:
     """Start or resume a run and train to its last step. Every process of the job calls this."""
-    r, w = config.run, None
+    r, w, state = config.run, None, None
     limit_s = cli.seconds(r.time_limit) if r.time_limit else None
     with (
         Phases(60 * r.stall_minutes) as watchdog,
@@ -145,11 +138,13 @@ def run(config: Config) -> None:
             sharded_model.schedule_of(config)
             (data, val), directory = open_datasets(config), run_directory.of(config)
             is_new = not directory.saved_steps()
+            settings = dataclasses.asdict(config) | data.stored()
         if idle_devices:
             log(idle_devices)
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
+        shapes = train.abstract_state(config, declared, mesh)
         if r.init_from and is_new:
-            config, w = load_initial(config, declared, mesh, data)
+            config, w, state = load_initial(config, shapes, settings, data)
         directory.check_lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
         stack.enter_context(directory.synced() if is_primary() else nullcontext())
         c, saved = config.checkpoint, None
@@ -157,33 +152,22 @@ def run(config: Config) -> None:
             saved = Checkpoints(directory.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
         with saved or nullcontext():
             job = Job(config, declared, mesh, data, val, directory, saved, watchdog, stop)
-            state = restored(job, w)
+            if saved:
+                state = restore(directory, saved, shapes, settings) or state
             finished = state is not None and int(state.step) >= config.train.steps
             if not finished:
-                train_from(job, state, w)
+                train_from(job, state, w, is_new)
         watchdog.phase("pictures")
         if is_primary():
             report_result(job, finished)
 
 
-def restored(job: Job, w: Transformer | State | None) -> State | None:
-    """Return the state that this start resumes from; None for a new run.
-
-    w  weights, or the state, of --run.init_from
-    """
-    state = None
-    if job.saved:
-        shapes = train.abstract_state(job.config, job.declared, job.mesh)
-        settings = dataclasses.asdict(job.config) | job.data.stored()
-        state = restore(job.directory, job.saved, shapes, settings)
-    return w if state is None and isinstance(w, State) else state
-
-
-def train_from(job: Job, state: State | None, w: Transformer | State | None) -> None:
+def train_from(job: Job, state: State | None, w: Transformer | None, is_new: bool) -> None:
     """Log what is about to run, write what describes it, and run the loop to the last step.
 
-    state  the state to resume from; None for a new run
-    w      weights, or the state, of --run.init_from
+    state   the state to continue from, of this run or of --run.init_from
+    w       weights of --run.init_from for a new state
+    is_new  this run had no checkpoint
     """
     config, directory = job.config, job.directory
     plan_line = plan(config, job.mesh)
@@ -194,13 +178,13 @@ def train_from(job: Job, state: State | None, w: Transformer | State | None) -> 
         log(f"{directory}: a new run{f', weights from {source}' if w else ''}")
         state = train.initial_state(config, job.declared, job.mesh, w)
     else:
-        of = f" of {config.run.init_from}" if state is w else ""
+        of = f" of {config.run.init_from}" * is_new
         log(f"{directory}: continues after step {int(state.step)}{of}")
     first = int(state.step)
     start = provenance.record(directory.files, first)
     with GoodputLog(directory.files, job.watchdog, first) as goodput_log:
         if is_primary():
-            keep_sources(config, job.data, is_new=w is not None)
+            keep_sources(config, job.data, is_new and bool(config.run.init_from))
         log(plan_line)
         if job.stop.reached():
             raise job.stop.stopped(resumable(job.saved))
@@ -249,13 +233,13 @@ def write_config(job: Job) -> None:
         ) from error
 
 
-def keep_sources(config: Config, data: Mixture, is_new: bool) -> None:
-    """Copy to the run what its export needs: the tokenizer's files, and if it `is_new` and starts
-    from another run, the settings of the imported base.
+def keep_sources(config: Config, data: Mixture, from_other: bool) -> None:
+    """Copy to the run what its export needs: the tokenizer's files, and if it starts `from_other`
+    run, the settings of the imported base.
     """
     directory = run_directory.of(config)
     keep_files(data.manifest.tokenizer, directory.folder(run_directory.TOKENIZER))
-    if is_new:
+    if from_other:
         base = run_directory.at(config.run.init_from).folder(run_directory.HF)
         if base.is_dir():
             shutil.copytree(base, directory.folder(run_directory.HF), dirs_exist_ok=True)

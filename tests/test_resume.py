@@ -98,7 +98,8 @@ def begin(data, runs, *flags):
     config, *_ = train.for_devices(config, jax.devices())
     declared, mesh = model.declare(config), train.make_mesh(config)
     data = dataset.open_datasets(config)
-    config, w = main.load_initial(config, declared, mesh, data[0])
+    shapes = train.abstract_state(config, declared, mesh)
+    config, w, _ = main.load_initial(config, shapes, {}, data[0])
     return config, train.initial_state(config, declared, mesh, w)
 
 
