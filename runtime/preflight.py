@@ -88,13 +88,12 @@ def check_disk() -> None:
 
 
 def compare(name: str, gather: Callable[[bytes], list[bytes]]) -> None:
-    """Raise JobFailed, on all processes, if they differ. Facts are gathered only in this case."""
-    own = json.dumps(facts(), sort_keys=True).encode()
-    digests = gather(hashlib.sha256(own).digest())  # returns when all processes are here
-    clocks = [json.loads(text) for text in gather(json.dumps([name, time.time()]).encode())]
-    mine, *others = map(json.loads, gather(own) if len({*digests}) > 1 else [own] * len(clocks))
-    lines, (first, time_s) = [], clocks[0]
-    for (other, other_s), theirs in zip(clocks[1:], others, strict=True):
+    """Raise JobFailed, on all processes, if they differ in `facts` or clocks."""
+    lines, own = [], facts()
+    gather(b"")  # returns when all processes are here, to read the clocks at once
+    texts = gather(json.dumps([name, time.time(), own]).encode())
+    (first, time_s, mine), *others = map(json.loads, texts)
+    for other, other_s, theirs in others:
         if abs(other_s - time_s) > MAX_SKEW_S:
             lines.append(f"the clock of {other} is {other_s - time_s:+.0f} s off that of {first}")
         for n in [n for n in mine | theirs if mine.get(n) != theirs.get(n)][:8]:
@@ -114,8 +113,11 @@ def facts() -> dict[str, str]:
     for word in (word.removeprefix("--config=") for word in sys.argv[1:]):
         if word.endswith(".toml") and Path(word).is_file():
             found[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
-    for package in importlib.metadata.distributions():
-        # An interrupted installation leaves a package without a name.
-        with contextlib.suppress(Exception):
-            found[f"package {package.metadata['Name'].lower()}"] = package.version
-    return found
+    return found | {f"package {name}": v for name, v in packages().items()}
+
+
+def packages() -> dict[str, str]:
+    """Return the version of each installed package."""
+    names = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    # An interrupted installation leaves a package without a name.
+    return {name.lower(): version for name, version in names.items() if name}

@@ -1,7 +1,6 @@
 """Record when, where and with which code a run was started. Nothing depends on it."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,8 +14,9 @@ from typing import Any
 import jax
 
 from runtime import jsonl
+from runtime.preflight import packages
 
-PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu"}
+PACKAGES = "jax|jaxlib|jax-(cuda|rocm).*|flax|optax|orbax-checkpoint|numpy|libtpu"
 # Variables that change programs, devices or communication, without what may be a secret.
 VARIABLES = re.compile(
     "(JAX|XLA|LIBTPU|TPU|PJRT|TF|CUDA|NVIDIA|NCCL|NVTE|UCX|GLOO|MEGASCALE|OMP|MALLOC)_"
@@ -41,7 +41,10 @@ def describe_start(step: int) -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if VARIABLES.match(name) and not SECRET.search(name)
         },
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            **{n: v for n, v in sorted(packages().items()) if re.fullmatch(PACKAGES, n)},
+        },
     }
 
 
@@ -66,9 +69,3 @@ def _commit() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "changed": None}
-
-
-def _versions() -> dict[str, str]:
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    plugins = {name for name in found if name.startswith(("jax-cuda", "jax-rocm"))}
-    return {name: found[name] for name in sorted(found.keys() & (PACKAGES | plugins))}

@@ -11,12 +11,12 @@ Orbax writes COMMIT last: the folder `<step>` of a checkpoint is complete if it 
 checkpoint is removed by removing COMMIT first.
 """
 
-import atexit
 import hashlib
 import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,10 +71,10 @@ class RunDirectory:
         if self._folder.path:
             self.files, self.checkpoints = self._folder.path, self._folder.path / CHECKPOINTS
             return
-        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
-        self.files, self.checkpoints = self._temporary / self.name, f"{url}/{CHECKPOINTS}"
+        temporary = Path(tempfile.mkdtemp(prefix="run-"))
+        self.files, self.checkpoints = temporary / self.name, f"{url}/{CHECKPOINTS}"
         self._uploaded: dict[str, tuple[bytes, Any]] = {}  # hash of the content, version
-        atexit.register(self._delete_copy, os.getpid())
+        self._delete_copy = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
         self._download()
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class RunDirectory:
         try:
             self.upload(self.files.rglob("*"))
         except OSError as error:
-            atexit.unregister(self._delete_copy)
+            self._delete_copy.detach()
             raise TransientError(
                 f"the newest records could not be uploaded: {error}. They are kept in {self.files}."
             ) from error
@@ -168,10 +168,6 @@ class RunDirectory:
                 return self._folder.write(name, content, version)
             _, version = self._folder.read_with_version(name)
         raise storage.Unavailable(f"{self}/{name} is being changed by another program.")
-
-    def _delete_copy(self, process: int) -> None:
-        if os.getpid() == process:  # not in a forked child
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _hash(content: bytes) -> bytes:

@@ -4,7 +4,7 @@
     folder.write("config.toml", b"...")
 
 Runs and data sets list, read and write their files here. Only arrays of checkpoints are read and
-written by Orbax and tensorstore. Another kind of storage is a class like BucketFolder in SCHEMES.
+written by Orbax and tensorstore. Another kind of storage is a class like BucketFolder, for `at`.
 
 Orbax opens gs:// with tensorstore for arrays and with gcsfs for the files beside them. The settings
 below make gcsfs verify checksums, and not cache listings, which other programs may change.
@@ -29,7 +29,6 @@ from utils import ConfigError
 RETRY_S = 60.0  # time for which a failed request is retried
 REQUEST_S = 20.0  # timeout to connect, and between two reads of a response
 AT_ONCE = 8  # concurrent requests
-PARTIAL = ".partial"  # suffix of a file that is being written to a disk
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 fsspec.config.conf["gcs"] = {
     "use_listings_cache": False,
@@ -116,9 +115,7 @@ class DiskFolder:
         """Write a file atomically and durably."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same file, so each uses its own temporary name.
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        write_atomically(path, content, partial)
+        write_atomically(path, content)
 
     def move(self, name: str, to: str, first: str) -> None:
         """Rename a folder. Where this is several requests, its file `first` is moved first."""
@@ -161,24 +158,26 @@ class BucketFolder:
     def _blob(self, name: str) -> Any:
         return client().bucket(self._bucket).blob(f"{self._below}{name}")
 
-    def _list(self, below: str, fields: str, **how: Any) -> Any:
-        prefix, fields = f"{self._below}{below}", f"{fields},nextPageToken"
-        return client().list_blobs(self._bucket, prefix=prefix, fields=fields, **how, **_retried())
+    def _list(self, below: str, fields: str, **how: Any) -> tuple[list[Any], set[str]]:
+        """Return the objects whose names start with `below`, and the folders beside them."""
+        prefix, how = f"{self._below}{below}", how | _retried()
+        with self.translated_errors(below):
+            listed = client().list_blobs(
+                self._bucket, prefix=prefix, fields=f"{fields},nextPageToken", **how
+            )
+            return [*listed], listed.prefixes
 
     def names(self) -> list[str]:
-        with self.translated_errors():
-            listed = self._list("", "items(name),prefixes", delimiter="/")
-            found = {blob.name for blob in listed} | {*listed.prefixes}
-            return sorted(name.removeprefix(self._below) for name in found)
+        blobs, folders = self._list("", "items(name),prefixes", delimiter="/")
+        found = {blob.name for blob in blobs} | folders
+        return sorted(name.removeprefix(self._below) for name in found)
 
     def files(self, below: str = "") -> dict[str, FileInfo]:
-        with self.translated_errors(below):
-            listed = self._list(below, "items(name,size,crc32c)")
-            return {b.name.removeprefix(self._below): FileInfo(b.size, b.crc32c) for b in listed}
+        blobs, _ = self._list(below, "items(name,size,crc32c)")
+        return {b.name.removeprefix(self._below): FileInfo(b.size, b.crc32c) for b in blobs}
 
     def exists(self, name: str = "") -> bool:
-        with self.translated_errors(name):
-            return any(True for _ in self._list(name, "items(name)", max_results=1))
+        return bool(self._list(name, "items(name)", max_results=1)[0])
 
     def read(self, name: str) -> bytes:
         content, version = self.read_with_version(name)
@@ -321,7 +320,6 @@ def _retried() -> dict[str, Any]:
 
 
 Folder = DiskFolder | BucketFolder
-SCHEMES = {"gs": BucketFolder}
 
 
 def is_remote(url: Any) -> bool:
@@ -333,11 +331,9 @@ def at(url: str | os.PathLike[str]) -> Folder:
     """Return the folder of a path or URL. Raises ConfigError for an unknown kind of storage."""
     if not is_remote(url):
         return DiskFolder(url)
-    scheme = str(url).partition("://")[0]
-    if scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"{url} is in no known storage. Use a folder on a disk, or {known}.")
-    return SCHEMES[scheme](url)
+    if not str(url).startswith("gs://"):
+        raise ConfigError(f"{url} is in no known storage. Use a folder on a disk, or gs://.")
+    return BucketFolder(url)
 
 
 def of_file(path: str) -> tuple[Folder, str]:
@@ -349,12 +345,10 @@ def of_file(path: str) -> tuple[Folder, str]:
 # --- files on a disk ------------------------------------------------------------------------------
 
 
-def write_atomically(path: Path, content: str | bytes, partial: Path | None = None) -> None:
-    """Write a file, which has the old or the new content whenever the process or machine stops.
-
-    partial  temporary file in the same folder, for writers that may run at the same time
-    """
-    partial = partial or path.with_suffix(".new")
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, which has the old or the new content whenever the process or machine stops."""
+    # Another process may write the same file, so each uses its own temporary name.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
