@@ -99,9 +99,6 @@ class Loop:
         """
         job, config = self.job, self.job.config
         self.first = first = int(state.step)
-        for name in ("samples.jsonl", "skipped.jsonl"):
-            if is_primary() and (file := job.directory.files / name).exists():
-                jsonl.truncate(file, first)
         with (
             Metrics(config, job.directory.files, first) as self.recorder,
             closing(train.batches(config, job.mesh, job.data.rows, first)) as batches,

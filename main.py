@@ -50,7 +50,7 @@ from runtime.console import is_primary, log
 from runtime.phases import GoodputLog, Phases
 from runtime.signals import StopRequest
 from train import State
-from utils import Config, ConfigError
+from utils import Config
 from validate import result
 
 
@@ -223,14 +223,11 @@ def write_config(job: Job) -> None:
     files_of = job.directory.files
     if not is_primary():
         return
+    kept = utils.changed(job.config, {"run.take_over": False})  # is of this start only
     try:
-        files_of.mkdir(parents=True, exist_ok=True)
-        kept = utils.changed(job.config, {"run.take_over": False})  # is of this start only
         storage.write_atomically(files_of / "config.toml", cli.to_toml(kept))
     except OSError as error:
-        raise ConfigError(
-            f"{job.directory} cannot be written: {error}. Use a --run.dir that can be written."
-        ) from error
+        raise storage.at(files_of).explained(error, "config.toml") from error
 
 
 def keep_sources(config: Config, data: Mixture, from_other: bool) -> None:
@@ -268,7 +265,7 @@ def report_result(job: Job, finished: bool) -> None:
     if job.config.eval.sequences and (directory.files / "metrics.jsonl").exists():
         import plot  # late, so that a run starts fast
 
-        plot.plot_runs([directory.files], overwrite=not finished)
+        plot.plot_runs([directory.files])
     log(f"{'finished before.' if finished else ''}\n{result(job.config, job.val)}".lstrip())
 
 

@@ -46,6 +46,7 @@ EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "
 LINE_EVERY_S = 10.0  # between lines of steps, above the bar of a terminal
 WANDB_S = 30.0  # timeout of wandb at the start and at the end of a run
 ABANDON_S = 2.0  # timeout of `abandon_wandb`
+BUFFER_BYTES = 64 << 20  # for records while the disk is full, about 100,000
 
 
 def summary(record: dict[str, Any], steps: int, left_s: float | None) -> str:
@@ -85,23 +86,28 @@ class Metrics:
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Continue the records of the run in `folder` after `step` steps."""
+        """Continue the records of the run in `folder` after `step` steps: later ones are removed,
+        as these steps run again.
+        """
         self._steps, self._clock = config.train.steps, clock
         self._first = self._shown = None
         self._file = self._progress = None
-        self._sinks = []
+        self._sinks, self._is_full = [], False
         self._open = contextlib.ExitStack()
         if not is_primary():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        if path.exists():
-            truncate(path, step)
-        self._sinks = open_sinks(config, folder, step)
+        for name in ("metrics.jsonl", "samples.jsonl", "skipped.jsonl"):
+            truncate(folder / name, step)
+        if config.wandb.project:
+            self._sinks.append(Sink("wandb", partial(Wandb, config, folder), abandon_wandb))
+        if config.run.tensorboard:
+            connect = partial(TensorBoard, folder / "tensorboard", step)
+            self._sinks.append(Sink("TensorBoard", connect))
         for sink in self._sinks:
             self._open.callback(sink.close)
-        self._file = self._open.enter_context(path.open("ab", buffering=0))
-        self._unwritten = b""
+        file = (folder / "metrics.jsonl").open("ab", BUFFER_BYTES)
+        self._file = self._open.enter_context(file)
         if console.is_terminal:
             columns = BarColumn(), TextColumn("{task.description}")
             self._progress = self._open.enter_context(Progress(*columns, console=console))
@@ -118,9 +124,7 @@ class Metrics:
     def sync(self) -> None:
         """Flush the records to disk. Raises OSError if the disk does not take them."""
         if self._file is not None:
-            self._write("")
-            if self._unwritten:
-                raise OSError(f"{self._file.name} takes no records")
+            self._file.flush()  # what a full disk did not take
             os.fsync(self._file.fileno())
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -135,15 +139,15 @@ class Metrics:
         return record
 
     def _write(self, text: str) -> None:
-        """Write text. What a full disk does not take is kept and written with the next line."""
-        warned = bool(self._unwritten)
-        self._unwritten += text.encode()
+        """Write text. What a full disk does not take stays in the buffer until the next flush."""
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._file.write(text.encode())
+            self._file.flush()
+            self._is_full = False
         except OSError as error:
-            if not warned:
+            if not self._is_full:
                 log(f"warning: records are kept in memory, {self._file.name} takes none: {error}")
+            self._is_full = True
 
     def _show(self, record: dict[str, Any]) -> None:
         """Update the progress bar of a terminal; print the first line, the last and some others."""
@@ -170,7 +174,8 @@ class Metrics:
     def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(OSError):  # logged by _write
             self.sync()
-        self._open.close()
+        with contextlib.suppress(OSError):
+            self._open.close()
 
 
 # --- wandb and TensorBoard ------------------------------------------------------------------------
@@ -182,16 +187,6 @@ def check_packages(config: utils.Config) -> None:
         cli.check_packages("--wandb.project", "wandb", "wandb")
     if config.run.tensorboard:
         cli.check_packages("--run.tensorboard", "tensorboardX", "tensorboardX")
-
-
-def open_sinks(config: utils.Config, folder: Path, step: int) -> list["Sink"]:
-    """Return the enabled sinks, for the steps after `step` of the run in `folder`."""
-    found = []
-    if config.wandb.project:
-        found.append(Sink("wandb", partial(Wandb, config, folder), abandon_wandb))
-    if config.run.tensorboard:
-        found.append(Sink("TensorBoard", partial(TensorBoard, folder / "tensorboard", step)))
-    return found
 
 
 class Sink:

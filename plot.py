@@ -6,7 +6,6 @@ python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, with both ru
 
 import io
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,10 +131,9 @@ def tokens_per_expert(run: RunRecords) -> Figure:
     for ax in axes[layers:]:
         ax.set_visible(False)
     for ax in axes[layers - columns : layers]:  # the lowest one of each column
-        ax.set_xlabel("tokens")
         ax.tick_params(labelbottom=True)
-    for ax in axes[::columns]:
-        ax.set_ylabel("share of tokens")
+    figure.supxlabel("tokens", fontsize="medium")
+    figure.supylabel("share of tokens", fontsize="medium")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes[0].set_ylim(bottom=0.0)
     if experts <= 16:
@@ -145,31 +143,30 @@ def tokens_per_expert(run: RunRecords) -> Figure:
     return figure
 
 
-def plot_runs(folders: list[Path], out: Path | None = None, overwrite: bool = True) -> list[Path]:
+def plot_runs(folders: list[Path], out: Path | None = None) -> list[Path]:
     """Write plots of all these runs together, and return their files.
 
     The balance of experts is not plotted for dense models, nor tokens per expert for several runs.
 
-    out        RUN/plots by default, or A+B/plots beside the runs
-    overwrite  also plots that exist
-    Raises     ConfigError for a run without a step or an evaluation
+    out     RUN/plots by default, or A+B/plots beside the runs
+    Raises  ConfigError for a run without a step or an evaluation
     """
     runs = [RunRecords(folder) for folder in folders]
     together = folders[0].parent / "+".join(run.name for run in runs)
     out = out or (together if len(runs) > 1 else folders[0]) / "plots"
-    pictures = {"validation_loss": partial(validation_loss, runs)}
-    if any(run.share.size for run in runs):
-        pictures["load_loss"] = partial(load_loss, runs)
-        if len(runs) == 1:
-            pictures["tokens_per_expert"] = partial(tokens_per_expert, runs[0])
     out.mkdir(parents=True, exist_ok=True)
-    files = {out / f"{name}.png": picture for name, picture in pictures.items()}
+    files = []
     with matplotlib.rc_context(STYLE):
-        for file, picture in files.items():
-            if overwrite or not file.exists():
-                picture().savefig(image := io.BytesIO(), dpi=150, format="png")
-                storage.write_atomically(file, image.getvalue())
-    return [*files]
+        pictures = {"validation_loss": validation_loss(runs)}
+        if any(run.share.size for run in runs):
+            pictures["load_loss"] = load_loss(runs)
+            if len(runs) == 1:
+                pictures["tokens_per_expert"] = tokens_per_expert(runs[0])
+        for name, picture in pictures.items():
+            picture.savefig(image := io.BytesIO(), dpi=150, format="png")
+            files.append(out / f"{name}.png")
+            storage.write_atomically(files[-1], image.getvalue())
+    return files
 
 
 # --- the command ----------------------------------------------------------------------------------

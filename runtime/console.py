@@ -1,7 +1,8 @@
 """Print to the console, from the primary process only, and whatever becomes of its reader."""
 
-import errno
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import jax
@@ -33,20 +34,21 @@ class TolerantStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except (OSError, ValueError) as error:
-            self._lose(error)
-            return len(text)
+        with self._tolerated():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._tolerated():
             self._stream.flush()
-        except (OSError, ValueError) as error:
-            self._lose(error)
 
-    def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, OSError) and error.errno != errno.EPIPE:  # ValueError: it is closed
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        try:
+            yield
+        except (BrokenPipeError, ValueError):  # its reader has gone, or it is closed
+            pass
+        except OSError as error:
             self.lost = str(error)
 
 

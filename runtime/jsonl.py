@@ -50,8 +50,9 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Remove the records after `step` steps: these steps run again."""
-    write(path, [record for record in read(path) if 0 < step >= record["step"]])
+    """Remove the records after `step` steps, or all if it is 0, if the file exists."""
+    if path.exists():
+        write(path, [record for record in read(path) if 0 < step >= record["step"]])
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:

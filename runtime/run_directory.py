@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from utils import Config, ConfigError
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"  # folder of a tokenizer that was given by its path
 HF = "hf"  # folder with config.json and generation_config.json of the imported base
-WRITE_TRIES = 3
 COMMIT = "commit_success.txt"  # as Orbax documents it
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the name of a folder that Orbax is writing
 PROBE_BYTES = 1 << 12
@@ -156,18 +155,11 @@ class RunDirectory:
             name, content = file.relative_to(self.files).as_posix(), file.read_bytes()
             uploaded, version = self._uploaded.get(name, (b"", storage.ABSENT))
             if uploaded != (new := _hash(content)):
-                self._uploaded[name] = new, self._write(name, content, version)
-
-    def _write(self, name: str, content: bytes, version: Any) -> Any:
-        """Replace this version of a file, or else the newest, and return the new version.
-
-        Changed can also mean that this write succeeded and its response was lost.
-        """
-        for _ in range(WRITE_TRIES):
-            with suppress(storage.Changed):
-                return self._folder.write(name, content, version)
-            _, version = self._folder.read_with_version(name)
-        raise storage.Unavailable(f"{self}/{name} is being changed by another program.")
+                try:
+                    version = self._folder.write(name, content, version)
+                except storage.Changed:  # also by this request, if its response was lost
+                    version = self._folder.write(name, content)
+                self._uploaded[name] = new, version
 
 
 def _hash(content: bytes) -> bytes:

@@ -78,7 +78,7 @@ def _flock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / NAME).open("ab+", buffering=0)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}. Use another --run.dir.") from error
+        raise storage.at(folder).explained(error) from error
     with file:
         _files.append(file)
         try:

@@ -57,7 +57,7 @@ def test_records_that_a_full_disk_refuses_are_written_when_it_has_space(tmp_path
         try:
             out.train(step(2))
             out.evaluation(evaluation(2))
-            with pytest.raises(OSError, match="takes no records"):
+            with pytest.raises(OSError, match="File too large"):
                 out.sync()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -52,7 +52,7 @@ def test_a_file_system_without_flock_is_a_warning(tmp_path, monkeypatch, capsys)
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file/run cannot be written: .* Use another --run.dir"):
+    with pytest.raises(ValueError, match=r"file/run cannot be used .* use another --run.dir"):
         take(tmp_path / "file" / "run")
 
 
