@@ -18,7 +18,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,10 @@ class Checkpoints:
         self._writes, self._keep, self._keep_every = keep is not None, keep, keep_every_steps
         self.made_by: dict[str, Any] | None = None  # the start, for RECORD
         self.longest_s = 0.0  # longest time of a save until its files were complete, on process 0
-        self._saving: int | None = None  # the step that is being written
-        self._began, self._committing = 0.0, False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="complete checkpoints")
+        self._saving: Future[None] | None = None  # of `_complete`
         self._error: Exception | None = None  # of the last save; `wait` shares it
         self._writer: ocp.AsyncCheckpointer | None = None
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove checkpoints")
         if self._writes:
             with self._shared():
                 for name in self._files.unfinished() if is_primary() else []:
@@ -153,31 +152,26 @@ class Checkpoints:
             )
         named = _named(state)
         record = _record(named, self.made_by, config)
-        self._saving, self._began, self._committing = step, time.monotonic(), False
-        if self._writer is None:
-            self._writer = _writer(stacked is not None, lambda: setattr(self, "_committing", True))
+        began, self._writer = time.monotonic(), self._writer or _writer(stacked is not None)
         args = _arguments({name: x for name, (x, _) in named.items()}, stacked, record)
         try:
             self._writer.save(f"{self.folder}/{step}", args=args)
+            self._saving = self._thread.submit(self._complete, began)
         except Exception as error:
             self._error = self._storage.explained(error)  # `wait` raises it, on all processes
 
-    def failed(self, wait: bool = False) -> bool:
-        """Return whether the current save has failed here so far, or with `wait` when it ended."""
-        if self._saving is not None and self._error is None:
-            try:
-                if wait:
-                    self._writer.wait_until_finished()
-                self._writer.check_for_errors()
-                if self._committing and is_primary() and self._files.is_complete(self._saving):
-                    self._committing = False
-                    self.longest_s = max(self.longest_s, time.monotonic() - self._began)
-                    self._remover.submit(self._remove_old)
-            except Exception as error:
-                self._error = self._storage.explained(error)
+    def failed(self) -> bool:
+        """Return whether the last save has failed here so far."""
+        if self._saving and self._saving.done() and (error := self._saving.exception()):
+            self._error = self._error or self._storage.explained(error)
         return self._error is not None
 
-    def _remove_old(self) -> None:
+    def _complete(self, began: float) -> None:
+        """Wait until the files of the save are complete, and remove old checkpoints."""
+        self._writer.wait_until_finished()
+        if not is_primary():
+            return
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
         try:
             for step in self._files.steps()[: -self._keep]:
                 if not self._keep_every or step % self._keep_every:
@@ -190,11 +184,13 @@ class Checkpoints:
 
         Raises  the reason if any process could not write: ConfigError or TransientError
         """
-        is_complete = jax.process_count() == 1  # as soon as the writer has ended
-        while self._saving is not None:
+        is_complete = jax.process_count() == 1  # as soon as the thread has ended
+        while self._saving or self._error:
             try:
                 with distributed.shared_errors():
-                    if self.failed(wait=is_complete):
+                    if is_complete and not self._error:
+                        self._saving.exception()  # waits
+                    if self.failed():
                         raise self._error
             except Exception as error:
                 self._error = error  # so that no process waits in `close`
@@ -202,9 +198,7 @@ class Checkpoints:
             if is_complete:
                 self._saving = None
                 return
-            is_complete = self._from_first(
-                lambda: not self._committing and self._files.is_complete(self._saving)
-            )
+            is_complete = self._from_first(self._saving.done)
             if not is_complete:
                 time.sleep(POLL_S)
 
@@ -392,7 +386,7 @@ class Checkpoints:
         """Wait for the last save, unless it failed, and end the threads."""
         if self._error is None:
             self.wait()
-        self._remover.shutdown(wait=self._error is None)
+        self._thread.shutdown(wait=self._error is None)
         if self._writer and self._error is None:
             self._writer.close()
 
@@ -429,10 +423,9 @@ def _record(
     return record | {"crc32": _crc32(record)}
 
 
-def _writer(from_files: bool, committing: Callable[[], None]) -> ocp.AsyncCheckpointer:
+def _writer(from_files: bool) -> ocp.AsyncCheckpointer:
     """
     from_files  the arrays are NumPy arrays, which are not copied
-    committing  called on process 0 after all arrays are written and before COMMIT
 
     A copy to pinned host memory frees the devices' buffers for donation, also on simulated devices.
     There is no compression: weights hardly compress.
@@ -445,10 +438,7 @@ def _writer(from_files: bool, committing: Callable[[], None]) -> ocp.AsyncCheckp
         options["type_handler_registry"] = ocp.type_handlers.create_type_handler_registry(*handlers)
     state = ocp.PyTreeCheckpointHandler(**options)
     config = ocp.JsonCheckpointHandler(filename=RECORD)
-    return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(state=state, config=config),
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=committing),
-    )
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=state, config=config))
 
 
 def _arguments(
