@@ -123,7 +123,7 @@ class Loop:
                 job.watchdog.phase(f"step {done + 1}")
                 state, report = self.step(state, batch, self.schedule)
                 reports.read()  # of the previous step, while this one runs
-                reports.begin(done + 1, report, waited_s)
+                reports.running = done + 1, report, waited_s
 
     def _due(self, step: int) -> Due:
         """Return what follows `step` steps. Everything follows the last step."""
@@ -258,10 +258,6 @@ class Reports:
         chip = hardware.chip_of_kind(job.mesh.devices.flat[0].device_kind)
         self.flops_per_token = hardware.palm_flops_per_token(m, job.declared, seq_len)
         self.peak = chip and chip.flops * job.mesh.devices.size
-
-    def begin(self, step: int, report: dict[str, Any], waited_s: float) -> None:
-        """Take the report of a step that has been started, before it has a value."""
-        self.running = step, report, waited_s
 
     def wait(self) -> None:
         """Wait until the running step, if any, has ended."""

@@ -1,8 +1,7 @@
 """Print to the console, from the primary process only, and whatever becomes of its reader."""
 
-import contextlib
+import errno
 import sys
-from collections.abc import Iterator
 from typing import Any, TextIO
 
 import jax
@@ -34,21 +33,20 @@ class TolerantStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._tolerated():
-            self._stream.write(text)
-        return len(text)
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:
+            self._lose(error)
+            return len(text)
 
     def flush(self) -> None:
-        with self._tolerated():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _tolerated(self) -> Iterator[None]:
         try:
-            yield
-        except (BrokenPipeError, ValueError):  # its reader has gone, or it is closed
-            pass
-        except OSError as error:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError | ValueError) -> None:
+        if isinstance(error, OSError) and error.errno != errno.EPIPE:  # ValueError: it is closed
             self.lost = str(error)
 
 

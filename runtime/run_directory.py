@@ -11,12 +11,12 @@ Orbax writes COMMIT last: the folder `<step>` of a checkpoint is complete if it 
 checkpoint is removed by removing COMMIT first.
 """
 
+import atexit
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -70,10 +70,10 @@ class RunDirectory:
         if self._folder.path:
             self.files, self.checkpoints = self._folder.path, self._folder.path / CHECKPOINTS
             return
-        temporary = Path(tempfile.mkdtemp(prefix="run-"))
-        self.files, self.checkpoints = temporary / self.name, f"{url}/{CHECKPOINTS}"
+        self._temporary = Path(tempfile.mkdtemp(prefix="run-"))
+        self.files, self.checkpoints = self._temporary / self.name, f"{url}/{CHECKPOINTS}"
         self._uploaded: dict[str, tuple[bytes, Any]] = {}  # hash of the content, version
-        self._delete_copy = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        atexit.register(self._delete_copy, os.getpid())
         self._download()
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class RunDirectory:
         try:
             self.upload(self.files.rglob("*"))
         except OSError as error:
-            self._delete_copy.detach()
+            atexit.unregister(self._delete_copy)
             raise TransientError(
                 f"the newest records could not be uploaded: {error}. They are kept in {self.files}."
             ) from error
@@ -160,6 +160,10 @@ class RunDirectory:
                 except storage.Changed:  # also by this request, if its response was lost
                     version = self._folder.write(name, content)
                 self._uploaded[name] = new, version
+
+    def _delete_copy(self, process: int) -> None:
+        if os.getpid() == process:  # not in a forked child
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _hash(content: bytes) -> bytes:

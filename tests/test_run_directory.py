@@ -143,11 +143,12 @@ def test_a_repeated_request_has_one_effect(bucket, url, kind, monkeypatch):
     assert fault.done == 1 and content(fresh(url)) == "1\n2\n3\n"
 
 
-def test_what_another_program_wrote_is_replaced(url):
+def test_what_another_program_wrote_is_replaced(bucket, url):
     folder = fresh(url)
     add(folder, "1\n")
     BucketFolder(url).write("metrics.jsonl", b"late\n")
     add(folder, "2\n")
+    assert uploads(bucket)[-2:] == [f"upload runs/x/metrics.jsonl {code}" for code in (412, 200)]
     assert content(fresh(url)) == "1\n2\n"
     BucketFolder(url).remove(["metrics.jsonl"])  # it is written again
     add(folder, "3\n")
