@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from runtime import cli, errors, jsonl, run_directory, storage
+from runtime import cli, errors, jsonl, resume, run_directory, storage
 from utils import ConfigError
 
 # Okabe and Ito's set, which colour-blind readers can distinguish.
@@ -188,13 +188,8 @@ def main() -> None:
         raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
     if not arguments.out and any(storage.is_remote(run) for run in arguments.run):
         raise ConfigError("--run is in a bucket. Give a folder for the plots, as --out plots.")
-    folders = []
-    for run in map(run_directory.at, arguments.run):
-        if not (run.files / "metrics.jsonl").is_file():
-            raise ConfigError(
-                f"{run} has no metrics.jsonl. Give the folder of a run, as runs/tiny."
-            )
-        folders.append(run.files)
+    runs = map(run_directory.at, arguments.run)
+    folders = [resume.config_file(run, "--run").parent for run in runs]
     for file in plot_runs(folders, arguments.out):
         print(file)
 

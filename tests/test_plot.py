@@ -91,9 +91,9 @@ def test_a_loss_that_was_not_finite_is_a_gap_and_a_truncated_line_is_skipped(tmp
     plot.validation_loss([run])
 
 
-def test_a_folder_without_metrics_or_before_its_first_evaluation_is_refused(tmp_path, monkeypatch):
+def test_a_folder_of_no_run_or_before_its_first_evaluation_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot.py", "--run", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"has no metrics.jsonl. Give the folder of a run"):
+    with pytest.raises(ValueError, match=r"has no config.toml. Give the folder of a run"):
         plot.main()
     with pytest.raises(ValueError, match="6 steps and 0 evaluations"):
         plot.plot_runs([write_run(tmp_path / "young", every=100)])
