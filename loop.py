@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import hardware
 import sharded_model
@@ -23,6 +24,7 @@ from dataset import Mixture
 from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
+from optimizer import learning_rates
 from runtime import errors, jsonl, run_directory
 from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
@@ -86,8 +88,9 @@ class Loop:
         log("compiling the step, which takes a minute or so the first time")
         started = time.perf_counter()
         step = train.jitted_step(config, declared, mesh)
-        self.schedule, batch = train.schedule_on(mesh, config), sharded_model.abstract_batch
-        self.step = errors.compile_program(step, shapes, batch(config, mesh), self.schedule)
+        self.rates = jax.device_put(learning_rates(config), NamedSharding(mesh, P()))
+        batch = sharded_model.abstract_batch(config, mesh)
+        self.step = errors.compile_program(step, shapes, batch, self.rates)
         log(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
         self.tracing = False
 
@@ -121,7 +124,7 @@ class Loop:
                 batch = next(batches)
                 waited_s = time.perf_counter() - wait_began
                 job.watchdog.phase(f"step {done + 1}")
-                state, report = self.step(state, batch, self.schedule)
+                state, report = self.step(state, batch, self.rates)
                 reports.read()  # of the previous step, while this one runs
                 reports.running = done + 1, report, waited_s
 

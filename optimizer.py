@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh
 
 from utils import MESH_AXES, Config
 from weights import Tree, Weight
@@ -49,33 +50,35 @@ EPSILON = 1e-12  # added to a matrix's norm, so that a zero matrix stays zero
 # --- learning rate and AdamW ----------------------------------------------------------------------
 
 
-class Schedule(NamedTuple):
-    """A learning-rate schedule, of numbers that are arguments of the compiled step: another
-    schedule needs no other program.
+class LearningRates(NamedTuple):
+    """Linear warmup, then a cosine, or a constant and a linear decay (wsd); float32 numbers.
+
+    They are arguments of the compiled step, so other learning rates need no other program.
     """
 
-    peak: float
-    low: float  # at the end
-    warmup: int  # steps
-    begin: int  # steps before the decay
-    length: int  # of the decay, in steps
-    cosine: bool  # the shape of the decay; else linear
+    peak: np.float32
+    low: np.float32  # at the end
+    warmup: np.float32  # steps
+    begin: np.float32  # steps before the decay
+    length: np.float32  # of the decay, in steps
+    cosine: np.float32  # the shape of the decay: 1, or 0 for linear
 
 
-def schedule(config: Config) -> Schedule:
-    """Return linear warmup, then a cosine, or a constant and a linear decay (wsd)."""
+def learning_rates(config: Config) -> LearningRates:
+    """Return the learning rates of `config.optimizer`."""
     o, steps = config.optimizer, config.optimizer.schedule_steps or config.train.steps
     warmup, begin = o.phases(steps)
     low, length = o.lr * o.min_lr_ratio, max(1, steps - begin)
-    return Schedule(o.lr, low, warmup, begin, length, o.schedule == "cosine")
+    numbers = o.lr, low, warmup, begin, length, o.schedule == "cosine"
+    return LearningRates(*map(np.float32, numbers))
 
 
-def learning_rate(s: Schedule, step: jax.Array) -> jax.Array:
+def learning_rate(rates: LearningRates, step: jax.Array) -> jax.Array:
     """Return the learning rate of a step, counted from 0, in float32.
 
     The first one is above 0, and the last one is the lowest.
     """
-    peak, low, warmup, begin, length, cosine = (jnp.float32(number) for number in s)
+    peak, low, warmup, begin, length, cosine = rates
     done = step.astype(jnp.float32) + 1
     share = jnp.clip((done - begin) / length, 0, 1)  # of the decay
     left = jnp.where(cosine > 0, (1 + jnp.cos(jnp.pi * share)) / 2, 1 - share)
@@ -110,29 +113,25 @@ def learning_rate_warning(config: Config) -> str:
     )
 
 
-def make_optimizer(
-    config: Config, declared: Tree, mesh: Any = None
-) -> optax.GradientTransformation:
+def make_optimizer(config: Config, declared: Tree, mesh: Mesh) -> optax.GradientTransformation:
     """Return the optimizer, without the learning rate.
 
     It clips by the global norm, scales by AdamW (arXiv:1711.05101) or for matrices by Muon if
     selected, and applies weight decay as declared.
-
-    mesh  the mesh of the weights; only updates need it.
     """
     o = config.optimizer
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
     )
-    scales = {"adamw": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
+    rules = {"adamw": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
     if o.name == "muon":
         dtype = jnp.dtype(config.model.compute_dtype)
-        scales["muon"] = scale_by_muon(declared, mesh, o.muon_beta, dtype)
+        rules["muon"] = scale_by_muon(declared, mesh, o.muon_beta, dtype)
     names = jax.tree.map(partial(optimizer_of, o.name), declared)
     return optax.chain(
         optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(),
-        # Raises for a name without an entry in `scales`.
-        scales["adamw"] if o.name == "adamw" else optax.partition(scales, names),
+        # Raises for a name without an entry in `rules`.
+        rules["adamw"] if o.name == "adamw" else optax.partition(rules, names),
         optax.add_decayed_weights(o.weight_decay, decayed),
     )
 
@@ -162,14 +161,13 @@ class SliceLayout(NamedTuple):
 
 
 def scale_by_muon(
-    declared: Tree, mesh: Any, beta: float, dtype: jnp.dtype
+    declared: Tree, mesh: Mesh, beta: float, dtype: jnp.dtype
 ) -> optax.GradientTransformation:
     """Return Muon: gradients -> updates whose root mean square is about UPDATE_RMS.
 
     The state is Nesterov's momentum, float32, in the layout of the weights.
 
     declared  all weights, of which those of the group "matrix" are updated.
-    mesh      only updates need it.
     dtype     of communication and products.
     """
     momentum = optax.trace(beta, nesterov=True)
@@ -181,7 +179,6 @@ def scale_by_muon(
             return muon_updates(matrices, momenta, grads, dtype)
 
     def update(grads: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
-        assert mesh is not None, "updates need the mesh of the weights"
         over_mesh = jax.shard_map(
             local, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True
         )

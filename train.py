@@ -1,8 +1,8 @@
 """The training step and what it runs on: mesh, state, optimizer, batches on the devices.
 
-A step is one jitted function of (state, batch, schedule). Their shapes and layouts are available
-without arrays, to compile it ahead of time. Functions take the config, the Weights of
-model.declare, and the mesh.
+A step is one jitted function of (state, batch, learning rates). Shapes and layouts of state and
+batch are available without arrays, to compile it ahead of time. Functions take the config, the
+Weights of model.declare, and the mesh.
 """
 
 import collections
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import flax
@@ -28,7 +28,7 @@ import sharded_model
 import utils
 import weights
 from model import Batch, Transformer
-from optimizer import Schedule, learning_rate, make_optimizer, schedule
+from optimizer import LearningRates, learning_rate, make_optimizer
 from runtime import cli
 from utils import MESH_AXES, Config, ConfigError
 
@@ -113,20 +113,16 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             "JAX_ENABLE_X64 is set, but weights and token ids have 32 bits. Unset it."
         )
     devices = jax.devices() if devices is None else devices
-    need, hosts = math.prod(config.mesh.shape), jax.process_count()
-    if need > len(devices) or (need < len(devices) and hosts > 1):
-        replicas = f"--mesh.replica {config.mesh.replica} x " * (config.mesh.replica > 1)
-        hint = (
+    need, available = math.prod(config.mesh.shape), len(devices)
+    if need > available or (need < available and jax.process_count() > 1):
+        simulated = (
             f" For simulated devices, set XLA_FLAGS=--xla_force_host_platform_device_count={need}, "
             "or start through ./run.sh."
-            if devices[0].platform == "cpu" and need > len(devices)
-            else ""
-        )
+        ) * (devices[0].platform == "cpu" and need > available)
         raise ConfigError(
-            f"{replicas}--mesh.fsdp {config.mesh.fsdp} x --mesh.pipeline {config.mesh.pipeline} x "
-            f"--mesh.tensor {config.mesh.tensor} is {need} devices, and there are {len(devices)}"
-            f"{f' on {hosts} hosts' * (hosts > 1)}. Use sizes whose product is {len(devices)}, as "
-            f"--mesh.fsdp {len(devices)} --mesh.pipeline 1 --mesh.tensor 1.{hint}"
+            f"the mesh {config.mesh} has {need} devices, and this run has {available}. Use sizes "
+            f"whose product is {available}, as --mesh.fsdp {available} --mesh.pipeline 1 "
+            f"--mesh.tensor 1.{simulated}"
         )
     return Mesh(arrange_devices(config, devices[:need]), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
 
@@ -178,28 +174,25 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
 
     Arrays of the optimizer have the layout of their weight.
     """
-    optimizer, specs = make_optimizer(config, declared), weights.specs(declared)
-    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
-    norms = jnp.zeros(NORMS, jnp.float32) if config.train.skip_spikes else None
-    shapes = jax.eval_shape(lambda w: State(w, optimizer.init(w), *[jnp.int32(0)] * 3, norms), w)
+
+    def array(spec: P, shape: tuple[int, ...] = (), dtype: Any = np.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def masked(a: Any) -> bool:  # an array of the other optimizer
         return isinstance(a, optax.MaskedNode)
 
-    optimizer_specs = optax.tree.map_params(
+    w = jax.tree.map(lambda w: array(w.spec, w.shape), declared)
+    optimizer = make_optimizer(config, declared, mesh)
+    optimizer_state = optax.tree.map_params(
         optimizer,
-        lambda a, s: a if masked(a) else s,
-        shapes.optimizer,
-        specs,
-        transform_non_params=lambda _: P(),
+        lambda a, w: a if masked(a) else array(w.spec, a.shape, a.dtype),
+        jax.eval_shape(optimizer.init, w),
+        declared,
+        transform_non_params=lambda a: array(P(), a.shape, a.dtype),
         is_leaf=masked,
     )
-    return jax.tree.map(
-        lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)),
-        State(specs, optimizer_specs, P(), P(), P(), P() if shapes.norms else None),
-        shapes,
-        is_leaf=lambda s: isinstance(s, P),
-    )
+    norms = array(P(), (NORMS,)) if config.train.skip_spikes else None
+    return State(w, optimizer_state, *[array(P(), dtype=np.int32)] * 3, norms)
 
 
 def shardings_of(shapes: Any) -> Any:
@@ -217,10 +210,11 @@ def initial_state(
     shardings = shardings_of(abstract_state(config, declared, mesh))
     if w is None:
         w = weights.initialize(declared, mesh, config.train.seed)
-    optimizer = jax.jit(make_optimizer(config, declared).init, out_shardings=shardings.optimizer)(w)
+    optimizer = make_optimizer(config, declared, mesh)
+    optimizer_state = jax.jit(optimizer.init, out_shardings=shardings.optimizer)(w)
     step, skipped, in_row = (jax.device_put(np.int32(0), shardings.step) for _ in range(3))
     norms = initial_norms(shardings.norms) if shardings.norms else None
-    return State(w, optimizer, step, skipped, in_row, norms)
+    return State(w, optimizer_state, step, skipped, in_row, norms)
 
 
 def initial_norms(sharding: NamedSharding) -> jax.Array:
@@ -228,24 +222,13 @@ def initial_norms(sharding: NamedSharding) -> jax.Array:
     return jax.device_put(np.full(NORMS, np.inf, np.float32), sharding)
 
 
-def schedule_on(mesh: Mesh, config: Config) -> Schedule:
-    """Return the schedule as arrays, an argument of `jitted_step`."""
-    return jax.device_put(Schedule(*map(np.float32, schedule(config))), NamedSharding(mesh, P()))
-
-
-def abstract_schedule(mesh: Mesh) -> Schedule:
-    """Return the shapes and layouts of `schedule_on`."""
-    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    return Schedule(*[number] * len(Schedule._fields))
-
-
 # --- one step -------------------------------------------------------------------------------------
 
 
 def jitted_step(
     config: Config, declared: Transformer, mesh: Mesh
-) -> Callable[[State, Batch, Schedule], tuple[State, dict[str, jax.Array]]]:
-    """Return the jitted step: (state, batch [M, B, T], schedule) -> (next state, report).
+) -> Callable[[State, Batch, LearningRates], tuple[State, dict[str, jax.Array]]]:
+    """Return the jitted step: (state, batch [M, B, T], learning rates) -> (next state, report).
 
     The state is donated. A step whose loss or gradient norm is not finite, or that is a spike,
     changes only the counters.
@@ -253,9 +236,11 @@ def jitted_step(
     loss_and_gradients = sharded_model.loss_and_gradients(config, declared, mesh)
     optimizer = make_optimizer(config, declared, mesh)
 
-    def step(state: State, batch: Batch, s: Schedule) -> tuple[State, dict[str, jax.Array]]:
+    def step(
+        state: State, batch: Batch, rates: LearningRates
+    ) -> tuple[State, dict[str, jax.Array]]:
         grads, stats = loss_and_gradients(state.weights, batch, state.step)
-        norm, lr = optax.tree.norm(grads), learning_rate(s, state.step)
+        norm, lr = optax.tree.norm(grads), learning_rate(rates, state.step)
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
         new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)
@@ -343,14 +328,15 @@ def put_batch(
     sequences, T = shape
     per_microbatch = sequences // microbatches
     sharding = NamedSharding(mesh, sharded_model.BATCH_SPEC)
-    cache: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    @cache
+    def read(start: int, stop: int) -> dict[str, np.ndarray]:
+        numbers = np.arange(microbatches)[:, None] * per_microbatch + np.arange(start, stop)
+        return rows(numbers.reshape(-1))
 
     def shard(name: str, index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[1].indices(per_microbatch)
-        if (start, stop) not in cache:
-            numbers = np.arange(microbatches)[:, None] * per_microbatch + np.arange(start, stop)
-            cache[start, stop] = rows(numbers.reshape(-1))
-        return cache[start, stop][name].reshape(microbatches, stop - start, T)
+        return read(start, stop)[name].reshape(microbatches, stop - start, T)
 
     global_shape = (microbatches, per_microbatch, T)
     return Batch(
@@ -371,10 +357,9 @@ def batches(
 
     rows  (step, row numbers of its batch) -> their arrays [n, T]: see dataset.Mixture.rows.
     """
-    t = config.train
+    t, shape = config.train, (config.train.global_batch_size, config.train.seq_len)
 
     def batch(step: int) -> Batch:
-        shape = t.global_batch_size, t.seq_len
         return put_batch(mesh, t.microbatches, partial(rows, step), shape)
 
     return prefetch(batch, range(first_step, t.steps))

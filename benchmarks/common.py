@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ import pipeline
 import sharded_model
 import train
 import utils
-from optimizer import Schedule
+from optimizer import LearningRates, learning_rates
 from planning import cost, hlo
 from runtime import cli
 from utils import Config, changed
@@ -57,7 +58,7 @@ class Program:
     declared: model.Transformer
     mesh: Mesh
     step: Any
-    schedule: Schedule
+    rates: LearningRates
     compile_s: float
 
     def steps(self) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -65,7 +66,7 @@ class Program:
         state = train.initial_state(self.config, self.declared, self.mesh)
         batch = random_batch(self.config, self.mesh)
         while True:
-            seconds, (state, report) = timed(self.step, state, batch, self.schedule)
+            seconds, (state, report) = timed(self.step, state, batch, self.rates)
             yield seconds, report
 
     @property
@@ -104,12 +105,13 @@ def compile_step(config: Config) -> Program:
     cli.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
-    step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
+    step = train.jitted_step(config, declared, mesh)
+    rates = jax.device_put(learning_rates(config), NamedSharding(mesh, P()))
     with without_compilation_cache():
         start = time.perf_counter()
-        step = step.lower(state, sharded_model.abstract_batch(config, mesh), schedule).compile()
+        step = step.lower(state, sharded_model.abstract_batch(config, mesh), rates).compile()
         compile_s = time.perf_counter() - start
-    return Program(config, declared, mesh, step, schedule, compile_s)
+    return Program(config, declared, mesh, step, rates, compile_s)
 
 
 def random_batch(config: Config, mesh: Mesh) -> model.Batch:

@@ -126,13 +126,14 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
 
     import model
     import train
+    from optimizer import learning_rates
 
     config = cli.load(folder / "config.toml")
     chip, count = hardware.chip_named(chip_name), math.prod(config.mesh.shape)
     devices = targets.devices(chip, topology, count, config.mesh.replica)
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     state = train.abstract_state(config, declared, mesh)
-    arguments = state, sharded_model.abstract_batch(config, mesh), train.abstract_schedule(mesh)
+    arguments = state, sharded_model.abstract_batch(config, mesh), learning_rates(config)
     started = time.perf_counter()
     try:
         compiled = train.jitted_step(config, declared, mesh).lower(*arguments).compile()

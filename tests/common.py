@@ -21,6 +21,7 @@ import utils
 import vocabulary
 from hf_case import model_with
 from inference import decode
+from optimizer import learning_rates
 
 # All widths differ, so that swapped dimensions do not fit. Capacity factor E / K drops nothing.
 SIZES = {
@@ -33,9 +34,9 @@ SIZES = {
 
 
 def jitted_step(config, declared, mesh):
-    """Return (state, batch) -> (next state, report), with the schedule of the config."""
-    step, schedule = train.jitted_step(config, declared, mesh), train.schedule_on(mesh, config)
-    return lambda state, batch: step(state, batch, schedule)
+    """Return (state, batch) -> (next state, report), with the learning rates of the config."""
+    step, rates = train.jitted_step(config, declared, mesh), learning_rates(config)
+    return lambda state, batch: step(state, batch, rates)
 
 
 # One model and its meshes (shape, virtual) for several files, so that the compilation cache serves

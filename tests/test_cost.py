@@ -20,6 +20,7 @@ import train
 import utils
 from benchmarks import gpu
 from common import RUN, RUN_MESHES, config_of, mesh_of
+from optimizer import learning_rates
 from planning import cost, hlo, rates, results, trace
 
 V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
@@ -90,8 +91,8 @@ def assert_planned_as_compiled(config, bound):
     mesh, declared = mesh_of(config), model.declare(config)
     state = train.abstract_state(config, declared, mesh)
     batch = sharded_model.abstract_batch(config, mesh)
-    step, schedule = train.jitted_step(config, declared, mesh), train.abstract_schedule(mesh)
-    text = step.lower(state, batch, schedule).compile().as_text()
+    step = train.jitted_step(config, declared, mesh)
+    text = step.lower(state, batch, learning_rates(config)).compile().as_text()
     predicted = cost.predict(config, None)
     share = pipeline.branch_share(sharded_model.schedule_of(config))
     assert predicted.flops_per_chip == pytest.approx(float(hlo.dot_flops(text, share)), rel=bound)

@@ -162,8 +162,8 @@ def test_a_weight_without_an_optimizer_is_an_error():
     config = muon_config("1x1x1")
     declared = jax.tree.map(lambda w: dataclasses.replace(w, group="tables"), model.declare(config))
     with pytest.raises(AssertionError, match=r"is of the group 'tables', which has no optimizer"):
-        optimizer.make_optimizer(config, declared)
+        optimizer.make_optimizer(config, declared, None)
     config, declared = utils.changed(config, {"optimizer.name": "lion"}), model.declare(config)
     with pytest.raises(ValueError, match="lion"):
         w = jax.tree.map(lambda w: jnp.zeros(w.shape), declared)
-        optimizer.make_optimizer(config, declared).init(w)
+        optimizer.make_optimizer(config, declared, None).init(w)

@@ -277,7 +277,7 @@ def test_adamw_is_that_of_its_paper(clip, embeddings):
     fixed = {"norm", "kv_norm", "bias"} | (set() if embeddings else {"embedding", "output"})
     matrices = {"gate", "up", "down", "kv_down", "kv_up", "out", "router"}
     assert set(names) == fixed | matrices | {"embedding", "output"}
-    rule = optimizer.make_optimizer(config, declared)
+    rule = optimizer.make_optimizer(config, declared, None)
     apply, state, moments, squares = jax.jit(rule.update), rule.init(w), 0.0, 0.0
     for number, grad in enumerate(grads, 1):
         with jax.numpy_dtype_promotion("standard"):

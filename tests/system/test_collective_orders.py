@@ -7,6 +7,7 @@ import model
 import sharded_model
 import train
 from common import config_of, mesh_of
+from optimizer import learning_rates
 from test_collective_order import unordered
 
 MUON = {
@@ -29,7 +30,7 @@ def test_a_collective_waits_for_the_loops_before_it(name):
     c = CASES[name]
     mesh, declared = mesh_of(c), model.declare(c)
     state, batch = train.abstract_state(c, declared, mesh), sharded_model.abstract_batch(c, mesh)
-    arguments = state, batch, train.abstract_schedule(mesh)
+    arguments = state, batch, learning_rates(c)
     step = train.jitted_step(c, declared, mesh).lower(*arguments).compile()
     assert not unordered(step.as_text())
     evaluate = jax.jit(sharded_model.evaluate(c, declared, mesh))

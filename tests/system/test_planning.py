@@ -108,7 +108,7 @@ LARGE = {"train": {"global_batch_size": 512, "seq_len": 1024}, "hidden_size": 10
     ("shape", "fields", "chip", "topology", "message"),
     [
         ((3, 3, 3), {}, V4, "3x3x3", "refuses the topology v4:3x3x3: .* 2x2x1, 2x2x2, 2x2x4"),
-        ((2, 1, 1), {}, V4, "1x1x1", "is 2 devices, and there are 1"),
+        ((2, 1, 1), {}, V4, "1x1x1", "has 2 devices, and this run has 1"),
         ((1, 1, 1), LARGE | {"vocab_size": 50000}, V5E, "1x1", "_EXHAUSTED: .*exceeds available"),
     ],
 )

@@ -13,6 +13,7 @@ import sharded_model
 import train
 import utils
 from common import canonical, config_of, jitted_step, mesh_of, on_mesh
+from optimizer import learning_rates
 from test_muon import (
     LAYOUTS,
     assert_plan_matches_the_program,
@@ -45,7 +46,7 @@ def test_momenta_with_different_layouts_in_memory_are_exchanged():
     config = config_of((2, 2, 1, 2), train=rows, optimizer={"name": "muon"}, **widths, **layers)
     mesh, declared = mesh_of(config), model.declare(config)
     state = train.abstract_state(config, declared, mesh)
-    step, s = train.jitted_step(config, declared, mesh), train.abstract_schedule(mesh)
+    step, s = train.jitted_step(config, declared, mesh), learning_rates(config)
     assert step.lower(state, sharded_model.abstract_batch(config, mesh), s).compile()
 
 
