@@ -3,7 +3,7 @@
 A kind is a class of weights. Training (model.py) and decoding (inference/decode.py) use these parts
 of it, and nothing else:
 
-    sizes(m)            the letters of its layouts
+    FLAGS               of Model, for each letter of its layouts
     declare(...)        its weights
     norm, out           the norm of its input, and the projection of its heads to the output
     inputs(...)         what is gathered over tensor: [b, T, X]
@@ -24,7 +24,7 @@ are T query and S key positions. In latent attention:
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax
 import jax
@@ -148,7 +148,7 @@ def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None) -> 
 class Query:
     """Query projection without a latent."""
 
-    up: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
+    up: jax.Array = weight("D/fsdp N/tensor H+R", normal("D"), matrix="D x N H+R")
 
 
 @flax.struct.dataclass
@@ -157,7 +157,7 @@ class LowRankQuery:
 
     down: jax.Array = weight("D/fsdp Q", normal("D"), matrix="D x Q")
     norm: jax.Array = weight("Q", ones, decay=False, float32=True)
-    up: jax.Array = weight("Q/fsdp N/tensor A", normal("Q"), matrix="Q x N A")
+    up: jax.Array = weight("Q/fsdp N/tensor H+R", normal("Q"), matrix="Q x N H+R")
 
 
 @flax.struct.dataclass
@@ -174,23 +174,15 @@ class LatentAttention:
     kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x N H+W")
     out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL_SCALE), matrix="N W x D")
 
+    FLAGS: ClassVar[dict[str, str]] = {
+        "Q": "q_lora_rank",
+        "C": "kv_lora_rank",
+        "H": "qk_nope_head_dim",
+        "R": "qk_rope_head_dim",
+        "W": "v_head_dim",
+    }
     # [N, H + W, C]: decoding contracts it in this order, and would transpose it for every token.
-    DECODING_ORDER = {"kv_up": (-2, -1, -3)}  # noqa: RUF012
-
-    @staticmethod
-    def sizes(m: utils.Model) -> dict[str, Size]:
-        flags = {
-            "Q": "q_lora_rank",
-            "C": "kv_lora_rank",
-            "H": "qk_nope_head_dim",
-            "R": "qk_rope_head_dim",
-            "W": "v_head_dim",
-        }
-        out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
-        for letter in ("H+R", "C+R", "H+W"):
-            parts = [out[part] for part in letter.split("+")]
-            out[letter] = Size(sum(part.size for part in parts), parts[0].flag)
-        return out | {"A": out["H+R"]}
+    DECODING_ORDER: ClassVar[dict[str, tuple[int, ...]]] = {"kv_up": (-2, -1, -3)}
 
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "LatentAttention":
@@ -325,12 +317,8 @@ class GroupedQueryAttention:
     key_norm: jax.Array | None = weight("A", ones, decay=False, float32=True)
     out: jax.Array = weight("N/tensor A D/fsdp", normal("N A", RESIDUAL_SCALE), matrix="N A x D")
 
-    DECODING_ORDER = {}  # noqa: RUF012
-
-    @staticmethod
-    def sizes(m: utils.Model) -> dict[str, Size]:
-        heads = Size(m.num_key_value_heads, "model.num_key_value_heads")
-        return {"A": Size(m.head_dim, "model.head_dim"), "Y": heads}
+    FLAGS: ClassVar[dict[str, str]] = {"A": "head_dim", "Y": "num_key_value_heads"}
+    DECODING_ORDER: ClassVar[dict[str, tuple[int, ...]]] = {}
 
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "GroupedQueryAttention":

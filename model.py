@@ -135,7 +135,7 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
         "E": "n_routed_experts",
         "K": "num_experts_per_tok",
         "prefix": "first_k_dense_replace",
-    }
+    } | kind_of(m).FLAGS
     out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
     stages = mesh.virtual * mesh.pipeline
     if m.blocks % stages:
@@ -147,7 +147,6 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
             f"x --mesh.virtual {mesh.virtual}. Use --model.num_hidden_layers {layers}, or "
             f"--mesh.pipeline {' or '.join(fit) or '1 --mesh.virtual 1'}."
         )
-    out |= kind_of(m).sizes(m)
     padded = f"{m.vocab_size} (the tokenizer's; {m.padded_vocab_size} with padding)"
     return out | {
         "V": Size(m.padded_vocab_size, "model.vocab_size", fixed=padded),
@@ -317,11 +316,19 @@ def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPositi
     x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
-    parallel = options.sequence_parallel
     h_btD = rms_norm(x_btD, w.norm, options.model.rms_norm_eps)
+    y_btD = feed_forward(w, h_btD, options.sequence_parallel)
+    return x_btD + dropout(y_btD, options, position, 1)
+
+
+def feed_forward(w: Mlp | SharedExperts, h_btD: jax.Array, parallel: bool) -> jax.Array:
+    """`swiglu` of all positions, divided among tensor ranks by hidden width.
+
+    parallel     whether the sequence is sharded over tensor.
+    Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
+    """
     h_bTD = checkpoint_name(gather_sequence(h_btD, "input", parallel), "mlp_in")
-    partial_bTD = swiglu(h_bTD, w.gate, w.up, w.down)
-    return x_btD + dropout(scatter_sequence(partial_bTD, "output", parallel), options, position, 1)
+    return scatter_sequence(swiglu(h_bTD, w.gate, w.up, w.down), "output", parallel)
 
 
 def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -339,7 +346,7 @@ def moe(
     """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
 
     x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
-    Collectives  those of capacity_experts or dropless_experts, and of shared_experts.
+    Collectives  those of capacity_experts or dropless_experts, and of feed_forward.
     """
     m = options.model
     h_btD = rms_norm(x_btD, w.norm, m.rms_norm_eps)
@@ -357,55 +364,40 @@ def moe(
             dropped = jnp.zeros_like(tokens_per_expert[0])
         routing = Routing(partial_balance, tokens_per_expert, dropped)
     if w.shared is not None:
-        y_btD += shared_experts(w.shared, h_btD, options.sequence_parallel)
+        with jax.named_scope("shared"):
+            y_btD += feed_forward(w.shared, h_btD, options.sequence_parallel)
     return x_btD + dropout(y_btD, options, position, 1), routing
 
 
-@jax.named_scope("shared")
-def shared_experts(w: SharedExperts, h_btD: jax.Array, parallel: bool) -> jax.Array:
-    """SwiGLU of the shared experts, which every token passes through.
-
-    parallel     whether the sequence is sharded over tensor.
-    Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
-    """
-    h_bTD = checkpoint_name(gather_sequence(h_btD, "input", parallel), "mlp_in")
-    return scatter_sequence(swiglu(h_bTD, w.gate, w.up, w.down), "output", parallel)
-
-
-def dense_layer(
-    w: DenseLayer,
-    x_btD: jax.Array,
-    context: Any,
-    options: ForwardOptions,
-    position: LayerPosition,
-) -> tuple[jax.Array, Any]:
-    """Return x after the layer, and what decoding caches."""
-    x_btD, cached = attention(w.attention, x_btD, context, options, position, rope=True)
-    return mlp(w.mlp, x_btD, options, position), cached
-
-
-def moe_layer(
-    w: MoeLayer,
+def layer(
+    w: DenseLayer | MoeLayer,
     x_btD: jax.Array,
     context: Any,
     options: ForwardOptions,
     position: LayerPosition,
 ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
-    """Return x after the layer, what decoding caches, and the routing."""
-    rope = options.model.rope_in_moe_layers
+    """Return x after the layer, what decoding caches, and the routing if it has experts."""
+    dense = isinstance(w, DenseLayer)
+    rope = dense or options.model.rope_in_moe_layers
     x_btD, cached = attention(w.attention, x_btD, context, options, position, rope)
+    if dense:
+        return mlp(w.mlp, x_btD, options, position), (cached, None)
     x_btD, routing = moe(w.moe, x_btD, options, position)
     return x_btD, (cached, routing)
 
 
 def dense_layers(
-    w: Any, x_btD: jax.Array, first: jax.Array, layer: Callable
+    w: Any, x_btD: jax.Array, first: jax.Array, run: Callable
 ) -> tuple[jax.Array, Any]:
-    """Run layer(w[i], x, first + i) for each of the stacked weights, or of indices of them."""
+    """Run layers with the stacked weights, or indices of them, and return what decoding caches.
+
+    run  `layer`, as (weights, x, index of the layer).
+    """
 
     def body(x_btD: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
         w, i = one
-        return layer(w, x_btD, first + i)
+        x_btD, (cached, _) = run(w, x_btD, first + i)
+        return x_btD, cached
 
     numbers = jnp.arange(len(jax.tree.leaves(w)[0]), dtype=jnp.int32)
     return lax.scan(body, x_btD, (w, numbers))
@@ -416,16 +408,16 @@ def block(
 ) -> tuple[jax.Array, Any, Routing | None]:
     """Run the dense layers of a block, then its layer with experts.
 
-    dense, moe  dense_layer and moe_layer, as (weights, x, index of the layer).
+    dense, moe  `layer` for both kinds, as (weights, x, index of the layer).
     Returns     x, what decoding caches of each layer, and the routing.
     """
-    layer = m.first_k_dense_replace + number * m.decoder_sparse_step
+    first = m.first_k_dense_replace + number * m.decoder_sparse_step
     cached, routing = [], None
     if w.dense is not None:
-        x_btD, new = dense_layers(w.dense, x_btD, layer, dense)
+        x_btD, new = dense_layers(w.dense, x_btD, first, dense)
         cached.append(new)
     if w.moe is not None:
-        x_btD, (new, routing) = moe(w.moe, x_btD, layer + m.dense_layers)
+        x_btD, (new, routing) = moe(w.moe, x_btD, first + m.dense_layers)
         cached.append(jax.tree.map(lambda a: a[None], new))
     return x_btD, concatenated(cached), routing
 

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import pipeline
-import utils
 import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel
@@ -90,38 +89,33 @@ def pipeline_functions(
     """
     m, wrap = config.model, wrap or remat(config)
 
-    def wrapped(layer: Callable, declared: Any, data: Batch) -> Callable:
-        """Return (w, x, index) -> `layer`, under `wrap`; it gathers weights if so configured."""
+    def layer_of(declared: Any, data: Batch) -> Callable:
+        """Return (w, x, index) -> model.layer under `wrap`, which gathers weights if configured."""
         segments = data.segments if config.data.segments else None
 
-        def run(w: Any, x_btD: jax.Array, *args: Any, **keywords: Any) -> Any:
+        def layer(w: Any, x_btD: jax.Array, segments: Any, position: LayerPosition) -> Any:
             if config.fsdp.gather == "layer":
                 w, x_btD = in_turn(w, x_btD) if options.ordered else (w, x_btD)
                 w = weights.gather(declared, w)
-            return layer(w, x_btD, *args, **keywords)
+            return model.layer(w, x_btD, segments, options, position)
 
-        run = wrap(run)
+        run = wrap(layer)
 
         def at(w: Any, x_btD: jax.Array, number: jax.Array) -> Any:
-            position = LayerPosition(step, data.microbatch, number)
-            return run(w, x_btD, segments, position=position)
+            return run(w, x_btD, segments, LayerPosition(step, data.microbatch, number))
 
         return at
-
-    dense_layer = partial(model.dense_layer, options=options)
-    moe_layer = partial(model.moe_layer, options=options)
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
         x_btD = reduced(vocabulary.embed(w.embedding, data.tokens), "pipeline")
         if w.prefix is not None:
-            run = wrapped(dense_layer, declared.first.prefix, data)
+            run = layer_of(declared.first.prefix, data)
             x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
         return x_btD
 
     def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
-        dense = wrapped(dense_layer, declared.blocks.dense, data)
-        moe = wrapped(moe_layer, declared.blocks.moe, data)
+        dense, moe = (layer_of(d, data) for d in (declared.blocks.dense, declared.blocks.moe))
         x_btD, _, routing = model.block(w, x_btD, number, m, dense, moe)
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
@@ -216,8 +210,7 @@ class Stats:
         return self.cross_entropy + self.z + self.balance
 
 
-def stats_specs(m: utils.Model) -> Stats:
-    return Stats(P(), P(), P(), P(), P(None, "pipeline") if m.moe_layers else None)
+STATS_SPECS = Stats(P(), P(), P(), P(), P(None, "pipeline"))
 
 
 def summarize(config: Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
@@ -309,8 +302,7 @@ def loss_and_gradients(
         grads = reduce_gradients(config, declared, grads)
         return grads, summarize(config, sums, routing, balance_scale)
 
-    out = (weights.specs(declared), stats_specs(m))
-    return over_mesh(declared, mesh, local, P(), out=out)
+    return over_mesh(declared, mesh, local, P(), out=(weights.specs(declared), STATS_SPECS))
 
 
 def evaluate(
@@ -333,7 +325,7 @@ def evaluate(
         routing = after(routing, sums) if options.ordered else routing
         return summarize(config, sums.sum(0), routing, balance_scale)
 
-    return over_mesh(declared, mesh, local, out=stats_specs(m))
+    return over_mesh(declared, mesh, local, out=STATS_SPECS)
 
 
 def after_layers(
@@ -366,11 +358,9 @@ def token_losses(
 
     def of_chunk(table_vD: jax.Array, h_nD: jax.Array, targets_n: jax.Array) -> jax.Array:
         logits_nv = vocabulary.local_logits(table_vD, h_nD, config.model.vocab_size)
-        losses_n, _ = vocabulary.cross_entropy(logits_nv, targets_n)
-        is_target_nv = vocabulary.local_ids(len(table_vD))[None, :] == targets_n[:, None]
-        picked_n = lax.pmax(jnp.where(is_target_nv, logits_nv, -jnp.inf).max(-1), VOCABULARY_AXES)
-        is_likeliest_n = picked_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
-        return jnp.stack([losses_n, is_likeliest_n.astype(jnp.float32)], -1)
+        target_n, logsumexp_n = vocabulary.target_logits(logits_nv, targets_n)
+        is_likeliest_n = target_n == lax.pmax(logits_nv.max(-1), VOCABULARY_AXES)
+        return jnp.stack([logsumexp_n - target_n, is_likeliest_n.astype(jnp.float32)], -1)
 
     def make(outer: EmbeddingAndHead, data: Batch, h_bTD: jax.Array) -> jax.Array:
         n = data.targets.size

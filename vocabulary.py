@@ -86,8 +86,10 @@ def local_ids(rows: int) -> jax.Array:
 
 
 @jax.named_scope("loss")
-def cross_entropy(logits_nv: jax.Array, targets_n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return -log softmax(logits)[target] and logsumexp(logits) of each token [n], float32.
+def target_logits(logits_nv: jax.Array, targets_n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logit of each token's target and logsumexp(logits) [n], float32.
+
+    Their difference is the cross-entropy.
 
     Collectives  pmax and two psums (pipeline x tensor) of [n].
     """
@@ -96,16 +98,16 @@ def cross_entropy(logits_nv: jax.Array, targets_n: jax.Array) -> tuple[jax.Array
     sum_n = lax.psum(jnp.exp(logits_nv - top_n[:, None]).sum(-1), VOCABULARY_AXES)
     # Compared rather than indexed: the gradient of indexing scatters into zeros of all logits.
     is_target_nv = local_ids(logits_nv.shape[1])[None, :] == targets_n[:, None]
-    picked_n = lax.psum(jnp.where(is_target_nv, logits_nv, 0).sum(-1), VOCABULARY_AXES)
-    logsumexp_n = jnp.log(sum_n) + top_n
-    return logsumexp_n - picked_n, logsumexp_n
+    target_n = lax.psum(jnp.where(is_target_nv, logits_nv, 0).sum(-1), VOCABULARY_AXES)
+    return target_n, jnp.log(sum_n) + top_n
 
 
 def loss_of_logits(
     z_factor: float, logits_nv: jax.Array, targets_n: jax.Array, weights_n: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return cross-entropy + z_factor * logsumexp^2, and both weighted sums over tokens [2]."""
-    loss_n, logsumexp_n = cross_entropy(logits_nv, targets_n)
+    target_n, logsumexp_n = target_logits(logits_nv, targets_n)
+    loss_n = logsumexp_n - target_n
     sums = jnp.stack([(weights_n * loss_n).sum(), (weights_n * logsumexp_n**2).sum()])
     return sums[0] + z_factor * sums[1], sums
 

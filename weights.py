@@ -148,7 +148,7 @@ def _declared(name: str, sizes: Mapping[str, Size], d: Declaration) -> Weight:
     return Weight(
         name=name,
         dim_axes=dim_axes,
-        sizes=tuple(sizes[letter] for letter in letters),
+        sizes=tuple(_size(letter, sizes) for letter in letters),
         init=lambda key, shape: d.init(key, shape, sizes),
         decay=d.decay,
         group=group,
@@ -157,6 +157,12 @@ def _declared(name: str, sizes: Mapping[str, Size], d: Declaration) -> Weight:
         float32=d.float32,
         active=sizes[d.active[0]].size / sizes[d.active[1]].size if d.active else 1.0,
     )
+
+
+def _size(letters: str, sizes: Mapping[str, Size]) -> Size:
+    """Return the size of a letter, or of several side by side, such as C+R."""
+    parts = [sizes[letter] for letter in letters.split("+")]
+    return parts[0]._replace(size=sum(part.size for part in parts))
 
 
 def _parse_layout(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -275,16 +275,16 @@ def apply_layers(
 
     # Weights are indexed once, where they are used: a slice of a slice would be copied.
     def dense(stack: Any, *block: jax.Array) -> Callable:
-        def run(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Cache]:
+        def run(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
             position = LayerPosition(zero, zero, layer)
-            return model.dense_layer(index(stack, *block, i), x_bTD, past, options, position)
+            return model.layer(index(stack, *block, i), x_bTD, past, options, position)
 
         return run
 
     def moe(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
         here = options._replace(run_experts=partial(run_experts, blocks.moe.moe.experts, m, i))
         position = LayerPosition(zero, zero, layer)
-        return model.moe_layer(index(blocks.moe, i), x_bTD, past, here, position)
+        return model.layer(index(blocks.moe, i), x_bTD, past, here, position)
 
     def block(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, Cache]:
         numbers = jnp.arange(m.dense_layers, dtype=jnp.int32) if m.dense_layers else None

@@ -40,7 +40,7 @@ OPAQUE = ("conv_general_dilated", "pallas_call", "ragged_dot_general", "while", 
 # Functions of attention kernels: (matrix products of the queries' width, of the values' width).
 # Splash runs two backward kernels, for keys and values and for queries. Each recomputes the scores
 # and the probabilities' gradient, and so does Triton's single one.
-KERNELS = {
+KERNEL_PRODUCTS = {
     "splash_plain": (1, 1), "splash_forward": (1, 1), "splash_backward": (4, 3),
     "cudnn_plain": (1, 1), "cudnn_forward": (1, 1), "cudnn_backward": (3, 2),
     "triton_plain": (1, 1), "triton_forward": (1, 1), "triton_backward": (4, 3),
@@ -235,7 +235,7 @@ class Reader:
             (summed, _), _ = eqn.params["dimension_numbers"]
             return 2 * eqn.outvars[0].aval.size * math.prod(shapes[0][dim] for dim in summed)
         if eqn.primitive.name == "foreign_kernel":
-            by_query, by_value = KERNELS[eqn.params["function"].__name__]
+            by_query, by_value = KERNEL_PRODUCTS[eqn.params["function"].__name__]
             first = int(by_query > 1)  # the gradient comes first
             (b, T, n, A), W = shapes[first], shapes[first + 2][-1]
             return round(2 * b * n * T * T * self.kernel_share * (by_query * A + by_value * W))

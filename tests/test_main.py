@@ -403,7 +403,7 @@ def test_the_learning_rate_is_that_of_optax(steps, schedule, flags, rise, begin,
     parts = [optax.linear_schedule(0, 1, max(1, rise)), optax.constant_schedule(1.0)]
     parts.append(wsd if schedule == "wsd" else cosine)
     expected = optax.join_schedules(parts, [rise, begin])(np.arange(1.0, steps + 1))
-    found = optimizer.learning_rate(rates, np.arange(steps))
+    found = optimizer.learning_rate(rates, jax.numpy.arange(steps))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
