@@ -271,31 +271,24 @@ class LatentAttention:
 
 @flax.struct.dataclass
 class KeyValue:
-    """Key and value projections whose heads are sharded over tensor."""
+    """Key and value projections, whose heads are sharded over tensor.
 
-    # As in experts.ExpertParallelExperts.
-    layout: str = flax.struct.field(pytree_node=False, default="sharded", kw_only=True)
-    key: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")
-    value: jax.Array = weight("D/fsdp Y/tensor A", normal("D"), matrix="D x Y A")
-    key_bias: jax.Array | None = weight("Y/tensor A", zeros, decay=False)
-    value_bias: jax.Array | None = weight("Y/tensor A", zeros, decay=False)
+    On more tensor ranks than heads, all ranks hold all heads (replicated), and use one.
+    """
 
+    replicated: bool = flax.struct.field(pytree_node=False)
+    key: jax.Array = weight("D/fsdp Y/tensor A | D/fsdp Y A", normal("D"), matrix="D x Y A")
+    value: jax.Array = weight("D/fsdp Y/tensor A | D/fsdp Y A", normal("D"), matrix="D x Y A")
+    key_bias: jax.Array | None = weight("Y/tensor A | Y A", zeros, decay=False)
+    value_bias: jax.Array | None = weight("Y/tensor A | Y A", zeros, decay=False)
 
-@flax.struct.dataclass
-class ReplicatedKeyValue:
-    """The same on more tensor ranks than heads: all ranks hold all heads, and use one."""
-
-    layout: str = flax.struct.field(pytree_node=False, default="replicated", kw_only=True)
-    key: jax.Array = weight("D/fsdp Y A", normal("D"), matrix="D x Y A")
-    value: jax.Array = weight("D/fsdp Y A", normal("D"), matrix="D x Y A")
-    key_bias: jax.Array | None = weight("Y A", zeros, decay=False)
-    value_bias: jax.Array | None = weight("Y A", zeros, decay=False)
-
-    def of_rank(self) -> "ReplicatedKeyValue":
-        """Return the one head that this rank's queries use.
+    def of_rank(self) -> "KeyValue":
+        """Return the heads that this rank's queries use: those it holds, or one of all.
 
         The gradient of the others is 0 here, and weights.reduce_gradients sums over tensor.
         """
+        if not self.replicated:
+            return self
         heads = self.key.shape[-2]
         one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
         return jax.tree.map(lambda w: lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2), self)
@@ -309,7 +302,7 @@ class GroupedQueryAttention:
     (arXiv:2505.09388), the biases those of Qwen2.
     """
 
-    key_value: KeyValue | ReplicatedKeyValue
+    key_value: KeyValue
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
     query: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
     query_bias: jax.Array | None = weight("N/tensor A", zeros, decay=False)
@@ -324,7 +317,7 @@ class GroupedQueryAttention:
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "GroupedQueryAttention":
         m, tensor = config.model, config.mesh.tensor
         replicated = m.num_key_value_heads < tensor and tensor % m.num_key_value_heads == 0
-        key_value = weights.declare(ReplicatedKeyValue if replicated else KeyValue, size)
+        key_value = weights.declare(KeyValue, size, layout=int(replicated), replicated=replicated)
         w = weights.declare(cls, size, key_value=key_value)
         if not m.attention_bias:
             key_value = key_value.replace(key_bias=None, value_bias=None)
@@ -345,8 +338,7 @@ class GroupedQueryAttention:
     def heads(
         self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
     ) -> Heads:
-        kv = self.key_value
-        kv = kv.of_rank() if isinstance(kv, ReplicatedKeyValue) else kv
+        kv = self.key_value.of_rank()
         q_bTnA = _project(h_bTD, self.query, self.query_bias)
         k_bTyA = _project(h_bTD, kv.key, kv.key_bias)
         v_bTyA = _project(h_bTD, kv.value, kv.value_bias)

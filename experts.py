@@ -32,29 +32,23 @@ from weights import RESIDUAL_SCALE, float32_product, matmul, normal, vary, varyi
 # --- weights --------------------------------------------------------------------------------------
 
 
-@flax.struct.dataclass
-class ExpertParallelExperts:
-    """Routed experts under expert parallelism: each is complete on one rank of fsdp x tensor."""
-
-    # JAX treats two dataclasses with equal fields as one structure, and reuses what it traced with
-    # one for the other. A static field with different values keeps them apart.
-    layout: str = flax.struct.field(pytree_node=False, default="expert_parallel", kw_only=True)
-    gate: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
-    up: jax.Array = weight("E/fsdp+tensor D G", normal("D"), matrix="D x G", active=("K", "E"))
-    down: jax.Array = weight(
-        "E/fsdp+tensor G D", normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
-    )
+LAYOUT = "E D/fsdp G/tensor | E/fsdp+tensor D G"  # without and with expert parallelism
+DOWN_LAYOUT = "E G/tensor D/fsdp | E/fsdp+tensor G D"
 
 
 @flax.struct.dataclass
-class ShardedExperts:
-    """Routed experts sharded like other weights, over fsdp and tensor, and gathered before use."""
+class Experts:
+    """Routed experts.
 
-    layout: str = flax.struct.field(pytree_node=False, default="sharded", kw_only=True)
-    gate: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
-    up: jax.Array = weight("E D/fsdp G/tensor", normal("D"), matrix="D x G", active=("K", "E"))
+    Under expert parallelism each is complete on one rank of fsdp x tensor. Otherwise they are
+    sharded like other weights, over fsdp and tensor, and gathered before use.
+    """
+
+    expert_parallel: bool = flax.struct.field(pytree_node=False)
+    gate: jax.Array = weight(LAYOUT, normal("D"), matrix="D x G", active=("K", "E"))
+    up: jax.Array = weight(LAYOUT, normal("D"), matrix="D x G", active=("K", "E"))
     down: jax.Array = weight(
-        "E G/tensor D/fsdp", normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
+        DOWN_LAYOUT, normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
     )
 
 
@@ -74,7 +68,7 @@ def uses_expert_parallelism(config: utils.Config) -> bool:
     return config.model.experts_layout == "expert_parallel"
 
 
-def concatenate_gate_up(w: ExpertParallelExperts | ShardedExperts) -> jax.Array:
+def concatenate_gate_up(w: Experts) -> jax.Array:
     """Return [e, D, 2G]. One product reads its input once, as its gradient does.
 
     It is a copy, which pays off where an expert has more than about 4 G rows.
@@ -86,7 +80,7 @@ def concatenate_gate_up(w: ExpertParallelExperts | ShardedExperts) -> jax.Array:
 
 
 def capacity_experts(
-    w: ExpertParallelExperts | ShardedExperts,
+    w: Experts,
     h_btD: jax.Array,
     choice_btK: jax.Array,
     weight_btK: jax.Array,
@@ -145,16 +139,14 @@ def assign_slots(choice_btK: jax.Array, experts: int, capacity: int) -> tuple[ja
     return slot_nK, empty.at[slot_nK.reshape(-1)].set(numbers, mode="drop")
 
 
-def run_slots(
-    w: ExpertParallelExperts | ShardedExperts, buffer_EJD: jax.Array, weight_EJ: jax.Array
-) -> jax.Array:
+def run_slots(w: Experts, buffer_EJD: jax.Array, weight_EJ: jax.Array) -> jax.Array:
     """Run each capacity slot through its expert, times its routing weight.
 
     Collectives  with expert parallelism all_to_all(fsdp x tensor) of the dispatch buffer, there and
                  back, and of routing weights, so that an expert has J slots of each rank; else
                  all_gather(tensor) of both, and psum_scatter(tensor) of partial sums.
     """
-    if isinstance(w, ExpertParallelExperts):
+    if w.expert_parallel:
         exchange = partial(lax.all_to_all, axis_name=EXPERT_AXES, tiled=True)
         send = partial(exchange, split_axis=0, concat_axis=1)
         send_back = partial(exchange, split_axis=1, concat_axis=0)
@@ -221,7 +213,7 @@ OVERFLOW = "overflow"  # scope of tiles beyond those of an even load; the planne
 
 
 def dropless_experts(
-    w: ExpertParallelExperts | ShardedExperts,
+    w: Experts,
     h_btD: jax.Array,
     choice_btK: jax.Array,
     weight_btK: jax.Array,
@@ -236,15 +228,14 @@ def dropless_experts(
                  the result; axes are fsdp and tensor with expert parallelism, else tensor.
     """
     b, t, D = h_btD.shape
-    expert_parallel = isinstance(w, ExpertParallelExperts)
-    axes = EXPERT_AXES if expert_parallel else ("tensor",)
+    axes = EXPERT_AXES if w.expert_parallel else ("tensor",)
     with jax.named_scope("dispatch"):
         gather = partial(lax.all_gather, axis_name=axes, tiled=True)
         h_rD, choice_rK, weight_rK = (
             gather(a.reshape(b * t, -1)) for a in (h_btD, choice_btK, weight_btK)
         )
     h_rD = checkpoint_name(h_rD, "expert_in")
-    if expert_parallel:
+    if w.expert_parallel:
         choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
     inputs = vary((h_rD, choice_rK, weight_rK, concatenate_gate_up(w), w.down))
     load = divide_load(choice_rK.size / m.n_routed_experts, w.gate.shape[0])

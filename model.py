@@ -14,8 +14,14 @@ Letters. UPPER case is the global dimension, lower case this rank's slice of it:
     O values of all heads side by side, N * W
     E experts         K experts per token               V vocabulary, padded
     G hidden width of an expert                         I hidden width of all shared experts
-A value whose name starts with `partial_` is still to be reduced over ranks. A block is a group of
-consecutive layers, as Block declares it.
+A value whose name starts with `partial_` is still to be reduced over ranks.
+
+Words with one meaning each:
+    block         a group of consecutive layers, as Block declares it
+    tile          rows or positions that are multiplied at once: experts.py, attention_kernels/
+    model chunk   a virtual stage of a pipeline rank: schedule.py, where it is `chunk`
+    chunk         in the loss, tokens whose logits exist at once: vocabulary.py
+    schedule      of a pipeline; an optimizer has learning rates
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +37,7 @@ import utils
 import weights
 from attention import Attention, attend, kind_of
 from experts import (
-    ExpertParallelExperts,
-    ShardedExperts,
+    Experts,
     SharedExperts,
     capacity_experts,
     dropless_experts,
@@ -63,7 +68,7 @@ class Moe:
     bias changes which experts a token chooses, and not their weights.
     """
 
-    experts: ExpertParallelExperts | ShardedExperts
+    experts: Experts
     shared: SharedExperts | None
     norm: jax.Array = weight("D", ones, decay=False, float32=True)
     router: jax.Array = weight("D E", normal("D"), float32=True)
@@ -189,9 +194,8 @@ def declare(config: utils.Config) -> Transformer:
 
 
 def declare_moe(config: utils.Config, size: Mapping[str, Size]) -> Moe:
-    experts = weights.declare(
-        ExpertParallelExperts if uses_expert_parallelism(config) else ShardedExperts, size
-    )
+    parallel = uses_expert_parallelism(config)
+    experts = weights.declare(Experts, size, layout=int(parallel), expert_parallel=parallel)
     shared = weights.declare(SharedExperts, size) if config.model.n_shared_experts else None
     return weights.declare(Moe, size, experts=experts, shared=shared)
 

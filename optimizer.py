@@ -233,10 +233,10 @@ def orthogonalize_slices(layout: SliceLayout, slices_nrc: jax.Array) -> jax.Arra
         # XLA for CPUs refuses a program if it can see that the parts have different layouts.
         slices_nrc = lax.optimization_barrier(slices_nrc)
         slices_nrc = lax.all_to_all(slices_nrc, layout.axes, 0, 0, tiled=True)
-    blocks = slices_nrc.reshape(by_row, by_column, m, r, c)
-    x_mRC = blocks.transpose(2, 0, 3, 1, 4).reshape(m, by_row * r, by_column * c)
-    blocks = orthogonalize(x_mRC).reshape(m, by_row, r, by_column, c)
-    slices_nrc = blocks.transpose(1, 3, 0, 2, 4).reshape(-1, r, c)
+    grid = slices_nrc.reshape(by_row, by_column, m, r, c)
+    x_mRC = grid.transpose(2, 0, 3, 1, 4).reshape(m, by_row * r, by_column * c)
+    grid = orthogonalize(x_mRC).reshape(m, by_row, r, by_column, c)
+    slices_nrc = grid.transpose(1, 3, 0, 2, 4).reshape(-1, r, c)
     if layout.axes:
         slices_nrc = lax.all_to_all(slices_nrc, layout.axes, 0, 0, tiled=True)
     if layout.free:

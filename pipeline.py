@@ -28,7 +28,7 @@ Letters as in model.py: b sequences and t positions of this rank, D model width,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,7 @@ from jax import lax
 from runtime import errors
 from schedule import PHASES, Schedule
 from utils import BATCH_AXES, MESH_AXES
-from weights import vary
-
-Tree = Any
+from weights import Tree, vary
 
 
 class Functions(NamedTuple):

@@ -129,11 +129,11 @@ def chunked_loss(
     vocabulary  size without padding.
     """
 
-    def body(_: None, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    def sums_of(chunk: tuple[jax.Array, ...]) -> jax.Array:
         h_nD, *rest = chunk
-        return None, loss_of_logits(z_factor, local_logits(table_vD, h_nD, vocabulary), *rest)[1]
+        return loss_of_logits(z_factor, local_logits(table_vD, h_nD, vocabulary), *rest)[1]
 
-    sums = lax.scan(body, None, (h_cnD, targets_cn, weights_cn))[1].sum(0)
+    sums = lax.map(sums_of, (h_cnD, targets_cn, weights_cn)).sum(0)
     return sums[0] + z_factor * sums[1], sums
 
 

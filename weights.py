@@ -97,7 +97,9 @@ class Weight:
 class Declaration(NamedTuple):
     """The arguments of `weight`."""
 
-    layout: str  # dimensions by letter, each with its mesh axes: "V/pipeline+tensor D/fsdp"
+    # Dimensions by letter, each with its mesh axes: "V/pipeline+tensor D/fsdp". If a class has two
+    # layouts, "Y/tensor A | Y A".
+    layout: str
     init: Init
     decay: bool = True  # whether weight decay applies
     group: str = ""  # of optimizer settings; by default "matrix" if there is a matrix, else "rest"
@@ -130,20 +132,22 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
     return init
 
 
-def declare(cls: type, sizes: Mapping[str, Size], **children: Tree) -> Tree:
-    """Return `cls` with a Weight in each declared field, and `children` or None in the others."""
+def declare(cls: type, sizes: Mapping[str, Size], layout: int = 0, **others: Any) -> Tree:
+    """Return `cls` with a Weight in each declared field, and `others` or None in the others.
+
+    layout  which one, if the class has several.
+    """
     fields = {
-        f.name: _declared(f.name, sizes, f.metadata["weight"])
+        f.name: _declared(f.name, sizes, f.metadata["weight"], layout)
         if "weight" in f.metadata
-        else children.get(f.name)
+        else others.get(f.name)
         for f in dataclasses.fields(cls)
-        if f.metadata.get("pytree_node", True)
     }
     return cls(**fields)
 
 
-def _declared(name: str, sizes: Mapping[str, Size], d: Declaration) -> Weight:
-    letters, dim_axes = _parse_layout(d.layout)
+def _declared(name: str, sizes: Mapping[str, Size], d: Declaration, layout: int) -> Weight:
+    letters, dim_axes = _parse_layout(d.layout.split(" | ")[layout])
     group = d.group or ("matrix" if d.matrix else "rest")
     return Weight(
         name=name,
@@ -152,7 +156,7 @@ def _declared(name: str, sizes: Mapping[str, Size], d: Declaration) -> Weight:
         init=lambda key, shape: d.init(key, shape, sizes),
         decay=d.decay,
         group=group,
-        matrix=_matrix(name, letters, d.matrix) if group == "matrix" else None,
+        matrix=_matrix(letters, d.matrix) if group == "matrix" else None,
         trained=d.trained,
         float32=d.float32,
         active=sizes[d.active[0]].size / sizes[d.active[1]].size if d.active else 1.0,
@@ -169,18 +173,13 @@ def _parse_layout(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], 
     """ "V/pipeline+tensor D" -> ("V", "D"), (("pipeline", "tensor"), ())."""
     parts = [part.partition("/") for part in layout.split()]
     dim_axes = tuple(tuple(axes.split("+")) if axes else () for _, _, axes in parts)
-    unknown = {axis for axes in dim_axes for axis in axes} - set(MESH_AXES)
-    assert not unknown, f"layout {layout!r} names axes {unknown} that the mesh does not have"
     return tuple(letter for letter, _, _ in parts), dim_axes
 
 
-def _matrix(name: str, letters: tuple[str, ...], matrix: str) -> tuple[tuple[int, ...], ...]:
+def _matrix(letters: tuple[str, ...], matrix: str) -> tuple[tuple[int, ...], ...]:
     """ "D x N A" -> the dimensions of rows and of columns, from the end."""
-    sides = [side.split() for side in matrix.split(" x ")]
-    named = [letter for side in sides for letter in side]
-    valid = len(sides) == 2 and all(sides) and sorted({*named} & {*letters}) == sorted(named)
-    assert valid, f"{name} is {matrix!r} as a matrix, in dimensions {' '.join(letters)}"
-    return tuple(tuple(letters.index(x) - len(letters) for x in side) for side in sides)
+    rows, columns = (side.split() for side in matrix.split(" x "))
+    return tuple(tuple(letters.index(x) - len(letters) for x in side) for side in (rows, columns))
 
 
 def stacked(tree: Tree, layout: str, sizes: Mapping[str, Size]) -> Tree:

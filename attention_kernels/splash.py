@@ -45,14 +45,14 @@ def splash_kernel(n: int, T: int, window: int) -> Kernel:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    blocks = library.BlockSizes(**{f"block_{name}": tile_size(T) for name in sizes})
+    tiles = library.BlockSizes(**{f"block_{name}": tile_size(T) for name in sizes})
 
     def make(**options: bool) -> Any:
         shape = T, T
         one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
         mask = masks.MultiHeadMask([one] * n)
         return library.make_splash_mha(
-            mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, **options
+            mask, head_shards=1, q_seq_shards=1, block_sizes=tiles, **options
         )
 
     def ids(segments: tuple[jax.Array, ...]) -> Any:

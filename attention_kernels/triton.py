@@ -42,11 +42,11 @@ def triton_kernel(scale: float, width: int) -> Kernel:
 
     # Tiles of the forward pass that fit in shared memory, even where it has only 100 KiB.
     size = GPU_TILE if width <= 64 else GPU_TILE // 2
-    blocks = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
+    tiles = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
     options = {
         "sm_scale": scale,
         "causal": True,
-        "block_sizes": blocks,
+        "block_sizes": tiles,
         "backward_pass_impl": "triton",
         "num_warps": None,
         "num_stages": 2,

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import utils
 from attention import MASKED, Attention, CacheArray, kind_of
-from experts import ExpertParallelExperts, ShardedExperts, add_distinct, read_rows, sort_choices
+from experts import Experts, add_distinct, read_rows, sort_choices
 from model import ForwardOptions, LayerPosition, Transformer, swiglu
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
@@ -34,7 +34,6 @@ from vocabulary import local_logits, lookup
 from weights import Weight, matmul, rms_norm, vary, varying
 
 KEY_BLOCK = 256  # cached positions that attention processes at once
-Experts = ExpertParallelExperts | ShardedExperts
 Cache = tuple[jax.Array, ...]  # each [layers, B, S, heads, width]
 
 
@@ -98,7 +97,7 @@ def weight_converter(abstract: Transformer) -> Callable:
     leaves, structure = jax.tree.flatten(abstract)
 
     def convert(w: Any) -> Transformer:
-        # By leaves, because the two layouts of experts are two classes.
+        # By leaves, because the experts may have another layout.
         pairs = zip(jax.tree.leaves(in_decoding_order(w)), leaves, strict=True)
         return structure.unflatten([a.reshape(to.shape).astype(to.dtype) for a, to in pairs])
 
@@ -235,8 +234,7 @@ def run_experts(
     A loop over tiles of one expert each reads the weights of chosen experts only, once per tile.
     """
     h_nD, choice_nK, weight_nK = (lax.collapse(a, 0, 2) for a in (h_bTD, choice_bTK, weight_bTK))
-    expert_parallel = isinstance(experts, ExpertParallelExperts)
-    if expert_parallel:
+    if experts.expert_parallel:
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
         h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
         # Relative to this rank's first expert; experts of other ranks are skipped.
@@ -258,7 +256,7 @@ def run_experts(
 
     zero = vary(jnp.zeros(h_nD.shape, jnp.float32), varying((h_nD, experts, choice_nK)))
     partial_nD = lax.fori_loop(0, choices.last_e[-1], body, zero)
-    if expert_parallel:
+    if experts.expert_parallel:
         partial_nD = lax.psum_scatter(partial_nD, "fsdp", tiled=True)
     return lax.psum(partial_nD.astype(h_bTD.dtype), "tensor").reshape(h_bTD.shape)
 

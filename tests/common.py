@@ -144,7 +144,7 @@ def like(declared, tree):
         return tree
     if hasattr(declared, "spec"):
         return np.asarray(tree).reshape(declared.shape)
-    return type(declared)(
+    return declared.replace(
         **{name: like(getattr(declared, name), tree[name]) for name in children(declared)}
     )
 

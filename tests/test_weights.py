@@ -71,8 +71,6 @@ def test_a_layout_gives_shape_spec_name_and_the_dimension_that_is_gathered():
     dims = {w.name: w.gathered_dim for w in jax.tree.leaves(declared)}
     gathered = {"matrix": -2, "table": -1, "inner.down": -1}
     assert dims == {"norm": None, "expert": None, "bias": None} | gathered
-    with pytest.raises(AssertionError, match=r"names axes .*data"):
-        weights.stacked(toy(), "stage/data", SIZE)
 
 
 def test_the_suggested_value_works_for_all_dimensions_that_it_sets():
