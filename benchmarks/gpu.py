@@ -359,7 +359,11 @@ def describe(record: Record) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = common.parser(__doc__)
+    parser = argparse.ArgumentParser(
+        "benchmark.py gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", default=ROWS, metavar="ROW", help="default: all")
     parser.add_argument("--list", action="store_true", help="print the rows, in their order")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit, default 9")
