@@ -22,12 +22,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 import hardware
 import model
 import optimizer
 import sharded_model
-import train
 import vocabulary
 import weights
 from attention_kernels.choice import choose_kernel, computed_share
@@ -233,10 +233,15 @@ def update(config: Config) -> jaxpr.Program:
 
 @cache
 def optimizer_bytes(config: Config) -> int:
-    """Return the bytes of one chip's optimizer state."""
-    state = train.abstract_state(config, declared(config), trace.abstract_mesh(config))
-    arrays = jax.tree.leaves(state.optimizer)
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    """Return the bytes of one chip's optimizer state, which has the layout of the weights."""
+    mesh = trace.abstract_mesh(config)
+
+    def shard(w: Weight) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, w.spec).shard_shape(w.shape), jnp.float32)
+
+    own = jax.tree.map(shard, declared(config))
+    state = jax.eval_shape(optimizer.make_optimizer(config, declared(config), mesh).init, own)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
 
 
 # --- traffic --------------------------------------------------------------------------------------
