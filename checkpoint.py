@@ -52,13 +52,13 @@ def _named(tree: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
 
     stages  [virtual, stage, block] for an array of blocks, () for any other
     """
-    found = {}
+    leaves = {}
     for path, part in leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Transformer)):
         for rest, x in leaves_with_path(part):
             stacked = isinstance(part, Transformer) and rest[0].name == "blocks"
             name = jax.tree_util.keystr((*path, *rest), simple=True, separator=".")
-            found[name] = x, tuple(x.shape[:3]) if stacked else ()
-    return found
+            leaves[name] = x, tuple(x.shape[:3]) if stacked else ()
+    return leaves
 
 
 def _canonical(x: Any, stages: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
@@ -115,8 +115,8 @@ class Checkpoints:
     def _from_first(self, function: Callable[[], Any]) -> Any:
         """Call the function on process 0 and return its result, as JSON values, on all."""
         with self._shared():
-            found = function() if is_primary() else None
-        return json.loads(distributed.gather(json.dumps(found).encode())[0])
+            result = function() if is_primary() else None
+        return json.loads(distributed.gather(json.dumps(result).encode())[0])
 
     def save(
         self,
@@ -324,32 +324,32 @@ class Checkpoints:
         entries, wanted = self.record(step)["arrays"], _named(abstract)
         self._check_arrays(step, entries, wanted)
         try:
-            found = self._restored(step, entries, wanted)
+            restored = self._restored(step, entries, wanted)
         except Damaged:  # a bit may have flipped in transit: read once more
-            found = self._restored(step, entries, wanted)
-        return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in wanted])
+            restored = self._restored(step, entries, wanted)
+        return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
     def _restored(
         self, step: int, entries: Mapping[str, Any], wanted: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        found, problem = {}, ""
+        restored, problem = {}, ""
         with distributed.shared_errors():
             try:
                 with self._reading(step), ThreadPoolExecutor(READ_AT_ONCE) as pool:
                     wanted_entries = {name: entries[name] for name in wanted}
                     stored = open_arrays(f"{self.folder}/{step}/state", wanted_entries)
                     arrays = pool.map(lambda name: stored[name].onto(*wanted[name]), wanted)
-                    found = dict(zip(wanted, arrays, strict=True))
+                    restored = dict(zip(wanted, arrays, strict=True))
             except Damaged as error:  # raised below, on all processes
                 problem = str(error)
         for text in distributed.gather(problem.encode()):
             if text:
                 raise Damaged(text.decode())
-        digests = _digests({name: (found[name], stages) for name, (_, stages) in wanted.items()})
-        differ = [name for name in found if digests[name] != tuple(entries[name]["digest"])]
+        digests = _digests({name: (restored[name], stages) for name, (_, stages) in wanted.items()})
+        differ = [name for name in restored if digests[name] != tuple(entries[name]["digest"])]
         if differ:
             raise self._damaged(step, f"{_listed(differ)} does not have the values that were saved")
-        return found
+        return restored
 
     def _check_arrays(
         self, step: int, entries: Mapping[str, Any], wanted: Mapping[str, Any]
@@ -462,5 +462,5 @@ def load_weights(
     """
     with Checkpoints(run.checkpoints) as saved:
         saved.step_or_newest(step)  # raises without checkpoints
-        step, found = saved.newest({"weights": shapes}, only=step)
-        return step, found["weights"], saved.record(step)["config"]
+        step, state = saved.newest({"weights": shapes}, only=step)
+        return step, state["weights"], saved.record(step)["config"]

@@ -60,12 +60,12 @@ def export_run(flags: Export) -> None:
 
 def import_folder(flags: Import, rest: Sequence[str]) -> None:
     """Raises ConfigError for an unsupported architecture, or tensors that do not match it."""
-    found, table = import_checkpoint.read_config(flags.folder)
+    hf_model, table = import_checkpoint.read_config(flags.folder)
     files = import_checkpoint.with_prefix(safetensors_files.read_folder(flags.folder))
-    found = import_checkpoint.untied(found, files)
-    config = _run_config(found, flags, rest)
-    mappings = tensors.weight_mappings(config, found.kind, found.interleaved)
-    import_checkpoint.check_tensors(flags.folder, found, mappings, files)
+    hf_model = import_checkpoint.untied(hf_model, files)
+    config = _run_config(hf_model, flags, rest)
+    mappings = tensors.weight_mappings(config, hf_model.kind, hf_model.interleaved)
+    import_checkpoint.check_tensors(flags.folder, hf_model, mappings, files)
     with (
         _new_folder(flags.out),
         tempfile.TemporaryDirectory(dir=flags.out, prefix="assembling-") as scratch,
@@ -75,35 +75,35 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
             flags.folder, flags.out / run_directory.TOKENIZER, table.get("eos_token_id")
         )
         import_checkpoint.copy_settings(flags.folder, flags.out / run_directory.HF)
-        arrays = import_checkpoint.read_arrays(found, mappings, files, Path(scratch))
+        arrays = import_checkpoint.read_arrays(hf_model, mappings, files, Path(scratch))
         saved.made_by = provenance.describe_start(0)
         stacked = {f"weights.{mapping.name}": mapping.stack_dims for mapping in mappings}
         saved.save(0, arrays, dataclasses.asdict(config) | {"tokens": tokens}, stacked=stacked)
         saved.wait()
         # Last: a folder without it is not a run.
         (flags.out / "config.toml").write_text(cli.to_toml(config), encoding="utf-8")
-    layers = found.model.num_hidden_layers
+    layers = hf_model.model.num_hidden_layers
     log(f"imported {flags.folder} as the run {flags.out}: {layers} layers")
-    if found.skipped_layers:
-        log(f"left out: {found.skipped_layers} multi-token prediction layers after {layers - 1}")
+    if hf_model.skipped_layers:
+        log(f"left out: {hf_model.skipped_layers} multi-token prediction layers after {layers - 1}")
     if tokens["tokenizer"]:
         log(f'./run.sh python generate.py --run {flags.out} --prompt "..."')
     else:
         log(f"{flags.folder} has no tokenizer.json or tiktoken.model, so the run makes no text")
 
 
-def _run_config(found: HfModel, flags: Import, rest: Sequence[str]) -> Config:
+def _run_config(hf_model: HfModel, flags: Import, rest: Sequence[str]) -> Config:
     """Return the imported model's config on one device, overridden by main.py's flags.
 
     Raises  ConfigError if they change the model.
     """
-    T = str(min(found.max_length, MAX_SEQ_LEN))
+    T = str(min(hf_model.max_length, MAX_SEQ_LEN))
     defaults = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
     defaults += ["--train.global_batch_size", "1", "--train.microbatches", "1"]
     defaults += ["--train.seq_len", T, "--run.name", flags.out.name]
     defaults += ["--run.dir", str(flags.out.parent)]
-    config = cli.parse([*defaults, *rest], Import, model=found.model)
-    resume.check_same_model(flags.folder, found.model, config.model, "--folder")
+    config = cli.parse([*defaults, *rest], Import, model=hf_model.model)
+    resume.check_same_model(flags.folder, hf_model.model, config.model, "--folder")
     return config
 
 

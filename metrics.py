@@ -129,8 +129,8 @@ class Metrics:
 
     def _recorded(self, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """Write the record on process 0; return it as JSON values."""
-        found = {name for name in record if not name.startswith(MIXED)}
-        assert found == set(names), found ^ set(names)
+        present = {name for name in record if not name.startswith(MIXED)}
+        assert present == set(names), present ^ set(names)
         record = plain(record)
         if self._file is not None:
             self._write(json.dumps(record) + "\n")

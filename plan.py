@@ -81,15 +81,15 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
         targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
     count = flags.chips or math.prod(config.mesh.shape)
-    found = None
+    result = None
     if flags.search or count != math.prod(config.mesh.shape):
-        found = search.search(config, chip, count, frozenset(SEARCHED_FLAGS) & given)
-        config = found.best[0].config
+        result = search.search(config, chip, count, frozenset(SEARCHED_FLAGS) & given)
+        config = result.best[0].config
     cli.check(config)
     predicted = cost.predict(config, chip)
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
     name = str(flags.config or "defaults")
-    return Plan(config, predicted, name, chip, tokens, search=found)
+    return Plan(config, predicted, name, chip, tokens, search=result)
 
 
 def check_flags(flags: Flags) -> None:

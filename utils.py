@@ -360,13 +360,13 @@ def settings_of(
 
     resume  rule of the settings that declare none
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for f in dataclasses.fields(cls):
         name, own = prefix + f.name, f.metadata.get("setting", Setting())
         own = dataclasses.replace(own, type=f.type, default=f.default, resume=own.resume or resume)
         is_section = dataclasses.is_dataclass(f.type)
-        found |= settings_of(f.type, f"{name}.", own.resume) if is_section else {name: own}
-    return found
+        settings |= settings_of(f.type, f"{name}.", own.resume) if is_section else {name: own}
+    return settings
 
 
 def get(config: Any, name: str) -> Any:

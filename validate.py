@@ -64,8 +64,8 @@ class Validation:
         records = {name: self._record(w, name, part) for name, part in self.data.parts.items()}
         if not any(records):  # a single dataset, whose name is empty
             return records[""]
-        found = weighted_mean(self.data.shares, list(records.values()))
-        return found | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
+        mean = weighted_mean(self.data.shares, list(records.values()))
+        return mean | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
 
     def _record(self, w: Transformer, name: str, data: Dataset) -> dict[str, Any]:
         t = self.config.train
@@ -99,11 +99,11 @@ def padded_rows(data: Dataset, sequences: int, numbers: np.ndarray) -> dataset.R
 
 def weighted_mean(shares: Sequence[float], records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of each value; None if the value is None."""
-    found = {}
+    means = {}
     for name, first in records[0].items():
         values = (share * np.array(r[name]) for share, r in zip(shares, records, strict=True))
-        found[name] = None if first is None else np.asarray(sum(values)).tolist()
-    return found
+        means[name] = None if first is None else np.asarray(sum(values)).tolist()
+    return means
 
 
 # --- the result of a run --------------------------------------------------------------------------
@@ -200,18 +200,20 @@ def main(arguments: list[str] | None = None) -> None:
 
             tokens = text_tokens(stored["tokens"], run)
             adapter = lm_eval_adapter.Model(config, declared, mesh, w, tokens)
-            found = lm_eval_adapter.evaluate(
+            results = lm_eval_adapter.evaluate(
                 adapter, flags.lm_eval, flags.include_path, flags.limit
             )
-            text, found = lm_eval_adapter.report(found, step), {"results": found["results"]}
+            text, record = lm_eval_adapter.report(results, step), {"results": results["results"]}
         elif questions:
             tokenizer, begin, _ = text_tokens(stored["tokens"], run)
-            found = multiple_choice.evaluate(config, declared, mesh, w, questions, tokenizer, begin)
-            text = multiple_choice.report({"step": step} | found, flags.questions)
+            record = multiple_choice.evaluate(
+                config, declared, mesh, w, questions, tokenizer, begin
+            )
+            text = multiple_choice.report({"step": step} | record, flags.questions)
         else:
-            found = with_perplexity(Validation(config, declared, mesh, data)(w), data)
-            text = report({"step": step} | found, config, data)
-        log(json.dumps(jsonl.plain({"step": step} | found)) if flags.json else "\n".join(text))
+            record = with_perplexity(Validation(config, declared, mesh, data)(w), data)
+            text = report({"step": step} | record, config, data)
+        log(json.dumps(jsonl.plain({"step": step} | record)) if flags.json else "\n".join(text))
 
 
 def check(flags: Flags) -> None:
@@ -224,19 +226,19 @@ def check(flags: Flags) -> None:
         cli.check_packages("--lm_eval", "-r requirements-hf.txt", "lm_eval")
 
 
-def report(found: dict[str, Any], config: Config, data: Mixture) -> list[str]:
+def report(record: dict[str, Any], config: Config, data: Mixture) -> list[str]:
     windows, T = config.eval.sequences, config.train.seq_len
     lines = [
-        f"step {found['step']} on {windows} windows of {T} tokens of {data.folder}",
-        f"loss           {found['loss/val']:.4f} nats per token",
-        f"perplexity     {found['perplexity']:.2f}",
-        f"bits per byte  {found['bits_per_byte']:.4f}",
+        f"step {record['step']} on {windows} windows of {T} tokens of {data.folder}",
+        f"loss           {record['loss/val']:.4f} nats per token",
+        f"perplexity     {record['perplexity']:.2f}",
+        f"bits per byte  {record['bits_per_byte']:.4f}",
     ]
-    losses = {name[9:]: loss for name, loss in found.items() if name.startswith("loss/val/")}
+    losses = {name[9:]: loss for name, loss in record.items() if name.startswith("loss/val/")}
     lines += [f"loss of {name:<6} {loss:.4f}" for name, loss in losses.items()]
-    if found["loss/val_balance"] is not None:
-        lines.append(f"balance        {found['loss/val_balance']:.3f} (1 is even)")
-        lines.append(f"dropped        {found['moe/dropped']:.2%} of the choices of an expert")
+    if record["loss/val_balance"] is not None:
+        lines.append(f"balance        {record['loss/val_balance']:.3f} (1 is even)")
+        lines.append(f"dropped        {record['moe/dropped']:.2%} of the choices of an expert")
     return lines
 
 

@@ -77,12 +77,12 @@ def main(arguments: list[str]) -> None:
 
 def time_collectives(chip: hardware.Chip | None, n: int) -> Table:
     """Return a row of each kind; without a known chip nothing is planned."""
-    found = Table("collective", "ms of 4 KiB", "ms of 64 MiB", "GB/s", "planned ms", "ratio")
+    table = Table("collective", "ms of 4 KiB", "ms of 64 MiB", "GB/s", "planned ms", "ratio")
     for kind in KINDS:
         small_s, large_s = (median_seconds(collective(kind, size)) for size in (SMALL, LARGE))
         cells = [f"{1e3 * small_s:.3f}", f"{1e3 * large_s:.2f}", f"{LARGE / large_s / 1e9:.2f}"]
         if chip:
             planned_s = collectives.collective_s(chip, kind, LARGE, ((n, 1),), n)
             cells += [f"{1e3 * planned_s:.2f}", f"{large_s / planned_s:.2f}"]
-        found.add_row(kind, *cells)
-    return found
+        table.add_row(kind, *cells)
+    return table

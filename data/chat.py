@@ -174,8 +174,8 @@ def conversation(row: Any, marks: tuple[str, ...]) -> list[Message]:
 def turns(row: Any) -> list[Any]:
     """Return the messages of a row in any of the supported forms, without validation."""
     match row:
-        case {"messages": [*found]} | {"conversations": [*found]}:
-            return found
+        case {"messages": [*messages]} | {"conversations": [*messages]}:
+            return messages
         case {"prompt": prompt, "answer": answer} | {"prompt": prompt, "completion": answer}:
             return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
         case dict():

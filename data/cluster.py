@@ -82,11 +82,11 @@ def on_node(job: Job, expected: dict[str, str]) -> Record:
 @functools.cache
 def versions(folder: str) -> dict[str, str]:
     """Return versions of everything that affects the result, and the working directory."""
-    found = {"python": platform.python_version()}
-    found |= {"folder": folder} if Path(folder).is_dir() else {}
-    found |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    environment = {"python": platform.python_version()}
+    environment |= {"folder": folder} if Path(folder).is_dir() else {}
+    environment |= {name: importlib.metadata.version(name) for name in PACKAGES}
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "data").glob("*.py"))
-    return found | {name: file_crc32c(storage.at(ROOT), name) for name in files}
+    return environment | {name: file_crc32c(storage.at(ROOT), name) for name in files}
 
 
 def connect(address: str) -> None:

@@ -59,9 +59,9 @@ def read_special(settings: dict[str, Any], folder: Path, ids: dict[str, int]) ->
         template = file.read_text(encoding="utf-8")
     bos = ids.get(names.get("bos_token", ""))
     ends = (read_settings(folder / name).get("eos_token_id") for name in MODEL_SETTINGS)
-    found = next((end for end in ends if end is not None), [])
-    found = found if isinstance(found, list) else [found]
-    return Special(ids, names, bos, bool(settings.get("add_bos_token")), template, found)
+    end_ids = next((end for end in ends if end is not None), [])
+    end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
+    return Special(ids, names, bos, bool(settings.get("add_bos_token")), template, end_ids)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def read_settings(file: Path) -> dict[str, Any]:
         return {}
     check_not_pointer(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}). Correct it.") from None
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 class HuggingFace:
@@ -147,15 +147,15 @@ class HuggingFace:
     def end_of_text(self) -> int:
         """Return the id of SETTINGS' eos_token, or else of MODEL_SETTINGS' eos_token_id."""
         name = self.special.names.get("eos_token")
-        found = self.table.token_to_id(name) if name else next(iter(self.special.ends), None)
-        if found is None:
+        end = self.table.token_to_id(name) if name else next(iter(self.special.ends), None)
+        if end is None:
             raise ConfigError(
                 f"--tokenizer {self.path} has no end of text: {SETTINGS} beside it has the "
                 f"eos_token {name}, which is not a token, and {' and '.join(MODEL_SETTINGS)} give "
                 f'no eos_token_id in its place. Write {SETTINGS} with {{"eos_token": '
                 '"<|endoftext|>"}, or the name of its token.'
             )
-        return found
+        return end
 
 
 def open_table(content: bytes, path: Path) -> Tokenizer:

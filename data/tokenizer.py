@@ -74,10 +74,10 @@ def load_tokenizer(name: str, sha256: str | None = None) -> Tokenizer:
         tokenizer = TiktokenModel(file) if is_ranks else HuggingFace(file)
     else:
         tokenizer = load_tiktoken(name)
-    found = table_sha256(tokenizer)
-    if sha256 is not None and found != sha256:
+    actual = table_sha256(tokenizer)
+    if sha256 is not None and actual != sha256:
         raise ConfigError(
-            f"tokenizer {name} here has the table sha256 {found}, and the data was made with "
+            f"tokenizer {name} here has the table sha256 {actual}, and the data was made with "
             f"{sha256}. Use the code, or the file, that the data was made with, or prepare the "
             f"data again with data/prepare.py --tokenizer {name} --overwrite."
         )

@@ -43,27 +43,27 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n if n.startswith("lm_head.") else f"{PREFIX}{n}": t for n, t in tensors.items()}
 
 
-def untied(found: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
+def untied(hf_model: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
     """Return the model with an output matrix of its own if its files have one that differs from the
     embedding. transformers then ignores `tie_word_embeddings`, too.
     """
     output, embedding = (tensors.get(OUTSIDE_LAYERS[n]) for n in ("last.output", "first.embedding"))
-    if not found.model.tie_word_embeddings or not (output and embedding):
-        return found
+    if not hf_model.model.tie_word_embeddings or not (output and embedding):
+        return hf_model
     if output.shape == embedding.shape and np.array_equal(output.read(), embedding.read()):
-        return found
-    return found._replace(model=dataclasses.replace(found.model, tie_word_embeddings=False))
+        return hf_model
+    return hf_model._replace(model=dataclasses.replace(hf_model.model, tie_word_embeddings=False))
 
 
 def check_tensors(
-    folder: Path, found: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor]
+    folder: Path, hf_model: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raises ConfigError unless names, shapes and scales of the tensors are those of the model."""
     expected = {name: mapping for mapping in mappings for name in mapping.tensor_names.values()}
     missing = [name for name in expected if name not in tensors]
     scales = {f"{name}{SCALE}" for name in expected}  # read with their tensors
     others = tensors.keys() - expected.keys() - scales
-    extra = [name for name in tensors if name in others and not _is_unused(name, found)]
+    extra = [name for name in tensors if name in others and not _is_unused(name, hf_model)]
     problems, fix = [], "Download the folder again."
     if missing:
         lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config"
@@ -82,21 +82,21 @@ def check_tensors(
             )
         needed = None
         if tensor.dtype.itemsize == 1:  # float8
-            sizes = zip(tensor.shape, found.scale_block or (), strict=False)
+            sizes = zip(tensor.shape, hf_model.scale_block or (), strict=False)
             needed = tuple(-(-n // size) for n, size in sizes)
         if (shape := scale and scale.shape) != needed:
             raise ConfigError(
                 f"{folder}: {name}{SCALE} is {shape or 'absent'}, and {tensor.dtype} in blocks of "
-                f"{found.scale_block} needs {needed or 'none'}: quantization_config does not match "
-                "the tensors. Download the folder again."
+                f"{hf_model.scale_block} needs {needed or 'none'}: quantization_config does not "
+                "match the tensors. Download the folder again."
             )
 
 
-def _is_unused(name: str, found: HfModel) -> bool:
+def _is_unused(name: str, hf_model: HfModel) -> bool:
     """Return whether a tensor is redundant: frequencies, tied output, skipped layers."""
-    first = found.model.num_hidden_layers
-    skipped = tuple(f"model.layers.{first + i}." for i in range(found.skipped_layers))
-    tied = found.model.tie_word_embeddings and name == "lm_head.weight"
+    first = hf_model.model.num_hidden_layers
+    skipped = tuple(f"model.layers.{first + i}." for i in range(hf_model.skipped_layers))
+    tied = hf_model.model.tie_word_embeddings and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(skipped)
 
 
@@ -105,7 +105,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def read_arrays(
-    found: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor], scratch: Path
+    hf_model: HfModel, mappings: list[WeightMapping], tensors: Mapping[str, Tensor], scratch: Path
 ) -> dict[str, np.ndarray]:
     """Return our weight arrays by name, float32, memory-mapped from files in `scratch`."""
     arrays = {}
@@ -119,7 +119,7 @@ def read_arrays(
                     os.posix_fallocate(reserved.fileno(), 0, mapping.size * 4)
             array = np.memmap(file, np.float32, "r+", shape=mapping.shape)  # zeros
             for index, name in mapping.tensor_names.items():
-                array[index] = mapping.from_hf(read_float32(tensors, name, found.scale_block))
+                array[index] = mapping.from_hf(read_float32(tensors, name, hf_model.scale_block))
                 bar.update(array[index].nbytes)
             array.flush()
             arrays[f"weights.{mapping.name}"] = np.memmap(

@@ -301,6 +301,6 @@ def _rope(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if length := table.get(original) or known.get(original) or table.get("max_position_embeddings"):
         known[original] = length
     required = ("factor", original, *(SCALING[kind] if kind == "llama3" else ()))
-    found = {name: _field(known, name, path) for name in required}
-    found |= {name: known[name] for name in SCALING[kind] if name in known} | {"rope_type": kind}
-    return values | {"rope_scaling": _section(utils.RopeScaling, found)}
+    fields = {name: _field(known, name, path) for name in required}
+    fields |= {name: known[name] for name in SCALING[kind] if name in known} | {"rope_type": kind}
+    return values | {"rope_scaling": _section(utils.RopeScaling, fields)}

@@ -420,15 +420,17 @@ class LatentMoeForCausalLM(LatentMoePreTrainedModel, GenerationMixin):
     ):
         inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
         options = use_cache, output_hidden_states, output_attentions
-        found = self.model(*inputs, *options, cache=cache, return_dict=True)
+        outputs = self.model(*inputs, *options, cache=cache, return_dict=True)
         is_count = isinstance(logits_to_keep, int)
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, kept])
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None and shift_labels is None:  # -100 is ignored
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         if shift_labels is not None:  # from the caller if the sequence is sharded over devices
             loss = F.cross_entropy(logits.float().flatten(0, 1), shift_labels.flatten())
-        cache = getattr(found, "cache", None) or getattr(found, "past_key_values", None)
+        cache = getattr(outputs, "cache", None) or getattr(outputs, "past_key_values", None)
         # By position: before transformers 5.24 the third field is `past_key_values`.
-        return CausalLMOutputWithPast(loss, logits, cache, found.hidden_states, found.attentions)
+        return CausalLMOutputWithPast(
+            loss, logits, cache, outputs.hidden_states, outputs.attentions
+        )

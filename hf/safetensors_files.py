@@ -130,7 +130,7 @@ def make_folder(
         begin, sizes[-1] = sizes[-1], sizes[-1] + size
         entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, sizes[-1]]}
         headers[-1][name] = entry
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     count = len(headers)
     for number, (header, size) in enumerate(zip(headers, sizes, strict=True), 1):
         name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
@@ -139,9 +139,9 @@ def make_folder(
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + size)
-        found |= _tensors(folder / name, header, 8 + len(text))
+        tensors |= _tensors(folder / name, header, 8 + len(text))
     if count > 1:
-        weight_map = {name: tensor.file.name for name, tensor in found.items()}
+        weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return found
+    return tensors

@@ -67,15 +67,15 @@ def to_hugging_face(tokenizer: tiktoken.Encoding) -> Table:
     # Special tokens are in the vocabulary too: otherwise they would get new, consecutive ids.
     vocabulary = {as_characters(token): rank for token, rank in ranks.items()}
     vocabulary |= {name: id for id, name in names.items()}
-    found = Table(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
+    table = Table(models.BPE(vocab=vocabulary, merges=merges(ranks), ignore_merges=True))
     pieces = Regex(for_oniguruma(tokenizer._pat_str))
     # Text that the pattern does not match is dropped, as in tiktoken.
     cut = pre_tokenizers.Split(pieces, "removed", invert=True)
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(names[id], normalized=False) for id in sorted(names)])
-    return found
+    table.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    table.decoder = decoders.ByteLevel()
+    table.add_special_tokens([AddedToken(names[id], normalized=False) for id in sorted(names)])
+    return table
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
@@ -108,5 +108,5 @@ def for_oniguruma(pattern: str) -> str:
     end, atom, count = r"(?P<end>\$)", r"(\\p\{\w+\}|\\.|\[(?:\\.|[^\]])+\]|.)", r"(\{[\d,]+\})"
     # No encoding has a group with a possessive count.
     assert not re.search(rf"(?<!\\)\){count}\+", pattern)
-    found = re.sub(f"{atom}{count}\\+", r"(?>\1\2)", pattern)
-    return re.sub(rf"{end}|{atom}", lambda m: r"\z" if m["end"] else m[0], found)
+    converted = re.sub(f"{atom}{count}\\+", r"(?>\1\2)", pattern)
+    return re.sub(rf"{end}|{atom}", lambda m: r"\z" if m["end"] else m[0], converted)

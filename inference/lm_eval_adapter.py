@@ -46,8 +46,8 @@ def evaluate(
     )
 
 
-def report(found: dict[str, Any], step: int) -> list[str]:
-    return [f"step {step}", *make_table(found).rstrip().splitlines()]
+def report(results: dict[str, Any], step: int) -> list[str]:
+    return [f"step {step}", *make_table(results).rstrip().splitlines()]
 
 
 class Model(TemplateLM):
@@ -100,12 +100,12 @@ class Model(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return greedy completions, each up to the first of its stop strings."""
-        found: list[str] = []
+        completions: list[str] = []
         for options, group in groupby(requests, lambda each: generation_options(each.args[1])):
             prompts = [request.args[0] for request in group]
             for first in range(0, len(prompts), BATCH_SIZE):
-                found += self.complete(prompts[first : first + BATCH_SIZE], *options)
-        return found
+                completions += self.complete(prompts[first : first + BATCH_SIZE], *options)
+        return completions
 
     @cached_property
     def generator(self) -> Generator:
@@ -143,10 +143,10 @@ def generation_options(arguments: dict[str, Any]) -> tuple[int, tuple[str, ...]]
 
     Raises  ConfigError for a request that samples.
     """
-    found = normalize_gen_kwargs(arguments)
-    if found["do_sample"]:
+    options = normalize_gen_kwargs(arguments)
+    if options["do_sample"]:
         raise ConfigError(
             "a task requests sampling (generation_kwargs: do_sample), and only greedy decoding is "
             "supported. Set do_sample: false in the task's file."
         )
-    return found["max_gen_toks"], tuple(stop for stop in found["until"] if stop)
+    return options["max_gen_toks"], tuple(stop for stop in options["until"] if stop)

@@ -45,10 +45,12 @@ def read_questions(file: Path) -> list[Question]:
         lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions {file} cannot be read: {error}.") from None
-    found = [parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    questions = [
+        parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not questions:
         raise ConfigError(f"--questions {file} is empty. Write a question in each line.")
-    return found
+    return questions
 
 
 def parse(line: str, where: str) -> Question:
@@ -107,14 +109,14 @@ def log_likelihoods(
         out_shardings=NamedSharding(mesh, P()),  # every process reads all of it
         compiler_options=train.compiler_options(mesh),
     )
-    found, shape = [], (t.global_batch_size, T)
+    results, shape = [], (t.global_batch_size, T)
     starts = range(0, n, t.global_batch_size)
     quiet = not is_primary() or len(starts) < 2
     console = Console(stderr=True)  # standard output may be read by another program
     for start in track(starts, "questions", console=console, transient=True, disable=quiet):
         batch = train.put_batch(mesh, t.microbatches, partial(rows, start), shape)
-        found.append(np.asarray(run(w, batch)).reshape(*shape, 2))
-    loss_nT, is_likeliest_nT = np.moveaxis(np.concatenate(found)[:n], -1, 0)
+        results.append(np.asarray(run(w, batch)).reshape(*shape, 2))
+    loss_nT, is_likeliest_nT = np.moveaxis(np.concatenate(results)[:n], -1, 0)
     return -(loss_nT * loss_weights).sum(1), (is_likeliest_nT >= loss_weights).all(1)
 
 
@@ -144,10 +146,10 @@ def evaluate(
         sizes = [len(choice.encode()) for choice in q.choices]
         right["accuracy"].append(int(np.argmax(s)) == q.answer)
         right["accuracy_norm"].append(int(np.argmax(np.divide(s, sizes))) == q.answer)
-    found: dict[str, Any] = {"questions": len(questions)}
+    record: dict[str, Any] = {"questions": len(questions)}
     for name, answers in right.items():
-        found[name], found[f"{name}_stderr"] = accuracy(answers)
-    return found | {"log_likelihoods": by_question}
+        record[name], record[f"{name}_stderr"] = accuracy(answers)
+    return record | {"log_likelihoods": by_question}
 
 
 def accuracy(right: list[bool]) -> tuple[float, float | None]:
@@ -156,10 +158,10 @@ def accuracy(right: list[bool]) -> tuple[float, float | None]:
     return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
 
 
-def report(found: dict[str, Any], file: Path) -> list[str]:
-    lines = [f"step {found['step']} on {found['questions']} questions of {file}"]
+def report(record: dict[str, Any], file: Path) -> list[str]:
+    lines = [f"step {record['step']} on {record['questions']} questions of {file}"]
     for name, key in (("accuracy", "accuracy"), ("normalised", "accuracy_norm")):
-        error = found[f"{key}_stderr"]
+        error = record[f"{key}_stderr"]
         margin = f" +- {error:.2%}" if error is not None else ""
-        lines.append(f"{name:12}  {found[key]:.2%}{margin}")
+        lines.append(f"{name:12}  {record[key]:.2%}{margin}")
     return lines

@@ -77,11 +77,11 @@ def sides_of(dims: int, ranks: int, sides: tuple[int, ...]) -> tuple[tuple[int, 
     side of a 2-D slice is a ring if it is 16 long. Other sides are lines, whose ends have one link.
     """
     closed = all(side % 4 == 0 for side in sides) if dims == 3 else max(sides) >= 16
-    found = []
+    occupied = []
     for side in sorted(sides, reverse=True):
         length = min(side, ranks)
         if length > 1:
             ring = closed and length == side and (dims == 3 or side >= 16)
-            found.append((length, 2 if ring else 1))
+            occupied.append((length, 2 if ring else 1))
         ranks = -(-ranks // length)
-    return tuple(found)
+    return tuple(occupied)

@@ -63,8 +63,8 @@ def compile_step(
         if child.returncode:
             raise ConfigError(f"{task} failed: {failure(child.returncode, child.stdout)}")
         text = (folder / "program.hlo").read_text(encoding="utf-8")
-        found = json.loads((folder / "compiled.json").read_text(encoding="utf-8"))
-    return Compiled(**found, **count_costs(config, chip, text)), text
+        figures = json.loads((folder / "compiled.json").read_text(encoding="utf-8"))
+    return Compiled(**figures, **count_costs(config, chip, text)), text
 
 
 def child_environment(chip: Chip | None) -> dict[str, str]:
@@ -105,10 +105,10 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
     mesh = dict(zip(utils.MESH_AXES, config.mesh.shape, strict=True))
     by_axes: Counter = Counter()
     rows = []
-    for found, size in sorted(hlo.collectives(text, mesh, share).items()):
-        axes = "+".join(found.axes)
+    for collective, size in sorted(hlo.collectives(text, mesh, share).items()):
+        axes = "+".join(collective.axes)
         by_axes[axes] += float(size)
-        rows.append(found._asdict() | {"axes": axes, "bytes": float(size)})
+        rows.append(collective._asdict() | {"axes": axes, "bytes": float(size)})
     return {
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, hardware.platform_of(chip))),
@@ -143,14 +143,14 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     plan = compiled.memory_analysis()
-    found = {
+    figures = {
         "memory_bytes_per_chip": train.planned_bytes(compiled),
         "argument_bytes": plan.argument_size_in_bytes,
         "temporary_bytes": plan.temp_size_in_bytes,
         "compile_s": seconds,
         "compiler": targets.compiler_of(chip),
     }
-    (folder / "compiled.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / "compiled.json").write_text(json.dumps(figures), encoding="utf-8")
     (folder / "program.hlo").write_text(text, encoding="utf-8")
 
 

@@ -215,8 +215,8 @@ def model_flops(step: Step) -> float:
     others = step.config.mesh.pipeline - 1
     prefix = [(op, step.M * n * times) for layer, n in step.prefix for op, times in layer.forward]
     forward, repeated = (
-        sum(step.count(op.flops) * times for op, times in found if op.flops is not None)
-        for found in (products, prefix)
+        sum(step.count(op.flops) * times for op, times in runs if op.flops is not None)
+        for runs in (products, prefix)
     )
     return 3 * (forward - repeated * others / step.config.mesh.pipeline)
 
@@ -249,7 +249,7 @@ def optimizer_bytes(config: Config) -> int:
 
 def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     """Return the collectives of a step by cause, as the chip's compiler emits them."""
-    found: Counter = Counter()
+    sizes: Counter = Counter()
 
     def add(cause: str, axes: tuple[str, ...], kind: str, result: int, times: int = 1) -> None:
         axes = step.axes_of(axes)
@@ -257,9 +257,9 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
             kind, result = "all-reduce", result * step.size_of(axes)
         elif kind == "reduce-scatter" and chip is not None and chip.is_tpu and len(axes) > 1:
             # libtpu exchanges half of what it leaves, as seen on two axes of a v4 and a v5p.
-            found[cause, axes, "collective-permute"] += result // 2 * times
+            sizes[cause, axes, "collective-permute"] += result // 2 * times
         if axes and result * times:
-            found[cause, axes, kind] += result * times
+            sizes[cause, axes, kind] += result * times
 
     for op, kind, times in step.executions:
         if op.send:
@@ -276,7 +276,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     _weight_sends(step, add, is_all_reduce(step, chip, ("fsdp",)))
     return [
         Traffic(cause, axes, kind, size, step.size_of(axes))
-        for (cause, axes, kind), size in found.items()
+        for (cause, axes, kind), size in sizes.items()
     ]
 
 
@@ -344,15 +344,15 @@ def _temporary(step: Step) -> dict[str, int]:
     blocks = step.config.mesh.virtual * step.chunk_blocks  # on this chip
     elements = sum(w.gathered for w in step.weights if w.part == "block") // blocks
     block = 2 * elements * step.byte + step.held(step.block)
-    found = {
+    by_phase = {
         "logits": step.count(step.last.peak) + more,
         "one layer": block + max(step.alive(layer) for layer, _ in step.block),
     }
     if step.prefix:
         # All layers of the prefix, if their forward pass runs again before their backward pass.
         held = 0 if step.schedule.single_stage else step.held(step.prefix)
-        found["prefix layers"] = held + max(step.alive(layer) for layer, _ in step.prefix)
-    return found
+        by_phase["prefix layers"] = held + max(step.alive(layer) for layer, _ in step.prefix)
+    return by_phase
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -363,11 +363,11 @@ def moved_bytes(step: Step) -> int:
 
     The optimizer reads weights, gradients and its state, and writes weights and state.
     """
-    found = 3 * FLOAT * sum(w.own for w in step.weights) + 2 * step.optimizer_bytes
+    total = 3 * FLOAT * sum(w.own for w in step.weights) + 2 * step.optimizer_bytes
     for op, _, times in step.executions:
         if op.flops is not None:
-            found += times * step.count(op.moved_bytes)
-    return found
+            total += times * step.count(op.moved_bytes)
+    return total
 
 
 def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name: str) -> float:
@@ -375,16 +375,16 @@ def recompute_seconds(step: Step, chip: Chip | None, layer: TracedFunction, name
 
     The unit is one FLOP if the chip is unknown.
     """
-    found = 0.0
+    seconds = 0.0
     for names, sign in (("full", 1), (name, -1)):
         for op, n in layer.remat(names).costs:
             if op.flops is not None:
-                found += sign * n * product_seconds(step, chip, op)
+                seconds += sign * n * product_seconds(step, chip, op)
             elif chip and (axes := step.axes_of(op.send.axes)):
                 result = n * step.count(op.send.bytes)
                 sent = Traffic("", axes, op.send.kind, result, step.size_of(axes))
-                found += sign * link_seconds(step, chip, sent)
-    return found
+                seconds += sign * link_seconds(step, chip, sent)
+    return seconds
 
 
 def product_seconds(step: Step, chip: Chip | None, op: jaxpr.Op) -> float:

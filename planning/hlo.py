@@ -70,11 +70,11 @@ class Instruction:
 
     def computations(self, *attributes: str) -> list[str]:
         """Return the names of the computations under some attributes."""
-        found = []
+        names = []
         for attribute in attributes:
             under = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
-            found += _NAME.findall(under[1]) if under else []
-        return found
+            names += _NAME.findall(under[1]) if under else []
+        return names
 
 
 Computation = dict[str, Instruction]
@@ -120,7 +120,7 @@ def executed(text: str, cost: CostOf, branch_share: BranchShare | None = None) -
 
     def run(name: str) -> Counter:
         """Return the cost of one execution of a computation."""
-        found: Counter = Counter()
+        total: Counter = Counter()
         computation = program.computations[name]
         for instruction in computation.values():
             parts = [(cost(instruction, computation), 1)]
@@ -133,8 +133,8 @@ def executed(text: str, cost: CostOf, branch_share: BranchShare | None = None) -
                 parts += branches(instruction)
             for part, times in parts:
                 for key, value in part.items():
-                    found[key] += value * times
-        return found
+                    total[key] += value * times
+        return total
 
     def loop(instruction: Instruction, around: Computation) -> list[tuple[Cost, float]]:
         """Return the costs of body and condition with their trips, which only a cost needs.
@@ -282,13 +282,13 @@ def convolution_flops(convolution: Instruction, computation: Computation) -> int
             return default
         return int(fields[field].split("x")[int(label)].split("_")[0])
 
-    found = 2 * (lhs["b"] // (int(groups[1]) if groups else 1)) * rhs["i"] * rhs["o"]
+    operations = 2 * (lhs["b"] // (int(groups[1]) if groups else 1)) * rhs["i"] * rhs["o"]
     for label in filter(str.isdigit, out):
         stride, pad = entry("stride", label, 1), entry("pad", label, 0)
         dilate, spread = entry("lhs_dilate", label, 1), entry("rhs_dilate", label, 1)
         at = np.arange(out[label])[:, None] * stride + np.arange(rhs[label]) * spread - pad
-        found *= int(np.sum((at >= 0) & (at < lhs[label] * dilate) & (at % dilate == 0)))
-    return found
+        operations *= int(np.sum((at >= 0) & (at < lhs[label] * dilate) & (at % dilate == 0)))
+    return operations
 
 
 # --- collectives ----------------------------------------------------------------------------------

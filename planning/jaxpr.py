@@ -250,8 +250,8 @@ def _has_cost(eqn: Any) -> bool:
 
 def _part(scope: str) -> str:
     """Convert "jvp(attention)/latents/bTD,DC->bTC" to "attention latents"."""
-    found = (re.fullmatch(r"(?:(?:jvp|transpose|vmap)\()*(\w+)\)*", s) for s in scope.split("/"))
-    return " ".join(name[1] for name in found if name)
+    matches = (re.fullmatch(r"(?:(?:jvp|transpose|vmap)\()*(\w+)\)*", s) for s in scope.split("/"))
+    return " ".join(match[1] for match in matches if match)
 
 
 # --- sums -----------------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ def costs(ops: Iterable[Op]) -> list[tuple[Op, int]]:
 
 def depending(ops: Iterable[Op], values: Iterable[Value]) -> set[Value]:
     """Return the values and everything that depends on them."""
-    found = set(values)
+    dependent = set(values)
     for op in ops:
-        if not found.isdisjoint(op.inputs):
-            found.update(op.outputs)
-    return found
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+    return dependent
 
 
 # --- rematerialization ----------------------------------------------------------------------------
@@ -298,24 +298,24 @@ class Remat:
 
 def remat(program: Program, needed: Iterable[Value], known: set[Value], policy: Policy) -> Remat:
     """Walk back from what is needed to what is saved, known, or an input."""
-    found, wanted = Remat(), set(needed) - known
+    result, wanted = Remat(), set(needed) - known
     for op in reversed(program.ops):
         outputs = [value for value in op.outputs if value in wanted]
         avals = [v.aval for v in op.eqn.invars]
         if outputs and policy(op.eqn.primitive, *avals, **op.eqn.params):
-            found.saved |= dict.fromkeys(outputs, 1)
+            result.saved |= dict.fromkeys(outputs, 1)
         elif outputs:
             inputs = op.inputs
             if op.body:
                 inside, inputs = _remat_loop(op, wanted, policy)
-                found.saved |= {value: n * op.times for value, n in inside.saved.items()}
-                found.costs += [(o, n * op.times) for o, n in inside.costs]
+                result.saved |= {value: n * op.times for value, n in inside.saved.items()}
+                result.costs += [(o, n * op.times) for o, n in inside.costs]
             else:
-                found.costs += costs([op])
-            found.ops.insert(0, op)
+                result.costs += costs([op])
+            result.ops.insert(0, op)
             wanted |= set(inputs) - known
-    found.saved |= {value: 1 for value in program.inputs if value in wanted}
-    return found
+    result.saved |= {value: 1 for value in program.inputs if value in wanted}
+    return result
 
 
 def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list[Value]]:
@@ -324,16 +324,16 @@ def _remat_loop(op: Op, wanted: set[Value], policy: Policy) -> tuple[Remat, list
     pairs = list(zip(op.body.outputs, op.outputs, strict=True))
     needed = {inner for inner, outer in pairs if outer in wanted}
     while True:
-        found = remat(op.body, needed, set(), policy)
-        read = [value in found.saved for value in op.body.inputs]
+        inside = remat(op.body, needed, set(), policy)
+        read = [value in inside.saved for value in op.body.inputs]
         # What a trip needs of the previous trip, that one has to make.
         before = {op.body.outputs[i] for i in range(carried) if read[constants + i]}
         if before <= needed:
             break
         needed |= before
     for value in op.body.inputs:
-        found.saved.pop(value, None)
-    return found, [value for value, used in zip(op.inputs, read, strict=True) if used]
+        inside.saved.pop(value, None)
+    return inside, [value for value, used in zip(op.inputs, read, strict=True) if used]
 
 
 # --- memory ---------------------------------------------------------------------------------------

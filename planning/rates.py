@@ -19,10 +19,10 @@ ERROR = 0.04  # largest relative error of the measured steps, as predicted with 
 
 def accuracy(chip: Chip) -> str:
     """Return how far predictions are off for steps that were measured."""
-    found = f"within {ERROR:.0%} for the four steps of one H100 that set the rates"
+    text = f"within {ERROR:.0%} for the four steps of one H100 that set the rates"
     if chip.name == CHIP:
-        return found
-    return f"not measured on a {chip.name}; with the rates of an {CHIP}, {found}"
+        return text
+    return f"not measured on a {chip.name}; with the rates of an {CHIP}, {text}"
 
 
 def chip_seconds(chip: Chip, float32: bool, flops: float, moved_bytes: float) -> dict[str, float]:

@@ -161,7 +161,7 @@ def time_table(plan: Plan) -> Group:
 def compiled_table(plan: Plan) -> Group:
     p, c = plan.predicted, plan.compiled
     by_axes, ours = c.collective_bytes_per_chip, p.collective_bytes_per_chip
-    found = [
+    figures = [
         ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip),
         ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip),
         *(
@@ -172,7 +172,7 @@ def compiled_table(plan: Plan) -> Group:
     ]
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", f"{a / b:.3f}" if b else "")
-        for name, unit, a, b in found
+        for name, unit, a, b in figures
     ]
     hidden = sum(row["bytes"] for row in c.collectives if row["overlapped"])
     note = (
@@ -191,11 +191,11 @@ def compiled_table(plan: Plan) -> Group:
     return table(f"As compiled by {c.compiler}", columns, rows, note=note)
 
 
-def search_table(found: SearchResult) -> Group:
-    title = f"Meshes that fit: {len(found.best)}, best of {found.tried} candidates"
+def search_table(result: SearchResult) -> Group:
+    title = f"Meshes that fit: {len(result.best)}, best of {result.tried} candidates"
     columns = ("mesh", "virtual", "microbatches", "gather", "experts", "GiB", "ms", "remat")
     rows = []
-    for candidate in found.best:
+    for candidate in result.best:
         c, p = candidate.config, candidate.predicted
         experts = c.model.experts_layout if c.model.moe_layers else ""
         settings = c.mesh.virtual, c.train.microbatches, c.fsdp.gather, experts
@@ -210,15 +210,15 @@ def mesh_name(mesh: MeshShape) -> str:
     return " x ".join(map(str, mesh))
 
 
-def rejected_lines(found: SearchResult) -> str:
+def rejected_lines(result: SearchResult) -> str:
     """One rejected mesh of each kind of reason, with how many others there are."""
     kinds = defaultdict(list)
-    for mesh, reason in found.rejected.items():
+    for mesh, reason in result.rejected.items():
         kinds[re.sub(r"[\d.]+", "", reason.partition(":")[0])].append(mesh)
     lines = []
     for mesh, *others in kinds.values():
         more = f" (and {len(others)} like it)" if others else ""
-        lines.append(f"out: {mesh_name(mesh)}{more}: {found.rejected[mesh]}")
+        lines.append(f"out: {mesh_name(mesh)}{more}: {result.rejected[mesh]}")
     return "\n".join(lines)
 
 
@@ -237,16 +237,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
     if p.chip:
         predicted |= {"tokens_per_s": p.tokens_per_s(p.step_s), "mfu": p.mfu(p.step_s)}
         predicted["accuracy"] = rates.accuracy(p.chip)
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "flags": plan.flags,
         "tokens": plan.tokens,
         "fits": p.fits if plan.chip else None,
         "predicted": predicted,
     }
     if c:
-        found |= {"compiled": dataclasses.asdict(c), "ratios": p.over(c)}
+        content |= {"compiled": dataclasses.asdict(c), "ratios": p.over(c)}
     if plan.search:
-        found["search"] = [
+        content["search"] = [
             {
                 "flags": one.flags,
                 "memory_bytes_per_chip": one.memory,
@@ -255,5 +255,5 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for one in plan.search.best
         ]
         rejected = plan.search.rejected.items()
-        found["out"] = {mesh_name(mesh): reason for mesh, reason in rejected}
-    return found
+        content["out"] = {mesh_name(mesh): reason for mesh, reason in rejected}
+    return content

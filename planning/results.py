@@ -113,12 +113,12 @@ class Prediction:
         """Return predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or
         more.
         """
-        found = {
+        ratios = {
             "memory": self.memory_bytes_per_chip / compiled.memory_bytes_per_chip,
             "FLOPs": self.flops_per_chip / compiled.flops_per_chip,
         }
         by_axes = compiled.collective_bytes_per_chip
-        return found | {
+        return ratios | {
             axes: self.collective_bytes_per_chip.get(axes, 0.0) / size
             for axes, size in by_axes.items()
             if size >= 0.01 * sum(by_axes.values())

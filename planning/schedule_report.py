@@ -83,8 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
         draw_schedule(schedule, ranks, flags.png)
     if flags.json:
         tasks = [schedule.tasks(rank) for rank in ranks]
-        found = {"tasks": tasks, "ticks": schedule.ticks, "bubble": float(schedule.bubble)}
-        print(json.dumps(found))
+        figures = {"tasks": tasks, "ticks": schedule.ticks, "bubble": float(schedule.bubble)}
+        print(json.dumps(figures))
     else:
         print(text(schedule, ranks))
 

@@ -126,9 +126,9 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
     for flag in fixed & choices.keys():
         choices[flag] = [get(config, flag)]
     for values in itertools.product(*choices.values()):
-        found = dict(zip((*MESH_FLAGS, *choices), (*mesh, *values), strict=True))
-        if found["mesh.virtual"] == 1 or found["train.microbatches"] % pipeline == 0:
-            yield found
+        choice = dict(zip((*MESH_FLAGS, *choices), (*mesh, *values), strict=True))
+        if choice["mesh.virtual"] == 1 or choice["train.microbatches"] % pipeline == 0:
+            yield choice
 
 
 def best_of(candidates: list[Candidate]) -> Candidate:

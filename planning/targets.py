@@ -91,8 +91,8 @@ def to_install(chip: Chip) -> list[str]:
 def _has(name: str, version: str) -> bool:
     """Return whether a package works. libtpu and nvcc may have another version, plugins not."""
     where = [str(GPU_FOLDER), *sys.path]
-    found = [d.version for d in importlib.metadata.distributions(name=name, path=where)]
-    return version in found or (bool(found) and not name.startswith("jax"))
+    installed = [d.version for d in importlib.metadata.distributions(name=name, path=where)]
+    return version in installed or (bool(installed) and not name.startswith("jax"))
 
 
 def compiler_of(chip: Chip | None) -> str:

@@ -41,10 +41,10 @@ def name_layers(file: Path, program: str) -> Seconds:
     }
     for event in (e for e in trace["traceEvents"] if e.get("ph") == "X"):
         operation = event.get("args", {}).get("hlo_op")
-        found = [known[name] for name in (operation, event["name"]) if name in known]
-        layer, name = next((f for f in found if f[0]), ("other", event["name"]))
+        named = [known[name] for name in (operation, event["name"]) if name in known]
+        layer, name = next((f for f in named if f[0]), ("other", event["name"]))
         counts = (event["pid"], event["tid"]) in streams if streams else operation is not None
-        if counts and (layer != "other" or not found):  # else it is a container
+        if counts and (layer != "other" or not named):  # else it is a container
             taken[layer, name] += event["dur"] / 1e6
         if layer != "other":
             event["name"] = f"{layer} {event['name']}"
@@ -64,14 +64,14 @@ def operation_layers(program: str) -> dict[str, tuple[str | None, str]]:
     included too.
     """
     computations = hlo.parse(program).computations
-    found = {}
+    layers = {}
     for i in (i for computation in computations.values() for i in computation.values()):
         # A fusion without a name has that of its last instruction.
         fused = (n for name in i.computations("calls") for n in computations[name].values())
         names = [n.op_name for n in (*fused, i) if "/" in n.op_name]
         layer = None if i.opcode in CONTAINERS else layer_of(names[-1] if names else "")
-        found[i.name] = found[re.sub(r"\W", "_", i.name)] = layer, i.name
-    return found
+        layers[i.name] = layers[re.sub(r"\W", "_", i.name)] = layer, i.name
+    return layers
 
 
 def layer_of(op_name: str) -> str:
@@ -93,7 +93,7 @@ def layer_of(op_name: str) -> str:
 
 def shares(taken: Seconds) -> dict[str, dict[str, float]]:
     """Return {layer: {operation: share of the total time}}, the largest first."""
-    found = defaultdict(dict)
+    by_layer = defaultdict(dict)
     for (layer, name), seconds in taken.most_common():
-        found[layer][name] = seconds / taken.total()
-    return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
+        by_layer[layer][name] = seconds / taken.total()
+    return dict(sorted(by_layer.items(), key=lambda item: -sum(item[1].values())))

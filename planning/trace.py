@@ -44,9 +44,9 @@ class TracedFunction:
 
         Backward is what depends on the gradients of the results, or was made by transposing.
         """
-        found, passes = jaxpr.depending(self.program.ops, self.gradients), ([], [])
+        backward, passes = jaxpr.depending(self.program.ops, self.gradients), ([], [])
         for op in self.program.ops:
-            passes[op.transposed or not found.isdisjoint(op.outputs)].append(op)
+            passes[op.transposed or not backward.isdisjoint(op.outputs)].append(op)
         return passes
 
     @cached_property
@@ -78,8 +78,8 @@ class TracedFunction:
     @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:
         """Return the peak bytes of the backward pass besides known and saved values."""
-        found = self.remat(names)
-        return jaxpr.peak(found.ops + self.passes[1], {*self.known, *found.saved})
+        remat = self.remat(names)
+        return jaxpr.peak(remat.ops + self.passes[1], {*self.known, *remat.saved})
 
 
 def trace_function(
@@ -108,7 +108,7 @@ def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) 
     wrap  wraps each layer, as in sharded_model.pipeline_functions.
     """
     mesh = abstract_mesh(config)
-    declared, m, found = model.declare(config), config.model, []
+    declared, m, results = model.declare(config), config.model, []
     options = model.ForwardOptions(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
@@ -118,7 +118,7 @@ def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) 
             config, declared, options, jnp.int32(0), *scales, wrap=wrap
         )
         w = sharded_model.gather_params(config, declared, w)
-        found.append(
+        results.append(
             visit(pipeline.Executor(functions, w, data, sharded_model.schedule_of(config)))
         )
         return jnp.zeros(())
@@ -126,7 +126,7 @@ def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) 
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
     batch = sharded_model.abstract_batch(config, mesh)
     jax.eval_shape(sharded_model.over_mesh(declared, mesh, local, out=P()), shapes, batch)
-    return found[0]
+    return results[0]
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
@@ -182,8 +182,8 @@ def stage_functions(
         def first(w: Any) -> jax.Array:
             return vary(run.functions.first(w, run.microbatch(zero)))
 
-        found = trace_function(outer, first, x, run.w.outer)
-        return calls(outer.read(block).ops), calls(found.passes[0]), found
+        traced = trace_function(outer, first, x, run.w.outer)
+        return calls(outer.read(block).ops), calls(traced.passes[0]), traced
 
     return with_executor(config, kernel, wrap, visit)
 

@@ -52,7 +52,7 @@ def parse_known(
     """
     import tyro  # late: not needed by programs that only read files
 
-    found, rest = tyro.cli(
+    parsed, rest = tyro.cli(
         flags,
         args=arguments,
         description=description,
@@ -60,16 +60,16 @@ def parse_known(
         use_underscores=separator == "_",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    for name, setting in settings_of(type(found)).items():
-        utils.check_range(name.replace("_", separator), getattr(found, name), setting)
-    return found, rest
+    for name, setting in settings_of(type(parsed)).items():
+        utils.check_range(name.replace("_", separator), getattr(parsed, name), setting)
+    return parsed, rest
 
 
 def parse_flags(flags: Any, *arguments: Any, **options: Any) -> Any:
     """Return the flags of a command that takes no others, as `parse_known` does."""
-    found, unknown = parse_known(flags, *arguments, **options)
+    parsed, unknown = parse_known(flags, *arguments, **options)
     refuse_unknown(unknown, settings_of(flags))
-    return found
+    return parsed
 
 
 def refuse_unknown(arguments: list[str], known: Iterable[str]) -> None:
@@ -148,8 +148,8 @@ def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the file that `--config` names, None without it, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?", const="")
-    found, rest = parser.parse_known_args(arguments)
-    return found.config, rest
+    parsed, rest = parser.parse_known_args(arguments)
+    return parsed.config, rest
 
 
 def _switches(arguments: list[str]) -> list[str]:
@@ -181,11 +181,11 @@ def load(path: str | Path, model: Model | None = None) -> Config:
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {"model.rope_scaling.factor": 1.0, ...} of nested tables."""
-    found = {}
+    flattened = {}
     for key, value in table.items():
         nested = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flattened
 
 
 def _read(path: str | Path) -> dict[str, Any]:

@@ -107,13 +107,13 @@ def compare(name: str, gather: Callable[[bytes], list[bytes]]) -> None:
 
 def facts() -> dict[str, str]:
     """Return what must be the same on all hosts, by name."""
-    found = {"command": " ".join(sys.argv), "Python": platform.python_version()}
+    values = {"command": " ".join(sys.argv), "Python": platform.python_version()}
     git = "git describe --always --dirty --abbrev=12; git diff HEAD | sha256sum"
-    found["commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout
+    values["commit"] = subprocess.run(git, shell=True, capture_output=True, text=True).stdout
     for word in (word.removeprefix("--config=") for word in sys.argv[1:]):
         if word.endswith(".toml") and Path(word).is_file():
-            found[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
-    return found | {f"package {name}": v for name, v in packages().items()}
+            values[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+    return values | {f"package {name}": v for name, v in packages().items()}
 
 
 def packages() -> dict[str, str]:

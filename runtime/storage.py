@@ -88,13 +88,13 @@ class DiskFolder:
 
     def files(self, below: str = "") -> dict[str, FileInfo]:
         """Return all files whose names start with `below`."""
-        found = {}
+        infos = {}
         for path in (self.path / below.rpartition("/")[0]).rglob("*"):
             name = path.relative_to(self.path).as_posix()
             if name.startswith(below) and path.is_file():
                 with contextlib.suppress(FileNotFoundError):  # another program removed it
-                    found[name] = FileInfo(path.stat().st_size)
-        return found
+                    infos[name] = FileInfo(path.stat().st_size)
+        return infos
 
     def exists(self, name: str = "") -> bool:
         """Return whether the folder, or a file in it, exists."""
@@ -169,8 +169,8 @@ class BucketFolder:
 
     def names(self) -> list[str]:
         blobs, folders = self._list("", "items(name),prefixes", delimiter="/")
-        found = {blob.name for blob in blobs} | folders
-        return sorted(name.removeprefix(self._below) for name in found)
+        names = {blob.name for blob in blobs} | folders
+        return sorted(name.removeprefix(self._below) for name in names)
 
     def files(self, below: str = "") -> dict[str, FileInfo]:
         blobs, _ = self._list(below, "items(name,size,crc32c)")
