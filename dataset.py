@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from data.manifest import prepare_command, read_manifest
-from data.token_files import CACHED_CHUNKS, Span, open_files
+from data.token_files import CACHED_PAGES, Span, open_files
 from utils import Config, ConfigError
 
 FEISTEL_ROUNDS = 6
-CHUNK_BYTES = 1 << 22  # of a file in a bucket
+PAGE_BYTES = 1 << 22  # of a file in a bucket; also the tokens of a block of windows
 
 Rows = dict[str, np.ndarray]  # by name, [n, T] each
 PERIOD = 1 << 16  # sequences after which the order of datasets in a mixture repeats
@@ -58,10 +58,10 @@ class Dataset:
         self.manifest = read_manifest(self.folder)
         self.windows = (self.manifest.tokens - 1) // seq_len
         check_fits(self, vocab_size)
-        chunks = sum(-(-shard.bytes // CHUNK_BYTES) for shard in self.manifest.shards)
-        in_chunks = order == "blocks" or chunks <= CACHED_CHUNKS
+        pages = sum(-(-shard.bytes // PAGE_BYTES) for shard in self.manifest.shards)
+        in_pages = order == "blocks" or pages <= CACHED_PAGES
         # Files of tokens, then of loss weights unless all are 1.
-        self.files = open_files(self.folder, self.manifest, CHUNK_BYTES if in_chunks else None)
+        self.files = open_files(self.folder, self.manifest, PAGE_BYTES if in_pages else None)
         for files in self.files:
             files.check()
         # Where each shard begins in the concatenation, and where the last one ends.
@@ -81,7 +81,7 @@ class Dataset:
         if self.order == "windows":
             return permute(index, self.windows, self.seed, epoch)
         item = np.dtype(self.manifest.dtype).itemsize
-        length = max(1, CHUNK_BYTES // (self.seq_len * item))
+        length = max(1, PAGE_BYTES // (self.seq_len * item))
         return striped(index, self.windows, self.batch_size, length, self.seed, epoch)
 
     def eval_rows(self, rows: np.ndarray, sequences: int) -> Rows:
@@ -175,23 +175,23 @@ def check_same_tokenizer(train: Dataset, val: Dataset) -> None:
 def striped(
     index: np.ndarray, size: int, rows: int, length: int, seed: int, epoch: int
 ) -> np.ndarray:
-    """Apply a bijection of 0 .. size-1 for which each row of a batch stays in one chunk of windows.
+    """Apply a bijection of 0 .. size-1 for which each row of a batch stays in one block of windows.
 
-    A chunk is `length` neighbouring windows. Each of the `rows` of a batch reads all windows of its
-    chunk, shuffled, before the next chunk. So a host reads only the chunks of its own rows, each
-    once. The last windows of the data, too few for a chunk per row, come last.
+    A block is `length` neighbouring windows. Each of the `rows` of a batch reads all windows of its
+    block, shuffled, before the next block. So a host reads only the blocks of its own rows, each
+    once. The last windows of the data, too few for a block per row, come last.
     """
-    chunks = size // (rows * length) * rows
+    blocks = size // (rows * length) * rows
     index = np.asarray(index, np.int64)
     group, position = np.divmod(index, rows * length)
     step, row = np.divmod(position, rows)
-    windows, tail = np.empty_like(index), group * rows >= chunks
+    windows, tail = np.empty_like(index), group * rows >= blocks
     if not tail.all():
-        chunk = permute((group * rows + row)[~tail], chunks, seed, epoch)
-        turn = mix(chunk.astype(np.uint64)) % np.uint64(length)
+        block = permute((group * rows + row)[~tail], blocks, seed, epoch)
+        turn = mix(block.astype(np.uint64)) % np.uint64(length)
         inside = permute(step[~tail], length, seed, epoch) + turn.astype(np.int64)
-        windows[~tail] = chunk * length + inside % length
-    first = chunks * length
+        windows[~tail] = block * length + inside % length
+    first = blocks * length
     windows[tail] = first + permute(index[tail] - first, size - first, seed, epoch)
     return windows
 

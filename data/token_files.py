@@ -1,7 +1,8 @@
 """Read elements of token shards by position, from a disk or a bucket.
 
 Files on a disk are memory-mapped. From a bucket the byte ranges of a batch are requested together.
-A least-recently-used cache keeps file chunks that nearby windows need soon.
+A least-recently-used cache keeps pages of files that nearby windows need soon. A page begins at a
+multiple of its size.
 
 Opening a folder checks that all files exist with the right size; data/verify.py verifies checksums.
 """
@@ -20,7 +21,7 @@ from utils import ConfigError
 
 HEADER_UNIT = 64  # bytes; the header of a .npy file is a multiple of it
 MAX_MAPPED = 256  # files, because each uses a file descriptor
-CACHED_CHUNKS = 64  # per folder in a bucket; more if a batch needs more
+CACHED_PAGES = 64  # per folder in a bucket; more if a batch needs more
 
 
 class Span(NamedTuple):
@@ -34,8 +35,8 @@ class Span(NamedTuple):
 class Files:
     """The files of a folder with its tokens, or those with its loss weights.
 
-    chunk_bytes  granularity of reading and caching from a bucket; None reads exact ranges and
-                 caches nothing
+    page_bytes  granularity of reading and caching from a bucket; None reads exact ranges and
+                caches nothing
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Files:
         manifest: Manifest,
         shards: list[Shard],
         dtype: np.dtype,
-        chunk_bytes: int | None,
+        page_bytes: int | None,
     ):
         self.folder, self.manifest, self.shards, self.dtype = folder, manifest, shards, dtype
-        self.storage, self.chunk_bytes = storage.at(folder), chunk_bytes
+        self.storage, self.page_bytes = storage.at(folder), page_bytes
         self._mapped = functools.lru_cache(MAX_MAPPED)(self._map)
         self._cache: dict[Range, bytes] = {}  # least recently used first
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class Files:
             raise ConfigError(f"{path} cannot be read: {error}. Copy the file again.") from error
 
     def _ranges(self, span: Span) -> list[Range]:
-        shard, size = self.shards[span.file], self.chunk_bytes
+        shard, size = self.shards[span.file], self.page_bytes
         begin, end = self.offset(shard, span.begin), self.offset(shard, span.end)
         if size is None:
             return [(shard.name, begin, end)]
@@ -113,13 +114,13 @@ class Files:
         return [(shard.name, n, min(n + size, shard.bytes)) for n in begins]
 
     def _contents(self, ranges: Collection[Range]) -> dict[Range, bytes]:
-        if self.chunk_bytes is None:
+        if self.page_bytes is None:
             return self._request([*ranges])
-        with self._lock:  # concurrent batches need the same chunks
+        with self._lock:  # concurrent batches need the same pages
             self._cache |= self._request([r for r in ranges if r not in self._cache])
             contents = {range: self._cache.pop(range) for range in ranges}
             self._cache |= contents  # most recently used
-            while len(self._cache) > max(CACHED_CHUNKS, len(contents)):
+            while len(self._cache) > max(CACHED_PAGES, len(contents)):
                 del self._cache[next(iter(self._cache))]
         return contents
 
@@ -127,8 +128,8 @@ class Files:
         return dict(zip(ranges, self.storage.read_ranges(ranges), strict=True))
 
 
-def open_files(folder: str, manifest: Manifest, chunk_bytes: int | None = None) -> list[Files]:
+def open_files(folder: str, manifest: Manifest, page_bytes: int | None = None) -> list[Files]:
     """Return the files with tokens, then those with loss weights if there are any."""
     weights = [shard.weights for shard in manifest.shards if shard.weights]
     kinds = [(manifest.shards, np.dtype(manifest.dtype)), (weights, np.dtype("uint8"))]
-    return [Files(folder, manifest, *kind, chunk_bytes) for kind in kinds if kind[0]]
+    return [Files(folder, manifest, *kind, page_bytes) for kind in kinds if kind[0]]

@@ -41,7 +41,7 @@ def folder(tmp_path):
     return make_folder(tmp_path / "data" / "train", np.arange(103), shard_tokens=7)
 
 
-# For seed 0, epoch 0: a run that resumes relies on it. STRIPED  2 rows, chunks of 3 windows.
+# For seed 0, epoch 0: a run that resumes relies on it. STRIPED  2 rows, blocks of 3 windows.
 PERMUTED = [0, 10, 3, 7, 6, 1, 9, 8, 4, 2, 5, 11]
 STRIPED = [6, 2, 7, 0, 8, 1, 10, 3, 11, 4, 9, 5, 13, 12]
 
@@ -75,20 +75,20 @@ def test_orders_scatter_neighbours_and_differ_for_every_seed_and_epoch():
             assert (one == other).sum() < most
 
 
-def test_in_striped_order_each_row_of_a_batch_reads_one_chunk_to_its_end():
+def test_in_striped_order_each_row_of_a_batch_reads_one_block_to_its_end():
     rows, length, size = 4, 10, 4 * 10 * 6 + 17
     full = striped(np.arange(size), size, rows, length, 1, 0)[: 4 * 10 * 6]
     full = full.reshape(6, length, rows)  # group, step, row
-    chunks = full // length
-    assert (chunks == chunks[:, :1]).all()
-    assert sorted(chunks[:, 0].ravel()) == [*range(24)]
-    assert (np.diff(chunks[:, 0].ravel()) != 1).any()
+    blocks = full // length
+    assert (blocks == blocks[:, :1]).all()
+    assert sorted(blocks[:, 0].ravel()) == [*range(24)]
+    assert (np.diff(blocks[:, 0].ravel()) != 1).any()
     inside = [tuple(full[g, :, r] % length) for g in range(6) for r in range(rows)]
     assert len(set(inside)) > 5 and tuple(range(length)) not in inside
 
 
 def test_the_order_is_selectable_and_windows_is_the_default(folder, monkeypatch):
-    monkeypatch.setattr(dataset, "CHUNK_BYTES", 40)  # chunks of 4 windows
+    monkeypatch.setattr(dataset, "PAGE_BYTES", 40)  # blocks of 4 windows
     rows, how = np.arange(2), {"batch_size": 2, "seed": 1}
     for data in (alone(folder, 5, **how), alone(folder, 5, order="windows", **how)):
         assert data.windows_of(0, rows).tolist() == permute(rows, 20, 1, 0).tolist()

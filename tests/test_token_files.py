@@ -18,7 +18,7 @@ from runtime.storage import BucketFolder, FileInfo, Unavailable
 from test_dataset import alone, make_folder
 from train import prefetch
 
-TOKENS, SHARD, CHUNK, T = 1000, 230, 100, 7
+TOKENS, SHARD, PAGE, T = 1000, 230, 100, 7
 ROWS = np.arange(6)
 
 
@@ -106,37 +106,37 @@ def test_a_shard_that_is_removed_or_changed_during_a_run_is_named(folder, monkey
 
 
 @pytest.mark.parametrize("order", ["windows", "blocks"])
-@pytest.mark.parametrize("chunks", [64, 7, 1])
-def test_a_batch_from_a_bucket_is_the_one_from_a_disk(remote, folder, monkeypatch, order, chunks):
-    monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
+@pytest.mark.parametrize("pages", [64, 7, 1])
+def test_a_batch_from_a_bucket_is_the_one_from_a_disk(remote, folder, monkeypatch, order, pages):
+    monkeypatch.setattr(dataset, "PAGE_BYTES", PAGE)
     for module in (dataset, token_files):
-        monkeypatch.setattr(module, "CACHED_CHUNKS", chunks)
-    kept = max(chunks, 2 * len(ROWS)) if order == "blocks" or chunks == 64 else 0
+        monkeypatch.setattr(module, "CACHED_PAGES", pages)
+    kept = max(pages, 2 * len(ROWS)) if order == "blocks" or pages == 64 else 0
     how = {"order": order, "segments": True, "seed": 3}
     disk, far = opened(folder, **how), opened(remote(folder), **how)
     for step in (*range(30), 2, 77, 5):
         same(far.rows(step, ROWS), disk.rows(step, ROWS))
-        for files in far.parts[""].files:  # each of the rows may lie in two chunks
+        for files in far.parts[""].files:  # each of the rows may lie in two pages
             assert len(files._cache) <= kept
     for rows in (ROWS[:3], ROWS[[5, 1]]):
         same(far.rows(9, rows), disk.rows(9, rows))
     same(far.parts[""].eval_rows(ROWS, 6), disk.parts[""].eval_rows(ROWS, 6))
 
 
-def test_windows_read_what_they_need_and_blocks_read_a_chunk_once(remote, folder, monkeypatch):
-    monkeypatch.setattr(dataset, "CHUNK_BYTES", CHUNK)
+def test_windows_read_what_they_need_and_blocks_read_a_page_once(remote, folder, monkeypatch):
+    monkeypatch.setattr(dataset, "PAGE_BYTES", PAGE)
     steps, read, real, requested = TOKENS // T // len(ROWS), {}, BucketFolder.read_ranges, []
     counted = lambda folder, ranges: requested.extend(ranges) or real(folder, ranges)  # noqa: E731
     monkeypatch.setattr(BucketFolder, "read_ranges", counted)
     for order, kept in (("windows", 0), ("blocks", 0), ("windows", 64)):
-        monkeypatch.setattr(dataset, "CACHED_CHUNKS", kept)
+        monkeypatch.setattr(dataset, "CACHED_PAGES", kept)
         data = opened(remote(folder), order=order)
         list(prefetch(lambda step, data=data: data.rows(step, ROWS), range(steps)))
         read[order, kept] = sum("weights" not in name for name, *_ in requested)
         requested.clear()
     # Some lie in two files.
     assert steps * len(ROWS) < read["windows", 0] < steps * len(ROWS) * 1.1
-    assert read["blocks", 0] == 22  # chunks of all files, but those of headers alone
+    assert read["blocks", 0] == 22  # pages of all files, but those of headers alone
     assert read["windows", 64] == 22  # a small folder is read once
 
 
