@@ -35,7 +35,7 @@ def test_a_completion_depends_on_the_seed_and_not_on_the_batch(printed, tmp_path
     flags = ["--prompts", str(file), "--tokens", "9", "--top_k", "50", "--top_p", "0.9"]
     found = printed(*flags, "--seed", "3")
     assert all(line in found for line in file.read_text().splitlines())
-    mesh = ["--mesh.fsdp", "2", "--mesh.pipeline", "2"]
+    mesh = ["--mesh.pipeline", "2"]  # a batch of 2 of the 3 prompts
     assert printed(*flags, "--seed", "3", "--batch", "2", *mesh) == found
     assert printed(*flags, "--seed", "4") != found
 
