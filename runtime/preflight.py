@@ -118,6 +118,6 @@ def facts() -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """Return the version of each installed package."""
-    names = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    named = {d.metadata.get("Name"): d for d in importlib.metadata.distributions()}
     # An interrupted installation leaves a package without a name.
-    return {name.lower(): version for name, version in names.items() if name}
+    return {name.lower(): package.version for name, package in named.items() if name}

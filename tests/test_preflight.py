@@ -159,7 +159,7 @@ def test_differences_are_named_with_both_values_and_hosts(facts):
 def test_facts_have_the_commit_its_changes_the_config_and_all_packages(monkeypatch, tmp_path):
     (tmp_path / "broken-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)  # a package without a name does not end the checks
-    assert any(d.metadata["Name"] is None for d in importlib.metadata.distributions())
+    assert any(d.metadata.get("Name") is None for d in importlib.metadata.distributions())
     config = tmp_path / "own.toml"
     config.write_text("[train]\n")
     monkeypatch.setattr(sys, "argv", ["main.py", "--config", str(config)])
