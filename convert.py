@@ -127,7 +127,9 @@ def _new_folder(folder: Path) -> Iterator[None]:
         if is_new and folder.is_dir():
             folder.rmdir()
         if isinstance(error, OSError):
-            raise ConfigError(f"--out {folder} was not written: {error}.") from error
+            raise ConfigError(
+                f"--out {folder} was not written: {error}. Free disk space, or use another folder."
+            ) from error
         raise
 
 

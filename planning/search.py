@@ -64,6 +64,13 @@ def search(
         for mesh in meshes(chips, config.mesh.replica)
         if all(size in (None, n) for size, n in zip(sizes, mesh, strict=True))
     ]
+    replica = ["mesh.replica"] * (config.mesh.replica > 1)
+    given = " ".join(f"--{flag} {get(config, flag)}" for flag in (*replica, *sorted(fixed)))
+    if not shapes:
+        raise ConfigError(
+            f"--chips {chips} does not match {given}. Use a number of chips that these ranks "
+            "divide, or omit the mesh flags to search for a mesh."
+        )
     best, least, rejected, tried = [], {}, {}, 0
     for mesh in track(shapes, "meshes", console=Console(stderr=True), transient=True):
         candidates, reason = candidates_on(config, chip, mesh, fixed)
@@ -76,13 +83,11 @@ def search(
             least[mesh] = chosen.memory
             rejected[mesh] = f"needs {gib(chosen.memory)} of {gib(usable_bytes(chip))} at least"
     if not best:
-        flags = ("mesh.replica", *sorted(fixed))
-        mesh = min(least, key=least.get) if least else next(iter(rejected), None)
-        closest = f" The closest is (fsdp, pipeline, tensor) = {mesh}: {rejected.get(mesh)}"
+        mesh = min(least, key=least.get) if least else next(iter(rejected))
         raise ConfigError(
-            f"--chips {chips} {' '.join(f'--{flag} {get(config, flag)}' for flag in flags)}: the "
-            "model fits on no mesh. Use another number of chips, omit flags, or use a smaller "
-            f"--train.global_batch_size.{closest if mesh else ''}"
+            f"--chips {chips}{f' {given}' * bool(given)}: the model fits on no mesh. Use another "
+            "number of chips, omit flags, or use a smaller --train.global_batch_size. The closest "
+            f"is (fsdp, pipeline, tensor) = {mesh}: {rejected[mesh]}"
         )
     return SearchResult(sorted(best, key=lambda one: one.order), rejected, tried)
 
