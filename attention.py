@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 
 import utils
 import weights
-from attention_kernels.adapter import repeat_heads
+from attention_kernels.adapter import GPU_KERNELS, repeat_heads
 from attention_kernels.cudnn import cudnn
 from attention_kernels.splash import splash
 from attention_kernels.triton import triton
@@ -123,7 +123,9 @@ def softmax_scale(m: utils.Model, width: int) -> float:
     return width**-0.5 * yarn_mscale(m, m.rope_scaling.mscale_all_dim) ** 2
 
 
-def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None) -> jax.Array:
+def rotate(
+    x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None, sign: float = 1.0
+) -> jax.Array:
     """Rotate each pair (i, i + R/2) by position * frequency (arXiv:2104.09864).
 
     In float32, because bfloat16 cannot hold large positions.
@@ -137,8 +139,21 @@ def rotate(x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None) -> 
     angle = angle_bTi[:, :, None, :]
     x32, magnitude = x_bTnR.astype(jnp.float32), rope_magnitude(m)
     a, b = jnp.split(x32 if magnitude == 1 else x32 * magnitude, 2, axis=-1)
-    rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    cos, sin = jnp.cos(angle), sign * jnp.sin(angle)
+    rotated = a * cos - b * sin, b * cos + a * sin
     return jnp.concatenate(rotated, axis=-1).astype(x_bTnR.dtype)
+
+
+def rotate_last(x_bTnA: jax.Array, m: utils.Model, R: int) -> jax.Array:
+    """Rotate the last R columns in place; the gradient is rotated back, in place too."""
+
+    def put(x: jax.Array, sign: float) -> jax.Array:
+        part = rotate(x[..., -R:], m, None, sign)
+        return lax.dynamic_update_slice_in_dim(x, part, x.shape[-1] - R, 3)
+
+    run = jax.custom_vjp(lambda x: put(x, 1.0))
+    run.defvjp(lambda x: (put(x, 1.0), None), lambda _, g: (put(g, -1.0),))
+    return run(x_bTnA)
 
 
 # --- latent attention -----------------------------------------------------------------------------
@@ -215,9 +230,16 @@ class LatentAttention:
         return jnp.concatenate([query_btQ, latent_btC, key_btR], axis=-1)
 
     def heads(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+        self,
+        inputs_bTX: jax.Array,
+        m: utils.Model,
+        position_bT: jax.Array | None,
+        rope: bool,
+        kernel: str = "xla",
     ) -> Heads:
-        """Equations 9-19 of the paper."""
+        """Equations 9-19 of the paper.  kernel: the attention kernel that reads the heads."""
+        if kernel in GPU_KERNELS and position_bT is None:
+            return self._heads_in_place(inputs_bTX, m, rope)
         q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
         kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
         k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
@@ -225,14 +247,42 @@ class LatentAttention:
         q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
         return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
 
+    def _heads_in_place(self, inputs_bTX: jax.Array, m: utils.Model, rope: bool) -> Heads:
+        """Return the same heads, of which nothing is copied.
+
+        Queries are rotated in place. The rotary key passes through an identity beside the matrix
+        that expands the latent, so that one product writes complete keys. It multiplies more, and
+        on GPUs is faster, as a copy of the keys takes as long as their product.
+        """
+        query_bTQ, latent_bTC, key_bTR = self._split(inputs_bTX, m)
+        H, R = m.qk_nope_head_dim, m.qk_rope_head_dim
+        q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
+        if rope:
+            q_bTnA = rotate_last(q_bTnA, m, R)
+            key_bTR = rotate(key_bTR[:, :, None, :], m, None)[:, :, 0, :]
+        to_key_CnH, to_value_CnW = jnp.split(self.kv_up, [H], axis=-1)
+        identity_RnR = jnp.broadcast_to(jnp.eye(R)[:, None], (R, to_key_CnH.shape[1], R))
+        identity_RnR = vary(identity_RnR.astype(to_key_CnH.dtype), varying(to_key_CnH))
+        to_key = jnp.concatenate(
+            [
+                jnp.pad(to_key_CnH, ((0, 0), (0, 0), (0, R))),
+                jnp.pad(identity_RnR, ((0, 0), (0, 0), (H, 0))),
+            ]
+        )
+        k_bTnA = matmul("bTC,CnA->bTnA", jnp.concatenate([latent_bTC, key_bTR], axis=-1), to_key)
+        return q_bTnA, k_bTnA, matmul("bTC,CnW->bTnW", latent_bTC, to_value_CnW)
+
+    @staticmethod
+    def _split(inputs_bTX: jax.Array, m: utils.Model) -> list[jax.Array]:
+        """Return the input of the query, the key-value latent and the rotary key."""
+        query = inputs_bTX.shape[-1] - m.kv_lora_rank - m.qk_rope_head_dim
+        return jnp.split(inputs_bTX, [query, query + m.kv_lora_rank], axis=-1)
+
     def _project(
         self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Return queries without and with position, the key-value latent and the rotary key."""
-        query = inputs_bTX.shape[-1] - m.kv_lora_rank - m.qk_rope_head_dim
-        query_bTQ, latent_bTC, key_bTR = jnp.split(
-            inputs_bTX, [query, query + m.kv_lora_rank], axis=-1
-        )
+        query_bTQ, latent_bTC, key_bTR = self._split(inputs_bTX, m)
         q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
         q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
         key_bT1R = key_bTR[:, :, None, :]
@@ -336,7 +386,12 @@ class GroupedQueryAttention:
         return h_btD
 
     def heads(
-        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+        self,
+        h_bTD: jax.Array,
+        m: utils.Model,
+        position_bT: jax.Array | None,
+        rope: bool,
+        kernel: str = "xla",
     ) -> Heads:
         kv = self.key_value.of_rank()
         q_bTnA = _project(h_bTD, self.query, self.query_bias)

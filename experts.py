@@ -129,7 +129,9 @@ def assign_slots(choice_btK: jax.Array, experts: int, capacity: int) -> tuple[ja
     by_position = choice_btK.swapaxes(0, 1).reshape(-1)
     order = jnp.argsort(by_position, stable=True)
     expert = by_position[order]
-    start = jnp.searchsorted(expert, jnp.arange(experts, dtype=expert.dtype)).astype(jnp.int32)
+    numbers = jnp.arange(experts, dtype=expert.dtype)
+    # Bisection would be thousands of tiny kernels on a GPU.
+    start = jnp.searchsorted(expert, numbers, method="compare_all").astype(jnp.int32)
     place = jnp.arange(expert.size, dtype=jnp.int32) - start[expert]
     slot = jnp.where(place < capacity, expert * capacity + place, experts * capacity)
     slot_tbK = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True).reshape(t, b, K)

@@ -25,7 +25,7 @@ from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
 from optimizer import learning_rates
-from runtime import errors, jsonl, run_directory
+from runtime import jsonl, run_directory
 from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
 from runtime.errors import TransientError
@@ -87,10 +87,9 @@ class Loop:
         job.watchdog.phase("compile")
         log("compiling the step, which takes a minute or so the first time")
         started = time.perf_counter()
-        step = train.jitted_step(config, declared, mesh)
         self.rates = jax.device_put(learning_rates(config), NamedSharding(mesh, P()))
         batch = sharded_model.abstract_batch(config, mesh)
-        self.step = errors.compile_program(step, shapes, batch, self.rates)
+        self.step = train.compile_step(config, declared, mesh, shapes, batch, self.rates)
         log(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
         self.tracing = False
 

@@ -302,7 +302,8 @@ def attention(
     inputs_btX = w.inputs(rms_norm(x_btD, w.norm, m.rms_norm_eps), m)
     inputs_bTX = checkpoint_name(gather_sequence(inputs_btX, "latents", parallel), "latents")
     if options.attend_to is None:
-        heads, kernel = w.heads(inputs_bTX, m, None, rope), options.attention_kernel
+        kernel = options.attention_kernel
+        heads = w.heads(inputs_bTX, m, None, rope, kernel)
         # attend names its own residuals "attention".
         y_bTnW, cached = attend(*heads, context, kernel, w.scale(m), m.sliding_window), None
     else:

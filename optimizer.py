@@ -251,22 +251,22 @@ def orthogonalize(x_mRC: jax.Array) -> jax.Array:
     """
     dtype = x_mRC.dtype
 
-    def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        precision = "highest" if dtype == jnp.float32 else None
-        x, y = x.astype(dtype), y.astype(dtype)
-        return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, precision="highest" if dtype == jnp.float32 else None)
+    identity_RR = jnp.eye(x_mRC.shape[1], dtype=jnp.float32)
 
     def step(x_mRC: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = factors
         A_mRR = product("mRC,mSC->mRS", x_mRC, x_mRC)
-        B_mRR = b * A_mRR + c * product("mRS,mST->mRT", A_mRR, A_mRR)
-        x_mRC = a * x_mRC.astype(jnp.float32) + product("mRS,mSC->mRC", B_mRR, x_mRC)
-        return x_mRC.astype(dtype), None
+        A2_mRR = product("mRS,mST->mRT", A_mRR, A_mRR)
+        # a X + b A X + c A^2 X, as one small matrix times X: nothing is added to a large product.
+        p_mRR = a * identity_RR + b * A_mRR.astype(jnp.float32) + c * A2_mRR.astype(jnp.float32)
+        return product("mRS,mSC->mRC", p_mRR.astype(dtype), x_mRC), None
 
     x32 = x_mRC.astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(x32 * x32, axis=(1, 2), keepdims=True))
     x_mRC = (x32 / (norm + EPSILON)).astype(dtype)
-    return lax.scan(step, x_mRC, jnp.array(NEWTON_SCHULZ, jnp.float32))[0]
+    factors = jnp.array(NEWTON_SCHULZ, jnp.float32)
+    return lax.scan(step, x_mRC, factors, unroll=True)[0]  # a loop would copy x
 
 
 def has_gradient(w: Weight, grad: jax.Array) -> jax.Array:

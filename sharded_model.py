@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
+import one_stage
 import pipeline
 import vocabulary
 import weights
@@ -63,10 +64,17 @@ def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
     return "fsdp" not in axes and params["axis_size"] > 1
 
 
-def remat(config: Config) -> Callable[[Callable], Callable]:
+def remat(config: Config, unrolled: bool) -> Callable[[Callable], Callable]:
     """Return a wrapper that applies `policy` to a layer."""
-    # Forward and backward run in different loops, so XLA cannot undo the recomputation.
-    return partial(jax.checkpoint, policy=policy(config.train.remat), prevent_cse=False)
+    # Scanned layers run forward and backward in different loops, so XLA cannot undo the
+    # recomputation. Unrolled ones share a loop.
+    prevent_cse = unrolled and recomputes(config)
+    return partial(jax.checkpoint, policy=policy(config.train.remat), prevent_cse=prevent_cse)
+
+
+def recomputes(config: Config) -> bool:
+    """Return whether the backward pass repeats more than elementwise operations and sums."""
+    return config.train.remat != "none" or config.fsdp.gather == "layer"
 
 
 # --- the functions that the pipeline runs ---------------------------------------------------------
@@ -79,15 +87,15 @@ def pipeline_functions(
     step: jax.Array,
     token_scale: jax.Array,
     balance_scale: float,
-    wrap: Callable[[Callable], Callable] | None = None,
+    wrap: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> pipeline.Functions:
     """Return the model as the pipeline's three functions, over weights from `gather_params`.
 
     token_scale    factor on a token's cross-entropy.
     balance_scale  factor on a sequence's balance loss.
-    wrap           wrapper of each layer; `remat(config)` if not given.
+    wrap           wrapper of each layer, such as `remat`.
     """
-    m, wrap = config.model, wrap or remat(config)
+    m = config.model
 
     def layer_of(declared: Any, data: Batch) -> Callable:
         """Return (w, x, index) -> model.layer under `wrap`, which gathers weights if configured."""
@@ -266,6 +274,13 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
 
 
+def is_unrolled(config: Config, platform: str) -> bool:
+    """Return whether gradients are those of one_stage.py, with the layers unrolled."""
+    layers = config.train.layers
+    wanted = layers == "unrolled" or (layers == "auto" and platform != "tpu")
+    return wanted and schedule_of(config).single_stage
+
+
 def forward_options(
     config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
@@ -291,13 +306,18 @@ def loss_and_gradients(
     """
     m = config.model
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
+    unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
         data = with_microbatch_index(data)
-        token_scale, balance_scale = scales(data, m.aux_loss_alpha)
-        run = pipeline_functions(config, declared, options, step, token_scale, balance_scale)
+        factors = _, balance_scale = scales(data, m.aux_loss_alpha)
+        wrap = remat(config, unrolled)
+        run = pipeline_functions(config, declared, options, step, *factors, wrap)
         w = gather_params(config, declared, w, options.ordered)
-        grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
+        if unrolled:
+            grads, routing, sums = one_stage.forward_backward(run, w, data)
+        else:
+            grads, routing, sums = pipeline.forward_backward(run, w, data, schedule_of(config))
         grads, routing = after((grads, routing), grads) if options.ordered else (grads, routing)
         grads = reduce_gradients(config, declared, grads)
         return grads, summarize(config, sums, routing, balance_scale)

@@ -29,10 +29,12 @@ import utils
 import weights
 from model import Batch, Transformer
 from optimizer import LearningRates, learning_rate, make_optimizer
-from runtime import cli
-from utils import MESH_AXES, Config, ConfigError
+from runtime import cli, errors
+from runtime.console import log
+from utils import GIB, MESH_AXES, Config, ConfigError
 
 AHEAD_STEPS = 4  # steps whose batches are prepared in advance
+MEMORY_SHARE = 0.92  # of a device's memory that JAX may allocate, by run.sh
 NORMS = 128  # steps whose gradient norms define a spike
 MIN_NORMS = 16  # with fewer, no step is a spike
 
@@ -292,12 +294,15 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
     """Return options of the compiler, beside those of LIBTPU_INIT_ARGS, which libtpu reads itself.
 
     On a TPU v4 these overlap all-gathers and all-to-alls with computation, which by default they
-    block. Later TPUs reject the options or gain nothing. GPUs overlap by default, and no option
-    that was tried there reduces memory traffic (docs/measured.md).
+    block. Later TPUs reject the options or gain nothing. On GPUs products are those of cuBLAS: they
+    add to a gradient in place, which those of Triton do not (docs/measured.md).
     """
-    if mesh.devices.flat[0].device_kind not in hardware.CHIPS["v4"].kinds:
-        return None
-    return {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu":
+        return {"xla_gpu_enable_triton_gemm": False}
+    if device.device_kind in hardware.CHIPS["v4"].kinds:
+        return {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
+    return None
 
 
 def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> Transformer:
@@ -387,6 +392,26 @@ def prefetch(
 
 
 # --- compilation and memory -----------------------------------------------------------------------
+
+
+def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: Any) -> Any:
+    """Compile the step for arguments of these shapes and layouts.
+
+    With `--train.layers auto` layers are scanned after all if the unrolled step does not fit.
+    """
+    step = errors.compile_program(jitted_step(config, declared, mesh), *arguments)
+    unrolled = sharded_model.is_unrolled(config, sharded_model.platform(mesh))
+    chip = hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
+    if config.train.layers != "auto" or not unrolled or not chip:
+        return step
+    if (needed := planned_bytes(step)) <= (usable := MEMORY_SHARE * chip.memory_bytes):
+        return step
+    log(
+        f"the step with unrolled layers needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} per "
+        "device, so the layers are scanned (--train.layers)"
+    )
+    scanned = utils.changed(config, {"train.layers": "scanned"})
+    return errors.compile_program(jitted_step(scanned, declared, mesh), *arguments)
 
 
 def planned_bytes(step: Any) -> int:

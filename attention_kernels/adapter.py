@@ -27,6 +27,7 @@ CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 # Positions of a tile on GPUs: those of cuDNN. Triton's may be smaller, and then it computes up to a
 # tenth fewer scores.
 GPU_TILE = 128
+GPU_KERNELS = ("cudnn", "triton")  # best first
 
 
 def private(name: str) -> Any:

@@ -5,11 +5,11 @@ A tile is the positions that a kernel loads at once.
 
 import utils
 from attention import kind_of
-from attention_kernels.adapter import GPU_TILE
+from attention_kernels.adapter import GPU_KERNELS, GPU_TILE
 from attention_kernels.splash import tile_size
 from utils import LANES, ConfigError
 
-PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": ("cudnn", "triton")}  # best first
+PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": GPU_KERNELS}  # best first
 
 
 def choose_kernel(config: utils.Config, platform: str) -> str:

@@ -105,11 +105,11 @@ def compile_step(config: Config) -> Program:
     cli.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)
-    step = train.jitted_step(config, declared, mesh)
     rates = jax.device_put(learning_rates(config), NamedSharding(mesh, P()))
     with without_compilation_cache():
         start = time.perf_counter()
-        step = step.lower(state, sharded_model.abstract_batch(config, mesh), rates).compile()
+        batch = sharded_model.abstract_batch(config, mesh)
+        step = train.compile_step(config, declared, mesh, state, batch, rates)
         compile_s = time.perf_counter() - start
     return Program(config, declared, mesh, step, rates, compile_s)
 

@@ -50,8 +50,8 @@ from runtime import cli, jsonl, provenance
 from utils import GIB, Config, ConfigError, changed
 
 WARMUP_STEPS, TIMED_STEPS = 2, 8
-MICROBATCHES = 8
-MODELS = {"dense_124m": 16, "dense_1b": 8, "moe_1b": 8, "moe_124m": 16}  # sequences of a microbatch
+# Sequences of a microbatch. A step has the tokens of the model's config.
+MODELS = {"dense_124m": 64, "dense_1b": 32, "moe_1b": 16, "moe_124m": 32}
 REMAT = {"none": "none", "profile": "none", "names": ",".join(utils.REMAT_NAMES), "full": "full"}
 GATES = ("machine", "check")  # a failure makes the other rows meaningless
 # The most valuable rows first. All fit 80 GB by the plan.
@@ -64,7 +64,8 @@ def config_of(row: str, toy: bool) -> Config:
     """Return the config of a row MODEL-REMAT or MODEL-profile, or a toy one."""
     name, _, kind = row.rpartition("-")
     config = toy_config() if toy else cli.load(ROOT / "configs" / f"{name}.toml")
-    sequences, microbatches = (2, 2) if toy else (MODELS[name] * MICROBATCHES, MICROBATCHES)
+    sequences = 2 if toy else config.train.global_batch_size
+    microbatches = 2 if toy else sequences // MODELS[name]
     config = changed(config, {"model.compute_dtype": "bfloat16", "train.remat": REMAT[kind]})
     return on_one_device(config, sequences, microbatches)
 

@@ -40,6 +40,8 @@ from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
 GAPS = 0.03  # unused share between temporary buffers, as in tests/compiled.json
+# Of unrolled layers XLA keeps some results that it could recompute: this share of the saved ones.
+KEPT = 0.25
 
 
 # --- over layers and schedule ---------------------------------------------------------------------
@@ -71,6 +73,7 @@ class Step:
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
         self.kernel = choose_kernel(config, platform)
+        self.unrolled = sharded_model.is_unrolled(config, platform)
         self.b = t.global_batch_size // (t.microbatches * mesh.batch)
         self.bT = self.b * t.seq_len
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
@@ -328,6 +331,8 @@ def memory(step: Step) -> dict[str, int]:
     parts["saved activations"] = ring * step.held(step.block)
     if step.schedule.single_stage:
         parts["saved activations"] += step.held(step.prefix)
+    if step.unrolled and not sharded_model.recomputes(step.config):
+        parts["saved activations"] += round(KEPT * parts["saved activations"])
     parts["pipeline buffers"] = 4 * step.x_bytes
     part, size = max(_temporary(step).items(), key=lambda item: item[1])
     parts[part] = size
@@ -392,7 +397,11 @@ def product_seconds(step: Step, chip: Chip | None, op: jaxpr.Op) -> float:
     flops, moved = step.count(op.flops), step.count(op.moved_bytes)
     if chip is None:
         return flops
-    return sum(rates.chip_seconds(chip, step.byte == FLOAT, flops, moved).values())
+    return sum(chip_seconds(step, chip, flops, moved).values())
+
+
+def chip_seconds(step: Step, chip: Chip, flops: float, moved: float) -> dict[str, float]:
+    return rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, flops, moved)
 
 
 def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
@@ -431,7 +440,7 @@ def predict(
     parameters, active = weights.count(step.declared)
     seconds: Counter | None = None
     if chip:
-        seconds = Counter(rates.chip_seconds(chip, step.byte == FLOAT, total, moved_bytes(step)))
+        seconds = Counter(chip_seconds(step, chip, total, moved_bytes(step)))
         for sent in sends:
             link_s = link_seconds(step, chip, sent)
             seconds["+".join(sent.axes)] += link_s
@@ -450,6 +459,7 @@ def predict(
         traffic=sends,
         seconds=seconds and dict(seconds),
         mfu_flops_per_token=hardware.palm_flops_per_token(config.model, step.declared, t.seq_len),
+        unrolled=step.unrolled,
         chip=chip,
         chips=step.chips,
     )

@@ -109,14 +109,16 @@ def parse(text: str) -> Program:
 # --- the walk -------------------------------------------------------------------------------------
 
 
-def executed(text: str, cost: CostOf, branch_share: BranchShare | None = None) -> Cost:
+def executed(
+    program: Program, cost: CostOf, branch_share: BranchShare | None = None, fusions: bool = True
+) -> Cost:
     """Return the sum of cost(instruction, its computation) over all executions.
 
     branch_share(op_name)  share of executions of each branch of the conditional with that op_name
                            (`lax.cond`: false first), or None if all branches cost the same.
+    fusions                whether the instructions in fusions count by themselves.
     Raises  ConfigError for a loop or branch with a cost that runs an unknown number of times.
     """
-    program = parse(text)
 
     def run(name: str) -> Counter:
         """Return the cost of one execution of a computation."""
@@ -124,7 +126,7 @@ def executed(text: str, cost: CostOf, branch_share: BranchShare | None = None) -
         computation = program.computations[name]
         for instruction in computation.values():
             parts = [(cost(instruction, computation), 1)]
-            if instruction.opcode in CALLS:
+            if instruction.opcode in CALLS and (fusions or instruction.opcode != "fusion"):
                 callees = instruction.computations("calls", "to_apply")
                 parts += [(run(callee), 1) for callee in callees]
             elif instruction.opcode == "while":
@@ -208,7 +210,7 @@ def _is_integer(instruction: Instruction) -> bool:
 
 def dot_flops(text: str, branch_share: BranchShare | None = None) -> float:
     """Return the FLOPs of all matrix products: 2 * elements of the result * contracted length."""
-    return executed(text, lambda *at: {"flops": flops(*at)}, branch_share).get("flops", 0)
+    return executed(parse(text), lambda *at: {"flops": flops(*at)}, branch_share).get("flops", 0)
 
 
 def flops(instruction: Instruction, computation: Computation) -> int:
@@ -347,7 +349,7 @@ def collectives(
         overlapped = first is not instruction and _computes(first, instruction, computation)
         return {Collective(axes, kind, overlapped): sum(map(shape_bytes, results))}
 
-    return executed(text, cost, branch_share)
+    return executed(parse(text), cost, branch_share)
 
 
 def between_slices(received: Instruction) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import hardware
 from attention_kernels.choice import describe_kernel
-from planning import rates
+from planning import kernels, rates
 from planning.results import (
     CHIP_PARTS,
     FLOPS_KINDS,
@@ -33,8 +33,9 @@ FLOPS_RULE = (
 )
 TIME_RULE = (
     "Compute is the FLOPs, and memory the operands and results of products and the updated state, "
-    f"at {rates.COMPUTE:.0%} of the peak and {rates.MEMORY:.0%} of the bandwidth. Links have their "
-    "full bandwidth, which was not measured."
+    f"at {rates.COMPUTE:.0%} of the peak and {rates.MEMORY:.0%} of the bandwidth, or "
+    f"{rates.UNROLLED:.0%} if layers are unrolled. Links have their full bandwidth, which was not "
+    "measured."
 )
 
 
@@ -154,7 +155,7 @@ def time_table(plan: Plan) -> Group:
         hours = plan.tokens / rate / 3600
         duration = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours"
         steps.append((f"{line}{duration} to {plan.tokens:.3g} tokens", f"{1e3 * seconds:,.3g}"))
-    note = f"Accuracy: {rates.accuracy(p.chip)}. {TIME_RULE} {hardware.MFU_RULE}"
+    note = f"Accuracy: {rates.accuracy(p.chip, p.unrolled)}. {TIME_RULE} {hardware.MFU_RULE}"
     return table("Time of a step", ("resource", "ms"), rows, steps, note=note)
 
 
@@ -170,6 +171,9 @@ def compiled_table(plan: Plan) -> Group:
         ),
         ("collectives, GB", 1e9, sum(ours.values()), sum(by_axes.values())),
     ]
+    if c.kernels:
+        time = "ms without collectives", 1e-3, p.chip_s, c.kernels["seconds"]
+        figures.append(time)
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", f"{a / b:.3f}" if b else "")
         for name, unit, a, b in figures
@@ -180,8 +184,11 @@ def compiled_table(plan: Plan) -> Group:
         f"{c.flops_per_chip / c.model_flops_per_chip:.3f} times the model's. "
         f"Compiled in {c.compile_s:.0f} s."
     )
-    if plan.chip and not plan.chip.is_tpu:
+    if c.kernels:
         note += (
+            f" Its {c.kernels['kernels']:,.0f} kernels move {c.kernels['moved_bytes'] / 1e9:,.0f} "
+            f"GB. Each takes its products at {kernels.COMPUTE:.0%} of the peak or its bytes at "
+            f"{kernels.MEMORY:.0%} of the bandwidth, and {kernels.LAUNCH_S * 1e6:.0f} us besides."
             " Not included: on a real GPU, XLA also autotunes kernels, and cuDNN may allocate "
             "memory of its own."
         )
@@ -236,7 +243,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
     if p.chip:
         predicted |= {"tokens_per_s": p.tokens_per_s(p.step_s), "mfu": p.mfu(p.step_s)}
-        predicted["accuracy"] = rates.accuracy(p.chip)
+        predicted["accuracy"] = rates.accuracy(p.chip, p.unrolled)
     content: dict[str, Any] = {
         "flags": plan.flags,
         "tokens": plan.tokens,

@@ -72,6 +72,7 @@ class Compiled:
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
     compile_s: float
     compiler: str
+    kernels: dict[str, float] | None = None  # of a GPU: kernels.Estimate
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Prediction:
     traffic: list[Traffic]
     seconds: dict[str, float] | None  # products, memory, and the links of each group of axes
     mfu_flops_per_token: float  # numerator of MFU: see hardware.py
+    unrolled: bool  # whether the layers are: see train.layers
     chip: Chip | None
     chips: int
 
@@ -134,7 +136,7 @@ class Prediction:
         return (
             f"{memory}{' of' if fits else ', which does not fit: it has'} "
             f"{self.chip.memory_bytes / GIB:.0f}; {times} s per step "
-            f"({rates.accuracy(self.chip)})"
+            f"({rates.accuracy(self.chip, self.unrolled)})"
         )
 
     def tokens_per_s(self, step_s: float) -> float:

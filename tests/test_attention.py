@@ -248,3 +248,27 @@ def test_kernels_skip_blocks_above_the_diagonal_and_before_the_window():
         share = choice.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9")
         visible = (behind >= 0) & (behind < window)
         assert share == visible.reshape(8, 128, 8, 128).any((1, 3)).mean()
+
+
+@pytest.mark.parametrize("rope", [True, False])
+def test_heads_that_are_written_in_place_equal_those_that_are_concatenated(rope):
+    yarn = utils.RopeScaling(factor=4.0, original_max_position_embeddings=16, mscale=0.7)
+    m = dataclasses.replace(utils.Model(), q_lora_rank=0, rope_scaling=yarn)
+    random, T = np.random.default_rng(0), 24
+    draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+    wide = m.qk_nope_head_dim + m.v_head_dim
+    query = attention.Query(up=draw(m.hidden_size, N, m.qk_nope_head_dim + m.qk_rope_head_dim))
+    w = attention.LatentAttention(
+        query=query, norm=None, kv_down=None, kv_norm=None, out=None,
+        kv_up=draw(m.kv_lora_rank, N, wide),
+    )  # fmt: skip
+    inputs = draw(B, T, m.hidden_size + m.kv_lora_rank + m.qk_rope_head_dim)
+    found = {}
+    for kernel in ("xla", "cudnn"):
+        heads, back = jax.vjp(lambda w, x, k=kernel: w.heads(x, m, None, rope, k), w, inputs)
+        gradient = tuple(
+            np.cos(np.arange(a.size, dtype=np.float32)).reshape(a.shape) for a in heads
+        )
+        found[kernel] = jax.tree.leaves((heads, back(gradient)))
+    for one, other in zip(*found.values(), strict=True):
+        assert relative_error(other, one) < 1e-6

@@ -119,7 +119,7 @@ def kept_bytes(config, kernel):
 
         return jax.eval_shape(one_block, run.empty_x())
 
-    found = trace.with_executor(config, kernel, sharded_model.remat(config), visit)
+    found = trace.with_executor(config, kernel, sharded_model.remat(config, False), visit)
     return sum(a.size * a.dtype.itemsize for a in found)
 
 

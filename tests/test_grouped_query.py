@@ -80,7 +80,7 @@ class Alibi(attention.GroupedQueryAttention):
         keys, values = attention.GroupedQueryAttention.cache(m, tensor)
         return keys._replace(width=m.head_dim + 1), values
 
-    def heads(self, h_bTD, m, position_bT, rope):
+    def heads(self, h_bTD, m, position_bT, rope, kernel="xla"):
         q, k, v = super().heads(h_bTD, m, position_bT, rope=False)
         b, T, n, _ = q.shape
         if position_bT is None:

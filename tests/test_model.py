@@ -142,7 +142,7 @@ def kept_for_backward(gather="step", remat="none", sequences=16, **fields):
         ring, _ = run.empty_ring(run.empty_x())
         residuals.extend((a.shape[2:], a.dtype) for a in jax.tree.leaves(ring))
 
-    trace.with_executor(config, "xla", sharded_model.remat(config), visit)
+    trace.with_executor(config, "xla", sharded_model.remat(config, False), visit)
     return residuals
 
 

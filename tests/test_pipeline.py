@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import one_stage
 import pipeline
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES
@@ -111,7 +112,7 @@ def on_ranks(schedule, local, out_specs):
     return jax.jit(global_function)
 
 
-def train(schedule, functions=FUNCTIONS):
+def train(schedule, functions=FUNCTIONS, unrolled=False):
     """(weights, data) -> gradients, statistics of blocks and of `last`; those of an evaluation."""
 
     def of_blocks(tree):
@@ -120,7 +121,10 @@ def train(schedule, functions=FUNCTIONS):
         return lax.psum(tree, TOKEN_AXES)
 
     def local(w, data):
-        grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
+        if unrolled:
+            grads, stats, results = one_stage.forward_backward(functions, w, data)
+        else:
+            grads, stats, results = pipeline.forward_backward(functions, w, data, schedule)
         axes = Outer(MESH_AXES, TOKEN_AXES, MESH_AXES)
         outer = Outer(*(lax.psum(g, a) for g, a in zip(grads.outer, axes, strict=True)))
         grads = pipeline.Parameters(outer, of_blocks(grads.blocks))
@@ -143,11 +147,18 @@ def assert_same(actual, expected):
 
 
 # One rank, few and odd microbatches, more and fewer chunks than ranks.
-@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 1), (2, 3, 4), (4, 1, 5), (4, 2, 8)], ids=str)
-def test_training_and_evaluation_match_plain_differentiation(sizes):
+SIZES = [(1, 1, 3), (2, 1, 1), (2, 3, 4), (4, 1, 5), (4, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unrolled"), [((1, 1, 3), True), *((sizes, False) for sizes in SIZES)], ids=str
+)
+def test_training_and_evaluation_match_plain_differentiation(sizes, unrolled):
     schedule, functions = Schedule(*sizes), RECOMPUTED if sizes == (4, 2, 8) else FUNCTIONS
     w, data = inputs_of(schedule)
-    grads, stats, evaluated, (results, by_microbatch) = train(schedule, functions)(w, data)
+    grads, stats, evaluated, (results, by_microbatch) = train(schedule, functions, unrolled)(
+        w, data
+    )
     one = jax.grad(plain_loss, has_aux=True)
     expected, (errors, sums) = jax.jit(jax.vmap(one, in_axes=(None, 0)))(w, data)
     expected = jax.tree.map(lambda g: g.sum(0), expected)

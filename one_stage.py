@@ -1,0 +1,63 @@
+"""Gradients without a pipeline: a scan over microbatches, in which the layers are unrolled.
+
+It runs the functions that pipeline.py describes. One stage needs no schedule: forward and backward
+of a microbatch are one `jax.vjp`, whose residuals are values between the two. Weights and gradients
+of each block are arrays of their own. The pipeline's loop over blocks slices weights from stacks,
+and stores residuals and gradients into stacks, all through memory: on GPUs that is a tenth to a
+seventh of a step (docs/measured.md). In return the program grows with the number of blocks.
+"""
+
+from operator import itemgetter
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pipeline import Functions, Parameters, Tree, index, zeros
+from utils import BATCH_AXES
+from weights import vary, varying
+
+
+def forward_backward(
+    functions: Functions, w: Parameters, data: Tree
+) -> tuple[Parameters, Tree, Tree]:
+    """Return partial gradients of the sum of all losses, and statistics summed over microbatches.
+
+    Arguments and results are those of pipeline.forward_backward.
+    """
+    numbers = range(len(jax.tree.leaves(w.blocks)[0]))
+    w = w._replace(blocks=[jax.tree.map(itemgetter(i), w.blocks) for i in numbers])
+    block = jax.jit(functions.block)  # is traced once for all blocks of the same structure
+
+    def losses(w: Parameters, data: Tree) -> tuple[tuple, tuple]:
+        with jax.named_scope("first"):
+            x = vary(functions.first(w.outer, data))
+        block_losses, block_stats = [], []
+        for number, one in enumerate(w.blocks):
+            (x, loss), stats = block(one, data, jnp.int32(number), x)
+            block_losses.append(loss)
+            block_stats.append(stats)
+        with jax.named_scope("last"):
+            last_loss, last_stats = functions.last(w.outer, data, lax.psum(x, "pipeline"))
+        return (block_losses, last_loss), (block_stats, last_stats)
+
+    def gradients(data: Tree) -> tuple[Parameters, tuple]:
+        values, vjp, stats = jax.vjp(lambda w: losses(w, data), w, has_aux=True)
+        # Each loss by itself: a sum would make the last one vary along all axes, and its gradient
+        # would be summed over them.
+        (grads,) = vjp(jax.tree.map(lambda a: vary(jnp.ones_like(a), varying(a)), values))
+        return grads, stats
+
+    def body(sums: tuple, data: Tree) -> tuple[tuple, None]:
+        return jax.tree.map(lambda a, new: a + new.astype(a.dtype), sums, gradients(data)), None
+
+    shapes, (block_stats, last_stats) = jax.eval_shape(gradients, index(data, 0))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), shapes)
+    start = zeros(shapes), (zeros(block_stats), zeros(last_stats, axes=BATCH_AXES))
+    with jax.named_scope("steady"):
+        (grads, (block_stats, last_stats)), _ = lax.scan(body, start, data)
+
+    def stacked(trees: list[Tree]) -> Tree:
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
+
+    return grads._replace(blocks=stacked(grads.blocks)), stacked(block_stats), last_stats
