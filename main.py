@@ -28,10 +28,10 @@ import sharded_model
 import train
 import utils
 import weights
-from attention_kernels.choice import describe_kernel
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
+from kernels.choice import describe_kernel
 from loop import Job, Loop, resumable
 from metrics import check_packages
 from model import Transformer

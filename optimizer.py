@@ -252,14 +252,14 @@ def orthogonalize(x_mRC: jax.Array) -> jax.Array:
     dtype = x_mRC.dtype
 
     product = partial(jnp.einsum, precision="highest" if dtype == jnp.float32 else None)
-    identity_RR = jnp.eye(x_mRC.shape[1], dtype=jnp.float32)
+    identity_1RR = jnp.eye(x_mRC.shape[1], dtype=jnp.float32)[None]
 
     def step(x_mRC: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = factors
         A_mRR = product("mRC,mSC->mRS", x_mRC, x_mRC)
         A2_mRR = product("mRS,mST->mRT", A_mRR, A_mRR)
         # a X + b A X + c A^2 X, as one small matrix times X: nothing is added to a large product.
-        p_mRR = a * identity_RR + b * A_mRR.astype(jnp.float32) + c * A2_mRR.astype(jnp.float32)
+        p_mRR = a * identity_1RR + b * A_mRR.astype(jnp.float32) + c * A2_mRR.astype(jnp.float32)
         return product("mRS,mSC->mRC", p_mRR.astype(dtype), x_mRC), None
 
     x32 = x_mRC.astype(jnp.float32)

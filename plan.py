@@ -21,7 +21,7 @@ from rich.console import Console
 
 import hardware
 import utils
-from attention_kernels.choice import choose_kernel
+from kernels.choice import choose_kernel
 from planning import compiler, cost, report, search, targets
 from planning.results import SEARCHED_FLAGS, Plan, gib
 from runtime import cli, errors

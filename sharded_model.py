@@ -23,7 +23,7 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
-from attention_kernels.choice import choose_kernel
+from kernels.choice import choose_kernel
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule

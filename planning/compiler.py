@@ -25,7 +25,7 @@ import pipeline
 import sharded_model
 import utils
 from hardware import Chip
-from planning import cost, hlo, kernels, targets
+from planning import cost, hlo, kernel_time, targets
 from planning.results import Compiled
 from runtime import cli, errors
 from utils import ConfigError
@@ -111,7 +111,7 @@ def count_costs(config: utils.Config, chip: Chip | None, text: str) -> dict[str,
         rows.append(collective._asdict() | {"axes": axes, "bytes": float(size)})
     of_gpu = chip is not None and not chip.is_tpu
     return {
-        "kernels": kernels.estimate(text, chip, share)._asdict() if of_gpu else None,
+        "kernels": kernel_time.estimate(text, chip, share)._asdict() if of_gpu else None,
         "flops_per_chip": float(hlo.dot_flops(text, share)),
         "model_flops_per_chip": cost.model_flops(cost.Step(config, hardware.platform_of(chip))),
         "collective_bytes_per_chip": dict(by_axes),

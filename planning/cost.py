@@ -30,8 +30,8 @@ import optimizer
 import sharded_model
 import vocabulary
 import weights
-from attention_kernels.choice import choose_kernel, computed_share
 from hardware import Chip, platform_of
+from kernels.choice import choose_kernel, computed_share
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import experts
-from attention_kernels.adapter import GPU_TILE
+from kernels.adapter import GPU_TILE
 from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))

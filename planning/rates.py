@@ -11,8 +11,8 @@ from hardware import Chip
 # docs/measured.md, section GPUs: shares of the figures in hardware.py. `COMPUTE` is its row
 # `machine`, 681 TFLOP/s in large products. `MEMORY` is fitted to its table, whose rows
 # tests/test_cost.py repeats; its layers are scanned. Chips without measured steps have these rates,
-# too. `UNROLLED` is fitted to kernels.py for the same models with unrolled layers, which leave less
-# between the products; those steps were not measured.
+# too. `UNROLLED` is fitted to kernel_time.py for the same models with unrolled layers, which leave
+# less between the products; those steps were not measured.
 CHIP = "h100"
 COMPUTE = 0.69  # of the peak FLOP/s
 MEMORY, UNROLLED = 0.40, 0.76  # of the bandwidth of the memory

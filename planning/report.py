@@ -11,8 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import hardware
-from attention_kernels.choice import describe_kernel
-from planning import kernels, rates
+from kernels.choice import describe_kernel
+from planning import kernel_time, rates
 from planning.results import (
     CHIP_PARTS,
     FLOPS_KINDS,
@@ -187,8 +187,9 @@ def compiled_table(plan: Plan) -> Group:
     if c.kernels:
         note += (
             f" Its {c.kernels['kernels']:,.0f} kernels move {c.kernels['moved_bytes'] / 1e9:,.0f} "
-            f"GB. Each takes its products at {kernels.COMPUTE:.0%} of the peak or its bytes at "
-            f"{kernels.MEMORY:.0%} of the bandwidth, and {kernels.LAUNCH_S * 1e6:.0f} us besides."
+            f"GB. Each takes its products at {kernel_time.COMPUTE:.0%} of the peak or its bytes at "
+            f"{kernel_time.MEMORY:.0%} of the bandwidth, and {kernel_time.LAUNCH_S * 1e6:.0f} us "
+            "besides."
             " Not included: on a real GPU, XLA also autotunes kernels, and cuDNN may allocate "
             "memory of its own."
         )

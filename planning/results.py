@@ -72,7 +72,7 @@ class Compiled:
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
     compile_s: float
     compiler: str
-    kernels: dict[str, float] | None = None  # of a GPU: kernels.Estimate
+    kernels: dict[str, float] | None = None  # of a GPU: kernel_time.Estimate
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Prediction:
     parameters: int
     active_parameters: int
     tokens_per_step: int
-    attention: str  # the kernel: see attention_kernels/choice.py
+    attention: str  # the kernel: see kernels/choice.py
     memory_bytes_per_chip: int
     flops_per_chip: int
     model_flops_per_chip: float  # FLOPs of a step without waste: see cost.model_flops

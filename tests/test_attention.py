@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import attention
 import reference
 import utils
-from attention_kernels import adapter, choice
-from attention_kernels.splash import splash_kernel
 from common import config_of, mesh_of, relative_error
 from conftest import ROOT
+from kernels import adapter, choice
+from kernels.splash import splash_kernel
 
 B, N, Y, A, W = 2, 8, 4, 24, 16
 SCALE = 0.3  # of scores: not 1 / sqrt(A)

@@ -5,8 +5,8 @@ A tile is the positions that a kernel loads at once.
 
 import utils
 from attention import kind_of
-from attention_kernels.adapter import GPU_KERNELS, GPU_TILE
-from attention_kernels.splash import tile_size
+from kernels.adapter import GPU_KERNELS, GPU_TILE
+from kernels.splash import tile_size
 from utils import LANES, ConfigError
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": GPU_KERNELS}  # best first
