@@ -27,7 +27,7 @@ from kernels.choice import choose_kernel
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
-from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config
+from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config, ConfigError
 from weights import reduced, vary
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -275,10 +275,17 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def is_unrolled(config: Config, platform: str) -> bool:
-    """Return whether gradients are those of one_stage.py, with the layers unrolled."""
-    layers = config.train.layers
-    wanted = layers == "unrolled" or (layers == "auto" and platform != "tpu")
-    return wanted and schedule_of(config).single_stage
+    """Return whether gradients are those of one_stage.py, with the layers unrolled.
+
+    Raises  ConfigError if that is selected for a pipeline.
+    """
+    layers, single = config.train.layers, schedule_of(config).single_stage
+    if layers == "unrolled" and not single:
+        raise ConfigError(
+            "--train.layers unrolled needs a single stage. Use --mesh.pipeline 1 --mesh.virtual 1, "
+            "or --train.layers auto."
+        )
+    return single and (layers == "unrolled" or (layers == "auto" and platform != "tpu"))
 
 
 def forward_options(

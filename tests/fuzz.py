@@ -85,6 +85,7 @@ def draw_any(r: random.Random) -> dict[str, Any]:
         "other_virtual": choice((1, 1, 2)), "gather": choice(("step", "layer")),
         "segments": r.random() < 0.4,
         "remat": choice(("none", "full", ",".join(sorted(r.sample(names, 3), key=names.index)))),
+        "layers": choice(("unrolled", "scanned")),
         "microbatches": choice((1, 2, 3, 4)), "optimizer": choice(("adamw", "muon")),
         "prefix_layers": choice((0, 0, 1, 2)), "dense_layers": choice((0, 1, 2)),
         "moe_layers": choice((0, 1, 1, 1)), "dropless": r.random() < 0.7,
@@ -113,7 +114,7 @@ def draw_any(r: random.Random) -> dict[str, Any]:
 
 NOT_OF_MODEL = {
     *("shape", "other_shape", "virtual", "other_virtual", "gather", "segments", "remat", "yarn"),
-    "llama3",
+    *("llama3", "layers"),
     *("microbatches", "optimizer", "loss_chunk_tokens", "seq_len", "sequences", "dropless"),
 }
 
@@ -134,7 +135,8 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
         gather=case["gather"],
         segments=case["segments"],
         train={
-            name: case[name] for name in ("seq_len", "microbatches", "remat", "loss_chunk_tokens")
+            name: case[name]
+            for name in ("seq_len", "microbatches", "remat", "layers", "loss_chunk_tokens")
         }
         | {"steps": 3, "global_batch_size": case["sequences"]},
         optimizer={"name": case["optimizer"], "lr": 1e-3, "warmup_steps": 3},

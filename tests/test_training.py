@@ -5,6 +5,7 @@ A step is compiled once per mesh (`step_of`) and serves many tests.
 Letter: V vocabulary.
 """
 
+import dataclasses
 import functools
 import re
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import jax
 import numpy as np
 import pytest
 
+import hardware
 import model
 import optimizer
+import sharded_model
 import train
 import utils
 import weights
@@ -298,6 +301,35 @@ def test_adamw_is_that_of_its_paper(clip, embeddings):
 
 
 # --- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "fits", "scanned"),
+    [("auto", True, False), ("auto", False, True), ("unrolled", False, False)],
+)
+def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
+    layers, fits, scanned, monkeypatch, capsys
+):
+    config = utils.changed(config_of(blocks=3), {"train.layers": layers})
+    declared, mesh = model.declare(config), mesh_of(config)
+    chip = dataclasses.replace(hardware.CHIPS["h100"], memory_bytes=2**40 if fits else 2**10)
+    monkeypatch.setattr(hardware, "chip_of_kind", lambda kind: chip)
+    compiled = []  # a stand-in for the compiled step has the memory that its compiler planned
+    plan = SimpleNamespace(argument_size_in_bytes=2**20, temp_size_in_bytes=0)
+    plan.output_size_in_bytes = plan.alias_size_in_bytes = 0
+    step = SimpleNamespace(memory_analysis=lambda: plan)
+    monkeypatch.setattr(train, "jitted_step", lambda config, *_: compiled.append(config))
+    monkeypatch.setattr(train.errors, "compile_program", lambda *_: step)
+    assert train.compile_step(config, declared, mesh) is step
+    assert sharded_model.is_unrolled(compiled[-1], "cpu") != scanned
+    report = "needs 0.0 GiB of 0.0 per device, so the layers are scanned"
+    assert (report in capsys.readouterr().out) == scanned
+
+
+def test_unrolled_layers_are_refused_in_a_pipeline():
+    config = utils.changed(config_of((1, 2, 1), blocks=2), {"train.layers": "unrolled"})
+    with pytest.raises(utils.ConfigError, match="Use --mesh.pipeline 1 --mesh.virtual 1, or"):
+        sharded_model.is_unrolled(config, "cpu")
 
 
 def test_peak_memory_is_that_of_the_device_or_else_of_the_compiler():
