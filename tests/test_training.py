@@ -328,7 +328,7 @@ def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
 
 def test_unrolled_layers_are_refused_in_a_pipeline():
     config = utils.changed(config_of((1, 2, 1), blocks=2), {"train.layers": "unrolled"})
-    with pytest.raises(utils.ConfigError, match="Use --mesh.pipeline 1 --mesh.virtual 1, or"):
+    with pytest.raises(utils.ConfigError, match=r"Use --mesh.pipeline 1 --mesh.virtual 1, or"):
         sharded_model.is_unrolled(config, "cpu")
 
 
