@@ -62,19 +62,21 @@ small-none-8x1x1 dense_124m 8,1,1 --train.microbatches 8 --train.global_batch_si
 """
 # gpu-moe-gathered is what a search finds for one host of 8 GPUs, with chunks of the loss that were
 # given to it.
-GPU_CASES = """
+GPU_CASES = f"""
 gpu-dense-124m dense_124m 1,1,1
 gpu-dense-124m-xla dense_124m 1,1,1 --model.attention_kernel xla
 gpu-dense-124m-documents dense_124m 1,1,1 --data.segments
-gpu-dense-names-8x1x1 dense_1b 8,1,1 --train.microbatches 4
-gpu-dense-muon-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --optimizer.name muon
-gpu-dense-names-1x1x8 dense_1b 1,1,8 --train.global_batch_size 64
+gpu-dense-names-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --train.remat {DENSE_NAMES}
+gpu-dense-muon-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --train.remat {DENSE_NAMES} \
+ --optimizer.name muon
+gpu-dense-names-1x1x8 dense_1b 1,1,8 --train.global_batch_size 64 --train.remat {DENSE_NAMES}
 gpu-moe-none-8x1x1 moe_1b 8,1,1 --mesh.virtual 1 --train.remat none
 gpu-moe-gathered-8x1x1 moe_1b 8,1,1 --mesh.virtual 1 --model.experts_layout sharded \
  --train.microbatches 1 --train.loss-chunk-tokens 8192 --train.remat attention,hidden
 gpu-moe-names-2x2x2-interleaved moe_1b 2,2,2
 gpu-moe-dropless-names-2x2x2-interleaved moe_1b 2,2,2 --model.capacity_factor 0.0
-gpu-dense-names-2x2x2-interleaved dense_1b 2,2,2 --mesh.virtual 2 --train.microbatches 16
+gpu-dense-names-2x2x2-interleaved dense_1b 2,2,2 --mesh.virtual 2 --train.microbatches 16 \
+ --train.remat {DENSE_NAMES}
 gpu-llama-names-8x1x1 llama_1b 8,1,1 --mesh.virtual 1 --train.microbatches 4
 gpu-qwen3-moe-names-2x2x2-interleaved qwen3_moe_1b 2,2,2
 gpu-moe-full-layer-16x1x1 moe_1b 16,1,1 --mesh.virtual 1 --train.remat full --fsdp.gather layer
