@@ -27,22 +27,9 @@ def forward_backward(
     """
     numbers = range(len(jax.tree.leaves(w.blocks)[0]))
     w = w._replace(blocks=[jax.tree.map(itemgetter(i), w.blocks) for i in numbers])
-    block = jax.jit(functions.block)  # is traced once for all blocks of the same structure
-
-    def losses(w: Parameters, data: Tree) -> tuple[tuple, tuple]:
-        with jax.named_scope("first"):
-            x = vary(functions.first(w.outer, data))
-        block_losses, block_stats = [], []
-        for number, one in enumerate(w.blocks):
-            (x, loss), stats = block(one, data, jnp.int32(number), x)
-            block_losses.append(loss)
-            block_stats.append(stats)
-        with jax.named_scope("last"):
-            last_loss, last_stats = functions.last(w.outer, data, lax.psum(x, "pipeline"))
-        return (block_losses, last_loss), (block_stats, last_stats)
 
     def gradients(data: Tree) -> tuple[Parameters, tuple]:
-        values, vjp, stats = jax.vjp(lambda w: losses(w, data), w, has_aux=True)
+        values, vjp, stats = jax.vjp(lambda w: losses(functions, w, data), w, has_aux=True)
         # Each loss by itself: a sum would make the last one vary along all axes, and its gradient
         # would be summed over them.
         (grads,) = vjp(jax.tree.map(lambda a: vary(jnp.ones_like(a), varying(a)), values))
@@ -56,8 +43,26 @@ def forward_backward(
     start = zeros(shapes), (zeros(block_stats), zeros(last_stats, axes=BATCH_AXES))
     with jax.named_scope("steady"):
         (grads, (block_stats, last_stats)), _ = lax.scan(body, start, data)
-
-    def stacked(trees: list[Tree]) -> Tree:
-        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
-
     return grads._replace(blocks=stacked(grads.blocks)), stacked(block_stats), last_stats
+
+
+def losses(functions: Functions, w: Parameters, data: Tree) -> tuple[tuple, tuple]:
+    """Return the losses of a microbatch, of each block and of `last`, and their statistics.
+
+    w  has a list of blocks.
+    """
+    block = jax.jit(functions.block)  # is traced once for all blocks of the same structure
+    block_losses, block_stats = [], []
+    with jax.named_scope("first"):
+        x = vary(functions.first(w.outer, data))
+    for number, one in enumerate(w.blocks):
+        (x, loss), stats = block(one, data, jnp.int32(number), x)
+        block_losses.append(loss)
+        block_stats.append(stats)
+    with jax.named_scope("last"):
+        last_loss, last_stats = functions.last(w.outer, data, lax.psum(x, "pipeline"))
+    return (block_losses, last_loss), (block_stats, last_stats)
+
+
+def stacked(trees: list[Tree]) -> Tree:
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
