@@ -4,6 +4,7 @@ Letters: M microbatches, B sequences, D width, V outputs. The batch is sharded o
 """
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -144,6 +145,16 @@ def flat(tree):
 def assert_same(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 5e-6 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_gradients_of_bfloat16_weights_accumulate_in_float32(unrolled):
+    wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32))
+    cast = (lambda w, *rest, f=f: f(wide(w), *rest) for f in FUNCTIONS)
+    w, data = inputs_of(schedule := Schedule(1, 1, 3))
+    w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
+    run = train(schedule, pipeline.Functions(*cast), unrolled)
+    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(run, w, data)[0])} == {np.float32}
 
 
 # One rank, few and odd microbatches, more and fewer chunks than ranks.
