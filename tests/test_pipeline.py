@@ -154,7 +154,9 @@ def test_gradients_of_bfloat16_weights_accumulate_in_float32(unrolled):
     w, data = inputs_of(schedule := Schedule(1, 1, 3))
     w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
     run = train(schedule, pipeline.Functions(*cast), unrolled)
-    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(run, w, data)[0])} == {np.float32}
+    assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(run, w, data)[0])} == {
+        np.dtype("float32")
+    }
 
 
 # One rank, few and odd microbatches, more and fewer chunks than ranks.
