@@ -229,7 +229,8 @@ class ForwardOptions(NamedTuple):
     seed: int
     capacity_factor: float  # see experts.expert_capacity; 0: dropless
     dropout: float = 0.0
-    attention_kernel: str = "xla"  # see kernels/choice.py
+    attention_kernel: str = "xla"  # see kernels/choice.py, also of the next
+    fused_loss: bool = False
     ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py
     # What decoding replaces: activations of all positions on every tensor rank, attention over a
     # cache, and experts read where they are.

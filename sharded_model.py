@@ -23,7 +23,7 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
-from kernels.choice import choose_kernel
+from kernels.choice import choose_kernel, fuses_loss
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -128,11 +128,17 @@ def pipeline_functions(
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
-    return pipeline.Functions(first, block, partial(last_loss, config, token_scale))
+    last = partial(last_loss, config, token_scale, options.fused_loss)
+    return pipeline.Functions(first, block, last)
 
 
 def last_loss(
-    config: Config, token_scale: jax.Array, outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array
+    config: Config,
+    token_scale: jax.Array,
+    fused: bool,
+    outer: EmbeddingAndHead,
+    data: Batch,
+    y_btD: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
     h_bTD = final_hidden(config, outer, y_btD)
@@ -141,7 +147,7 @@ def last_loss(
     inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
     chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
     return vocabulary.chunked_loss(
-        config.model.vocab_size, config.model.z_loss, outer.output, *chunks_cn
+        config.model.vocab_size, config.model.z_loss, fused, outer.output, *chunks_cn
     )
 
 
@@ -291,9 +297,9 @@ def is_unrolled(config: Config, platform: str) -> bool:
 def forward_options(
     config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
-    kernel = choose_kernel(config, platform(mesh))
-    m, seed, ordered = config.model, config.train.seed, platform(mesh) == "cpu"
-    return ForwardOptions(m, seed, capacity_factor, dropout, kernel, ordered)
+    m, seed, on = config.model, config.train.seed, platform(mesh)
+    kernels = choose_kernel(config, on), fuses_loss(config, on)
+    return ForwardOptions(m, seed, capacity_factor, dropout, *kernels, ordered=on == "cpu")
 
 
 def over_mesh(

@@ -190,7 +190,7 @@ class Model:
     # where bfloat16 is slow, and bfloat16 elsewhere
     compute_dtype: Literal["auto", "bfloat16", "float32"] = setting("bfloat16", resume="warned")
     # auto in bfloat16: splash on TPUs for sequences of a multiple of 128 tokens; on NVIDIA GPUs
-    # cudnn, or triton if cudnn cannot run; otherwise xla
+    # cudnn, or triton if cudnn cannot run; otherwise xla. xla leaves the loss to XLA too
     attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = setting(
         "auto", resume="warned"
     )

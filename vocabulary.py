@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.cross_entropy import LEAST, cross_entropy
 from utils import VOCABULARY_AXES
 from weights import Tree, float32_product, matmul, normal, vary, varying, weight
 
@@ -70,8 +71,6 @@ def embed(table_vD: jax.Array, tokens_bT: jax.Array) -> jax.Array:
 
 
 # --- loss -----------------------------------------------------------------------------------------
-
-LEAST = -1e30  # below any logit; unlike -inf it can be subtracted from itself
 
 
 @jax.named_scope("loss")
@@ -137,10 +136,11 @@ def is_target(logits_nv: jax.Array, targets_n: jax.Array) -> jax.Array:
     return local_ids(logits_nv.shape[1])[None, :] == targets_n[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def chunked_loss(
     vocabulary: int,
     z_factor: float,
+    fused: bool,
     table_vD: jax.Array,
     h_cnD: jax.Array,
     targets_cn: jax.Array,
@@ -152,6 +152,7 @@ def chunked_loss(
     chunk by chunk, so that logits are neither residuals nor recomputed.
 
     vocabulary  size without padding.
+    fused       whether the gradient is that of kernels/cross_entropy.py: see choice.fuses_loss.
     """
 
     def sums_of(chunk: tuple[jax.Array, ...]) -> jax.Array:
@@ -169,19 +170,41 @@ def weighted_sums(target_n: jax.Array, logsumexp_n: jax.Array, weights_n: jax.Ar
     return jnp.stack([(weights_n * losses_n).sum(), (weights_n * logsumexp_n**2).sum()])
 
 
+def logits_gradient(
+    vocabulary: int,
+    z_factor: float,
+    fused: bool,
+    table_vD: jax.Array,
+    h_nD: jax.Array,
+    targets_n: jax.Array,
+    weights_n: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradient of logits [n, v], in the dtype of h_nD, and the weighted sums [2]."""
+    if fused:
+        with jax.named_scope("loss"):
+            arrays = float32_product("nD,vD->nv", h_nD, table_vD), targets_n, weights_n
+            arrays = vary(arrays, varying(arrays))
+            d_logits_nv, *own = cross_entropy(vocabulary, z_factor, h_nD.dtype, *arrays)
+            # Over the one rank that has the vocabulary: no data moves.
+            target_n, logsumexp_n = lax.psum(own, VOCABULARY_AXES)
+            return d_logits_nv, weighted_sums(target_n, logsumexp_n, weights_n)
+    logits_nv = local_logits(table_vD, h_nD, vocabulary)
+    target_n, logsumexp_n = target_logits(logits_nv, targets_n)
+    with jax.named_scope("transpose(loss)"):  # as JAX names operations of a backward pass
+        p_nv = jnp.exp(logits_nv - logsumexp_n[:, None])
+        d_logsumexp_n = weights_n * (1 + 2 * z_factor * logsumexp_n)
+        d_target_nv = jnp.where(is_target(logits_nv, targets_n), weights_n[:, None], 0)
+        d_logits_nv = (d_logsumexp_n[:, None] * p_nv - d_target_nv).astype(h_nD.dtype)
+    return d_logits_nv, weighted_sums(target_n, logsumexp_n, weights_n)
+
+
 def _chunked_loss_forward(
-    vocabulary: int, z_factor: float, table_vD: jax.Array, *chunks_cn: jax.Array
+    vocabulary: int, z_factor: float, fused: bool, table_vD: jax.Array, *chunks_cn: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     def body(d_table_vD: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
-        h_nD, targets_n, weights_n = chunk
-        logits_nv = local_logits(table_vD, h_nD, vocabulary)
-        target_n, logsumexp_n = target_logits(logits_nv, targets_n)
-        sums = weighted_sums(target_n, logsumexp_n, weights_n)
-        with jax.named_scope("transpose(loss)"):  # as JAX names operations of a backward pass
-            p_nv = jnp.exp(logits_nv - logsumexp_n[:, None])
-            d_logsumexp_n = weights_n * (1 + 2 * z_factor * logsumexp_n)
-            d_target_nv = jnp.where(is_target(logits_nv, targets_n), weights_n[:, None], 0)
-            d_logits_nv = (d_logsumexp_n[:, None] * p_nv - d_target_nv).astype(h_nD.dtype)
+        h_nD, *_ = chunk
+        d_logits_nv, sums = logits_gradient(vocabulary, z_factor, fused, table_vD, *chunk)
+        with jax.named_scope("transpose(loss)"):
             d_table_vD += float32_product("nv,nD->vD", d_logits_nv, h_nD)
             return d_table_vD, (sums, matmul("nv,vD->nD", d_logits_nv, table_vD))
 
@@ -191,7 +214,9 @@ def _chunked_loss_forward(
     return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
 
 
-def _chunked_loss_backward(vocabulary: int, z_factor: float, grads: tuple, d_out: tuple) -> tuple:
+def _chunked_loss_backward(
+    vocabulary: int, z_factor: float, fused: bool, grads: tuple, d_out: tuple
+) -> tuple:
     scale = d_out[0]  # d_out[1] is of the sums, which are only reported
     return *((g * scale.astype(g.dtype)) for g in grads), None, None
 

@@ -1,4 +1,4 @@
-"""Run third-party attention kernels under a shard_map that checks types.
+"""Run kernels under a shard_map that checks types.
 
 The paths of JAX's private modules occur only in this file. The kernels' files look up names in
 them with `private`.
@@ -40,15 +40,16 @@ def private(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"jax {jax.__version__} has no {name}, a private name that attention kernels need. "
+            f"jax {jax.__version__} has no {name}, a private name that kernels need. "
             "Use --model.attention_kernel xla, or a version of jax that requirements.txt allows."
         ) from error
 
 
 class Kernel(NamedTuple):
-    """A kernel and its gradient: functions of arrays [b, T, n or y, .] without varying-axes types.
+    """An attention kernel and its gradient.
 
-    Each takes `interpret` as well: run as JAX operations, on a device without the kernel.
+    They are functions of arrays [b, T, n or y, .] without varying-axes types. Each also takes
+    `interpret`: run as JAX operations, on a device without the kernel.
     """
 
     plain: Callable[..., Any]  # q, k, v[, segments] -> [out]
@@ -108,7 +109,7 @@ foreign_p.multiple_results = True
 
 
 def untyped(function: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
-    """Trace a function of a Kernel without check_vma, and with full float32 precision."""
+    """Trace a kernel's function without check_vma, and with full float32 precision."""
 
     @wraps(function)
     def unchecked(*args: jax.Array) -> Any:

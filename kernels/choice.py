@@ -1,4 +1,5 @@
-"""Which attention kernel runs on a platform: attention.attend takes its name.
+"""Which kernels run on a platform: that of attention, by the name that attention.attend takes, and
+that of the loss.
 
 A tile is the positions that a kernel loads at once.
 """
@@ -58,8 +59,7 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not support {m.compute_dtype}"
-    generation = platform.removeprefix("gpu")
-    if platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8):
+    if platform.startswith("gpu") and not is_ampere_or_later(platform):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     wide, narrow = kind_of(m).widths(m)
     if kernel == "triton":
@@ -76,6 +76,25 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     elif platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
+
+
+def is_ampere_or_later(platform: str) -> bool:
+    """Return whether the platform is an NVIDIA GPU of compute capability 8.0 or later."""
+    generation = platform.removeprefix("gpu")
+    return generation.isdigit() and int(generation) >= 8
+
+
+def fuses_loss(config: utils.Config, platform: str) -> bool:
+    """Return whether the loss and its gradient are one kernel: kernels/cross_entropy.py.
+
+    Its rows are complete, so the vocabulary is not sharded. As with attention, float32 and the
+    choice of xla leave all operations to XLA.
+
+    platform  as hardware.platform_of names it.
+    """
+    m, complete = config.model, config.mesh.pipeline == config.mesh.tensor == 1
+    uses_kernels = m.compute_dtype == "bfloat16" and m.attention_kernel != "xla"
+    return complete and uses_kernels and is_ampere_or_later(platform)
 
 
 def window(config: utils.Config) -> int:

@@ -103,7 +103,7 @@ class Step:
         # What runs after the last stage is the same on any number of fsdp ranks.
         mesh = dataclasses.replace(c.mesh, replica=1, fsdp=1 if shared else c.mesh.fsdp)
         last = trace.one_microbatch(c, mesh, self.last_b)
-        self.last = trace.output_program(last, self.platform, self.kernel)
+        self.last = trace.output_program(last, self.platform)
         batches = tuple(divisors(c.train.global_batch_size)) if shared else (self.b,)
         self.column = batches.index(self.b)
         mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)

@@ -235,7 +235,10 @@ class Reader:
             (summed, _), _ = eqn.params["dimension_numbers"]
             return 2 * eqn.outvars[0].aval.size * math.prod(shapes[0][dim] for dim in summed)
         if eqn.primitive.name == "foreign_kernel":
-            by_query, by_value = KERNEL_PRODUCTS[eqn.params["function"].__name__]
+            kernel = eqn.params["function"].__name__
+            if kernel == "cross_entropy_kernel":  # multiplies no matrices
+                return 0
+            by_query, by_value = KERNEL_PRODUCTS[kernel]
             first = int(by_query > 1)  # the gradient comes first
             (b, T, n, A), W = shapes[first], shapes[first + 2][-1]
             return round(2 * b * n * T * T * self.kernel_share * (by_query * A + by_value * W))

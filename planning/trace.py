@@ -21,6 +21,7 @@ import model
 import pipeline
 import sharded_model
 import utils
+from kernels.choice import fuses_loss
 from planning import jaxpr
 from planning.jaxpr import Op, Program, Value
 from utils import MESH_AXES, TOKEN_AXES, Config
@@ -102,14 +103,18 @@ def trace_function(
     return TracedFunction(program, known, gradients)
 
 
-def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) -> Any:
+def with_executor(
+    config: Config, kernel: str, wrap: Callable, visit: Callable, fused_loss: bool = False
+) -> Any:
     """Return visit(executor), called inside the step's shard_map over an abstract mesh.
 
     wrap  wraps each layer, as in sharded_model.pipeline_functions.
     """
     mesh = abstract_mesh(config)
     declared, m, results = model.declare(config), config.model, []
-    options = model.ForwardOptions(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
+    options = model.ForwardOptions(
+        m, config.train.seed, m.capacity_factor, m.dropout, kernel, fused_loss
+    )
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
         data = sharded_model.with_microbatch_index(data)
@@ -189,7 +194,7 @@ def stage_functions(
 
 
 @cache
-def output_program(config: Config, platform: str, kernel: str) -> Program:
+def output_program(config: Config, platform: str) -> Program:
     """Trace what runs after the last stage, with its gradient.
 
     config  a result of `one_microbatch`.
@@ -203,7 +208,8 @@ def output_program(config: Config, platform: str, kernel: str) -> Program:
         last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
         return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform != "tpu").read(last)
 
-    return with_executor(config, kernel, lambda layer: layer, visit)
+    fused = fuses_loss(config, platform)
+    return with_executor(config, "xla", lambda layer: layer, visit, fused)
 
 
 def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
