@@ -44,6 +44,7 @@ def cross_entropy(
 
 @cache
 def row_kernel(vocabulary: int, z_factor: float, dtype: str) -> Any:
+    """Return the kernel as a function of arrays without varying-axes types, for `foreign_p`."""
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
