@@ -15,7 +15,8 @@
 #   uv.txt       uv, for machines without it
 #
 # A lock is valid for Linux and macOS and for all Pythons that run.sh accepts. It pins each package
-# by version and by the SHA-256 digests of its archives.
+# by version and by the SHA-256 digests of its archives. jax and its plugins have an older version
+# for Python 3.11 than for later ones; the other packages have the same.
 #
 # Exit code: 0; 2 on bad input; that of uv if it finds no solution.
 
@@ -23,7 +24,8 @@ set -euo pipefail
 cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # Prefer one version of a package for all Pythons, so that tests on one Python cover the others too.
-# Every package needs a wheel, since run.sh builds nothing.
+# The exception is jax, whose newest versions Python 3.11 cannot use. Every package needs a wheel,
+# since run.sh builds nothing.
 options=(--quiet --universal --python-version 3.11 --fork-strategy fewest --only-binary :all:
   --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command locks/make.sh)
 
@@ -53,7 +55,7 @@ if ! command -v uv >/dev/null; then
   echo "locks/make.sh: uv is not on the PATH. Use ./run.sh locks/make.sh." >&2
   exit 2
 fi
-lock cpu requirements.txt
+lock cpu requirements.txt - <<<'jax>=0.11; python_version >= "3.12"'
 for extra in tpu cuda12 cuda13; do
   lock_addition "$extra" - <<<"jax[$extra]"
 done
