@@ -8,6 +8,7 @@ Weights of model.declare, and the mesh.
 import collections
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
@@ -295,11 +296,13 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
 
     On a TPU v4 these overlap all-gathers and all-to-alls with computation, which by default they
     block. Later TPUs reject the options or gain nothing. On GPUs products are those of cuBLAS: they
-    add to a gradient in place, which those of Triton do not (docs/measured.md).
+    add to a gradient in place, which those of Triton do not (docs/measured.md). An option in
+    XLA_FLAGS takes precedence.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
-        return {"xla_gpu_enable_triton_gemm": False}
+        option = "xla_gpu_enable_triton_gemm"
+        return None if option in os.environ.get("XLA_FLAGS", "") else {option: False}
     if device.device_kind in hardware.CHIPS["v4"].kinds:
         return {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_all_to_all": True}
     return None

@@ -1,19 +1,31 @@
 """Measure training steps of four models on one GPU, row by row.
 
-    ./run.sh python benchmark.py gpu                  the rows not measured yet, for 9 minutes
+    ./run.sh python benchmark.py gpu                  the rows not measured yet, for 9.5 minutes
     ./run.sh python benchmark.py gpu dense_1b-full    this row, after `machine` and `check`
-    ./run.sh python benchmark.py gpu --list           all rows, in their order
+    ./run.sh python benchmark.py gpu --list           all rows in their order, and what each decides
     ./run.sh python benchmark.py gpu --toy            all rows in toy sizes, on any device
 
-machine        versions, and the FLOP/s of a bfloat16 product.
-check          loss and gradients of a small model, compared with float32 on the CPU.
-MODEL-REMAT    a step with none, names (all of utils.REMAT_NAMES) or full rematerialization.
-MODEL-profile  the time of a step without rematerialization by layer and kernel.
+machine  versions, and the FLOP/s of a bfloat16 product.
+check    loss and gradients of a small model, compared with float32 on the CPU.
 
-A finished row is appended to a file of JSON lines and does not run again. A row that the time limit
-stops starts anew in the next call. Each row runs in its own process: a crash ends one row only, and
-the peak of memory, which JAX cannot reset, is that of the row. The rows need no package beyond jax,
-flax, optax and their dependencies.
+The other rows are MODEL-VARIANT. Their steps have the tokens of configs/MODEL.toml.
+
+none           without rematerialization; compare the other variants with it
+scanned        the same with scanned layers
+dropless       the same with experts without a capacity
+microbatchN    the same with N sequences in a microbatch
+triton         the same with Triton's matrix products in place of cuBLAS's
+names, full    the same with names (all of utils.REMAT_NAMES) or full rematerialization
+profile        the time of a step of `none` by layer and kernel
+
+The first rows decide most. Each has a limit, which fits eight of them into 9.5 minutes. A row that
+its limit stops starts anew in the next call, and the last row may take all the time that is left. A
+finished row is appended to a file of JSON lines and does not run again. Each row runs in
+its own process: a crash ends one row only, and the peak of memory, which JAX cannot reset, is that
+of the row. The rows need no package beyond jax, flax, optax and their dependencies.
+
+The table has the step time, the MFU and the memory beside those of the plan (planning/cost.py), and
+the memory that the compiler planned. All MFU are shares of the peak in bfloat16.
 """
 
 import argparse
@@ -29,7 +41,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,24 +62,66 @@ from runtime import cli, jsonl, provenance
 from utils import GIB, Config, ConfigError, changed
 
 WARMUP_STEPS, TIMED_STEPS = 2, 8
-# Sequences of a microbatch. A step has the tokens of the model's config.
+TIMED_S, LEAST_STEPS = 15, 4  # slow steps are fewer: they stop after this time, but not before 4
+# Sequences of a microbatch. The rows -microbatchN have those that the first measured steps had.
 MODELS = {"dense_124m": 64, "dense_1b": 32, "moe_1b": 16, "moe_124m": 32}
-REMAT = {"none": "none", "profile": "none", "names": ",".join(utils.REMAT_NAMES), "full": "full"}
+SETTINGS = {
+    "scanned": {"train.layers": "scanned"},
+    "dropless": {"model.capacity_factor": 0.0},
+    "names": {"train.remat": ",".join(utils.REMAT_NAMES)},
+    "full": {"train.remat": "full"},
+}
+XLA_FLAGS = {
+    "profile": "--xla_gpu_enable_command_buffer=",  # kernels in CUDA graphs lack operation names
+    "triton": "--xla_gpu_enable_triton_gemm=true",
+}
 GATES = ("machine", "check")  # a failure makes the other rows meaningless
+
+
+class Row(NamedTuple):
+    """What a row decides, and how long it may take while other rows follow."""
+
+    decides: str
+    limit_s: int = 120
+
+
 # The most valuable rows first. All fit 80 GB by the plan.
-ROWS = (*GATES, *(f"{name}-{kind}" for kind in REMAT for name in MODELS))
+ROWS = {
+    "machine": Row("does the GPU reach its usual FLOP/s?", 20),
+    "check": Row("does a step compute what the CPU does? If not, nothing else counts", 45),
+    "dense_1b-none": Row("MFU of a large dense model beside the plan", 75),
+    "dense_124m-none": Row("MFU of a small dense model beside the plan", 55),
+    "moe_1b-none": Row("MFU of a mixture of experts beside the plan", 75),
+    "dense_1b-scanned": Row("what unrolled layers gain: compare with dense_1b-none", 75),
+    "moe_1b-dropless": Row("grouped experts: compare with batched ones, moe_1b-none", 75),
+    "dense_1b-profile": Row("the largest thing that is not a matrix product, dense", 75),
+    "moe_1b-profile": Row("the same with experts"),
+    "dense_1b-triton": Row("whether cuBLAS's products are faster: compare with dense_1b-none"),
+    "dense_1b-microbatch8": Row("what large microbatches gain: compare with dense_1b-none (32)"),
+    "dense_124m-microbatch16": Row("the same: compare with dense_124m-none (64)"),
+    "moe_1b-microbatch8": Row("the same: compare with moe_1b-none (16)"),
+    "moe_1b-scanned": Row("what unrolled layers gain: compare with moe_1b-none"),
+    "moe_124m-none": Row("MFU of a small mixture of experts beside the plan"),
+    "moe_124m-dropless": Row("grouped experts: compare with moe_124m-none"),
+    "dense_1b-full": Row("what recomputing all costs: compare with dense_1b-none"),
+    "dense_1b-names": Row("what saving every named value gains: compare with dense_1b-full"),
+    "moe_1b-full": Row("what recomputing all costs: compare with moe_1b-none"),
+    "moe_1b-names": Row("what saving every named value gains: compare with moe_1b-full"),
+}
 
 Record = dict[str, Any]
 
 
 def config_of(row: str, toy: bool) -> Config:
-    """Return the config of a row MODEL-REMAT or MODEL-profile, or a toy one."""
-    name, _, kind = row.rpartition("-")
+    """Return the config of a row MODEL-VARIANT, or a toy one."""
+    name, _, variant = row.rpartition("-")
     config = toy_config() if toy else cli.load(ROOT / "configs" / f"{name}.toml")
+    former = re.fullmatch(r"microbatch(\d+)", variant)
     sequences = 2 if toy else config.train.global_batch_size
-    microbatches = 2 if toy else sequences // MODELS[name]
-    config = changed(config, {"model.compute_dtype": "bfloat16", "train.remat": REMAT[kind]})
-    return on_one_device(config, sequences, microbatches)
+    microbatches = 2 if toy else sequences // (int(former[1]) if former else MODELS[name])
+    values = {"model.compute_dtype": "bfloat16", "train.remat": "none"}
+    values |= {"train.loss_chunk_tokens": 8192} | SETTINGS.get(variant, {})
+    return on_one_device(changed(config, values), sequences, microbatches)
 
 
 def toy_config() -> Config:
@@ -101,6 +155,7 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         platform = sharded_model.platform(train.make_mesh(config, [device]))
         plan = cost.predict(config, chip, platform)
         planned = {"planned_bytes": plan.memory_bytes_per_chip, "planned_step_s": plan.step_s}
+        planned |= {"planned_mfu": plan.chip and plan.mfu(plan.step_s)}
         yield planned | {"attention": plan.attention}
         program = common.compile_step(config)
         compiler_bytes = train.planned_bytes(program.step)
@@ -130,13 +185,17 @@ def machine(chip: Chip | None, size: int) -> Record:
 
 def time_steps(program: Program, plan: Prediction) -> Record:
     """Measure the median step after the warm-up steps. Raises ConfigError for non-finite losses."""
+    seconds, losses = [], []
     with monitor() as medians:
-        steps = itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS)
-        seconds, reports = zip(*steps, strict=True)
-    losses = [float(report["stats"].loss) for report in reports]
+        for taken, report in itertools.islice(program.steps(), WARMUP_STEPS + TIMED_STEPS):
+            seconds.append(taken)
+            losses.append(float(report["stats"].loss))
+            timed = seconds[WARMUP_STEPS:]
+            if len(timed) >= LEAST_STEPS and sum(timed) > TIMED_S:
+                break
     if not all(map(math.isfinite, losses)):
         raise ConfigError(f"the loss of these steps is not finite: {losses}")
-    step_s = statistics.median(seconds[WARMUP_STEPS:])
+    step_s = statistics.median(timed)
     return {
         "step_s": step_s,
         "tokens_per_s": plan.tokens_per_s(step_s),
@@ -279,9 +338,8 @@ def run_row(row: str, toy: bool, folder: Path, limit_s: float) -> Record:
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and "cpu" not in platforms.split(","):
         environment["JAX_PLATFORMS"] += ",cpu"  # for the check
-    if "profile" in row:  # kernels in CUDA graphs lack the names of their operations
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
+    if flag := XLA_FLAGS.get(row.rpartition("-")[2]):
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}"
     code = None
     with log.open("w", encoding="utf-8") as file, contextlib.suppress(subprocess.TimeoutExpired):
         run = subprocess.run(command, stdout=file, stderr=file, env=environment, timeout=limit_s)
@@ -306,12 +364,16 @@ def status_of(code: int | None, log: str, limit_s: float) -> Record:
 
 # --- all rows -------------------------------------------------------------------------------------
 
-HEADER = "row                  step s  tokens/s    MFU   GiB  plan compiler compile s   MHz     W"
+HEADER = (
+    "row                       step s    plan  tokens/s    MFU   plan   GiB  plan compiler compiled"
+    "   MHz     W"
+)
 
 
 def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
     """Run rows until they are done or the time is over; return the rows that remain.
 
+    A row that its own limit stops remains, and the next one follows, except after `check`.
     Raises ConfigError if `machine` or `check` fails, unless --force is given.
     """
     deadline = time.monotonic() + 60 * flags.minutes
@@ -320,31 +382,35 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
     own = [r for r in jsonl.read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
     done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
     print(HEADER, flush=True)
-    rows = [row for row in ROWS if row in (*GATES, *flags.names)]
+    rows, stopped = [row for row in ROWS if row in (*GATES, *flags.names)], []
     for i, row in enumerate(rows):
         left = [other for other in rows[i:] if other not in done]
         if not (record := done.get(row)):
             if (limit_s := deadline - time.monotonic()) <= 0:
-                return left
+                return stopped + left
+            if len(left) > 1 and not flags.toy:  # a CPU may be slow
+                limit_s = min(limit_s, ROWS[row].limit_s)
             started = time.time()
             record = {"row": row, "toy": flags.toy, "gpu": gpu}
             record |= run(row, flags.toy, folder, limit_s)
             record["wall_s"] = time.time() - started
             jsonl.append(flags.out, [record])
-        print(f"{row:18} {describe(record)}", flush=True)
+        print(f"{row:23} {describe(record)}", flush=True)
         if record["status"] == "time":
-            return left
+            if row in GATES:
+                return left
+            stopped.append(row)
         if row in GATES and record["status"] != "ok" and not flags.force:
             raise ConfigError(
                 f"row {row} did not pass, so the other rows would mean nothing. See "
                 f"{folder / row}.log. Fix the cause, or continue with --force."
             )
-    return []
+    return stopped
 
 
 def describe(record: Record) -> str:
     """Return the cells of a row under HEADER, or its text or error."""
-    r = {"planned_bytes": math.nan} | record
+    r = {"planned_bytes": math.nan} | {n: v for n, v in record.items() if v is not None}
     if r["status"] == "memory":
         return f"out of memory: the plan needs {r['planned_bytes'] / GIB:.1f} GiB. {r['error']}"
     if r["status"] != "ok":
@@ -352,10 +418,12 @@ def describe(record: Record) -> str:
     if "text" in r:
         return r["text"]
     gib = [r[f"{name}_bytes"] / GIB for name in ("memory", "planned", "compiler")]
+    plan_s, mfu, plan_mfu = (r.get(n, math.nan) for n in ("planned_step_s", "mfu", "planned_mfu"))
     mhz, watts = (r["smi"].get(name, math.nan) for name in ("clocks.sm", "power.draw"))
     return (
-        f"{r['step_s']:8.4f} {r['tokens_per_s']:9,.0f} {r['mfu'] or math.nan:6.1%}"
-        f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:9.0f} {mhz:5.0f} {watts:5.0f}"
+        f"{r['step_s']:8.4f} {plan_s:7.4f} {r['tokens_per_s']:9,.0f} {mfu:6.1%} {plan_mfu:6.1%}"
+        f" {gib[0]:5.1f} {gib[1]:5.1f} {gib[2]:8.1f} {r['compile_s']:6.0f} s"
+        f" {mhz:5.0f} {watts:5.0f}"
     )
 
 
@@ -365,9 +433,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", default=ROWS, metavar="ROW", help="default: all")
-    parser.add_argument("--list", action="store_true", help="print the rows, in their order")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit, default 9")
+    parser.add_argument("names", nargs="*", default=[*ROWS], metavar="ROW", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows and what they decide")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time limit, default 9.5")
     parser.add_argument("--out", type=Path, help="records; runs/benchmark/gpu.jsonl or toy.jsonl")
     parser.add_argument("--force", action="store_true", help="continue after a failed check")
     parser.add_argument("--toy", action="store_true", help="toy sizes, on any device")
@@ -384,7 +452,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     flags = parse(arguments)
     if flags.list:
-        print("\n".join(ROWS))
+        for name, row in ROWS.items():
+            print(f"{name:23} {row.limit_s:4} s  {row.decides}")
     elif flags.child:
         for fields in measure(flags.names[0], flags.toy, flags.child.parent):
             jsonl.append(flags.child, [fields])

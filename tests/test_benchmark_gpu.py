@@ -1,16 +1,21 @@
 """benchmark.py gpu without a GPU: which rows run, and how their results are judged."""
 
 import argparse
+import itertools
 import math
+import re
+import types
 
 import numpy as np
 import pytest
 
 import hardware
 import model
+import train
 import weights
 from benchmarks import common, gpu
 from planning import cost
+from runtime import cli
 
 
 def test_real_sizes_are_refused_without_a_gpu_and_so_are_unknown_rows():
@@ -19,7 +24,15 @@ def test_real_sizes_are_refused_without_a_gpu_and_so_are_unknown_rows():
     assert gpu.accelerator(toy=True) == common.jax.devices()[0]
     with pytest.raises(ValueError, match=r"no row dense_1b_full\. Use some of machine, .*1b-full"):
         gpu.parse(["dense_1b_full"])
-    assert gpu.parse([]).names == gpu.ROWS
+    assert gpu.parse([]).names == [*gpu.ROWS]
+
+
+def test_the_list_has_what_each_row_decides(capsys):
+    gpu.main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*gpu.ROWS]
+    compared = [name for line in lines for name in re.findall(r"\w+-\w+", line.split("  ")[-1])]
+    assert len(compared) > 8 and set(compared) <= gpu.ROWS.keys()
 
 
 # --- rows that fail, and time ---------------------------------------------------------------------
@@ -28,16 +41,18 @@ def test_real_sizes_are_refused_without_a_gpu_and_so_are_unknown_rows():
 @pytest.fixture
 def run_rows(tmp_path, monkeypatch):
     """A function that runs rows that end with these statuses, and the list of rows that it ran."""
-    called = []
+    called, limits = [], {}
 
     def rows(*names, statuses=None, **values):
         def run(row, toy, folder, limit_s):
             called.append(row)
+            limits[row] = limit_s
             return {"text": "fine", "error": "broken", "status": (statuses or {}).get(row, "ok")}
 
         parsed = gpu.parse([*names, f"--out={tmp_path / 'x' / 'gpu.jsonl'}"])
         return gpu.run_rows(argparse.Namespace(**vars(parsed) | {"minutes": 1e6} | values), run)
 
+    rows.limits = limits
     return rows, called
 
 
@@ -62,11 +77,26 @@ def test_a_failed_check_ends_the_others_unless_forced(run_rows):
     assert called[-1] == "dense_1b-full"
 
 
-def test_without_time_no_row_starts_and_a_stopped_one_starts_anew(run_rows, tmp_path, capsys):
+def test_a_check_that_is_stopped_starts_anew_before_the_others(run_rows):
     rows, called = run_rows
     assert rows("dense_1b-full", statuses={"check": "time"}) == ["check", "dense_1b-full"]
     assert rows("dense_1b-full") == []
     assert called == ["machine", "check", "check", "dense_1b-full"]
+
+
+def test_a_row_that_its_limit_stops_is_followed_by_the_others(run_rows):
+    rows, called = run_rows
+    slow, names = {"dense_1b-none": "time"}, ("dense_1b-none", "dense_1b-full")
+    assert rows(*names, statuses=slow) == ["dense_1b-none"]
+    assert called == ["machine", "check", *names]
+    assert rows.limits["dense_1b-none"] == gpu.ROWS["dense_1b-none"].limit_s
+    assert rows(*names) == []
+    assert rows.limits["dense_1b-none"] > 1e6  # alone
+    rows("moe_1b-none", "moe_1b-full", minutes=0.01)
+    assert 0 < rows.limits["moe_1b-none"] <= 0.6  # of the whole call
+
+
+def test_the_call_ends_before_the_first_row_without_time(tmp_path, capsys):
     gpu.main(["--minutes", "0", "--out", str(tmp_path / "gpu.jsonl"), "dense_1b-full"])
     text = capsys.readouterr().out
     assert "not run in the time limit: machine check dense_1b-full" in text
@@ -92,17 +122,55 @@ def test_exit_code_and_log_give_the_status():
 
 
 def test_every_row_fits_one_gpu_of_80_gb_by_the_plan():
-    assert gpu.ROWS[:2] == gpu.GATES and len(set(gpu.ROWS)) == len(gpu.ROWS) == 18
     chip = hardware.CHIPS["h100"]
-    for name in gpu.MODELS:
-        for kind in ("none", "full"):
-            found = cost.predict(gpu.config_of(f"{name}-{kind}", toy=False), chip)
-            assert found.memory_bytes_per_chip < 0.9 * 0.92 * chip.memory_bytes, (name, kind)
+    for row in [*gpu.ROWS][2:]:
+        cli.check(gpu.config_of(row, toy=False))
+        if row.endswith(("-none", "-scanned", "-dropless")):  # the largest
+            found = cost.predict(gpu.config_of(row, toy=False), chip)
+            assert found.memory_bytes_per_chip < 0.9 * 0.92 * chip.memory_bytes, row
     dense, experts = (
-        weights.count(model.declare(gpu.config_of(f"{name}_124m-full", toy=False)))
+        weights.count(model.declare(gpu.config_of(f"{name}_124m-none", toy=False)))
         for name in ("dense", "moe")
     )
     assert experts[1] == pytest.approx(dense[1], rel=0.005) and experts[0] > 1.7 * dense[0]
+
+
+def test_a_row_has_the_settings_and_flags_of_its_name(monkeypatch):
+    def values(row):
+        train = gpu.config_of(row, toy=False).train
+        return train.layers, train.remat, train.global_batch_size // train.microbatches
+
+    assert values("dense_1b-none") == values("dense_1b-triton") == ("auto", "none", 32)
+    assert values("dense_1b-scanned") == ("scanned", "none", 32)
+    assert values("dense_1b-microbatch8") == ("auto", "none", 8)
+    assert values("dense_1b-full") == ("auto", "full", 32)
+    assert gpu.config_of("moe_1b-none", toy=False).model.capacity_factor == 1.5
+    assert gpu.config_of("moe_1b-dropless", toy=True).model.capacity_factor == 0
+
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+    assert train.compiler_options(mesh) == {"xla_gpu_enable_triton_gemm": False}
+    monkeypatch.setenv("XLA_FLAGS", gpu.XLA_FLAGS["triton"])
+    assert not train.compiler_options(mesh)
+
+
+def test_the_first_rows_end_within_the_time_of_a_call():
+    first = itertools.islice(gpu.ROWS.items(), 8)
+    limits = {row: value.limit_s for row, value in first}
+    assert [*limits][:2] == list(gpu.GATES)
+    assert {"dense_1b-none", "moe_1b-dropless", "dense_1b-profile"} <= limits.keys()
+    assert sum(limits.values()) <= 60 * gpu.parse([]).minutes < 600
+
+
+def test_slow_steps_are_fewer(monkeypatch):
+    plan = types.SimpleNamespace(tokens_per_s=lambda s: 6 / s, chip=None)
+    monkeypatch.setattr(gpu.train, "peak_bytes", lambda mesh, step: (7, ""))
+    report = {"stats": types.SimpleNamespace(loss=1.0)}
+    for seconds, count in ((1, 10), (3, 8), (9, 6)):
+        one = types.SimpleNamespace(mesh=None, step=None)
+        one.steps = lambda seconds=seconds: itertools.repeat((seconds, report))
+        found = gpu.time_steps(one, plan)
+        assert len(found["steps_s"]) == len(found["losses"]) == count
+        assert found["step_s"] == seconds and found["tokens_per_s"] == 6 / seconds
 
 
 # --- the check ------------------------------------------------------------------------------------

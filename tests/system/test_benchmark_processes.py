@@ -62,9 +62,16 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     assert "blocks.moe.moe.experts.gate" in errors and "first.embedding" in errors
     assert 1e-4 < max(errors.values()) < 0.1
 
+    # Toy rows of different models have the same config.
+    programs, compile_step = {}, common.compile_step
+
+    def compile_once(config):
+        if (key := repr(config)) not in programs:
+            programs[key] = compile_step(config)
+        return programs[key]
+
+    monkeypatch.setattr(common, "compile_step", compile_once)
     config = gpu.config_of("dense_124m-none", toy=True)
-    program = common.compile_step(config)  # of both rows
-    monkeypatch.setattr(common, "compile_step", lambda config: program)
     steps = measured("dense_124m-none")
     assert len(steps["steps_s"]) == len(steps["losses"]) == 10
     assert steps["step_s"] == pytest.approx(np.median(steps["steps_s"][2:]))
@@ -74,7 +81,7 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     assert steps["compiler_bytes"] > 0 and steps["memory_bytes"] > 0 and steps["compile_s"] > 0
     assert f"{steps['step_s']:.4f}" in gpu.describe(steps)
 
-    profile = measured("dense_124m-profile")
+    profile = measured("dense_1b-profile")
     shares = profile["shares"]
     assert sum(shares.values()) == pytest.approx(1) and profile["busy_s"] > 0
     for layer in ("attention forward", "attention backward", "mlp backward", "loss backward"):
@@ -82,6 +89,12 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     assert shares.get("other", 0) < 0.05
     for layer, kernels in profile["kernels"].items():
         assert 0 < sum(kernels.values()) <= shares[layer] + 1e-9
+    assert len(programs) == 1
+
+    for row in gpu.ROWS:
+        if row not in gpu.GATES and "profile" not in row:
+            assert measured(row)["losses"][0] == pytest.approx(steps["losses"][0], rel=1e-2), row
+    assert len(programs) == 5  # none, scanned, dropless, names, full
 
 
 def test_a_row_that_is_stopped_in_time_has_its_error(tmp_path):
