@@ -40,7 +40,9 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
         return private(f"{CUDNN}.{name}")
 
     def options() -> dict[str, Any]:
-        return {
+        # jax 0.12 and later: no function of the scores.
+        unmodified = {"score_mod_name": None, "score_mod_jaxpr": None}
+        return (unmodified if jax.__version_info__ >= (0, 12) else {}) | {
             "scale": scale,
             "seed": 0,
             "dropout_rate": 0.0,

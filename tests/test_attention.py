@@ -149,6 +149,22 @@ def test_no_other_file_uses_private_names_of_jax():
     assert [p.name for p in files if private.search(p.read_text())] == ["adapter.py"]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "platform", "call", "count"),
+    [("cudnn", "cuda", "__cudnn$fmhaSoftmax", 2), ("splash", "tpu", "tpu_custom_call", 3)],
+)
+def test_a_kernel_lowers_without_its_device(kernel, platform, call, count):
+    """Forward and backward. JAX's primitives of kernels have other parameters in other versions."""
+
+    def loss(*arrays):
+        return attention.attend(*arrays, None, kernel, SCALE).astype(jnp.float32).sum()
+
+    inputs = [a.astype(jnp.bfloat16) for a in arrays(128)[:3]]
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*inputs)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f"custom_call @{call}") == count
+
+
 @pytest.mark.parametrize("name", ["plain", "forward", "backward"])
 def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
     kernel = splash_kernel(N, 128, window=0)
