@@ -90,6 +90,7 @@ def test_a_row_that_its_limit_stops_is_followed_by_the_others(run_rows):
     assert rows(*names, statuses=slow) == ["dense_1b-none"]
     assert called == ["machine", "check", *names]
     assert rows.limits["dense_1b-none"] == gpu.ROWS["dense_1b-none"].limit_s
+    assert rows.limits["check"] > 1e6  # nothing follows without it
     assert rows(*names) == []
     assert rows.limits["dense_1b-none"] > 1e6  # alone
     rows("moe_1b-none", "moe_1b-full", minutes=0.01)
