@@ -131,6 +131,7 @@ def toy_config() -> Config:
     """Return a smaller configs/tiny.toml, so that each row takes seconds."""
     config = cli.load(ROOT / "configs/tiny.toml")
     small = {"model.num_hidden_layers": 2 * config.model.decoder_sparse_step, "train.seq_len": 32}
+    small |= {"model.capacity_factor": 1.5}  # as the measured models have
     return changed(config, small | {"optimizer.name": "adamw", "optimizer.lr": 1e-3})
 
 
