@@ -123,7 +123,7 @@ def config_of(row: str, toy: bool) -> Config:
     sequences = 2 if toy else config.train.global_batch_size
     microbatches = 2 if toy else sequences // (int(former[1]) if former else MODELS[name])
     values = {"model.compute_dtype": "bfloat16", "train.remat": "none"}
-    values |= {"train.loss_chunk_tokens": 8192} | SETTINGS.get(variant, {})
+    values |= SETTINGS.get(variant, {})
     return on_one_device(changed(config, values), sequences, microbatches)
 
 
