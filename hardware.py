@@ -41,6 +41,7 @@ class Chip:
     generation: int = 0  # of a GPU: its major compute capability, 8 for Ampere, 9 for Hopper
     # bytes per second in one direction: of a GPU to other hosts, of a TPU to other slices
     network_bandwidth: float = 0.0
+    float8_flops: float = 0.0  # FP8 FLOP/s without sparsity; 0: no FP8 products
 
     @property
     def is_tpu(self) -> bool:
@@ -53,14 +54,15 @@ def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:
     return Chip(name, kinds, *rates, memory * 2**30, *speeds, network_bandwidth=network * GB)
 
 
-def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network) -> Chip:
+def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network, fp8=0) -> Chip:
     figures = (flops * TERA, float32 * TERA, memory * 2**20, bandwidth * GB, link * GB)
-    return Chip(name, kinds, *figures, generation=generation, network_bandwidth=network * GB)
+    others = {"network_bandwidth": network * GB, "float8_flops": fp8 * TERA}
+    return Chip(name, kinds, *figures, generation=generation, **others)
 
 
 # bf16 (and for GPUs float32) TFLOP/s; memory in GiB (TPU) or MiB (GPU); GB/s of memory, of a link
-# and of the network. A GPU's network is InfiniBand, 400 Gb/s from the H100 on and 200 before (DGX
-# data sheets).
+# and of the network; FP8 TFLOP/s. A GPU's network is InfiniBand, 400 Gb/s from the H100 on and 200
+# before (DGX data sheets).
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -72,9 +74,9 @@ CHIPS = {
         _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 8, 312, 19.5, 40960, 1555, 300, 25),
         _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 8, 312, 19.5, 81920, 1935, 32, 25),
         _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 8, 312, 19.5, 40960, 1555, 32, 25),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50),
-        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50),
-        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50, 1979),
+        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50, 1513),
+        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50, 1979),
     )
 }  # fmt: skip
 
@@ -113,6 +115,29 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
+def uses_float8(config: utils.Config, platform: str, chip: Chip | None) -> bool:
+    """Return whether `--model.matmul_dtype` selects products in FP8. CPUs emulate them.
+
+    platform  as platform_of names it.
+    chip      None for a CPU or a chip without figures, of which a TPU may have FP8 products.
+    Raises    ConfigError for a chip that has none.
+    """
+    if config.model.matmul_dtype != "float8":
+        return False
+    generation = platform.removeprefix("gpu")
+    if platform.startswith("gpu"):
+        runs = generation.isdigit() and int(generation) >= 9
+    else:
+        runs = chip is None or chip.float8_flops > 0
+    if not runs:
+        raise ConfigError(
+            f"--model.matmul_dtype float8: no FP8 products on {chip.name if chip else platform}. "
+            "They need an NVIDIA GPU of compute capability 9.0 or later (Hopper), or a TPU v7x. "
+            "Use --model.matmul_dtype compute."
+        )
+    return True
+
+
 def topology(chip: Chip, chips: int) -> str:
     """Return the shape of a slice, as 2x4x4.
 
@@ -131,9 +156,9 @@ def topology(chip: Chip, chips: int) -> str:
 # --- model FLOPs and MFU --------------------------------------------------------------------------
 
 MFU_RULE = (
-    "MFU = tokens/s * model FLOPs per token / bf16 peak; model FLOPs by appendix B of "
-    "arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention as "
-    "half of its rectangle, no recomputation."
+    "MFU = tokens/s * model FLOPs per token / bf16 peak, also with FP8; model FLOPs by appendix B "
+    "of arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention "
+    "as half of its rectangle, no recomputation."
 )
 
 

@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import float8
+import hardware
 import model
 import one_stage
 import pipeline
@@ -56,7 +58,12 @@ def policy(remat: str) -> Policy:
 
 
 def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank."""
+    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank.
+
+    What float8.py quantizes is saved as well. It takes less memory than its source.
+    """
+    if primitive.name == "name":
+        return params["name"] == float8.RESIDUAL
     if primitive.name != "all_gather":
         return primitive.name in COSTLY
     axes = params["axis_name"]
@@ -317,8 +324,9 @@ def loss_and_gradients(
 
     Gradients are of the step's loss, float32, in the layout of the weights.
     """
-    m = config.model
+    m, chip = config.model, hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
+    options = options._replace(quantized=hardware.uses_float8(config, platform(mesh), chip))
     unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:

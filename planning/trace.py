@@ -115,6 +115,7 @@ def with_executor(
     options = model.ForwardOptions(
         m, config.train.seed, m.capacity_factor, m.dropout, kernel, fused_loss
     )
+    options = options._replace(quantized=m.matmul_dtype == "float8")
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
         data = sharded_model.with_microbatch_index(data)
