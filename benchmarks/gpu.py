@@ -12,13 +12,14 @@ The other rows are MODEL-VARIANT. Their steps have the tokens of configs/MODEL.t
 
 none           without rematerialization; compare the other variants with it
 scanned        the same with scanned layers
+fp8            the same with FP8 products in feed-forward layers
 dropless       the same with experts without a capacity
 microbatchN    the same with N sequences in a microbatch
 triton         the same with Triton's matrix products in place of cuBLAS's
 names, full    the same with names (all of utils.REMAT_NAMES) or full rematerialization
 profile        the time of a step of `none` by layer and kernel
 
-The first rows decide most. Each has a limit, which fits eight of them into 9.5 minutes. A row that
+The first rows decide most. Each has a limit, which fits nine of them into 9.5 minutes. A row that
 its limit stops starts anew in the next call, and the last row may take all the time that is left. A
 finished row is appended to a file of JSON lines and does not run again. Each row runs in
 its own process: a crash ends one row only, and the peak of memory, which JAX cannot reset, is that
@@ -67,6 +68,7 @@ TIMED_S, LEAST_STEPS = 15, 4  # slow steps are fewer: they stop after this time,
 MODELS = {"dense_124m": 64, "dense_1b": 32, "moe_1b": 16, "moe_124m": 32}
 SETTINGS = {
     "scanned": {"train.layers": "scanned"},
+    "fp8": {"model.matmul_dtype": "float8"},
     "dropless": {"model.capacity_factor": 0.0},
     "names": {"train.remat": ",".join(utils.REMAT_NAMES)},
     "full": {"train.remat": "full"},
@@ -96,6 +98,7 @@ ROWS = {
     "dense_124m-none": Row("MFU of a small dense model beside the plan", 55),
     "moe_1b-none": Row("MFU of a mixture of experts beside the plan", 75),
     "dense_1b-scanned": Row("what unrolled layers gain: compare with dense_1b-none", 75),
+    "dense_1b-fp8": Row("what FP8 products gain: compare with dense_1b-none", 75),
     "moe_1b-dropless": Row("grouped experts: compare with batched ones, moe_1b-none", 75),
     "dense_1b-profile": Row("the largest thing that is not a matrix product, dense", 75),
     "moe_1b-profile": Row("the same with experts"),
@@ -103,6 +106,7 @@ ROWS = {
     "dense_1b-microbatch8": Row("what large microbatches gain: compare with dense_1b-none (32)"),
     "dense_124m-microbatch16": Row("the same: compare with dense_124m-none (64)"),
     "moe_1b-microbatch8": Row("the same: compare with moe_1b-none (16)"),
+    "dense_124m-fp8": Row("what FP8 products gain: compare with dense_124m-none"),
     "moe_1b-scanned": Row("what unrolled layers gain: compare with moe_1b-none"),
     "moe_124m-none": Row("MFU of a small mixture of experts beside the plan"),
     "moe_124m-dropless": Row("grouped experts: compare with moe_124m-none"),

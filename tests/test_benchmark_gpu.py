@@ -126,7 +126,7 @@ def test_every_row_fits_one_gpu_of_80_gb_by_the_plan():
     chip = hardware.CHIPS["h100"]
     for row in [*gpu.ROWS][2:]:
         cli.check(gpu.config_of(row, toy=False))
-        if row.endswith(("-none", "-dropless")):  # the largest
+        if row.endswith(("-none", "-fp8", "-dropless")):  # the largest
             found = cost.predict(gpu.config_of(row, toy=False), chip)
             assert found.memory_bytes_per_chip < 0.9 * 0.92 * chip.memory_bytes, row
     dense, experts = (
@@ -145,6 +145,7 @@ def test_a_row_has_the_settings_and_flags_of_its_name(monkeypatch):
     assert values("dense_1b-scanned") == ("scanned", "none", 32)
     assert values("dense_1b-microbatch8") == ("auto", "none", 8)
     assert values("dense_1b-full") == ("auto", "full", 32)
+    assert gpu.config_of("dense_1b-fp8", toy=False).model.matmul_dtype == "float8"
     assert gpu.config_of("moe_1b-none", toy=False).model.capacity_factor == 1.5
     assert gpu.config_of("moe_1b-dropless", toy=True).model.capacity_factor == 0
 
@@ -155,10 +156,10 @@ def test_a_row_has_the_settings_and_flags_of_its_name(monkeypatch):
 
 
 def test_the_first_rows_end_within_the_time_of_a_call():
-    first = itertools.islice(gpu.ROWS.items(), 8)
+    first = itertools.islice(gpu.ROWS.items(), 9)
     limits = {row: value.limit_s for row, value in first}
     assert [*limits][:2] == list(gpu.GATES)
-    assert {"dense_1b-none", "moe_1b-dropless", "dense_1b-profile"} <= limits.keys()
+    assert {"dense_1b-fp8", "moe_1b-dropless", "dense_1b-profile"} <= limits.keys()
     assert sum(limits.values()) <= 60 * gpu.parse([]).minutes < 600
 
 

@@ -94,7 +94,7 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     for row in gpu.ROWS:
         if row not in gpu.GATES and repr(gpu.config_of(row, toy=True)) not in programs:
             assert measured(row)["losses"][0] == pytest.approx(steps["losses"][0], rel=1e-2), row
-    assert len(programs) == 5  # none, scanned, dropless, names, full
+    assert len(programs) == 6  # none, scanned, fp8, dropless, names, full
 
 
 def test_a_row_that_is_stopped_in_time_has_its_error(tmp_path):
