@@ -26,6 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import utils
+from kernels import grouped
 from utils import EXPERT_AXES
 from weights import RESIDUAL_SCALE, float32_product, matmul, normal, vary, varying, weight
 
@@ -157,7 +158,8 @@ def run_slots(w: Experts, buffer_EJD: jax.Array, weight_EJ: jax.Array) -> jax.Ar
         send_back = partial(lax.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True)
     with jax.named_scope("dispatch"):
         buffer_eJD, weight_eJ = send(buffer_EJD), send(weight_EJ)
-    y_eJD = expert_swiglu(concatenate_gate_up(w), w.down, buffer_eJD, weight_eJ)
+    slots = checkpoint_name((buffer_eJD, weight_eJ), "expert_in")
+    y_eJD = expert_swiglu(slot_product, concatenate_gate_up(w), w.down, *slots)
     with jax.named_scope("return"):
         return send_back(y_eJD)
 
@@ -193,12 +195,17 @@ add_rows = with_transpose(sum_rows, read_rows)
 
 @jax.named_scope("experts")
 def expert_swiglu(
-    gate_up_eDZ: jax.Array, down_eGD: jax.Array, x_eJD: jax.Array, weight_eJ: jax.Array
+    product: Callable, gate_up_eDZ: jax.Array, down_eGD: jax.Array, x: jax.Array, weight: jax.Array
 ) -> jax.Array:
-    """SwiGLU of J rows of each expert; a partial sum if this rank has a part of G."""
-    x_eJD, weight_eJ = checkpoint_name((x_eJD, weight_eJ), "expert_in")
-    both_eJZ = checkpoint_name(matmul("eJD,eDZ->eJZ", x_eJD, gate_up_eDZ), "expert_hidden")
-    return matmul("eJG,eGD->eJD", weighted_swiglu(both_eJZ, weight_eJ), down_eGD)
+    """SwiGLU of rows x [..., D]; a partial sum if this rank has a part of G.
+
+    product  multiplies each row with the matrix of its expert.
+    """
+    both = checkpoint_name(product(x, gate_up_eDZ), "expert_hidden")
+    return product(weighted_swiglu(both, weight), down_eGD)
+
+
+slot_product = partial(matmul, "eJD,eDZ->eJZ")
 
 
 def weighted_swiglu(both: jax.Array, weight: jax.Array) -> jax.Array:
@@ -211,7 +218,7 @@ def weighted_swiglu(both: jax.Array, weight: jax.Array) -> jax.Array:
 
 # --- dropless -------------------------------------------------------------------------------------
 
-OVERFLOW = "overflow"  # scope of tiles beyond those of an even load; the planner leaves it out
+OVERFLOW = "overflow"  # scope of tiles beyond those of the first pass; the planner leaves it out
 
 
 def dropless_experts(
@@ -220,12 +227,14 @@ def dropless_experts(
     choice_btK: jax.Array,
     weight_btK: jax.Array,
     m: utils.Model,
+    kernel: str,
 ) -> jax.Array:
     """Sum weight * expert(h) over each token's choices.
 
     Every rank of `axes` gets the tokens of all of them, and adds what its experts, or its slices of
     all experts, contribute. So no rank can receive more tokens than there are.
 
+    kernel       tiles, or a kernel of kernels/grouped.py.
     Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
                  the result; axes are fsdp and tensor with expert parallelism, else tensor.
     """
@@ -240,10 +249,168 @@ def dropless_experts(
     if w.expert_parallel:
         choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
     inputs = vary((h_rD, choice_rK, weight_rK, concatenate_gate_up(w), w.down))
-    load = divide_load(choice_rK.size / m.n_routed_experts, w.gate.shape[0])
-    partial_rD = local_experts(load, *inputs)
+    even = choice_rK.size / m.n_routed_experts
+    if kernel == "tiles":
+        partial_rD = local_experts(divide_load(even, w.gate.shape[0]), *inputs)
+    else:
+        passes = divide_into_passes(kernel, even, choice_rK.shape, w.gate.shape[0])
+        partial_rD = grouped_experts(passes, *inputs)
     with jax.named_scope("return"):
         return lax.psum_scatter(partial_rD, axes, tiled=True).reshape(b, t, D)
+
+
+# --- dropless, with grouped products --------------------------------------------------------------
+
+# Tiles of the first pass over those of an even load. Tiles without choices take memory, but no
+# products. Later passes have a part of it, as compilers keep memory for one that does not run.
+HEADROOM, LATER = 1.25, 0.25
+
+
+class Passes(NamedTuple):
+    """How the choices of a rank's experts are divided."""
+
+    kernel: grouped.Kernel
+    tile: int  # rows of a tile
+    first: int  # tiles of the first pass
+    later: int  # tiles of each later pass; 0 if the first one has all choices in any case
+
+
+def divide_into_passes(kernel: str, load: float, choices: tuple[int, int], experts: int) -> Passes:
+    """Return passes of which the first has all choices, unless this rank's are over HEADROOM.
+
+    load     choices of an expert, where all have the same number.
+    choices  (tokens, K)
+    experts  those of this rank.
+    """
+    tile = grouped.tile_rows(kernel, load)
+    r, K = choices
+    most = r * min(K, experts)  # the experts of a token differ
+    # Each expert can have one tile that is partly empty, if it has a choice.
+    partly = min(experts, most)
+    most_tiles = (most + partly * (tile - 1)) // tile
+    # Half a tile of padding for each expert is the mean.
+    even_tiles = math.ceil(experts * (load / tile + 0.5))
+    first = min(most_tiles, math.ceil(HEADROOM * experts * load / tile) + experts)
+    later = math.ceil(LATER * first) if first < most_tiles else 0
+    counted = min(even_tiles, first) * tile
+    return Passes(grouped.kernel_of(kernel, tile, counted), tile, first, later)
+
+
+def grouped_experts(passes: Passes, *inputs: jax.Array) -> jax.Array:
+    """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
+
+    inputs  h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD.
+    """
+    h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD = inputs
+    numbers_e = jnp.arange(down_eGD.shape[0])
+    if numbers_e.size < choice_rK.shape[1]:
+        # Their few experts take the place of the token's K choices: fewer rows to add.
+        own_rKe = choice_rK[..., None] == numbers_e[None, None]
+        weight_rK = jnp.where(own_rKe, weight_rK[..., None], 0).sum(1)
+        choice_rK = jnp.where(own_rKe.any(1), numbers_e[None], -1)
+        inputs = h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD
+    y_rD = run_tiles(passes, jnp.int32(0), passes.first, *inputs)
+    return add_later_passes(passes, y_rD, *inputs) if passes.later else y_rD
+
+
+def run_tiles(
+    passes: Passes,
+    begin: jax.Array,
+    count: int,
+    h_rD: jax.Array,
+    choice_rK: jax.Array,
+    weight_rK: jax.Array,
+    gate_up_eDZ: jax.Array,
+    down_eGD: jax.Array,
+) -> jax.Array:
+    """Sum weight * expert(h) over the choices in `count` tiles from `begin` on."""
+    K = choice_rK.shape[1]
+    row_rK, choice_p, tiles = assign_rows(passes.tile, begin, count, choice_rK, down_eGD.shape[0])
+    x_pD = take_rows(h_rD, choice_p // K, row_rK)
+    weight_p = take_rows(weight_rK.reshape(-1), choice_p, row_rK.reshape(-1, 1))
+    product = partial(grouped.product, passes.kernel, tiles)
+    y_pD = expert_swiglu(product, gate_up_eDZ, down_eGD, x_pD, weight_p)
+    return add_rows(y_pD, row_rK, choice_p // K)
+
+
+@jax.named_scope("dispatch")
+def assign_rows(
+    tile: int, begin: jax.Array, count: int, choice_rK: jax.Array, experts: int
+) -> tuple[jax.Array, jax.Array, grouped.Tiles]:
+    """Assign the rows of `count` tiles from `begin` on to choices, sorted by expert.
+
+    The place of a token is the number of earlier ones with the same expert, which it chooses once.
+    A sort is many kernels on a GPU.
+
+    Returns  row_rK, past the last row for choices in other tiles and of other ranks; choice_p, the
+             choice in each row, or r * K for an empty one; the experts of the tiles.
+    """
+    rows = count * tile
+    own_rKe = choice_rK[..., None] == jnp.arange(experts)[None, None]
+    chosen_re = own_rKe.any(1)
+    place_re = jnp.cumsum(chosen_re, 0, dtype=jnp.int32) - 1
+    last_e = jnp.cumsum(-(-chosen_re.sum(0, dtype=jnp.int32) // tile))
+    first_e = jnp.concatenate([jnp.zeros_like(last_e[:1]), last_e]) - begin
+    row_re = first_e[None, :-1] * tile + place_re
+    row_re = jnp.where((row_re >= 0) & (row_re < rows), row_re, rows)
+    row_rK = jnp.where(own_rKe, row_re[:, None], rows).min(-1)
+    numbers = jnp.arange(row_rK.size, dtype=jnp.int32)
+    empty_p = vary(jnp.full(rows, row_rK.size, jnp.int32), varying(row_rK))
+    choice_p = empty_p.at[row_rK.reshape(-1)].set(numbers, mode="drop")
+    first_e = jnp.clip(first_e, 0, count)
+    tile_i = jnp.arange(count, dtype=jnp.int32)
+    expert_i = (first_e[None, 1:] <= tile_i[:, None]).sum(1, dtype=jnp.int32)
+    return row_rK, choice_p, grouped.Tiles(expert_i, first_e)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def add_later_passes(passes: Passes, y_rD: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """Add the tiles after the first pass, which only a load beyond HEADROOM has.
+
+    The backward pass repeats them, so that they save nothing.
+    """
+    return _later_passes_forward(passes, y_rD, *inputs)[0]
+
+
+def _over_later_passes(passes: Passes, inputs: tuple, add: Callable, start: Any) -> Any:
+    _, choice_rK, _, _, down_eGD = inputs
+    e = jnp.arange(down_eGD.shape[0])
+    count_e = (choice_rK.reshape(-1, 1) == e[None]).sum(0, dtype=jnp.int32)
+    tiles = (-(-count_e // passes.tile)).sum()
+    with jax.named_scope(OVERFLOW):
+        return lax.fori_loop(0, -((passes.first - tiles) // passes.later), add, start)
+
+
+def _later_passes_forward(
+    passes: Passes, y_rD: jax.Array, *inputs: jax.Array
+) -> tuple[jax.Array, tuple]:
+    def add(i: jax.Array, y_rD: jax.Array) -> jax.Array:
+        return y_rD + run_tiles(passes, passes.first + i * passes.later, passes.later, *inputs)
+
+    return _over_later_passes(passes, inputs, add, y_rD), inputs
+
+
+def _later_passes_backward(passes: Passes, inputs: tuple, d_y_rD: jax.Array) -> tuple:
+    h_rD, choice_rK, *others = inputs
+
+    def add(i: jax.Array, grads: list) -> list:
+        def run(h_rD: jax.Array, *others: jax.Array) -> jax.Array:
+            first = passes.first + i * passes.later
+            return run_tiles(passes, first, passes.later, h_rD, choice_rK, *others)
+
+        new = jax.vjp(run, h_rD, *others)[1](d_y_rD)
+        return [sum_ + one.astype(jnp.float32) for sum_, one in zip(grads, new, strict=True)]
+
+    zeros = [jnp.zeros_like(a, jnp.float32) for a in (h_rD, *others)]
+    grads = _over_later_passes(passes, inputs, add, zeros)
+    grads = [g.astype(a.dtype) for g, a in zip(grads, (h_rD, *others), strict=True)]
+    return d_y_rD, grads[0], None, *grads[1:]
+
+
+add_later_passes.defvjp(_later_passes_forward, _later_passes_backward)
+
+
+# --- dropless, with tiles -------------------------------------------------------------------------
 
 
 class Load(NamedTuple):
@@ -404,7 +571,8 @@ def batched_experts(
     weight_eJ = read_rows(weight_rK.reshape(-1), choice_eJ, unique_indices=True)
     add = partial(add_tokens, h_rD.shape[0])
     x_eJD = with_transpose(read_rows, add)(h_rD, token_eJ, token_eJ)
-    y_eJD = expert_swiglu(gate_up_eDZ, down_eGD, x_eJD, weight_eJ)
+    slots = checkpoint_name((x_eJD, weight_eJ), "expert_in")
+    y_eJD = expert_swiglu(slot_product, gate_up_eDZ, down_eGD, *slots)
     return with_transpose(add, read_rows)(y_eJD, token_eJ, token_eJ)
 
 

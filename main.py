@@ -31,7 +31,7 @@ import weights
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
-from kernels.choice import describe_kernel
+from kernels.choice import describe_kernels
 from loop import Job, Loop, resumable
 from metrics import check_packages
 from model import Transformer
@@ -204,12 +204,12 @@ def describe(job: Job) -> None:
     """Log the model, the mesh and the batch."""
     config, mesh = job.config, job.mesh
     total, active = weights.count(job.declared)
-    kernel = describe_kernel(config, sharded_model.platform(mesh))
+    kernels = describe_kernels(config, sharded_model.platform(mesh))
     stages = f" with {config.mesh.virtual} virtual stages" * (config.mesh.virtual > 1)
     log(
         f"{total:,} parameters, {active:,} active; {config.model.num_hidden_layers} layers; mesh "
         f"{config.mesh}{stages} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
-        f"attention {kernel}; {config.train.global_batch_size} x {config.train.seq_len} tokens per "
+        f"{kernels}; {config.train.global_batch_size} x {config.train.seq_len} tokens per "
         "step"
     )
     if hardware.chip_of_kind(mesh.devices.flat[0].device_kind):

@@ -230,7 +230,8 @@ class ForwardOptions(NamedTuple):
     seed: int
     capacity_factor: float  # see experts.expert_capacity; 0: dropless
     dropout: float = 0.0
-    attention_kernel: str = "xla"  # see kernels/choice.py, also of the next
+    attention_kernel: str = "xla"  # this and the next two: see kernels/choice.py
+    experts_kernel: str = "tiles"
     fused_loss: bool = False
     ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py
     quantized: bool = False  # whether feed-forward layers multiply in FP8: float8.py
@@ -387,7 +388,7 @@ def moe(
                 w.experts, h_btD, *choices, m, options.capacity_factor
             )
         else:
-            y_btD = dropless_experts(w.experts, h_btD, *choices, m)
+            y_btD = dropless_experts(w.experts, h_btD, *choices, m, options.experts_kernel)
             dropped = jnp.zeros_like(tokens_per_expert[0])
         routing = Routing(partial_balance, tokens_per_expert, dropped)
     if w.shared is not None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import hardware
 import utils
-from kernels.choice import choose_kernel
+from kernels.choice import choose_experts_kernel, choose_kernel
 from planning import compiler, cost, report, search, targets
 from planning.results import SEARCHED_FLAGS, Plan, gib
 from runtime import cli, errors
@@ -76,7 +76,8 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
     config = utils.for_platform(config, hardware.platform_of(chip))
-    choose_kernel(config, hardware.platform_of(chip))
+    for choose in (choose_kernel, choose_experts_kernel):
+        choose(config, hardware.platform_of(chip))
     hardware.uses_float8(config, hardware.platform_of(chip), chip)
     if flags.compile:
         targets.check(chip)

@@ -25,7 +25,7 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
-from kernels.choice import choose_kernel, fuses_loss
+from kernels.choice import choose_experts_kernel, choose_kernel, fuses_loss
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -305,7 +305,7 @@ def forward_options(
     config: Config, mesh: Mesh, capacity_factor: float, dropout: float = 0.0
 ) -> ForwardOptions:
     m, seed, on = config.model, config.train.seed, platform(mesh)
-    kernels = choose_kernel(config, on), fuses_loss(config, on)
+    kernels = choose_kernel(config, on), choose_experts_kernel(config, on), fuses_loss(config, on)
     return ForwardOptions(m, seed, capacity_factor, dropout, *kernels, ordered=on == "cpu")
 
 

@@ -199,6 +199,11 @@ class Model:
     attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = setting(
         "auto", resume="warned"
     )
+    # of dropless experts. auto in bfloat16: megablox on TPUs, triton on NVIDIA GPUs; otherwise
+    # tiles, a loop over parts of each expert's tokens
+    experts_kernel: Literal["auto", "tiles", "megablox", "triton"] = setting(
+        "auto", resume="warned"
+    )
 
     @property
     def padded_vocab_size(self) -> int:

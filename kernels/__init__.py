@@ -1,1 +1,1 @@
-"""Attention kernels for TPU and GPU, behind one adapter (adapter.py)."""
+"""Kernels of attention and experts for TPU and GPU, behind one adapter (adapter.py)."""

@@ -40,8 +40,9 @@ def private(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"jax {jax.__version__} has no {name}, a private name that kernels need. "
-            "Use --model.attention_kernel xla, or a version of jax that requirements.txt allows."
+            f"jax {jax.__version__} has no {name}, a private name that kernels need. Use "
+            "--model.attention_kernel xla --model.experts_kernel tiles, or a version of jax that "
+            "requirements.txt allows."
         ) from error
 
 

@@ -1,16 +1,21 @@
-"""Which kernels run on a platform: that of attention, by the name that attention.attend takes, and
-that of the loss.
+"""Which kernels run on a platform.
+
+attention.attend and experts.dropless_experts take a name, and vocabulary.chunked_loss a yes or no.
 
 A tile is the positions that a kernel loads at once.
 """
 
 import utils
 from attention import kind_of
+from experts import uses_expert_parallelism
 from kernels.adapter import GPU_KERNELS, GPU_TILE
+from kernels.grouped import ALIGNED
 from kernels.splash import tile_size
 from utils import LANES, ConfigError
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": GPU_KERNELS}  # best first
+EXPERTS_KERNELS = {"tpu": "megablox", "gpu": "triton"}
+OLD_GPU = "it needs an NVIDIA GPU of compute capability 8.0 or later"
 
 
 def choose_kernel(config: utils.Config, platform: str) -> str:
@@ -49,6 +54,15 @@ def describe_kernel(config: utils.Config, platform: str) -> str:
     return f"{kernel} ({'; '.join(f'{k}: {kernel_problem(config, platform, k)}' for k in better)})"
 
 
+def describe_kernels(config: utils.Config, platform: str) -> str:
+    """Describe the kernels of attention and of dropless experts, if there are any."""
+    found = {
+        "attention": describe_kernel(config, platform),
+        "dropless experts": describe_experts(config, platform),
+    }
+    return ", ".join(f"{part} {kernel}" for part, kernel in found.items() if kernel)
+
+
 def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     """Return why a kernel cannot run on the platform, or an empty string if it can."""
     m, T = config.model, config.train.seq_len
@@ -59,8 +73,8 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not support {m.compute_dtype}"
-    if platform.startswith("gpu") and not is_ampere_or_later(platform):
-        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    if is_old_gpu(platform):
+        return OLD_GPU
     wide, narrow = kind_of(m).widths(m)
     if kernel == "triton":
         if window(config):
@@ -78,10 +92,9 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
 
-def is_ampere_or_later(platform: str) -> bool:
-    """Return whether the platform is an NVIDIA GPU of compute capability 8.0 or later."""
+def is_old_gpu(platform: str) -> bool:
     generation = platform.removeprefix("gpu")
-    return generation.isdigit() and int(generation) >= 8
+    return platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8)
 
 
 def fuses_loss(config: utils.Config, platform: str) -> bool:
@@ -94,7 +107,51 @@ def fuses_loss(config: utils.Config, platform: str) -> bool:
     """
     m, complete = config.model, config.mesh.pipeline == config.mesh.tensor == 1
     uses_kernels = m.compute_dtype == "bfloat16" and m.attention_kernel != "xla"
-    return complete and uses_kernels and is_ampere_or_later(platform)
+    on_gpu = platform.startswith("gpu") and not is_old_gpu(platform)
+    return on_gpu and uses_kernels and complete
+
+
+def choose_experts_kernel(config: utils.Config, platform: str) -> str:
+    """Return tiles or the kernel that `--model.experts_kernel` selects, as in choose_kernel.
+
+    Raises  ConfigError for a selected kernel that cannot run.
+    """
+    setting = config.model.experts_kernel
+    if setting == "auto":
+        own = EXPERTS_KERNELS.get(platform[:3], "tiles")
+        return own if own != "tiles" and not experts_problem(config, platform, own) else "tiles"
+    if setting != "tiles" and (problem := experts_problem(config, platform, setting)):
+        raise ConfigError(
+            f"--model.experts_kernel {setting}: {problem}. Use --model.experts_kernel auto."
+        )
+    return setting
+
+
+def experts_problem(config: utils.Config, platform: str, kernel: str) -> str:
+    """Return why a kernel of dropless experts cannot run, or an empty string if it can."""
+    m, own = config.model, EXPERTS_KERNELS.get(platform[:3], kernel)
+    width = m.moe_intermediate_size
+    if not uses_expert_parallelism(config):
+        width //= config.mesh.tensor
+    if kernel != own:
+        return f"these devices have {own}"
+    if m.compute_dtype != "bfloat16" and platform != "cpu":
+        return f"it does not support {m.compute_dtype}"
+    if is_old_gpu(platform):
+        return OLD_GPU
+    if kernel == "triton" and (m.hidden_size % ALIGNED or width % ALIGNED):
+        return f"widths {m.hidden_size} and {width} are not multiples of {ALIGNED}"
+    return ""
+
+
+def describe_experts(config: utils.Config, platform: str) -> str:
+    """Describe how dropless experts run, or return an empty string if there are none."""
+    m = config.model
+    if not m.moe_layers or (m.capacity_factor and m.eval_capacity_factor):
+        return ""
+    kernel, own = choose_experts_kernel(config, platform), EXPERTS_KERNELS.get(platform[:3])
+    why = own and kernel != own and m.experts_kernel == "auto"
+    return kernel + f" ({own}: {experts_problem(config, platform, own)})" * bool(why)
 
 
 def window(config: utils.Config) -> int:

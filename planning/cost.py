@@ -29,10 +29,11 @@ import hardware
 import model
 import optimizer
 import sharded_model
+import utils
 import vocabulary
 import weights
 from hardware import Chip, platform_of
-from kernels.choice import choose_kernel, computed_share
+from kernels.choice import choose_experts_kernel, choose_kernel, computed_share
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
@@ -95,7 +96,8 @@ class Step:
         self.executions = list(executions(self))
 
     def _trace(self, shared: bool) -> None:
-        c = self.config
+        kernel = choose_experts_kernel(self.config, self.platform)
+        c = utils.changed(self.config, {"model.experts_kernel": kernel})
         # A shared trace has two of the loss's chunks of tokens, if there are more.
         chunks = vocabulary.num_chunks(self.bT, c.train.loss_chunk_tokens)
         few = shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0
@@ -211,8 +213,8 @@ def flops_by_part(step: Step) -> dict[str, dict[str, int]]:
 def model_flops(step: Step) -> float:
     """Return the FLOPs of a chip's share of a step without waste.
 
-    There is no recomputation and no bubble, and the prefix runs once. Every capacity slot and the
-    padded vocabulary count. Backward is twice forward.
+    There is no recomputation and no bubble, and the prefix runs once. Every capacity slot, all
+    tiles of an even load, and the padded vocabulary count. Backward is twice forward.
     """
     products = [(op, times) for op, kind, times in step.executions if kind == "forward"]
     # Every pipeline rank runs all of the prefix.

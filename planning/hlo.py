@@ -5,7 +5,7 @@ the text of `compiled.as_text()` instead, through loops, branches, calls and fus
 of one device's program.
 
 Matrix products are `dot` on CPU, `dot` or calls of cuBLAS on GPU, and `convolution` on TPU. Kernels
-are opaque. Attention kernels are counted by rule, and any other foreign code as nothing.
+are opaque. Those of attention and experts are counted by rule, any other foreign code as nothing.
 """
 
 import math
@@ -19,6 +19,7 @@ import numpy as np
 
 import experts
 from kernels.adapter import GPU_TILE
+from kernels.grouped import counted_rows
 from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))
@@ -218,6 +219,10 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "convolution":
         return convolution_flops(instruction, computation)
     if instruction.opcode == "custom-call":
+        if rows := counted_rows(instruction.op_name):
+            arrays = [instruction, *(computation[name] for name in instruction.operands)]
+            shapes = [dims for array in arrays for _, dims in array.shapes]
+            return 2 * rows * math.prod(next((d for d in shapes if len(d) == 3), (0, 0))[1:])
         name = kernel_name(instruction)
         if name in KERNELS:
             return attention_flops(instruction, computation, *KERNELS[name])

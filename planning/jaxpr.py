@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import core
 
 import experts
+from kernels.grouped import counted_rows
 from utils import LANES, ConfigError
 
 Count = np.ndarray  # FLOPs or bytes, for each batch of Sizes
@@ -51,10 +52,10 @@ FUSED = frozenset([
     "concatenate", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "floor", "ge", "gt",
     "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
     "name", "ne", "neg", "not", "or", "pad", "pow", "pvary", "random_bits", "random_fold_in",
-    "random_seed", "random_wrap", "reduce_max", "reduce_sum", "rem", "reshape", "rev", "round",
-    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh",
-    "transpose", "xor",
+    "random_seed", "random_wrap", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem",
+    "reshape", "rev", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze",
+    "stop_gradient", "sub", "tanh", "transpose", "xor",
 ])  # fmt: skip
 
 READS = FUSED | {"gather"}
@@ -106,6 +107,7 @@ class Op:
     send: Send | None
     body: "Program | None" = None  # a loop's body
     times: int = 1
+    overflow: "Program | None" = None  # body of a loop that takes memory, and does not run
 
     @cached_property
     def moved_bytes(self) -> Count:
@@ -119,6 +121,8 @@ class Op:
     @cached_property
     def body_peak(self) -> Count:
         """Peak bytes of a loop's body besides its carry and its slices of stacked inputs."""
+        if self.overflow:
+            return peak(self.overflow.ops, {*self.overflow.inputs, *self.overflow.outputs})
         _, carried = self.constants_and_carried
         return peak(self.body.ops, {*self.body.inputs, *self.body.outputs[:carried]})
 
@@ -222,7 +226,11 @@ class Reader:
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-        elif name in OPAQUE and _has_cost(eqn) and part.split()[-1:] != [experts.OVERFLOW]:
+        elif name == "while" and part.split()[-1:] == [experts.OVERFLOW]:
+            inner = eqn.params["body_jaxpr"]
+            op.overflow = Program([self._value(v.aval) for v in inner.jaxpr.invars])
+            op.overflow.outputs = self._walk(inner, op.overflow.inputs, op.overflow.ops, scope)
+        elif name in OPAQUE and _has_cost(eqn):
             raise ConfigError(
                 f"{part or 'the model'} has a {name}, whose cost a trace does not show. Write "
                 "loops as lax.scan, choices as jnp.where, and products as einsum."
@@ -238,6 +246,9 @@ class Reader:
             kernel = eqn.params["function"].__name__
             if kernel == "cross_entropy_kernel":  # multiplies no matrices
                 return 0
+            if rows := counted_rows(kernel):
+                shapes += [v.aval.shape for v in eqn.outvars]
+                return 2 * rows * math.prod(next(s for s in shapes if len(s) == 3)[1:])
             by_query, by_value = KERNEL_PRODUCTS[kernel]
             first = int(by_query > 1)  # the gradient comes first
             (b, T, n, A), W = shapes[first], shapes[first + 2][-1]
@@ -368,7 +379,7 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
         freed = sum((value.bytes for value in ends.get(i, ())), 0)
         new = [v for v in op.outputs if v in made and v in last and v not in elsewhere]
         size = sum((value.bytes for value in new), 0)
-        inside = op.body_peak if op.body else 0
+        inside = op.body_peak if op.body or op.overflow else 0
         items = {value.itemsize for value in new}
         usable = sum((v.bytes for v in ends.get(i, ()) if v.itemsize in items), 0)
         over = np.minimum(usable, size) if op.name in IN_PLACE else 0

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import hardware
-from kernels.choice import describe_kernel
+from kernels.choice import describe_kernels
 from planning import kernel_time, rates
 from planning.results import (
     CHIP_PARTS,
@@ -26,10 +26,10 @@ from planning.results import (
 from utils import GIB
 
 FLOPS_RULE = (
-    "FLOPs are 2 per multiply-add of matrix products. They include every capacity slot, the padded "
-    "vocabulary, and all of attention's scores, or the blocks that a kernel computes. Backward is "
-    "twice forward plus what attention kernels recompute. Recomputed is what train.remat does not "
-    "save. Bubble is what a pipeline rank runs without a task."
+    "FLOPs are 2 per multiply-add of matrix products. They include capacity slots or the tiles of "
+    "an even load, the padded vocabulary, and all of attention's scores, or the blocks that a "
+    "kernel computes. Backward is twice forward plus what attention kernels recompute. Recomputed "
+    "is what train.remat does not save. Bubble is what a pipeline rank runs without a task."
 )
 TIME_RULE = (
     "Compute is the FLOPs, and memory the operands and results of products and the updated state, "
@@ -81,12 +81,12 @@ def table(
 
 def header(plan: Plan) -> str:
     p, c = plan.predicted, plan.config
-    kernel = describe_kernel(c, hardware.platform_of(plan.chip))
+    kernels = describe_kernels(c, hardware.platform_of(plan.chip))
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {plan.chip_name}, mesh {c.mesh}, virtual {c.mesh.virtual}, "
         f"{c.train.microbatches} microbatches, remat {c.train.remat}, gather {c.fsdp.gather}, "
-        f"attention {kernel}",
+        f"{kernels}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
     if plan.chip and plan.chip.is_tpu and p.chips not in hardware.TOPOLOGIES[plan.chip.dims]:

@@ -21,7 +21,7 @@ import model
 import pipeline
 import sharded_model
 import utils
-from kernels.choice import fuses_loss
+from kernels.choice import choose_experts_kernel, fuses_loss
 from planning import jaxpr
 from planning.jaxpr import Op, Program, Value
 from utils import MESH_AXES, TOKEN_AXES, Config
@@ -112,9 +112,9 @@ def with_executor(
     """
     mesh = abstract_mesh(config)
     declared, m, results = model.declare(config), config.model, []
-    options = model.ForwardOptions(
-        m, config.train.seed, m.capacity_factor, m.dropout, kernel, fused_loss
-    )
+    experts_kernel = choose_experts_kernel(config, "cpu")  # auto has been resolved
+    kernels = kernel, experts_kernel, fused_loss
+    options = model.ForwardOptions(m, config.train.seed, m.capacity_factor, m.dropout, *kernels)
     options = options._replace(quantized=m.matmul_dtype == "float8")
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
