@@ -199,8 +199,8 @@ class Model:
     attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = setting(
         "auto", resume="warned"
     )
-    # of dropless experts. auto in bfloat16: megablox on TPUs, triton on NVIDIA GPUs; otherwise
-    # tiles, a loop over parts of each expert's tokens
+    # of dropless experts. auto in bfloat16: triton on NVIDIA GPUs; otherwise tiles, a loop over
+    # parts of each expert's tokens. megablox, for TPUs, takes more memory than tiles
     experts_kernel: Literal["auto", "tiles", "megablox", "triton"] = setting(
         "auto", resume="warned"
     )

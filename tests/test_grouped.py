@@ -188,7 +188,6 @@ OLD = "it needs an NVIDIA GPU of compute capability 8.0 or later"
     ("kernel", "fields", "platform", "why"),
     [
         ("triton", {}, "gpu8", ""),
-        ("megablox", {"moe_intermediate_size": 20}, "tpu", ""),
         ("triton", {}, "tpu", "these devices have megablox"),
         ("triton", {}, "gpu7", OLD),
         ("triton", {"compute_dtype": "float32"}, "gpu9", "it does not support float32"),
@@ -216,8 +215,11 @@ def test_a_kernel_is_chosen_if_it_can_run_and_the_error_says_why_not(kernel, fie
         choice.choose_experts_kernel(asked, platform)
 
 
-def test_a_cpu_has_tiles_unless_a_kernel_is_selected_and_a_capacity_needs_neither():
+def test_cpus_and_tpus_have_tiles_unless_a_kernel_is_selected_and_a_capacity_needs_neither():
     assert choice.describe_kernels(config(), "cpu") == "attention xla, dropless experts tiles"
-    assert choice.choose_experts_kernel(config(experts_kernel="triton"), "cpu") == "triton"
+    assert choice.describe_experts(config(), "tpu") == "tiles"
+    for kernel, platform in (("triton", "cpu"), ("megablox", "tpu")):
+        chosen = config(experts_kernel=kernel, moe_intermediate_size=32)
+        assert choice.choose_experts_kernel(chosen, platform) == kernel
     dense = config(capacity_factor=1.0, eval_capacity_factor=1.0)
     assert choice.describe_kernels(dense, "cpu") == "attention xla"
