@@ -234,7 +234,7 @@ def dropless_experts(
     Every rank of `axes` gets the tokens of all of them, and adds what its experts, or its slices of
     all experts, contribute. So no rank can receive more tokens than there are.
 
-    kernel       tiles, or a kernel of kernels/grouped.py.
+    kernel       tiles, a kernel of kernels/grouped.py, or batched: see divide_load.
     Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
                  the result; axes are fsdp and tensor with expert parallelism, else tensor.
     """
@@ -250,8 +250,9 @@ def dropless_experts(
         choice_rK -= lax.axis_index(axes) * w.gate.shape[0]
     inputs = vary((h_rD, choice_rK, weight_rK, concatenate_gate_up(w), w.down))
     even = choice_rK.size / m.n_routed_experts
-    if kernel == "tiles":
-        partial_rD = local_experts(divide_load(even, w.gate.shape[0]), *inputs)
+    if kernel in ("tiles", "batched"):
+        load = divide_load(even, w.gate.shape[0], 1.0 if kernel == "batched" else 0.5)
+        partial_rD = local_experts(load, *inputs)
     else:
         passes = divide_into_passes(kernel, even, choice_rK.shape, w.gate.shape[0])
         partial_rD = grouped_experts(passes, *inputs)
@@ -421,16 +422,19 @@ class Load(NamedTuple):
     tiles: int  # of all experts, where all have as many choices
 
 
-def divide_load(load: float, experts: int) -> Load:
+def divide_load(load: float, experts: int, share: float) -> Load:
     """Divide the choices of an expert, where all have the same number.
 
     Half of them are batched. A batch of more would be faster, and empty where loads are uneven. A
     tile is a power of two, at most an eighth of a load. A product of fewer than 8 rows is slow,
-    and one of 512 fills any device.
+    and one of 512 fills any device. For a search, whose trace serves all sizes, all are batched.
+
+    share  of the choices that is batched.
     """
-    batched = int(load / 2)
+    batched = int(load * share)
     tile = min(512, max(8, 1 << (max(1, int(load / 8)).bit_length() - 1)))
-    return Load(batched, tile, int(experts * (load - batched)) // tile + experts)
+    tiles = int(experts * (load - batched)) // tile + experts if share < 1 else 0
+    return Load(batched, tile, tiles)
 
 
 class SortedChoices(NamedTuple):

@@ -14,6 +14,7 @@ none           without rematerialization; compare the other variants with it
 scanned        the same with scanned layers
 fp8            the same with FP8 products in feed-forward layers
 dropless       the same with experts without a capacity
+capacity       the same with a capacity factor of 1.5, where the config is dropless
 microbatchN    the same with N sequences in a microbatch
 triton         the same with Triton's matrix products in place of cuBLAS's
 names, full    the same with names (all of utils.REMAT_NAMES) or full rematerialization
@@ -70,6 +71,7 @@ SETTINGS = {
     "scanned": {"train.layers": "scanned"},
     "fp8": {"model.matmul_dtype": "float8"},
     "dropless": {"model.capacity_factor": 0.0},
+    "capacity": {"model.capacity_factor": 1.5},
     "names": {"train.remat": ",".join(utils.REMAT_NAMES)},
     "full": {"train.remat": "full"},
 }
@@ -109,7 +111,7 @@ ROWS = {
     "dense_124m-fp8": Row("what FP8 products gain: compare with dense_124m-none"),
     "moe_1b-scanned": Row("what unrolled layers gain: compare with moe_1b-none"),
     "moe_124m-none": Row("MFU of a small mixture of experts beside the plan"),
-    "moe_124m-dropless": Row("grouped experts: compare with moe_124m-none"),
+    "moe_124m-capacity": Row("batched experts: compare with grouped ones, moe_124m-none"),
     "dense_1b-full": Row("what recomputing all costs: compare with dense_1b-none"),
     "dense_1b-names": Row("what saving every named value gains: compare with dense_1b-full"),
     "moe_1b-full": Row("what recomputing all costs: compare with moe_1b-none"),

@@ -67,10 +67,15 @@ class Step:
     def __init__(self, config: Config, platform: str, shared: bool = False):
         """shared  use traces that serve other batch sizes too, for a search.
 
-        Tiles of dropless experts do not grow evenly with the batch, so they are traced each time.
+        Such a trace has the grouped products of dropless experts as one batched product of an even
+        load, without the padding of tiles. A loop over tiles reads the weights in each, and is
+        traced for each batch size.
         """
-        t, mesh = config.train, config.mesh
-        shared = shared and not (config.model.moe_layers and not config.model.capacity_factor)
+        m, t, mesh = config.model, config.train, config.mesh
+        self.experts_kernel = choose_experts_kernel(config, platform)
+        if m.moe_layers and not m.capacity_factor:
+            even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
+            shared = shared and even and self.experts_kernel != "tiles"
         self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
@@ -96,7 +101,7 @@ class Step:
         self.executions = list(executions(self))
 
     def _trace(self, shared: bool) -> None:
-        kernel = choose_experts_kernel(self.config, self.platform)
+        kernel = "batched" if shared else self.experts_kernel
         c = utils.changed(self.config, {"model.experts_kernel": kernel})
         # A shared trace has two of the loss's chunks of tokens, if there are more.
         chunks = vocabulary.num_chunks(self.bT, c.train.loss_chunk_tokens)

@@ -221,7 +221,7 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
     t, m = config.train, config.model
     layout = "expert_parallel" if experts.uses_expert_parallelism(config) else "sharded"
     m = dataclasses.replace(m, experts_layout=layout)
-    if sequences == PRIME and m.moe_layers:  # the capacity grows with the batch
+    if sequences == PRIME and m.moe_layers and m.capacity_factor:  # it grows with the batch
         tokens = t.seq_len // mesh.tensor
         slots = PRIME * experts.expert_capacity(m, tokens, m.capacity_factor) - 0.5
         factor = slots * m.n_routed_experts / (m.num_experts_per_tok * PRIME * tokens)

@@ -28,6 +28,7 @@ RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")  # that TPU_CASES are compiled for; GPU_CASES for h100
 NAMES = "latents,attention_out,expert_in,expert_hidden"
 DENSE_NAMES = "latents,attention,attention_out,mlp_in,hidden"
+ALONE = "--mesh.virtual 1 --train.microbatches 16 --train.remat none --optimizer.name muon"
 
 # NAME CONFIG [FSDP,PIPELINE,TENSOR] FLAGS
 TPU_CASES = f"""
@@ -66,6 +67,12 @@ GPU_CASES = f"""
 gpu-dense-124m dense_124m 1,1,1
 gpu-dense-124m-xla dense_124m 1,1,1 --model.attention_kernel xla
 gpu-dense-124m-documents dense_124m 1,1,1 --data.segments
+gpu-dense-124m-muon dense_124m 1,1,1 --optimizer.name muon
+gpu-dense-1b dense_1b 1,1,1 --optimizer.name muon
+gpu-dense-1b-fp8 dense_1b 1,1,1 --optimizer.name muon --model.matmul_dtype float8
+gpu-moe-1b moe_1b 1,1,1 {ALONE}
+gpu-moe-1b-dropless moe_1b 1,1,1 {ALONE} --model.capacity_factor 0.0
+gpu-moe-124m moe_124m 1,1,1 --optimizer.name muon
 gpu-dense-names-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --train.remat {DENSE_NAMES}
 gpu-dense-muon-8x1x1 dense_1b 8,1,1 --train.microbatches 4 --train.remat {DENSE_NAMES} \
  --optimizer.name muon

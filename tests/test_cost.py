@@ -248,7 +248,7 @@ MEASURED = {
 def test_predicted_times_are_as_far_from_measured_steps_as_reports_say():
     for name, (sequences, seconds) in MEASURED.items():
         measured = {"layers": "scanned", "microbatches": 8, "global_batch_size": 8 * sequences}
-        measured |= {"loss_chunk_tokens": 2048}
+        measured |= {"loss_chunk_tokens": 2048, "capacity_factor": 1.5}
         if name == "moe_1b":
             measured |= {"moe_intermediate_size": 544, "intermediate_size": 2816}
         config = sizes(gpu.config_of(f"{name}-none", toy=False), **measured)

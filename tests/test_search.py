@@ -48,6 +48,11 @@ def test_shared_traces_predict_what_separate_traces_predict(found):
     shared, own = (cost.predict(dropless, V4, shared=s) for s in (True, False))
     assert shared.flops_per_chip == own.flops_per_chip
     assert shared.memory_bytes_per_chip == own.memory_bytes_per_chip
+    grouped = make_compiled.config_of("gpu-moe-dropless-names-2x2x2-interleaved")
+    shared, own = (cost.predict(grouped, hardware.CHIPS["h100"], shared=s) for s in (True, False))
+    assert shared.flops_per_chip == pytest.approx(own.flops_per_chip, rel=0.01)
+    assert shared.memory_bytes_per_chip == pytest.approx(own.memory_bytes_per_chip, rel=0.1)
+    assert shared.step_s == pytest.approx(own.step_s, rel=0.05)
 
 
 def test_no_neighbour_of_the_best_is_faster(found):
