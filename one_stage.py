@@ -56,12 +56,26 @@ def losses(functions: Functions, w: Parameters, data: Tree) -> tuple[tuple, tupl
     with jax.named_scope("first"):
         x = vary(functions.first(w.outer, data))
     for number, one in enumerate(w.blocks):
+        one, x = in_order(one, x)
         (x, loss), stats = block(one, data, jnp.int32(number), x)
         block_losses.append(loss)
         block_stats.append(stats)
     with jax.named_scope("last"):
         last_loss, last_stats = functions.last(w.outer, data, lax.psum(x, "pipeline"))
     return (block_losses, last_loss), (block_stats, last_stats)
+
+
+@jax.custom_vjp
+def in_order(w: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+    """Return w and x. Backward, both gradients are complete before one of them is used.
+
+    XLA for GPUs otherwise delays the gradients of weights to compute them beside collectives, and
+    keeps what they need of all blocks.
+    """
+    return w, x
+
+
+in_order.defvjp(lambda w, x: ((w, x), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 def stacked(trees: list[Tree]) -> Tree:

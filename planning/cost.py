@@ -339,8 +339,10 @@ def memory(step: Step) -> dict[str, int]:
     parts["saved activations"] = ring * step.held(step.block)
     if step.schedule.single_stage:
         parts["saved activations"] += step.held(step.prefix)
-    if step.unrolled and not sharded_model.recomputes(step.config):
+    if step.unrolled and not sharded_model.recomputes(step.config) and step.kernel != "xla":
         parts["saved activations"] += round(KEPT * parts["saved activations"])
+    if step.unrolled and step.M == 1:  # gradients take the place of what they need
+        parts["gradients"] = max(0, parts["gradients"] - parts["saved activations"])
     parts["pipeline buffers"] = 4 * step.x_bytes
     part, size = max(_temporary(step).items(), key=lambda item: item[1])
     parts[part] = size

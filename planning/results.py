@@ -112,13 +112,15 @@ class Prediction:
         return self.seconds and sum(self.seconds.values())
 
     def over(self, compiled: Compiled) -> dict[str, float]:
-        """Return predicted over compiled: memory, FLOPs, and bytes along axes that carry 1 % or
-        more.
+        """Return predicted over compiled: memory, FLOPs, the time of kernels (of a GPU), and bytes
+        along axes that carry 1 % or more.
         """
         ratios = {
             "memory": self.memory_bytes_per_chip / compiled.memory_bytes_per_chip,
             "FLOPs": self.flops_per_chip / compiled.flops_per_chip,
         }
+        if compiled.kernels:
+            ratios["time"] = self.chip_s / compiled.kernels["seconds"]
         by_axes = compiled.collective_bytes_per_chip
         return ratios | {
             axes: self.collective_bytes_per_chip.get(axes, 0.0) / size

@@ -145,15 +145,15 @@ def record(name: str, chip_name: str) -> None:
 
 
 def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
-    """Predicted over compiled, of memory, FLOPs, and traffic of each axis that carries any."""
+    """Predicted over compiled, of memory, FLOPs, time, and traffic of each axis that has any."""
     return cost.predict(config_of(name), hardware.chip_named(chip)).over(Compiled(**found))
 
 
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a row per step, with the chips' numbers beside each other."""
     lines = [
-        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | traffic by mesh axes |",
-        "|---|---|---|---|---|",
+        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | time | traffic by mesh axes |",
+        "|---|---|---|---|---|---|",
     ]
     for name in CASES:
         keys = {chip: f"{name} {chip}" for chip in chips_of(name)}
@@ -165,7 +165,7 @@ def table(rows: dict[str, dict]) -> str:
         parts = {part: [r[part] for r in each if part in r] for part in each[0]}
         columns = [
             ", ".join(f"{ratio:.3f}" for ratio in parts.pop(part, []))
-            for part in ("memory", "FLOPs")
+            for part in ("memory", "FLOPs", "time")
         ]
         ends = {axes: (f"{min(of):.3f}", f"{max(of):.3f}") for axes, of in parts.items()}
         axes = ", ".join(f"{axes} {' to '.join(dict.fromkeys(two))}" for axes, two in ends.items())

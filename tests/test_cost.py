@@ -39,6 +39,7 @@ COMPARED = [
     "gpu-dense-muon-8x1x1 h100",
     "gpu-moe-names-2x2x2-interleaved h100",
 ]
+BOUNDS = {"memory": 0.1, "time": 0.25}  # the others are exact but for rounding
 SECTIONS = {
     field.name: section
     for section in ("train", "mesh", "fsdp", "model")
@@ -64,9 +65,9 @@ def test_all_programs_are_recorded_in_the_form_that_is_written():
 def assert_predicted(key):
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
-    assert not {p: r for p, r in found.items() if abs(r - 1) > (0.1 if p == "memory" else 0.005)}
+    assert not {part: r for part, r in found.items() if abs(r - 1) > BOUNDS.get(part, 0.005)}
     config = make_compiled.config_of(name)
-    assert math.prod(config.mesh.shape) == 1 or len(found) > 2  # some axis carries traffic
+    assert math.prod(config.mesh.shape) == 1 or found.keys() - {"memory", "FLOPs", "time"}
     predicted = cost.predict(config, hardware.chip_named(chip))
     assert predicted.model_flops_per_chip == RECORDED[key]["model_flops_per_chip"]
 
