@@ -34,8 +34,8 @@ Scaled = tuple[jax.Array, jax.Array]  # FP8 numbers, and the scale that they are
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Scaled:
     """Round x to FP8 numbers and a scale, float32: scale * numbers is about x.
 
-    The scale is the least power of two with which no number is above the largest of the format. It
-    is not finite if x is not.
+    The scale is the least power of two with which all numbers are below the largest of the format.
+    It is not finite if x is not.
     """
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
     _, exponent = jnp.frexp(amax / float(jnp.finfo(dtype).max))

@@ -7,6 +7,7 @@ and stores residuals and gradients into stacks, all through memory: on GPUs that
 seventh of a step (docs/measured.md). In return the program grows with the number of blocks.
 """
 
+from functools import partial
 from operator import itemgetter
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pipeline import Functions, Parameters, Tree, index, zeros
-from utils import BATCH_AXES
+from utils import BATCH_AXES, MESH_AXES
 from weights import vary, varying
 
 
@@ -29,11 +30,14 @@ def forward_backward(
     w = w._replace(blocks=[jax.tree.map(itemgetter(i), w.blocks) for i in numbers])
 
     def gradients(data: Tree) -> tuple[Parameters, tuple]:
-        values, vjp, stats = jax.vjp(lambda w: losses(functions, w, data), w, has_aux=True)
+        values, vjp, stats = jax.vjp(partial(losses, functions, data), w, w.outer, has_aux=True)
         # Each loss by itself: a sum would make the last one vary along all axes, and its gradient
         # would be summed over them.
-        (grads,) = vjp(jax.tree.map(lambda a: vary(jnp.ones_like(a), varying(a)), values))
-        return grads, stats
+        grads, d_outer = vjp(jax.tree.map(lambda a: vary(jnp.ones_like(a), varying(a)), values))
+        # In float32, as a matrix of `first` and `last` has two gradients.
+        wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32))
+        outer = jax.tree.map(jnp.add, wide(grads.outer), wide(d_outer))
+        return grads._replace(outer=outer), stats
 
     def body(sums: tuple, data: Tree) -> tuple[tuple, None]:
         return jax.tree.map(lambda a, new: a + new.astype(a.dtype), sums, gradients(data)), None
@@ -46,22 +50,23 @@ def forward_backward(
     return grads._replace(blocks=stacked(grads.blocks)), stacked(block_stats), last_stats
 
 
-def losses(functions: Functions, w: Parameters, data: Tree) -> tuple[tuple, tuple]:
+def losses(functions: Functions, data: Tree, w: Parameters, outer: Tree) -> tuple[tuple, tuple]:
     """Return the losses of a microbatch, of each block and of `last`, and their statistics.
 
-    w  has a list of blocks.
+    w      has a list of blocks.
+    outer  those of w, for `last`.
     """
     block = jax.jit(functions.block)  # is traced once for all blocks of the same structure
     block_losses, block_stats = [], []
     with jax.named_scope("first"):
         x = vary(functions.first(w.outer, data))
     for number, one in enumerate(w.blocks):
-        one, x = in_order(one, x)
+        one, x = in_order(one, x) if lax.axis_size(MESH_AXES) > 1 else (one, x)
         (x, loss), stats = block(one, data, jnp.int32(number), x)
         block_losses.append(loss)
         block_stats.append(stats)
     with jax.named_scope("last"):
-        last_loss, last_stats = functions.last(w.outer, data, lax.psum(x, "pipeline"))
+        last_loss, last_stats = functions.last(outer, data, lax.psum(x, "pipeline"))
     return (block_losses, last_loss), (block_stats, last_stats)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -404,10 +404,12 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
     """
     step = errors.compile_program(jitted_step(config, declared, mesh), *arguments)
     unrolled = sharded_model.is_unrolled(config, sharded_model.platform(mesh))
-    chip = hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
-    if config.train.layers != "auto" or not unrolled or not chip:
+    usable = usable_bytes(mesh)
+    if config.train.layers != "auto" or not unrolled or not usable:
         return step
-    if (needed := planned_bytes(step)) <= (usable := MEMORY_SHARE * chip.memory_bytes):
+    needed = planned_bytes(step)
+    # All processes decide alike, as their programs have to be the same.
+    if multihost_utils.process_allgather(np.bool_(needed <= usable)).all():
         return step
     log(
         f"the step with unrolled layers needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} per "
@@ -415,6 +417,15 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
     )
     scanned = utils.changed(config, {"train.layers": "scanned"})
     return errors.compile_program(jitted_step(scanned, declared, mesh), *arguments)
+
+
+def usable_bytes(mesh: Mesh) -> float:
+    """Return the memory of a device that JAX may allocate; 0 if it is not known."""
+    device = mesh.local_devices[0]
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return limit
+    chip = hardware.chip_of_kind(device.device_kind)
+    return MEMORY_SHARE * chip.memory_bytes if chip else 0
 
 
 def planned_bytes(step: Any) -> int:

@@ -285,7 +285,8 @@ def gradients(config: Config, device: jax.Device, initial: model.Transformer) ->
     """Return the gradient of each weight by its name, and the loss."""
     declared, mesh = model.declare(config), train.make_mesh(config, [device])
     with jax.default_device(device):
-        run = jax.jit(sharded_model.loss_and_gradients(config, declared, mesh))
+        loss = sharded_model.loss_and_gradients(config, declared, mesh)
+        run = jax.jit(loss, compiler_options=train.compiler_options(mesh))
         w = jax.device_put(jax.device_get(initial), device)
         grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
     names = [declaration.name for declaration in jax.tree.leaves(declared)]

@@ -152,7 +152,7 @@ def ratios(name: str, chip: str, found: dict) -> dict[str, float]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: a row per step, with the chips' numbers beside each other."""
     lines = [
-        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | time | traffic by mesh axes |",
+        f"| step | GiB, {' and '.join(CHIPS)} or h100 | memory | FLOPs | time | traffic by axes |",
         "|---|---|---|---|---|---|",
     ]
     for name in CASES:
