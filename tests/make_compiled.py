@@ -28,6 +28,8 @@ RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")  # that TPU_CASES are compiled for; GPU_CASES for h100
 NAMES = "latents,attention_out,expert_in,expert_hidden"
 DENSE_NAMES = "latents,attention,attention_out,mlp_in,hidden"
+# Widths of moe_1b when its programs for TPUs were recorded.
+FORMER = "--model.moe_intermediate_size 544 --model.intermediate_size 2816"
 ALONE = "--mesh.virtual 1 --train.microbatches 16 --train.remat none --optimizer.name muon"
 
 # NAME CONFIG [FSDP,PIPELINE,TENSOR] FLAGS
@@ -39,12 +41,12 @@ jaxformer-all-names-16x1x2 jaxformer_1b 16,1,2 --train.remat ALL
 jaxformer-two-names-8x4x1 jaxformer_1b 8,4,1 --train.remat latents,attention
 jaxformer-full-4x2x4-interleaved jaxformer_1b 4,2,4 --mesh.virtual 2 --train.remat full
 jaxformer-none jaxformer_1b --train.remat none
-moe-full-interleaved moe_1b --train.remat full
-moe-muon-full-interleaved moe_1b --train.remat full --optimizer.name muon
-moe-all-names-layer moe_1b --train.remat ALL --fsdp.gather layer
-moe-two-names-16x2x1 moe_1b 16,2,1 --mesh.virtual 1 --train.remat {NAMES}
-moe-dropless-full-interleaved moe_1b --train.remat full --model.capacity_factor 0.0
-moe-dropless-gathered-16x2x1 moe_1b 16,2,1 --mesh.virtual 1 --model.capacity_factor 0.0 \
+moe-full-interleaved moe_1b {FORMER} --train.remat full
+moe-muon-full-interleaved moe_1b {FORMER} --train.remat full --optimizer.name muon
+moe-all-names-layer moe_1b {FORMER} --train.remat ALL --fsdp.gather layer
+moe-two-names-16x2x1 moe_1b 16,2,1 {FORMER} --mesh.virtual 1 --train.remat {NAMES}
+moe-dropless-full-interleaved moe_1b {FORMER} --train.remat full --model.capacity_factor 0.0
+moe-dropless-gathered-16x2x1 moe_1b 16,2,1 {FORMER} --mesh.virtual 1 --model.capacity_factor 0.0 \
  --model.experts_layout sharded --train.remat {NAMES}
 jaxformer-prefix-untied-gathered-4x2x4 jaxformer_1b 4,2,4 --model.num_hidden_layers 60 \
  --model.first_k_dense_replace 12 --model.experts_layout sharded --model.no-tie_word_embeddings \
