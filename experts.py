@@ -422,7 +422,7 @@ class Load(NamedTuple):
     tiles: int  # of all experts, where all have as many choices
 
 
-def divide_load(load: float, experts: int, share: float) -> Load:
+def divide_load(load: float, experts: int, share: float = 0.5) -> Load:
     """Divide the choices of an expert, where all have the same number.
 
     Half of them are batched. A batch of more would be faster, and empty where loads are uneven. A
