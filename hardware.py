@@ -41,6 +41,7 @@ class Chip:
     generation: int = 0  # of a GPU: its major compute capability, 8 for Ampere, 9 for Hopper
     # bytes per second in one direction: of a GPU to other hosts, of a TPU to other slices
     network_bandwidth: float = 0.0
+    float8_flops: float = 0.0  # FP8 FLOP/s without sparsity; 0: no FP8 products
 
     @property
     def is_tpu(self) -> bool:
@@ -53,14 +54,15 @@ def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:
     return Chip(name, kinds, *rates, memory * 2**30, *speeds, network_bandwidth=network * GB)
 
 
-def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network) -> Chip:
+def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network, fp8=0) -> Chip:
     figures = (flops * TERA, float32 * TERA, memory * 2**20, bandwidth * GB, link * GB)
-    return Chip(name, kinds, *figures, generation=generation, network_bandwidth=network * GB)
+    others = {"network_bandwidth": network * GB, "float8_flops": fp8 * TERA}
+    return Chip(name, kinds, *figures, generation=generation, **others)
 
 
 # bf16 (and for GPUs float32) TFLOP/s; memory in GiB (TPU) or MiB (GPU); GB/s of memory, of a link
-# and of the network. A GPU's network is InfiniBand, 400 Gb/s from the H100 on and 200 before (DGX
-# data sheets).
+# and of the network; FP8 TFLOP/s. A GPU's network is InfiniBand, 400 Gb/s from the H100 on and 200
+# before (DGX data sheets).
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -72,9 +74,9 @@ CHIPS = {
         _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 8, 312, 19.5, 40960, 1555, 300, 25),
         _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 8, 312, 19.5, 81920, 1935, 32, 25),
         _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 8, 312, 19.5, 40960, 1555, 32, 25),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50),
-        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50),
-        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50, 1979),
+        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50, 1513),
+        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50, 1979),
     )
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import float8
 import utils
 import weights
 from attention import Attention, attend, kind_of
@@ -231,6 +232,7 @@ class ForwardOptions(NamedTuple):
     dropout: float = 0.0
     attention_kernel: str = "xla"  # see kernels/choice.py
     ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py
+    quantized: bool = False  # whether feed-forward layers multiply in FP8: float8.py
     # What decoding replaces: activations of all positions on every tensor rank, attention over a
     # cache, and experts read where they are.
     sequence_parallel: bool = True
@@ -322,26 +324,40 @@ def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPositi
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
     h_btD = rms_norm(x_btD, w.norm, options.model.rms_norm_eps)
-    y_btD = feed_forward(w, h_btD, options.sequence_parallel)
+    y_btD = feed_forward(w, h_btD, options)
     return x_btD + dropout(y_btD, options, position, 1)
 
 
-def feed_forward(w: Mlp | SharedExperts, h_btD: jax.Array, parallel: bool) -> jax.Array:
+def feed_forward(
+    w: Mlp | SharedExperts, h_btD: jax.Array, options: ForwardOptions
+) -> jax.Array:
     """`swiglu` of all positions, divided among tensor ranks by hidden width.
 
-    parallel     whether the sequence is sharded over tensor.
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
+    parallel = options.sequence_parallel
     h_bTD = checkpoint_name(gather_sequence(h_btD, "input", parallel), "mlp_in")
-    return scatter_sequence(swiglu(h_bTD, w.gate, w.up, w.down), "output", parallel)
+    y_bTD = swiglu(h_bTD, w.gate, w.up, w.down, options.quantized)
+    return scatter_sequence(y_bTD, "output", parallel)
 
 
-def swiglu(h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """down(silu(gate h) * up h) (arXiv:2002.05202): this tensor rank's partial sum over F."""
+def swiglu(
+    h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, quantized: bool = False
+) -> jax.Array:
+    """down(silu(gate h) * up h) (arXiv:2002.05202): this tensor rank's partial sum over F.
+
+    quantized  whether its products are in FP8.
+    """
+    if quantized:
+        gate_bTf, up_bTf = float8.matmul(h_bTD, (gate, up), "mlp_in")
+    else:
+        gate_bTf, up_bTf = (matmul("bTD,Df->bTf", h_bTD, w) for w in (gate, up))
     # Both products are named, and not their combination, whose gradient needs both of them.
-    gate_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, gate), "hidden")
-    up_bTf = checkpoint_name(matmul("bTD,Df->bTf", h_bTD, up), "hidden")
-    return matmul("bTf,fD->bTD", jax.nn.silu(gate_bTf) * up_bTf, down)
+    gate_bTf, up_bTf = checkpoint_name((gate_bTf, up_bTf), "hidden")
+    hidden_bTf = jax.nn.silu(gate_bTf) * up_bTf
+    if quantized:
+        return float8.matmul(hidden_bTf, (down,))[0]
+    return matmul("bTf,fD->bTD", hidden_bTf, down)
 
 
 @jax.named_scope("moe")
@@ -370,7 +386,7 @@ def moe(
         routing = Routing(partial_balance, tokens_per_expert, dropped)
     if w.shared is not None:
         with jax.named_scope("shared"):
-            y_btD += feed_forward(w.shared, h_btD, options.sequence_parallel)
+            y_btD += feed_forward(w.shared, h_btD, options)
     return x_btD + dropout(y_btD, options, position, 1), routing
 
 

@@ -18,12 +18,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import float8
 import model
 import one_stage
 import pipeline
 import vocabulary
 import weights
-from kernels.choice import choose_kernel
+from kernels.choice import choose_kernel, uses_float8
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -56,7 +57,12 @@ def policy(remat: str) -> Policy:
 
 
 def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank."""
+    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank.
+
+    What float8.py quantizes is saved as well. It takes less memory than its source.
+    """
+    if primitive.name == "name":
+        return params["name"] == float8.RESIDUAL
     if primitive.name != "all_gather":
         return primitive.name in COSTLY
     axes = params["axis_name"]
@@ -304,8 +310,9 @@ def loss_and_gradients(
 
     Gradients are of the step's loss, float32, in the layout of the weights.
     """
-    m = config.model
+    m, kind = config.model, mesh.devices.flat[0].device_kind
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
+    options = options._replace(quantized=uses_float8(config, platform(mesh), kind))
     unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:

@@ -189,6 +189,11 @@ class Model:
     # dtype of matmuls and activations; weights are stored in float32. auto is float32 on CPUs,
     # where bfloat16 is slow, and bfloat16 elsewhere
     compute_dtype: Literal["auto", "bfloat16", "float32"] = setting("bfloat16", resume="warned")
+    # dtype of the products of feed-forward layers in training: the compute dtype, or float8 (e4m3,
+    # and e5m2 for gradients) with a scale for each tensor, which is faster on NVIDIA GPUs from
+    # Hopper on and on TPUs from v7x on. Routed experts keep the compute dtype, as do evaluation and
+    # generation
+    matmul_dtype: Literal["compute", "float8"] = setting("compute", resume="warned")
     # auto in bfloat16: splash on TPUs for sequences of a multiple of 128 tokens; on NVIDIA GPUs
     # cudnn, or triton if cudnn cannot run; otherwise xla
     attention_kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = setting(

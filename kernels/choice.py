@@ -1,8 +1,11 @@
-"""Which attention kernel runs on a platform: attention.attend takes its name.
+"""Which attention kernel runs on a platform, and whether FP8 products can.
+
+attention.attend takes the name of the kernel.
 
 A tile is the positions that a kernel loads at once.
 """
 
+import hardware
 import utils
 from attention import kind_of
 from kernels.adapter import GPU_KERNELS, GPU_TILE
@@ -76,6 +79,29 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     elif platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
+
+
+def uses_float8(config: utils.Config, platform: str, device_kind: str) -> bool:
+    """Return whether `--model.matmul_dtype` selects FP8 products. CPUs emulate them.
+
+    platform     as hardware.platform_of names it.
+    device_kind  of a jax.Device. A TPU without figures in hardware.py may have FP8 products.
+    Raises       ConfigError for devices that have none.
+    """
+    if config.model.matmul_dtype != "float8":
+        return False
+    chip, generation = hardware.chip_of_kind(device_kind), platform.removeprefix("gpu")
+    if platform.startswith("gpu"):
+        has_products = generation.isdigit() and int(generation) >= 9
+    else:
+        has_products = platform == "cpu" or chip is None or chip.float8_flops > 0
+    if not has_products:
+        raise ConfigError(
+            f"--model.matmul_dtype float8: {device_kind} has no FP8 products, or is not supported. "
+            "They need an NVIDIA GPU of compute capability 9.0 (Hopper) or later, or a TPU v7x. "
+            "Use --model.matmul_dtype compute."
+        )
+    return True
 
 
 def window(config: utils.Config) -> int:

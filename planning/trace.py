@@ -110,6 +110,7 @@ def with_executor(config: Config, kernel: str, wrap: Callable, visit: Callable) 
     mesh = abstract_mesh(config)
     declared, m, results = model.declare(config), config.model, []
     options = model.ForwardOptions(m, config.train.seed, m.capacity_factor, m.dropout, kernel)
+    options = options._replace(quantized=m.matmul_dtype == "float8")
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
         data = sharded_model.with_microbatch_index(data)
