@@ -17,6 +17,7 @@ Letters. K contracted, N the width of the result, n rows: b * T.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> Scaled:
     """
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
     _, exponent = jnp.frexp(amax / float(jnp.finfo(dtype).max))
-    scale = jnp.where(jnp.isfinite(amax), jnp.exp2(exponent.astype(jnp.float32)), amax)
+    scale = jnp.where(jnp.isfinite(amax), jnp.ldexp(jnp.float32(1), exponent), amax)
     return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
@@ -45,6 +46,8 @@ def scaled_product(a: Scaled, b: Scaled, dims: tuple[int, int], dtype: jnp.dtype
     """Contract one dimension of each matrix, into `dtype`."""
     precision = "highest" if dtype == jnp.float32 else None
     dims = (((dims[0],), (dims[1],)), ((), ()))
+    # XLA turns this pattern, and products of FP8 arrays, into one FP8 product with both scales. This
+    # one leaves the FP8 arrays to the fusion that transposes them, and CPUs multiply it faster.
     a, b = (x8.astype(dtype) * scale.astype(dtype) for x8, scale in (a, b))
     return lax.dot_general(a, b, dims, precision=precision)
 
@@ -61,22 +64,32 @@ def matmul(x: jax.Array, ws: Sequence[jax.Array], name: str = RESIDUAL) -> tuple
     return _forward(x, ws, name)[0]
 
 
-def _forward(x, ws, name):
-    x8 = quantize(x.reshape(-1, x.shape[-1]), E4M3)
-    x8 = checkpoint_name(checkpoint_name(x8, RESIDUAL), name)
+def _forward(x: jax.Array, ws: Sequence[jax.Array], name: str) -> tuple[Any, Any]:
+    x8 = _named(quantize(_rows(x), E4M3), name)
     w8s = [quantize(w, E4M3) for w in ws]
-    ys = tuple(scaled_product(x8, w8, (1, 0), x.dtype).reshape(*x.shape[:-1], -1) for w8 in w8s)
-    return ys, (x8, w8s)
+    ys = (scaled_product(x8, w8, (1, 0), x.dtype) for w8 in w8s)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys), (x8, w8s)
 
 
-def _backward(name, saved, gs):
-    x8, w8s = saved
-    shape = gs[0].shape
-    g8s = [quantize(g.reshape(-1, shape[-1]), E5M2) for g in gs]
-    dtype = gs[0].dtype
-    dx = sum(scaled_product(g8, w8, (1, 1), dtype) for g8, w8 in zip(g8s, w8s, strict=True))
-    dws = [scaled_product(x8, g8, (0, 0), dtype) for g8 in g8s]
-    return dx.reshape(*shape[:-1], -1), tuple(dws)
+def _backward(name: str, residuals: Any, grads: Sequence[jax.Array]) -> Any:
+    x8, w8s = residuals
+    g8s, dtype = [quantize(_rows(g), E5M2) for g in grads], grads[0].dtype
+    terms = (scaled_product(g8, w8, (1, 1), dtype) for g8, w8 in zip(g8s, w8s, strict=True))
+    d_ws = tuple(scaled_product(x8, g8, (0, 0), dtype) for g8 in g8s)
+    return sum(terms).reshape(*grads[0].shape[:-1], -1), d_ws
+
+
+def _named(x: Scaled, name: str) -> Scaled:
+    """Return x under the names with which a remat policy saves it."""
+    # As integers: jax.checkpoint rounds the floating-point residuals that it saves to their number
+    # of bits, which in e4m3 makes numbers above 240 infinite.
+    bits = lax.bitcast_convert_type(x[0], jnp.uint8), x[1]
+    bits, scale = checkpoint_name(checkpoint_name(bits, RESIDUAL), name)
+    return lax.bitcast_convert_type(bits, E4M3), scale
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return lax.collapse(x, 0, x.ndim - 1)
 
 
 matmul.defvjp(_forward, _backward)

@@ -232,6 +232,12 @@ def flops(instruction: Instruction, computation: Computation) -> int:
     return 2 * math.prod(instruction.shapes[0][1]) * summed
 
 
+def is_float8(product: Instruction, computation: Computation) -> bool:
+    """Return whether a product multiplies FP8 numbers, as calls of __cublas$lt$matmul$f8 do."""
+    kind, _ = computation[product.operands[0]].shapes[0]
+    return kind.startswith("f8")
+
+
 def kernel_name(call: Instruction) -> str:
     """Return the name of a kernel: that of the call for splash, of the function for Triton, else
     the target of the call.

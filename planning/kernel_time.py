@@ -16,6 +16,7 @@ from planning import hlo
 from planning.hlo import BranchShare, Computation, Instruction, Program
 
 COMPUTE = 0.647  # of the peak FLOP/s: 640 TFLOP/s of an H100
+FLOAT8_COMPUTE = 0.581  # of the peak FLOP/s in FP8: 1,150 TFLOP/s of an H100; assumed, not measured
 MEMORY = 0.866  # of the bandwidth of the memory: 2.9 TB/s of an H100
 LAUNCH_S = 2e-6  # between two kernels
 
@@ -44,15 +45,22 @@ def estimate(text: str, chip: Chip, branch_share: BranchShare | None = None) -> 
         if instruction.opcode in NO_KERNEL or instruction.opcode.endswith("-start"):
             return {}
         moved = kernel_bytes(instruction, computation, program)
-        flops = hlo.flops(instruction, computation)
+        compute_s = product_seconds(instruction, computation, chip)
         for name in instruction.computations("calls") if instruction.opcode == "fusion" else ():
             inside = program.computations[name]
-            flops += sum(hlo.flops(one, inside) for one in inside.values())
-        compute_s = flops / (COMPUTE * chip.flops)
+            compute_s += sum(product_seconds(one, inside, chip) for one in inside.values())
         busy_s = max(compute_s, moved / (MEMORY * chip.memory_bandwidth))
         return {"kernels": 1, "moved_bytes": moved, "seconds": busy_s + LAUNCH_S}
 
     return Estimate(**hlo.executed(program, cost, branch_share, fusions=False))
+
+
+def product_seconds(instruction: Instruction, computation: Computation, chip: Chip) -> float:
+    """Return the time of an instruction's multiplications; 0 if it is no product."""
+    flops = hlo.flops(instruction, computation)
+    if flops and chip.float8_flops and hlo.is_float8(instruction, computation):
+        return flops / (FLOAT8_COMPUTE * chip.float8_flops)
+    return flops / (COMPUTE * chip.flops)
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:
