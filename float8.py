@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 RESIDUAL = "float8"  # name of the residuals: sharded_model.policy
+SCOPE = "float8"  # named scope of the products
 
 Scaled = tuple[jax.Array, jax.Array]  # FP8 numbers, and the scale that they are multiplied by
 
@@ -46,10 +47,10 @@ def scaled_product(a: Scaled, b: Scaled, dims: tuple[int, int], dtype: jnp.dtype
     """Contract one dimension of each matrix, into `dtype`."""
     precision = "highest" if dtype == jnp.float32 else None
     dims = (((dims[0],), (dims[1],)), ((), ()))
-    # XLA turns this pattern, and products of FP8 arrays, into one FP8 product with both scales. This
-    # one leaves the FP8 arrays to the fusion that transposes them, and CPUs multiply it faster.
+    # XLA for GPUs turns this pattern into one product of the FP8 arrays, with both scales.
     a, b = (x8.astype(dtype) * scale.astype(dtype) for x8, scale in (a, b))
-    return lax.dot_general(a, b, dims, precision=precision)
+    with jax.named_scope(SCOPE):
+        return lax.dot_general(a, b, dims, precision=precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

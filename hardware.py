@@ -133,9 +133,9 @@ def topology(chip: Chip, chips: int) -> str:
 # --- model FLOPs and MFU --------------------------------------------------------------------------
 
 MFU_RULE = (
-    "MFU = tokens/s * model FLOPs per token / bf16 peak; model FLOPs by appendix B of "
-    "arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention as "
-    "half of its rectangle, no recomputation."
+    "MFU = tokens/s * model FLOPs per token / bf16 peak, also with FP8; model FLOPs by appendix B "
+    "of arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention "
+    "as half of its rectangle, no recomputation."
 )
 
 

@@ -328,9 +328,7 @@ def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPositi
     return x_btD + dropout(y_btD, options, position, 1)
 
 
-def feed_forward(
-    w: Mlp | SharedExperts, h_btD: jax.Array, options: ForwardOptions
-) -> jax.Array:
+def feed_forward(w: Mlp | SharedExperts, h_btD: jax.Array, options: ForwardOptions) -> jax.Array:
     """`swiglu` of all positions, divided among tensor ranks by hidden width.
 
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].

@@ -77,7 +77,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
     config = utils.for_platform(config, hardware.platform_of(chip))
     choose_kernel(config, hardware.platform_of(chip))
-    uses_float8(config, hardware.platform_of(chip), chip.kinds[0] if chip else "cpu")
+    uses_float8(config, hardware.platform_of(chip), chip)
     if flags.compile:
         targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)

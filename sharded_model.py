@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import float8
+import hardware
 import model
 import one_stage
 import pipeline
@@ -310,9 +311,9 @@ def loss_and_gradients(
 
     Gradients are of the step's loss, float32, in the layout of the weights.
     """
-    m, kind = config.model, mesh.devices.flat[0].device_kind
+    m, chip = config.model, hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
-    options = options._replace(quantized=uses_float8(config, platform(mesh), kind))
+    options = options._replace(quantized=uses_float8(config, platform(mesh), chip))
     unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:

@@ -5,9 +5,9 @@ attention.attend takes the name of the kernel.
 A tile is the positions that a kernel loads at once.
 """
 
-import hardware
 import utils
 from attention import kind_of
+from hardware import Chip
 from kernels.adapter import GPU_KERNELS, GPU_TILE
 from kernels.splash import tile_size
 from utils import LANES, ConfigError
@@ -81,24 +81,24 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
 
-def uses_float8(config: utils.Config, platform: str, device_kind: str) -> bool:
-    """Return whether `--model.matmul_dtype` selects FP8 products. CPUs emulate them.
+def uses_float8(config: utils.Config, platform: str, chip: Chip | None) -> bool:
+    """Return whether `--model.matmul_dtype` selects products in FP8. CPUs emulate them.
 
-    platform     as hardware.platform_of names it.
-    device_kind  of a jax.Device. A TPU without figures in hardware.py may have FP8 products.
-    Raises       ConfigError for devices that have none.
+    platform  as hardware.platform_of names it.
+    chip      None for a CPU or a chip without figures, of which a TPU may have FP8 products.
+    Raises    ConfigError for a chip that has none.
     """
     if config.model.matmul_dtype != "float8":
         return False
-    chip, generation = hardware.chip_of_kind(device_kind), platform.removeprefix("gpu")
+    generation = platform.removeprefix("gpu")
     if platform.startswith("gpu"):
-        has_products = generation.isdigit() and int(generation) >= 9
+        runs = generation.isdigit() and int(generation) >= 9
     else:
-        has_products = platform == "cpu" or chip is None or chip.float8_flops > 0
-    if not has_products:
+        runs = chip is None or chip.float8_flops > 0
+    if not runs:
         raise ConfigError(
-            f"--model.matmul_dtype float8: {device_kind} has no FP8 products, or is not supported. "
-            "They need an NVIDIA GPU of compute capability 9.0 (Hopper) or later, or a TPU v7x. "
+            f"--model.matmul_dtype float8: no FP8 products on {chip.name if chip else platform}. "
+            "They need an NVIDIA GPU of compute capability 9.0 or later (Hopper), or a TPU v7x. "
             "Use --model.matmul_dtype compute."
         )
     return True

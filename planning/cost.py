@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+import float8
 import hardware
 import model
 import optimizer
@@ -31,7 +32,7 @@ import sharded_model
 import vocabulary
 import weights
 from hardware import Chip, platform_of
-from kernels.choice import choose_kernel, computed_share
+from kernels.choice import choose_kernel, computed_share, uses_float8
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
@@ -397,11 +398,18 @@ def product_seconds(step: Step, chip: Chip | None, op: jaxpr.Op) -> float:
     flops, moved = step.count(op.flops), step.count(op.moved_bytes)
     if chip is None:
         return flops
-    return sum(chip_seconds(step, chip, flops, moved).values())
+    return sum(chip_seconds(step, chip, flops, moved, flops * is_float8(op.part)).values())
 
 
-def chip_seconds(step: Step, chip: Chip, flops: float, moved: float) -> dict[str, float]:
-    return rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, flops, moved)
+def chip_seconds(
+    step: Step, chip: Chip, flops: float, moved: float, float8_flops: float
+) -> dict[str, float]:
+    return rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, flops, moved, float8_flops)
+
+
+def is_float8(part: str) -> bool:
+    """Return whether products of a part are in FP8."""
+    return part.split()[-1:] == [float8.SCOPE]
 
 
 def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
@@ -431,16 +439,18 @@ def predict(
     Raises    ConfigError if the model does not divide over the mesh, or attention cannot run.
     """
     step = Step(config, platform or platform_of(chip), shared)
+    uses_float8(config, step.platform, chip)
     t = config.train
     flops, held, sends = flops_by_part(step), memory(step), traffic(step, chip)
     by_axes: Counter = Counter()
     for sent in sends:
         by_axes["+".join(sent.axes)] += float(sent.result_bytes)
     total = sum(sum(kinds.values()) for kinds in flops.values())
+    in_float8 = sum(sum(kinds.values()) for part, kinds in flops.items() if is_float8(part))
     parameters, active = weights.count(step.declared)
     seconds: Counter | None = None
     if chip:
-        seconds = Counter(chip_seconds(step, chip, total, moved_bytes(step)))
+        seconds = Counter(chip_seconds(step, chip, total, moved_bytes(step), in_float8))
         for sent in sends:
             link_s = link_seconds(step, chip, sent)
             seconds["+".join(sent.axes)] += link_s

@@ -7,6 +7,7 @@ belongs in the place of `chip_seconds`.
 """
 
 from hardware import Chip
+from planning import kernel_time
 
 # docs/measured.md, section GPUs: shares of the figures in hardware.py. `COMPUTE` is its row
 # `machine`, 681 TFLOP/s in large products. `MEMORY` is fitted to its table, whose rows
@@ -15,6 +16,7 @@ from hardware import Chip
 # less between the products; those steps were not measured.
 CHIP = "h100"
 COMPUTE = 0.69  # of the peak FLOP/s
+FLOAT8_COMPUTE = kernel_time.FLOAT8_COMPUTE  # of the peak FLOP/s in FP8
 MEMORY, UNROLLED = 0.40, 0.76  # of the bandwidth of the memory
 ERROR = 0.04  # largest relative error of the steps that set the rates
 
@@ -32,14 +34,26 @@ def accuracy(chip: Chip, unrolled: bool) -> str:
 
 
 def chip_seconds(
-    chip: Chip, float32: bool, unrolled: bool, flops: float, moved_bytes: float
+    chip: Chip,
+    float32: bool,
+    unrolled: bool,
+    flops: float,
+    moved_bytes: float,
+    float8_flops: float = 0.0,
 ) -> dict[str, float]:
     """Return how long a chip computes, and how long it waits for its memory besides.
 
-    moved_bytes  bytes of the operands and results of products, and of the updated state.
+    flops         of all products.
+    moved_bytes   bytes of the operands and results of products, and of the updated state. Operands
+                  in FP8 count in their compute dtype, in which they are read to be quantized.
+    float8_flops  of the products in FP8.
     """
     share = UNROLLED if unrolled else MEMORY
+    peak = chip.float32_flops if float32 else chip.flops
+    compute_s = (flops - float8_flops) / (COMPUTE * peak)
+    if float8_flops:
+        compute_s += float8_flops / (FLOAT8_COMPUTE * chip.float8_flops)
     return {
-        "compute": flops / (COMPUTE * (chip.float32_flops if float32 else chip.flops)),
+        "compute": compute_s,
         "memory": moved_bytes / (share * chip.memory_bandwidth),
     }

@@ -156,6 +156,8 @@ def time_table(plan: Plan) -> Group:
         duration = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours"
         steps.append((f"{line}{duration} to {plan.tokens:.3g} tokens", f"{1e3 * seconds:,.3g}"))
     note = f"Accuracy: {rates.accuracy(p.chip, p.unrolled)}. {TIME_RULE} {hardware.MFU_RULE}"
+    if plan.config.model.matmul_dtype == "float8":
+        note += f" FP8 products reach {rates.FLOAT8_COMPUTE:.0%} of their peak, not measured."
     return table("Time of a step", ("resource", "ms"), rows, steps, note=note)
 
 

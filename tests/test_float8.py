@@ -15,12 +15,11 @@ import float8
 import hardware
 import model
 import sharded_model
-import train
 import utils
 import weights
 from common import batch_of, canonical, config_of, mesh_of, on_mesh
 from kernels import choice
-from planning import cost
+from planning import cost, rates
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -86,7 +85,7 @@ def test_products_and_gradients_are_those_of_the_rounded_arrays():
     """e4m3 for activations and weights, e5m2 for gradients; sums in float32."""
     (x, a, b, g, h), results = products()
     arrays = [rounded(v, E4M3) for v in (x, a, b)] + [rounded(v, E5M2) for v in (g, h)]
-    for result, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected(*arrays))):
+    for result, exact in zip(*map(jax.tree.leaves, (results, expected(*arrays))), strict=True):
         np.testing.assert_allclose(
             result.reshape(exact.shape), exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max()
         )
@@ -98,7 +97,9 @@ def test_products_and_gradients_are_near_the_exact_ones():
     relative = [ROUNDING[E4M3] * 2.1] * 2 + [(ROUNDING[E4M3] + ROUNDING[E5M2]) * 1.1] * 3
     bounds = jax.tree.leaves(expected(*map(np.abs, arrays)))
     exact = jax.tree.leaves(expected(*arrays))
-    for result, y, bound, share in zip(jax.tree.leaves(results), exact, bounds, relative):
+    for result, y, bound, share in zip(
+        jax.tree.leaves(results), exact, bounds, relative, strict=True
+    ):
         error = np.abs(result.reshape(y.shape) - y)
         assert (error <= share * bound).all()
         # Independent errors of the terms cancel in part.
@@ -157,3 +158,45 @@ def test_a_step_on_a_mesh_is_near_that_of_one_device_and_differs_from_float32():
     assert abs(loss - sharded_loss) < 1e-3 * loss
     assert 1e-6 < abs(loss - exact_loss) < 1e-2 * loss
     assert distance(sharded, one) < 0.05 < distance(one, exact) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("platform", "chip", "runs"),
+    [
+        ("cpu", None, True),
+        ("gpu9", "h100", True),
+        ("gpu10", None, True),
+        ("gpu8", "a100", False),
+        ("gpu8", None, False),
+        ("gpugfx942", None, False),
+        ("tpu", "v6e", False),
+        ("tpu", None, True),
+    ],
+)
+def test_float8_is_refused_where_the_hardware_has_none(platform, chip, runs):
+    chip = chip and hardware.CHIPS[chip]
+    assert not choice.uses_float8(config_of(), platform, chip)
+    config = config_of(matmul_dtype="float8")
+    if runs:
+        assert choice.uses_float8(config, platform, chip)
+        return
+    name = chip.name if chip else platform
+    with pytest.raises(utils.ConfigError, match=f"no FP8 products on {name}.*matmul_dtype compute"):
+        choice.uses_float8(config, platform, chip)
+    if chip:
+        with pytest.raises(utils.ConfigError, match="no FP8 products on"):
+            cost.predict(config, chip)
+
+
+def test_the_plan_has_products_in_float8_at_their_own_rate():
+    h100, sizes = hardware.CHIPS["h100"], {"compute_dtype": "bfloat16", "n_shared_experts": 0}
+    before = cost.predict(config_of(**sizes), h100)
+    plan = cost.predict(config_of(**sizes, matmul_dtype="float8"), h100)
+    assert plan.flops_per_chip == before.flops_per_chip
+    flops = sum(plan.flops["mlp float8"].values())
+    rows, D, F, layers = 16 * 16, 48, 72, 4
+    assert flops == 3 * 2 * 3 * rows * D * F * layers
+    saved = flops / (rates.COMPUTE * h100.flops) - flops / (
+        rates.FLOAT8_COMPUTE * h100.float8_flops
+    )
+    assert before.seconds["compute"] - plan.seconds["compute"] == pytest.approx(saved)
