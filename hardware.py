@@ -115,6 +115,29 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
+def uses_float8(config: utils.Config, platform: str, chip: Chip | None) -> bool:
+    """Return whether `--model.matmul_dtype` selects products in FP8. CPUs emulate them.
+
+    platform  as platform_of names it.
+    chip      None for a CPU or a chip without figures, of which a TPU may have FP8 products.
+    Raises    ConfigError for a chip that has none.
+    """
+    if config.model.matmul_dtype != "float8":
+        return False
+    generation = platform.removeprefix("gpu")
+    if platform.startswith("gpu"):
+        runs = generation.isdigit() and int(generation) >= 9
+    else:
+        runs = chip is None or chip.float8_flops > 0
+    if not runs:
+        raise ConfigError(
+            f"--model.matmul_dtype float8: no FP8 products on {chip.name if chip else platform}. "
+            "They need an NVIDIA GPU of compute capability 9.0 or later (Hopper), or a TPU v7x. "
+            "Use --model.matmul_dtype compute."
+        )
+    return True
+
+
 def topology(chip: Chip, chips: int) -> str:
     """Return the shape of a slice, as 2x4x4.
 

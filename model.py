@@ -346,16 +346,23 @@ def swiglu(
 
     quantized  whether its products are in FP8.
     """
-    if quantized:
-        gate_bTf, up_bTf = float8.matmul(h_bTD, (gate, up), "mlp_in")
-    else:
-        gate_bTf, up_bTf = (matmul("bTD,Df->bTf", h_bTD, w) for w in (gate, up))
+    gate_bTf, up_bTf = products(h_bTD, (gate, up), quantized, "mlp_in")
     # Both products are named, and not their combination, whose gradient needs both of them.
     gate_bTf, up_bTf = checkpoint_name((gate_bTf, up_bTf), "hidden")
-    hidden_bTf = jax.nn.silu(gate_bTf) * up_bTf
+    [partial_bTD] = products(jax.nn.silu(gate_bTf) * up_bTf, (down,), quantized)
+    return partial_bTD
+
+
+def products(
+    x_bTi: jax.Array, ws: tuple[jax.Array, ...], quantized: bool, name: str = float8.RESIDUAL
+) -> tuple[jax.Array, ...]:
+    """Return x @ w for each matrix w [i, o], in FP8 or in the dtype of x.
+
+    name  of x in FP8 in `train.remat`
+    """
     if quantized:
-        return float8.matmul(hidden_bTf, (down,))[0]
-    return matmul("bTf,fD->bTD", hidden_bTf, down)
+        return float8.matmul(x_bTi, ws, name)
+    return tuple(matmul("bTi,io->bTo", x_bTi, w) for w in ws)
 
 
 @jax.named_scope("moe")

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import hardware
 import utils
-from kernels.choice import choose_kernel, uses_float8
+from kernels.choice import choose_kernel
 from planning import compiler, cost, report, search, targets
 from planning.results import SEARCHED_FLAGS, Plan, gib
 from runtime import cli, errors
@@ -77,7 +77,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
     config = utils.for_platform(config, hardware.platform_of(chip))
     choose_kernel(config, hardware.platform_of(chip))
-    uses_float8(config, hardware.platform_of(chip), chip)
+    hardware.uses_float8(config, hardware.platform_of(chip), chip)
     if flags.compile:
         targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)

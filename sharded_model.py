@@ -25,7 +25,7 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
-from kernels.choice import choose_kernel, uses_float8
+from kernels.choice import choose_kernel
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -313,7 +313,7 @@ def loss_and_gradients(
     """
     m, chip = config.model, hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
-    options = options._replace(quantized=uses_float8(config, platform(mesh), chip))
+    options = options._replace(quantized=hardware.uses_float8(config, platform(mesh), chip))
     unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:

@@ -1,13 +1,10 @@
-"""Which attention kernel runs on a platform, and whether FP8 products can.
-
-attention.attend takes the name of the kernel.
+"""Which attention kernel runs on a platform: attention.attend takes its name.
 
 A tile is the positions that a kernel loads at once.
 """
 
 import utils
 from attention import kind_of
-from hardware import Chip
 from kernels.adapter import GPU_KERNELS, GPU_TILE
 from kernels.splash import tile_size
 from utils import LANES, ConfigError
@@ -79,29 +76,6 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     elif platform == "gpu8" and (wide != narrow or wide > 128):
         return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
-
-
-def uses_float8(config: utils.Config, platform: str, chip: Chip | None) -> bool:
-    """Return whether `--model.matmul_dtype` selects products in FP8. CPUs emulate them.
-
-    platform  as hardware.platform_of names it.
-    chip      None for a CPU or a chip without figures, of which a TPU may have FP8 products.
-    Raises    ConfigError for a chip that has none.
-    """
-    if config.model.matmul_dtype != "float8":
-        return False
-    generation = platform.removeprefix("gpu")
-    if platform.startswith("gpu"):
-        runs = generation.isdigit() and int(generation) >= 9
-    else:
-        runs = chip is None or chip.float8_flops > 0
-    if not runs:
-        raise ConfigError(
-            f"--model.matmul_dtype float8: no FP8 products on {chip.name if chip else platform}. "
-            "They need an NVIDIA GPU of compute capability 9.0 or later (Hopper), or a TPU v7x. "
-            "Use --model.matmul_dtype compute."
-        )
-    return True
 
 
 def window(config: utils.Config) -> int:

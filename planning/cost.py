@@ -32,7 +32,7 @@ import sharded_model
 import vocabulary
 import weights
 from hardware import Chip, platform_of
-from kernels.choice import choose_kernel, computed_share, uses_float8
+from kernels.choice import choose_kernel, computed_share
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
@@ -439,7 +439,7 @@ def predict(
     Raises    ConfigError if the model does not divide over the mesh, or attention cannot run.
     """
     step = Step(config, platform or platform_of(chip), shared)
-    uses_float8(config, step.platform, chip)
+    hardware.uses_float8(config, step.platform, chip)
     t = config.train
     flops, held, sends = flops_by_part(step), memory(step), traffic(step, chip)
     by_axes: Counter = Counter()

@@ -4,6 +4,7 @@ Letters: K contracted, N the width of the result, n rows.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,7 @@ import sharded_model
 import utils
 import weights
 from common import batch_of, canonical, config_of, mesh_of, on_mesh
-from kernels import choice
-from planning import cost, rates
+from planning import cost, kernel_time, rates
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -175,14 +175,14 @@ def test_a_step_on_a_mesh_is_near_that_of_one_device_and_differs_from_float32():
 )
 def test_float8_is_refused_where_the_hardware_has_none(platform, chip, runs):
     chip = chip and hardware.CHIPS[chip]
-    assert not choice.uses_float8(config_of(), platform, chip)
+    assert not hardware.uses_float8(config_of(), platform, chip)
     config = config_of(matmul_dtype="float8")
     if runs:
-        assert choice.uses_float8(config, platform, chip)
+        assert hardware.uses_float8(config, platform, chip)
         return
     name = chip.name if chip else platform
     with pytest.raises(utils.ConfigError, match=f"no FP8 products on {name}.*matmul_dtype compute"):
-        choice.uses_float8(config, platform, chip)
+        hardware.uses_float8(config, platform, chip)
     if chip:
         with pytest.raises(utils.ConfigError, match="no FP8 products on"):
             cost.predict(config, chip)
@@ -200,3 +200,16 @@ def test_the_plan_has_products_in_float8_at_their_own_rate():
         rates.FLOAT8_COMPUTE * h100.float8_flops
     )
     assert before.seconds["compute"] - plan.seconds["compute"] == pytest.approx(saved)
+
+
+def test_a_compiled_product_counts_at_the_rate_of_its_operands():
+    text = """ENTRY %main (x: f8e4m3fn[8192,2048], w: f8e5m2[2048,2048]) -> bf16[8192,2048] {
+  %x = f8e4m3fn[8192,2048]{1,0} parameter(0)
+  %w = f8e5m2[2048,2048]{1,0} parameter(1)
+  ROOT %y = (bf16[8192,2048]{1,0}, s8[4096]{0}) custom-call(%x, %w), """
+    text += 'custom_call_target="__cublas$lt$matmul$f8", "lhs_contracting_dimensions":["1"]\n}\n'
+    wide = re.sub(r"f8e\w+", "bf16", text)
+    h100, flops = hardware.CHIPS["h100"], 2 * 8192 * 2048 * 2048
+    for program, rate in ((text, 0.581 * h100.float8_flops), (wide, 0.647 * h100.flops)):
+        busy_s = kernel_time.estimate(program, h100).seconds - kernel_time.LAUNCH_S
+        assert busy_s == pytest.approx(flops / rate)
