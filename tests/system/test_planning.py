@@ -18,6 +18,7 @@ from conftest import ROOT
 from planning import compiler, targets
 from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
 from test_plan import JAXFORMER, SHARED
+from utils import changed
 
 V4, V5E, H100 = (hardware.CHIPS[name] for name in ("v4", "v5e", "h100"))
 needs_libtpu = pytest.mark.skipif(
@@ -98,6 +99,17 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
     for what in ("flops_per_chip", "memory_bytes_per_chip"):
         assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
     assert "__cudnn$fmhaSoftmaxBackward" in text
+
+
+@pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
+def test_all_products_of_feed_forward_layers_are_float8_calls_of_cublas(monkeypatch):
+    # Without a device the compiler does not time kernels, and takes Triton's for some products.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    config = make_compiled.config_of("gpu-dense-124m")
+    config = changed(config, {"model.matmul_dtype": "float8", "train.remat": "none"})
+    _, text = compiler.compile_step(config, H100, "")
+    calls = text.count('custom_call_target="__cublas$lt$matmul$f8"')
+    assert calls == 3 * 3 * config.model.num_hidden_layers
 
 
 LARGE = {"train": {"global_batch_size": 512, "seq_len": 1024}, "hidden_size": 1024}
