@@ -295,7 +295,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
 
     On a TPU v4 these overlap all-gathers and all-to-alls with computation, which by default they
     block. Later TPUs reject the options or gain nothing. On GPUs products are those of cuBLAS: they
-    add to a gradient in place, which those of Triton do not (docs/measured.md).
+    add to a gradient in place, which those of Triton do not (docs/measured.md), and multiply in FP8
+    what float8.py has quantized.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":

@@ -102,9 +102,7 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
 
 
 @pytest.mark.skipif(bool(targets.missing(H100)), reason="no compiler for GPUs is installed")
-def test_all_products_of_feed_forward_layers_are_float8_calls_of_cublas(monkeypatch):
-    # Without a device the compiler does not time kernels, and takes Triton's for some products.
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+def test_all_products_of_feed_forward_layers_are_float8_calls_of_cublas():
     config = make_compiled.config_of("gpu-dense-124m")
     config = changed(config, {"model.matmul_dtype": "float8", "train.remat": "none"})
     _, text = compiler.compile_step(config, H100, "")
