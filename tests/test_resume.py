@@ -154,6 +154,7 @@ def test_settings_that_weights_do_not_depend_on_may_differ_and_all_others_are_na
     names = ["capacity_factor", "eval_capacity_factor", "aux_loss_alpha", "z_loss", "dropout"]
     free = dict.fromkeys([*names, "router_bias_update_speed"], 0.5)
     free |= {"experts_layout": "sharded", "compute_dtype": "float32", "attention_kernel": "xla"}
+    free |= {"matmul_dtype": "float8"}
     other = dataclasses.replace(utils.Model(), **free)
     resume.check_same_model(Path("a"), utils.Model(), other)
     for name in utils.settings_of(utils.Model).keys() - free.keys():
