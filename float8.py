@@ -4,8 +4,8 @@ All three products of a weight, y = x w and the gradients of x and w, multiply F
 accumulate in float32. A tensor has one scale, from its own largest element (tensorwise current
 scaling), on each rank by itself. A scale is a power of two, so scaling itself rounds nothing:
 
-- Of a number the relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, if it is above 2^-14 in
-  e4m3 or 2^-30 in e5m2 of the largest one. The absolute error of smaller ones is at most that of
+- Of a number the relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, if it is above 2^-13 in
+  e4m3 or 2^-28 in e5m2 of the largest one. The absolute error of smaller ones is at most that of
   these.
 - Two meshes, whose ranks have other scales, round alike but for such small numbers. No collective
   is needed.
