@@ -28,8 +28,9 @@ RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")  # that TPU_CASES are compiled for; GPU_CASES for h100
 NAMES = "latents,attention_out,expert_in,expert_hidden"
 DENSE_NAMES = "latents,attention,attention_out,mlp_in,hidden"
-# Widths of moe_1b when its programs for TPUs were recorded.
-FORMER = "--model.moe_intermediate_size 544 --model.intermediate_size 2816"
+# Settings of configs when their programs for TPUs were recorded.
+CHUNK = "--train.loss_chunk_tokens 2048"
+FORMER = f"--model.moe_intermediate_size 544 --model.intermediate_size 2816 {CHUNK}"
 ALONE = "--mesh.virtual 1 --train.microbatches 16 --train.remat none --optimizer.name muon"
 
 # NAME CONFIG [FSDP,PIPELINE,TENSOR] FLAGS
@@ -51,16 +52,16 @@ moe-dropless-gathered-16x2x1 moe_1b 16,2,1 {FORMER} --mesh.virtual 1 --model.cap
 jaxformer-prefix-untied-gathered-4x2x4 jaxformer_1b 4,2,4 --model.num_hidden_layers 60 \
  --model.first_k_dense_replace 12 --model.experts_layout sharded --model.no-tie_word_embeddings \
  --train.remat full
-dense-full-layer-32x1x1 dense_1b 32,1,1 --train.microbatches 8 --train.remat full \
+dense-full-layer-32x1x1 dense_1b 32,1,1 {CHUNK} --train.microbatches 8 --train.remat full \
  --fsdp.gather layer
-dense-names-4x4x2 dense_1b 4,4,2 --train.microbatches 16 --train.remat {DENSE_NAMES}
-dense-full-8x1x4 dense_1b 8,1,4 --train.microbatches 4 --train.remat full
+dense-names-4x4x2 dense_1b 4,4,2 {CHUNK} --train.microbatches 16 --train.remat {DENSE_NAMES}
+dense-full-8x1x4 dense_1b 8,1,4 {CHUNK} --train.microbatches 4 --train.remat full
 llama-interleaved llama_1b
 qwen3-moe-full-interleaved qwen3_moe_1b --train.remat full
 jaxformer-none-xla jaxformer_1b --train.remat none --model.attention_kernel xla
-dense-names-xla-4x4x2 dense_1b 4,4,2 --train.microbatches 16 --train.remat {DENSE_NAMES} \
+dense-names-xla-4x4x2 dense_1b 4,4,2 {CHUNK} --train.microbatches 16 --train.remat {DENSE_NAMES} \
  --model.attention_kernel xla
-small-none-8x1x1 dense_124m 8,1,1 --train.microbatches 8 --train.global_batch_size 256 \
+small-none-8x1x1 dense_124m 8,1,1 {CHUNK} --train.microbatches 8 --train.global_batch_size 256 \
  --train.remat none
 """
 # gpu-moe-gathered is what a search finds for one host of 8 GPUs, with chunks of the loss that were

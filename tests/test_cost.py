@@ -40,8 +40,8 @@ COMPARED = [
     "gpu-moe-names-2x2x2-interleaved h100",
 ]
 BOUNDS = {"memory": 0.1, "time": 0.25}  # the others are exact but for rounding
-# Whose kernels take longer than planned: scores in memory; weights gathered and small products.
-SLOWER = ("gpu-dense-124m-xla", "gpu-dense-names-1x1x8", "gpu-moe-full-layer-16x1x1")
+# Whose kernels take longer than planned: scores in memory, and weights that each layer gathers.
+SLOWER = ("gpu-dense-124m-xla", "gpu-moe-full-layer-16x1x1")
 SECTIONS = {
     field.name: section
     for section in ("train", "mesh", "fsdp", "model")
@@ -67,7 +67,7 @@ def test_all_programs_are_recorded_in_the_form_that_is_written():
 def assert_predicted(key):
     name, chip = key.split()
     found = make_compiled.ratios(name, chip, RECORDED[key])
-    bounds = BOUNDS | {"time": 0.4} if name in SLOWER else BOUNDS
+    bounds = BOUNDS | {"time": 0.3} if name in SLOWER else BOUNDS
     assert not {part: r for part, r in found.items() if abs(r - 1) > bounds.get(part, 0.005)}
     config = make_compiled.config_of(name)
     assert math.prod(config.mesh.shape) == 1 or found.keys() - {"memory", "FLOPs", "time"}
