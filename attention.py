@@ -35,10 +35,10 @@ from jax.sharding import PartitionSpec
 
 import utils
 import weights
-from kernels.adapter import GPU_KERNELS, repeat_heads
-from kernels.cudnn import cudnn
-from kernels.splash import splash
-from kernels.triton import triton
+from device_kernels.adapter import GPU_KERNELS, repeat_heads
+from device_kernels.cudnn import cudnn
+from device_kernels.splash import splash
+from device_kernels.triton import triton
 from utils import BATCH_AXES
 from weights import (
     RESIDUAL_SCALE,
@@ -458,7 +458,7 @@ def attend(
     For train.remat, the result and the other residuals of a kernel have the name "attention".
 
     segments_bS  index of each position's document; None if a window is one document.
-    kernel       xla, or what kernels/choice.py has chosen.
+    kernel       xla, or what device_kernels/choice.py has chosen.
     window       positions that a query attends to, with its own; 0 for all earlier ones.
     """
     arrays = q_bTnA, k_bSyA, v_bSyW, segments_bS

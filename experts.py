@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import utils
-from kernels import grouped
+from device_kernels import grouped
 from utils import EXPERT_AXES
 from weights import RESIDUAL_SCALE, float32_product, matmul, normal, vary, varying, weight
 
@@ -234,7 +234,7 @@ def dropless_experts(
     Every rank of `axes` gets the tokens of all of them, and adds what its experts, or its slices of
     all experts, contribute. So no rank can receive more tokens than there are.
 
-    kernel       tiles, a kernel of kernels/grouped.py, or batched: see divide_load.
+    kernel       tiles, a kernel of device_kernels/grouped.py, or batched: see divide_load.
     Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
                  the result; axes are fsdp and tensor with expert parallelism, else tensor.
     """

@@ -31,7 +31,7 @@ import weights
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
 from dataset import Mixture, open_datasets
-from kernels.choice import describe_kernels
+from device_kernels.choice import describe_kernels
 from loop import Job, Loop, resumable
 from metrics import check_packages
 from model import Transformer

@@ -18,7 +18,7 @@ A value whose name starts with `partial_` is still to be reduced over ranks.
 
 Words with one meaning each:
     block         a group of consecutive layers, as Block declares it
-    tile          rows or positions that are multiplied at once: experts.py, kernels/
+    tile          rows or positions that are multiplied at once: experts.py, device_kernels/
     model chunk   a virtual stage of a pipeline rank: schedule.py, where it is `chunk`
     chunk         in the loss, tokens whose logits exist at once: vocabulary.py
     schedule      of a pipeline; an optimizer has learning rates
@@ -230,7 +230,7 @@ class ForwardOptions(NamedTuple):
     seed: int
     capacity_factor: float  # see experts.expert_capacity; 0: dropless
     dropout: float = 0.0
-    attention_kernel: str = "xla"  # this and the next two: see kernels/choice.py
+    attention_kernel: str = "xla"  # this and the next two: see device_kernels/choice.py
     experts_kernel: str = "tiles"
     fused_loss: bool = False
     ordered: bool = False  # whether collectives wait for loops: runtime/collective_order.py

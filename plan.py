@@ -21,7 +21,7 @@ from rich.console import Console
 
 import hardware
 import utils
-from kernels.choice import choose_experts_kernel, choose_kernel
+from device_kernels.choice import choose_experts_kernel, choose_kernel
 from planning import compiler, cost, report, search, targets
 from planning.results import SEARCHED_FLAGS, Plan, gib
 from runtime import cli, errors

@@ -25,7 +25,7 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
-from kernels.choice import choose_experts_kernel, choose_kernel, fuses_loss
+from device_kernels.choice import choose_experts_kernel, choose_kernel, fuses_loss
 from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
@@ -298,7 +298,9 @@ def is_unrolled(config: Config, platform: str) -> bool:
             "--train.layers unrolled needs a single stage. Use --mesh.pipeline 1 --mesh.virtual 1, "
             "or --train.layers auto."
         )
-    return single and (layers == "unrolled" or (layers == "auto" and platform != "tpu"))
+    # XLA for CPUs would compute once what the backward pass of an unrolled layer repeats.
+    auto = platform.startswith("gpu") or (platform == "cpu" and not recomputes(config))
+    return single and (layers == "unrolled" or (layers == "auto" and auto))
 
 
 def forward_options(

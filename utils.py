@@ -263,7 +263,7 @@ class Train:
     # recomputation in the backward pass: none, full, or a comma-separated list of what to save
     remat: str = setting("none", resume="free")
     # without a pipeline: unrolled layers are faster, scanned ones compile sooner; auto: scanned on
-    # TPUs, and where the unrolled step does not fit
+    # TPUs, on CPUs that recompute, and where the unrolled step does not fit
     layers: Literal["auto", "unrolled", "scanned"] = setting("auto", resume="free")
     loss_chunk_tokens: int = setting(2048, resume="free")  # most tokens with logits at a time
     # the run stops after this many skipped steps in a row; a step is skipped if its loss or

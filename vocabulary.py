@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.cross_entropy import LEAST, cross_entropy
+from device_kernels.cross_entropy import LEAST, cross_entropy
 from utils import VOCABULARY_AXES
 from weights import Tree, float32_product, matmul, normal, vary, varying, weight
 
@@ -152,7 +152,7 @@ def chunked_loss(
     chunk by chunk, so that logits are neither residuals nor recomputed.
 
     vocabulary  size without padding.
-    fused       whether the gradient is that of kernels/cross_entropy.py: see choice.fuses_loss.
+    fused       whether the gradient is that of a kernel: see device_kernels/choice.py, fuses_loss.
     """
 
     def sums_of(chunk: tuple[jax.Array, ...]) -> jax.Array:

@@ -32,8 +32,8 @@ import sharded_model
 import utils
 import vocabulary
 import weights
+from device_kernels.choice import choose_experts_kernel, choose_kernel, computed_share
 from hardware import Chip, platform_of
-from kernels.choice import choose_experts_kernel, choose_kernel, computed_share
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction

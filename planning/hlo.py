@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import experts
-from kernels.adapter import GPU_TILE
-from kernels.grouped import counted_rows
+from device_kernels.adapter import GPU_TILE
+from device_kernels.grouped import counted_rows
 from utils import ConfigError
 
 Shape = tuple[str, tuple[int, ...]]  # element type and dims, as ("f32", (8, 16))

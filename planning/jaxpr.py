@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 import experts
-from kernels.grouped import counted_rows
+from device_kernels.grouped import counted_rows
 from utils import LANES, ConfigError
 
 Count = np.ndarray  # FLOPs or bytes, for each batch of Sizes

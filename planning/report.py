@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import hardware
-from kernels.choice import describe_kernels
+from device_kernels.choice import describe_kernels
 from planning import kernel_time, rates
 from planning.results import (
     CHIP_PARTS,

@@ -82,7 +82,7 @@ class Prediction:
     parameters: int
     active_parameters: int
     tokens_per_step: int
-    attention: str  # the kernel: see kernels/choice.py
+    attention: str  # the kernel: see device_kernels/choice.py
     memory_bytes_per_chip: int
     flops_per_chip: int
     model_flops_per_chip: float  # FLOPs of a step without waste: see cost.model_flops

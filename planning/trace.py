@@ -21,7 +21,7 @@ import model
 import pipeline
 import sharded_model
 import utils
-from kernels.choice import choose_experts_kernel, fuses_loss
+from device_kernels.choice import choose_experts_kernel, fuses_loss
 from planning import jaxpr
 from planning.jaxpr import Op, Program, Value
 from utils import MESH_AXES, TOKEN_AXES, Config

@@ -19,8 +19,8 @@ import reference
 import utils
 from common import config_of, mesh_of, relative_error
 from conftest import ROOT
-from kernels import adapter, choice
-from kernels.splash import splash_kernel
+from device_kernels import adapter, choice
+from device_kernels.splash import splash_kernel
 
 B, N, Y, A, W = 2, 8, 4, 24, 16
 SCALE = 0.3  # of scores: not 1 / sqrt(A)

@@ -13,7 +13,7 @@ import utils
 import vocabulary
 import weights
 from common import config_of, mesh_of, relative_error
-from kernels import choice, cross_entropy
+from device_kernels import choice, cross_entropy
 
 # Two blocks of the kernel, the second one incomplete and with padding ids.
 IDS, ROWS, D, TOKENS, Z = cross_entropy.BLOCK + 131, cross_entropy.BLOCK + 256, 6, 26, 0.03

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import experts
 import utils
 from common import config_of, mesh_of
-from kernels import choice, grouped
+from device_kernels import choice, grouped
 from planning import hlo, jaxpr
 from utils import EXPERT_AXES, MESH_AXES
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "kernels", "benchmarks", "data", "hf", "inference", "planning", "runtime"
+FOLDERS = "device_kernels", "benchmarks", "data", "hf", "inference", "planning", "runtime"
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS))
@@ -25,8 +25,8 @@ MOST_LINES, MOST_FLOORS = 600, 12
 # Of parts of the model.
 KERNELS_OF = {
     "routing": (),
-    "experts": ("kernels.grouped",),
-    "vocabulary": ("kernels.cross_entropy",),
+    "experts": ("device_kernels.grouped",),
+    "vocabulary": ("device_kernels.cross_entropy",),
 }
 
 
@@ -93,7 +93,7 @@ def test_only_commands_start_with_planning_or_benchmarks_and_planning_imports_no
     [
         ("runtime", ("runtime.", "utils", "data.manifest")),
         ("data", ("data.", "runtime.", "utils")),
-        ("kernels", ("kernels.", "attention", "experts", "weights", "utils")),
+        ("device_kernels", ("device_kernels.", "attention", "experts", "weights", "utils")),
         ("hf", ("hf.", "data.", "runtime.", "model", "weights", "utils")),
     ],
 )

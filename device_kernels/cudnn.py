@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.adapter import CUDNN, Kernel, call, private, repeat_heads
+from device_kernels.adapter import CUDNN, Kernel, call, private, repeat_heads
 
 
 def cudnn(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from kernels.adapter import SPLASH_BACKWARD, Kernel, call, private, swapped
+from device_kernels.adapter import SPLASH_BACKWARD, Kernel, call, private, swapped
 from utils import LANES
 
 TILE = 512  # positions of a tile, where that divides the sequence

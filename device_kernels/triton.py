@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.adapter import GPU_TILE, TRITON_BACKWARD, Kernel, call, private, repeat_heads
+from device_kernels.adapter import GPU_TILE, TRITON_BACKWARD, Kernel, call, private, repeat_heads
 
 
 def triton(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.adapter import foreign_p
+from device_kernels.adapter import foreign_p
 
 # Widths of the blocks that one program of a GPU multiplies, and the shared dimension of a step.
 # Three steps in flight fit in shared memory, even where it has only 100 KiB.

@@ -7,10 +7,10 @@ A tile is the positions that a kernel loads at once.
 
 import utils
 from attention import kind_of
+from device_kernels.adapter import GPU_KERNELS, GPU_TILE
+from device_kernels.grouped import ALIGNED
+from device_kernels.splash import tile_size
 from experts import uses_expert_parallelism
-from kernels.adapter import GPU_KERNELS, GPU_TILE
-from kernels.grouped import ALIGNED
-from kernels.splash import tile_size
 from utils import LANES, ConfigError
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": GPU_KERNELS}  # best first
@@ -98,7 +98,7 @@ def is_old_gpu(platform: str) -> bool:
 
 
 def fuses_loss(config: utils.Config, platform: str) -> bool:
-    """Return whether the loss and its gradient are one kernel: kernels/cross_entropy.py.
+    """Return whether the loss and its gradient are one kernel: device_kernels/cross_entropy.py.
 
     Its rows are complete, so the vocabulary is not sharded. As with attention, float32 and the
     choice of xla leave all operations to XLA.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.adapter import foreign_p
+from device_kernels.adapter import foreign_p
 
 LEAST = -1e30  # below any logit; unlike -inf it can be subtracted from itself
 # Ids that a program loads at once, and its warps. More than 32 registers in each of 1,024 threads
