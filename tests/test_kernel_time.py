@@ -26,3 +26,10 @@ def test_kernels_count_once_per_trip_with_the_slices_that_they_read_and_write():
     product_s = 2 * 64 * 4096 * 32 / (kernel_time.COMPUTE * slow.flops)
     seconds = product_s + (moved - product) / rate + kernels * launch_s
     assert kernel_time.estimate(read("gpu_kernels"), slow).seconds == pytest.approx(seconds)
+
+
+def test_products_of_float32_take_the_rate_of_float32():
+    text = read("gpu_kernels").replace("bf16[64,4096]", "f32[64,4096]")
+    chip = dataclasses.replace(hardware.CHIPS["h100"], float32_flops=1e9)
+    product_s = 2 * 64 * 4096 * 32 / (kernel_time.COMPUTE * chip.float32_flops)
+    assert kernel_time.estimate(text, chip).seconds == pytest.approx(product_s, rel=0.01)
