@@ -128,7 +128,8 @@ def config_of(row: str, toy: bool) -> Config:
     former = re.fullmatch(r"microbatch(\d+)", variant)
     sequences = 2 if toy else config.train.global_batch_size
     microbatches = 2 if toy else sequences // (int(former[1]) if former else MODELS[name])
-    values = {"model.compute_dtype": "bfloat16", "train.remat": "none"}
+    # Unrolled, so that a step that does not fit is out of memory, and not another row's.
+    values = {"model.compute_dtype": "bfloat16", "train.remat": "none", "train.layers": "unrolled"}
     values |= SETTINGS.get(variant, {})
     return on_one_device(changed(config, values), sequences, microbatches)
 
@@ -387,7 +388,7 @@ HEADER = (
 def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
     """Run rows until they are done or the time is over; return the rows that remain.
 
-    A row that its own limit stops remains, and the next one follows, except after `check`.
+    A row that its own limit stops remains, and the next one follows, except after GATES.
     Raises ConfigError if `machine` or `check` fails, unless --force is given.
     """
     deadline = time.monotonic() + 60 * flags.minutes

@@ -141,10 +141,10 @@ def test_a_row_has_the_settings_and_flags_of_its_name(monkeypatch):
         train = gpu.config_of(row, toy=False).train
         return train.layers, train.remat, train.global_batch_size // train.microbatches
 
-    assert values("dense_1b-none") == values("dense_1b-triton") == ("auto", "none", 32)
+    assert values("dense_1b-none") == values("dense_1b-triton") == ("unrolled", "none", 32)
     assert values("dense_1b-scanned") == ("scanned", "none", 32)
-    assert values("dense_1b-microbatch8") == ("auto", "none", 8)
-    assert values("dense_1b-full") == ("auto", "full", 32)
+    assert values("dense_1b-microbatch8") == ("unrolled", "none", 8)
+    assert values("dense_1b-full") == ("unrolled", "full", 32)
     assert gpu.config_of("dense_1b-fp8", toy=False).model.matmul_dtype == "float8"
     assert gpu.config_of("moe_1b-none", toy=False).model.capacity_factor == 1.5
     assert gpu.config_of("moe_1b-dropless", toy=True).model.capacity_factor == 0
