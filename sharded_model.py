@@ -284,20 +284,22 @@ def platform(mesh: Mesh) -> str:
 
 
 def schedule_of(config: Config) -> Schedule:
-    return Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+    """Return the schedule of the pipeline.
 
-
-def is_unrolled(config: Config, platform: str) -> bool:
-    """Return whether gradients are those of one_stage.py, with the layers unrolled.
-
-    Raises  ConfigError if that is selected for a pipeline.
+    Raises  ConfigError if unrolled layers are selected for a pipeline.
     """
-    layers, single = config.train.layers, schedule_of(config).single_stage
-    if layers == "unrolled" and not single:
+    schedule = Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+    if config.train.layers == "unrolled" and not schedule.single_stage:
         raise ConfigError(
             "--train.layers unrolled needs a single stage. Use --mesh.pipeline 1 --mesh.virtual 1, "
             "or --train.layers auto."
         )
+    return schedule
+
+
+def is_unrolled(config: Config, platform: str) -> bool:
+    """Return whether gradients are those of one_stage.py, with the layers unrolled."""
+    layers, single = config.train.layers, schedule_of(config).single_stage
     # XLA for CPUs would compute once what the backward pass of an unrolled layer repeats.
     auto = platform.startswith("gpu") or (platform == "cpu" and not recomputes(config))
     return single and (layers == "unrolled" or (layers == "auto" and auto))
