@@ -23,6 +23,7 @@ from utils import ConfigError
 
 GB, TERA = 10**9, 10**12
 GPUS_PER_HOST = 8  # of an HGX or DGX board, connected by NVLink
+MEMORY_SHARE = 0.92  # of a device's memory that JAX may allocate, by run.sh
 BF16_PASSES = 6  # of a TPU to multiply in float32
 
 
@@ -46,6 +47,10 @@ class Chip:
     @property
     def is_tpu(self) -> bool:
         return self.dims > 0
+
+    @property
+    def allocatable_bytes(self) -> float:
+        return MEMORY_SHARE * self.memory_bytes
 
 
 def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:

@@ -135,7 +135,7 @@ def run(config: Config) -> None:
             check_packages(config)
             config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
-            sharded_model.schedule_of(config)
+            train.jitted_step(config, declared, mesh)  # refuses what these devices cannot run
             (data, val), directory = open_datasets(config), run_directory.of(config)
             is_new = not directory.saved_steps()
             settings = dataclasses.asdict(config) | data.stored()

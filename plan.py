@@ -89,6 +89,8 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
         config = result.best[0].config
     cli.check(config)
     predicted = cost.predict(config, chip)
+    if not predicted.unrolled:  # as chosen, or because the unrolled step does not fit
+        config = utils.changed(config, {"train.layers": "scanned"})
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
     name = str(flags.config or "defaults")
     return Plan(config, predicted, name, chip, tokens, search=result)

@@ -35,7 +35,6 @@ from runtime.console import log
 from utils import GIB, MESH_AXES, Config, ConfigError
 
 AHEAD_STEPS = 4  # steps whose batches are prepared in advance
-MEMORY_SHARE = 0.92  # of a device's memory that JAX may allocate, by run.sh
 NORMS = 128  # steps whose gradient norms define a spike
 MIN_NORMS = 16  # with fewer, no step is a spike
 
@@ -425,7 +424,7 @@ def usable_bytes(mesh: Mesh) -> float:
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
         return limit
     chip = hardware.chip_of_kind(device.device_kind)
-    return MEMORY_SHARE * chip.memory_bytes if chip else 0
+    return chip.allocatable_bytes if chip else 0
 
 
 def planned_bytes(step: Any) -> int:

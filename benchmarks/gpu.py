@@ -41,6 +41,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -385,8 +386,19 @@ HEADER = (
 )
 
 
+KEY = ("toy", "gpu", "settings")
+
+
+def key_of(row: str, toy: bool, gpu: str | None) -> list:
+    """Return the values of KEY, which tell whether a record is of the same run."""
+    settings = "" if row in GATES else repr(config_of(row, toy))
+    return [toy, gpu, zlib.crc32(settings.encode())]
+
+
 def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) -> list[str]:
     """Run rows until they are done or the time is over; return the rows that remain.
+
+    Records of other settings, as an earlier version had them, do not count.
 
     A row that its own limit stops remains, and the next one follows, except after GATES.
     Raises ConfigError if `machine` or `check` fails, unless --force is given.
@@ -394,10 +406,11 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
     deadline = time.monotonic() + 60 * flags.minutes
     gpu, folder = smi_value("name"), flags.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    own = [r for r in jsonl.read(flags.out) if (r["toy"], r["gpu"]) == (flags.toy, gpu)]
-    done = {r["row"]: r for r in own if r["status"] in ("ok", "memory")}
-    print(HEADER, flush=True)
     rows, stopped = [row for row in ROWS if row in (*GATES, *flags.names)], []
+    keys = {row: key_of(row, flags.toy, gpu) for row in rows}
+    found = [r for r in jsonl.read(flags.out) if r["status"] in ("ok", "memory")]
+    done = {r["row"]: r for r in found if keys.get(r["row"]) == [r.get(name) for name in KEY]}
+    print(HEADER, flush=True)
     for i, row in enumerate(rows):
         left = [other for other in rows[i:] if other not in done]
         if not (record := done.get(row)):
@@ -406,7 +419,7 @@ def run_rows(flags: argparse.Namespace, run: Callable[..., Record] = run_row) ->
             if len(left) > 1 and row not in GATES and not flags.toy:  # a CPU may be slow
                 limit_s = min(limit_s, ROWS[row].limit_s)
             started = time.time()
-            record = {"row": row, "toy": flags.toy, "gpu": gpu}
+            record = {"row": row} | dict(zip(KEY, keys[row], strict=True))
             record |= run(row, flags.toy, folder, limit_s)
             record["wall_s"] = time.time() - started
             jsonl.append(flags.out, [record])

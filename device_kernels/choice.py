@@ -56,9 +56,10 @@ def describe_kernel(config: utils.Config, platform: str) -> str:
 
 def describe_kernels(config: utils.Config, platform: str) -> str:
     """Describe the kernels of attention and of dropless experts, if there are any."""
+    where = " in evaluation" * (config.model.capacity_factor > 0)
     found = {
         "attention": describe_kernel(config, platform),
-        "dropless experts": describe_experts(config, platform),
+        f"dropless experts{where}": describe_experts(config, platform),
     }
     return ", ".join(f"{part} {kernel}" for part, kernel in found.items() if kernel)
 

@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from device_kernels.adapter import foreign_p
 
-# Widths of the blocks that one program of a GPU multiplies, and the shared dimension of a step.
-# Three steps in flight fit in shared memory, even where it has only 100 KiB.
-BLOCKS, STEP, STEPS = (128, 64, 32, 16), 64, 3
 ALIGNED = 16  # widths that a GPU's tensor cores can load are multiples of it
 LARGEST_TILE = 128
 # Widths of a TPU's blocks of a matrix and of its gradient, which fit in its memory for vectors: all
@@ -113,125 +109,20 @@ def counted_rows(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-# --- NVIDIA GPUs ----------------------------------------------------------------------------------
-
-
-class _Span(NamedTuple):
-    """A block's positions in a dimension of `size`. The last block may reach over its end."""
-
-    begin: Any
-    length: int
-    size: int
-
-
-def _block(width: int) -> int:
-    """Return the block that pads a width least; of those, the largest."""
-    blocks = BLOCKS[:2] if width > BLOCKS[1] else BLOCKS
-    return min(blocks, key=lambda block: (-width % block, -block))
+# --- the kernels ----------------------------------------------------------------------------------
 
 
 def _triton(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions of a Pallas kernel that Triton compiles.
-
-    Programs that run at the same time share an expert's matrix and rows in the L2 cache, so tiles
-    and experts are the slowest dimension of a grid.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as gpu
-
-    # 256 threads for the largest blocks, of 64 sums each.
-    options = gpu.CompilerParams(num_warps=8 if tile == LARGEST_TILE else 4, num_stages=STEPS)
-
-    def part(ref: Any, first: tuple, rows: _Span, columns: _Span) -> tuple[Any, Any]:
-        """Return a block of the last two dimensions, and which of its elements exist."""
-        exists = None
-        for dim, span in enumerate((rows, columns)):
-            if span.size % span.length:
-                inside = span.begin + jnp.arange(span.length, dtype=jnp.int32) < span.size
-                inside = jnp.expand_dims(inside, 1 - dim)
-                exists = inside if exists is None else exists & inside
-        if exists is not None:
-            exists = jnp.broadcast_to(exists, (rows.length, columns.length))
-        return ref.at[*first, *(pl.ds(s.begin, s.length) for s in (rows, columns))], exists
-
-    def load(ref: Any, first: tuple, rows: _Span, columns: _Span) -> Any:
-        """Load a block, with zeros for what does not exist."""
-        block, exists = part(ref, first, rows, columns)
-        return gpu.load(block, mask=exists, other=None if exists is None else 0.0)
-
-    def store(ref: Any, first: tuple, rows: _Span, columns: _Span, value: Any) -> None:
-        block, exists = part(ref, first, rows, columns)
-        gpu.store(block, value.astype(ref.dtype), mask=exists)
-
-    def whole(a: Any) -> Any:
-        return pl.BlockSpec(a.shape, lambda *_: (0,) * a.ndim)
+    """Return the functions of grouped_triton.py."""
+    from device_kernels import grouped_triton
 
     def run_rows(x: Any, w: Any, tiles: Tiles, transposed: bool, interpret: bool) -> Any:
-        (p, D), experts, Z = x.shape, w.shape[0], w.shape[1 if transposed else 2]
-        block, step = _block(Z), min(STEP, _block(D))
-        all_rows = _Span(0, tile, tile)
-
-        def body(x: Any, w: Any, expert: Any, y: Any) -> None:
-            e, columns = expert[0], _Span(pl.program_id(0) * block, block, Z)
-
-            def add(i: Any, total: Any) -> Any:
-                shared, one = _Span(i * step, step, D), (jnp.minimum(e, experts - 1),)
-                matrix = (columns, shared) if transposed else (shared, columns)
-                loaded = load(x, (), all_rows, shared), load(w, one, *matrix)
-                return total + gpu.dot(*loaded, trans_b=transposed)
-
-            # Not jnp.where, which Triton's lowering turns into a truth value.
-            steps = (e < experts).astype(jnp.int32) * pl.cdiv(D, step)
-            zero = jnp.zeros((tile, block), jnp.float32)
-            store(y, (), all_rows, columns, lax.fori_loop(0, steps, add, zero))
-
-        def rows_of(width: int) -> Any:
-            return pl.BlockSpec((tile, width), lambda j, i: (i, 0))
-
-        return pl.pallas_call(
-            body,
-            grid=(pl.cdiv(Z, block), p // tile),
-            in_specs=[rows_of(D), whole(w), pl.BlockSpec((1,), lambda j, i: (i,))],
-            out_specs=rows_of(Z),
-            out_shape=jax.ShapeDtypeStruct((p, Z), x.dtype),
-            compiler_params=options,
-            interpret=interpret,
-            name="grouped_rows",
-        )(x, w, tiles.expert_i)
+        return grouped_triton.rows(tile, x, w, tiles.expert_i, transposed, interpret)
 
     def run_matrices(x: Any, y: Any, tiles: Tiles, interpret: bool) -> Any:
-        (p, D), Z, experts = x.shape, y.shape[1], tiles.first_e.size - 1
-        blocks, step = (_block(D), _block(Z)), min(STEP, tile)
-
-        def body(x: Any, y: Any, first: Any, w: Any) -> None:
-            e = pl.program_id(2)
-            left = _Span(pl.program_id(1) * blocks[0], blocks[0], D)
-            right = _Span(pl.program_id(0) * blocks[1], blocks[1], Z)
-
-            def add(i: Any, total: Any) -> Any:
-                rows = _Span(i * step, step, p)
-                loaded = load(x, (), rows, left), load(y, (), rows, right)
-                return total + gpu.dot(*loaded, trans_a=True)
-
-            begin, end = (gpu.load(first.at[e + i]) * (tile // step) for i in range(2))
-            zero = jnp.zeros(blocks, jnp.float32)
-            store(w, (), left, right, lax.fori_loop(begin, end, add, zero))
-
-        return pl.pallas_call(
-            body,
-            grid=(pl.cdiv(Z, blocks[1]), pl.cdiv(D, blocks[0]), experts),
-            in_specs=[whole(x), whole(y), whole(tiles.first_e)],
-            out_specs=pl.BlockSpec((None, D, Z), lambda j, i, e: (e, 0, 0)),
-            out_shape=jax.ShapeDtypeStruct((experts, D, Z), x.dtype),
-            compiler_params=options,
-            interpret=interpret,
-            name="grouped_matrices",
-        )(x, y, tiles.first_e)
+        return grouped_triton.matrices(tile, x, y, tiles.first_e, interpret)
 
     return run_rows, run_matrices
-
-
-# --- TPUs -----------------------------------------------------------------------------------------
 
 
 def _megablox(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -449,8 +449,12 @@ def predict(
     """
     step = Step(config, platform or platform_of(chip), shared)
     hardware.uses_float8(config, step.platform, chip)
-    t = config.train
-    flops, held, sends = flops_by_part(step), memory(step), traffic(step, chip)
+    t, held = config.train, memory(step)
+    too_large = chip and sum(held.values()) > chip.allocatable_bytes
+    if too_large and step.unrolled and t.layers == "auto":  # as train.compile_step falls back
+        scanned = utils.changed(config, {"train.layers": "scanned"})
+        return predict(scanned, chip, platform, shared)
+    flops, sends = flops_by_part(step), traffic(step, chip)
     by_axes: Counter = Counter()
     for sent in sends:
         by_axes["+".join(sent.axes)] += float(sent.result_bytes)

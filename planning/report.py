@@ -86,7 +86,7 @@ def header(plan: Plan) -> str:
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {plan.chip_name}, mesh {c.mesh}, virtual {c.mesh.virtual}, "
         f"{c.train.microbatches} microbatches, remat {c.train.remat}, gather {c.fsdp.gather}, "
-        f"{kernels}",
+        f"layers {'unrolled' if p.unrolled else 'scanned'}, {kernels}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
     if plan.chip and plan.chip.is_tpu and p.chips not in hardware.TOPOLOGIES[plan.chip.dims]:

@@ -68,6 +68,15 @@ def test_a_failed_row_does_not_end_the_others_and_runs_again_alone(run_rows, cap
     assert capsys.readouterr().out.count("fine") == 4  # machine, check and a row, from the file
 
 
+def test_a_row_of_other_settings_runs_again(run_rows, monkeypatch):
+    rows, called = run_rows
+    rows("dense_1b-full", "dense_1b-none")
+    called.clear()
+    monkeypatch.setitem(gpu.SETTINGS, "full", {"train.remat": "attention"})
+    rows("dense_1b-full", "dense_1b-none")
+    assert called == ["dense_1b-full"]
+
+
 def test_a_failed_check_ends_the_others_unless_forced(run_rows):
     rows, called = run_rows
     with pytest.raises(ValueError, match=r"row check did not pass.*--force"):

@@ -286,6 +286,19 @@ def test_an_unknown_chip_is_planned_as_its_platform_runs_and_gets_no_times():
     assert "no figures" in p.line()
 
 
+def test_a_plan_has_scanned_layers_if_unrolled_ones_do_not_fit():
+    config, chip = config_of(blocks=3), hardware.CHIPS["h100"]
+    needed = cost.predict(config, chip).memory_bytes_per_chip
+    for layers, fits, unrolled in (
+        ("auto", True, True),
+        ("auto", False, False),
+        ("unrolled", False, True),
+    ):
+        one = utils.changed(config, {"train.layers": layers})
+        size = int(needed / hardware.MEMORY_SHARE) + (1 if fits else -1000)
+        assert cost.predict(one, dataclasses.replace(chip, memory_bytes=size)).unrolled == unrolled
+
+
 def test_bytes_sent_follow_from_the_size_of_the_result():
     whole = {"all-gather": 7, "all-reduce": 14, "all-to-all": 7, "collective-permute": 8}
     for kind, sent in (whole | {"reduce-scatter": 7}).items():

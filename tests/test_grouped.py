@@ -49,11 +49,17 @@ def choices(loads):
 
 UNEVEN = choices([0.05, 0.9, 0, 0.05])
 EVEN = choices([0.25] * 4)
+OF_TWO = np.broadcast_to(np.int32([1, 0]), (B, T, K))  # all choices may be of one rank
 
 
 @pytest.mark.parametrize(
     ("shape", "layout"),
-    [((1, 1, 1), "sharded"), ((2, 1, 2), "expert_parallel"), ((2, 1, 2), "sharded")],
+    [
+        ((1, 1, 1), "sharded"),
+        ((2, 1, 1), "expert_parallel"),
+        ((2, 1, 2), "expert_parallel"),
+        ((2, 1, 2), "sharded"),
+    ],
 )
 def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, layout):
     parallel = layout == "expert_parallel"
@@ -88,7 +94,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, la
     weights += [draw(3, E, D, G), draw(4, E, D, G), draw(5, E, G, D)]
     step = jax.jit(jax.grad(lambda w, c: loss(w, c, run), has_aux=True))
     with jax.default_matmul_precision("highest"):
-        for choice_btK in (UNEVEN, EVEN):
+        for choice_btK in (UNEVEN, EVEN, OF_TWO):
             found = step(weights, choice_btK)
             true = jax.grad(lambda w: loss(w, choice_btK, plain), has_aux=True)(weights)  # noqa: B023
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
@@ -221,5 +227,7 @@ def test_cpus_and_tpus_have_tiles_unless_a_kernel_is_selected_and_a_capacity_nee
     for kernel, platform in (("triton", "cpu"), ("megablox", "tpu")):
         chosen = config(experts_kernel=kernel, moe_intermediate_size=32)
         assert choice.choose_experts_kernel(chosen, platform) == kernel
+    only_evaluation = choice.describe_kernels(config(capacity_factor=1.0), "cpu")
+    assert only_evaluation == "attention xla, dropless experts in evaluation tiles"
     dense = config(capacity_factor=1.0, eval_capacity_factor=1.0)
     assert choice.describe_kernels(dense, "cpu") == "attention xla"

@@ -250,6 +250,12 @@ def test_invalid_settings_are_refused_in_one_line_with_the_fix(whole, data, runs
     assert not (runs / "a").exists()
 
 
+def test_what_the_devices_cannot_run_is_refused_before_data_are_read(runs, monkeypatch):
+    monkeypatch.setattr(sharded_model, "platform", lambda mesh: "gpu8")
+    with pytest.raises(ValueError, match="no FP8 products on gpu8"):
+        start(["--data.train", "missing"], runs, "a", "--model.matmul_dtype", "float8")
+
+
 def test_more_steps_keep_the_schedule_of_the_first_start_unless_it_ends_at_0(whole, data, runs):
     flags = [*FLAGS, *data, "--run.dir", str(runs), "--run.name"]
     more = [*flags, "whole", "--train.steps", "9", "--optimizer.schedule_steps", "0"]
