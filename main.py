@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoint
+import fit
 import hardware
 import model
 import optimizer
@@ -58,10 +59,10 @@ def parse(arguments: list[str] | None = None) -> Config:
     """Return the config from flags and --config, as `cli.parse` does.
 
     With --run.init_from and no [model] in --config, [model] defaults to that of the other run, or,
-    when this run resumes, to its own. A mesh that neither flags nor --config set is
-    utils.UNSET_MESH.
+    when this run resumes, to its own. Settings of utils.AUTO that neither flags nor --config set
+    are left open.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments, names = cli.split_auto(list(sys.argv[1:] if arguments is None else arguments))
     config, model = cli.parse(arguments, checked=False), None
     if config.run.init_from:
         source = run_directory.of(config)
@@ -69,12 +70,12 @@ def parse(arguments: list[str] | None = None) -> Config:
             source = run_directory.at(config.run.init_from)
         if (file := source.files / "config.toml").is_file():
             model = cli.load(file).model
-    if cli.sets_mesh(arguments):
-        return cli.parse(arguments, model=model)
     config = cli.parse(arguments, checked=False, model=model)
-    one = utils.Mesh(fsdp=1, pipeline=1, tensor=1)
-    cli.check(dataclasses.replace(config, mesh=one))  # what does not depend on the mesh
-    return dataclasses.replace(config, mesh=utils.UNSET_MESH)
+    auto = {name: value for name, value in utils.AUTO.items() if name not in names}
+    one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
+    # What does not depend on the devices is checked at once.
+    cli.check(utils.changed(config, {name: one.get(name, 1) for name in auto}))
+    return utils.changed(config, auto)
 
 
 def restore(
@@ -131,7 +132,7 @@ def run(config: Config) -> None:
     ):
         watchdog.phase("opening of the data")
         with distributed.shared_errors():
-            config, idle_devices = train.for_devices(config, jax.devices())
+            config, chosen = fit.for_devices(config, jax.devices())
             check_packages(config)
             config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
@@ -139,8 +140,8 @@ def run(config: Config) -> None:
             (data, val), directory = open_datasets(config), run_directory.of(config)
             is_new = not directory.saved_steps()
             settings = dataclasses.asdict(config) | data.stored()
-        if idle_devices:
-            log(idle_devices)
+        if chosen:
+            log(chosen)
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         shapes = train.abstract_state(config, declared, mesh)
         if r.init_from and is_new:

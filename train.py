@@ -6,7 +6,6 @@ Weights of model.declare, and the mesh.
 """
 
 import collections
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,13 +23,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hardware
-import model
 import sharded_model
 import utils
 import weights
 from model import Batch, Transformer
 from optimizer import LearningRates, learning_rate, make_optimizer
-from runtime import cli, errors
+from runtime import errors
 from runtime.console import log
 from utils import GIB, MESH_AXES, Config, ConfigError
 
@@ -41,71 +39,6 @@ MIN_NORMS = 16  # with fewer, no step is a spike
 Result = TypeVar("Result")
 
 # --- mesh -----------------------------------------------------------------------------------------
-
-
-def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, str]:
-    """Complete the config for the devices: compute dtype, and a mesh if none is set.
-
-    Of the meshes that divide this model and batch, those with the most devices are considered. On
-    simulated CPU devices the one with the smallest largest axis is chosen, to exercise every axis.
-    Elsewhere it is the one with the most fsdp ranks, then the most tensor ranks, which communicates
-    least.
-
-    Returns  (config, text about idle devices; empty without any).
-    Raises   ConfigError if devices of several processes fit no mesh.
-    """
-    config = utils.for_platform(config, devices[0].platform)
-    if config.mesh != utils.UNSET_MESH:
-        used = math.prod(config.mesh.shape)
-        return config, (
-            f"warning: the mesh has {used} of {len(devices)} devices; the others stay idle. Use "
-            "larger --mesh.fsdp, --mesh.pipeline or --mesh.tensor, or set none of them."
-        ) * (used < len(devices))
-    slices = len({slice_of(device) for device in devices})
-    per_slice, balanced = len(devices) // slices, devices[0].platform == "cpu"
-    # The mesh must include devices of every process.
-    fewest = per_slice if jax.process_count() > 1 else 1
-    for used in range(per_slice, fewest - 1, -1):
-        for mesh in candidate_meshes(used, slices, balanced):
-            candidate = dataclasses.replace(config, mesh=mesh)
-            if mesh_problem(candidate) is None:
-                return candidate, (
-                    f"the mesh {mesh} has {used * slices} of {len(devices)} devices, the most that "
-                    "divide this model and batch. Set --mesh.fsdp, --mesh.pipeline and "
-                    "--mesh.tensor to choose another."
-                ) * (used < per_slice)
-    best = dataclasses.replace(config, mesh=next(candidate_meshes(per_slice, slices, balanced)))
-    raise ConfigError(
-        f"no mesh over the {len(devices)} devices of {jax.process_count()} processes divides this "
-        f"model and batch, and none may stay idle. {mesh_problem(best)}"
-    )
-
-
-def candidate_meshes(devices: int, slices: int, balanced: bool) -> Iterator[utils.Mesh]:
-    """Yield meshes over this many devices of each slice, best first (see for_devices)."""
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    shapes = [(f, p, devices // (f * p)) for f in sizes for p in sizes if devices % (f * p) == 0]
-
-    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        fsdp, _, tensor = shape
-        return -max(shape) if balanced else 0, fsdp, tensor
-
-    for fsdp, pipeline, tensor in sorted(shapes, key=preference, reverse=True):
-        for virtual in (2, 1) if pipeline > 1 else (1,):
-            yield utils.Mesh(
-                replica=slices, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual
-            )
-
-
-def mesh_problem(config: Config) -> str | None:
-    """Return why the mesh does not fit this model and batch, or None if it does."""
-    try:
-        cli.check(config)
-        model.declare(config)
-        sharded_model.schedule_of(config)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -70,7 +70,8 @@ def setting(default: Any = dataclasses.MISSING, **named: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    # data parallel replicas, of all weights each, between slices; the batch is sharded over them
+    # data parallel replicas, of all weights each, between slices; the batch is sharded over them.
+    # main.py chooses each field of [mesh] for its devices unless it is set
     replica: int = 1
     fsdp: int = 2  # ranks that the batch and every matrix are sharded over
     pipeline: int = 2  # ranks that the layers are sharded over
@@ -97,7 +98,8 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:
-    # gather weights once per step (fastest), or per layer (least memory)
+    # gather weights once per step (fastest), or per layer (least memory); main.py chooses unless it
+    # is set
     gather: Literal["step", "layer"] = "step"
 
 
@@ -259,8 +261,10 @@ class Train:
     seed: int = 0  # of initial weights and dropout
     global_batch_size: int = 8  # sequences per step, on all devices
     seq_len: int = 256  # T, in tokens
-    microbatches: int = setting(4, resume="free")  # M: of global_batch_size / M sequences each
-    # recomputation in the backward pass: none, full, or a comma-separated list of what to save
+    # M: of global_batch_size / M sequences each; main.py chooses M unless it is set
+    microbatches: int = setting(4, resume="free")
+    # recomputation in the backward pass: none, full, or a comma-separated list of what to save;
+    # main.py chooses unless it is set
     remat: str = setting("none", resume="free")
     # without a pipeline: unrolled layers are faster, scanned ones compile sooner; auto: scanned on
     # TPUs, on CPUs that recompute, and where the unrolled step does not fit
@@ -358,8 +362,17 @@ class Config:
     profile: Profile = field(default_factory=Profile, metadata=rules(resume="free"))
 
 
-# Placeholder of a mesh that is not set, until the devices are known (train.for_devices).
-UNSET_MESH = Mesh(replica=0, fsdp=0, pipeline=0, tensor=0, virtual=0)
+# Settings that fit.for_devices chooses, with their values until the devices are known.
+AUTO: Mapping[str, Any] = {
+    "mesh.replica": 0,
+    "mesh.fsdp": 0,
+    "mesh.pipeline": 0,
+    "mesh.tensor": 0,
+    "mesh.virtual": 0,
+    "train.microbatches": 0,
+    "train.remat": "auto",
+    "fsdp.gather": "auto",
+}
 
 
 # --- settings by name ----------------------------------------------------------------------------
@@ -395,6 +408,11 @@ def changed(config: Any, values: Mapping[str, Any]) -> Any:
             value = changed(getattr(config, field_name), {rest: value})
         config = dataclasses.replace(config, **{field_name: value})
     return config
+
+
+def left_open(config: Config) -> frozenset[str]:
+    """Return the names of AUTO that have no value yet."""
+    return frozenset(name for name, value in AUTO.items() if get(config, name) == value)
 
 
 def for_platform(config: Config, platform: str) -> Config:

@@ -21,6 +21,7 @@ from hardware import Chip, platform_of
 from planning import cost
 from planning.results import (
     MESH_FLAGS,
+    SEARCHED_FLAGS,
     Candidate,
     MeshShape,
     SearchResult,
@@ -51,11 +52,17 @@ def meshes(chips: int, replica: int = 1) -> list[MeshShape]:
 
 
 def search(
-    config: Config, chip: Chip | None, chips: int, fixed: frozenset[str] = frozenset()
+    config: Config,
+    chip: Chip | None,
+    chips: int,
+    fixed: frozenset[str] = frozenset(),
+    quick: bool = False,
 ) -> SearchResult:
     """Find the best candidate of each mesh of `chips` chips.
 
     fixed   flags of SEARCHED_FLAGS that keep the config's value.
+    quick   without a progress bar, and only until fewer fsdp ranks are slower. They communicate
+            least, so that is usually after the first few meshes.
     Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
     sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
@@ -72,7 +79,11 @@ def search(
             "divide, or omit the mesh flags to search for a mesh."
         )
     best, least, rejected, tried = [], {}, {}, 0
-    for mesh in track(shapes, "meshes", console=Console(stderr=True), transient=True):
+    shapes.sort(reverse=True)
+    console = Console(stderr=True, quiet=quick)
+    for mesh in track(shapes, "meshes", console=console, transient=True):
+        if quick and is_slower(best, mesh):
+            break
         candidates, reason = candidates_on(config, chip, mesh, fixed)
         tried += len(candidates)
         if not candidates:
@@ -92,6 +103,31 @@ def search(
     return SearchResult(sorted(best, key=lambda one: one.order), rejected, tried)
 
 
+def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
+    """Return whether the last complete group of meshes, of equal fsdp, has not the best of `found`.
+
+    mesh  the next one, of the same group or of one with fewer fsdp ranks.
+    """
+    groups = [one.config.mesh.fsdp for one in found]
+    if not groups or groups[-1] == mesh[0]:
+        return False
+    return min(found, key=lambda one: one.order).config.mesh.fsdp != groups[-1]
+
+
+def fastest(
+    config: Config, chip: Chip, chips: int, left_open: frozenset[str]
+) -> tuple[Candidate, int]:
+    """Return the best candidate for settings that are left open, and how many were tried.
+
+    Raises  ConfigError as `search`.
+    """
+    fixed = frozenset(SEARCHED_FLAGS) - left_open
+    if "train.remat" in left_open:
+        config = utils.changed(config, {"train.remat": "none"})
+    result = search(config, chip, chips, fixed, quick=True)
+    return result.best[0], result.tried
+
+
 def candidates_on(
     config: Config, chip: Chip | None, mesh: MeshShape, fixed: frozenset[str]
 ) -> tuple[list[Candidate], str]:
@@ -103,8 +139,10 @@ def candidates_on(
         try:
             chosen = changed(config, values)
             keep = "train.remat" in fixed
-            policies = [config.train.remat] if keep else remat_policies(chosen, chip)
-            candidates.append(best_of([candidate(chosen, chip, policy) for policy in policies]))
+            one = candidate(chosen, chip, config.train.remat if keep else "none")
+            if not keep and not one.predicted.fits:  # else nothing is faster
+                one = best_of([candidate(chosen, chip, p) for p in remat_policies(chosen, chip)])
+            candidates.append(one)
         except ConfigError as error:
             reason = reason or str(error)
     return candidates, reason

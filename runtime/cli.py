@@ -137,11 +137,17 @@ def _with_home(config: Config) -> Config:
     return changed(config, {name: os.path.expanduser(get(config, name)) for name in paths})
 
 
-def sets_mesh(arguments: list[str]) -> bool:
-    """Return whether the flags, or the file of `--config`, set a field of the mesh."""
-    path, rest = _take_config_flag(arguments)
-    in_flags = any(argument.startswith("--mesh.") for argument in rest)
-    return in_flags or (path is not None and "mesh" in _read(path))
+def split_auto(arguments: list[str]) -> tuple[list[str], set[str]]:
+    """Return the arguments without flags of the value auto, and the names that the others and the
+    file of `--config` set.
+    """
+    path, _ = _take_config_flag(arguments)
+    of_file = flat(_read(path)).keys() if path else set()
+    value = rf"(?<=\0)--({'|'.join(map(re.escape, utils.AUTO))})[=\0]auto\0"
+    text = "\0".join(["", *arguments, ""])
+    rest = re.sub(value, "", text).split("\0")[1:-1]
+    flags = {argument.partition("=")[0].removeprefix("--") for argument in rest}
+    return rest, flags | of_file - set(re.findall(value, text))
 
 
 def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:

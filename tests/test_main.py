@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import checkpoint
+import fit
 import loop
 import main
 import metrics
@@ -23,6 +24,7 @@ import utils
 from common import config_of, mesh_of
 from conftest import ROOT
 from dataset import open_training
+from devices import chips
 from planning import cost
 from runtime import cli, jsonl, phases, resume, run_directory
 from runtime.errors import Stopped
@@ -271,8 +273,8 @@ def test_more_steps_keep_the_schedule_of_the_first_start_unless_it_ends_at_0(who
 
 
 def test_settings_that_do_not_depend_on_the_mesh_are_checked_without_one():
-    with pytest.raises(ValueError, match=r"--train\.global_batch_size 6 is not divisible"):
-        main.parse(["--train.global_batch_size", "6"])
+    with pytest.raises(ValueError, match=r"--model\.qk_rope_head_dim 3 is not divisible"):
+        main.parse(["--model.qk_rope_head_dim", "3"])
     flags = ["--model.num_hidden_layers", "24", "--mesh.pipeline", "5"]
     with pytest.raises(ValueError, match=r"layers 30, or --mesh.pipeline 1 or 2 or 3 or 4 or 6 or"):
         model.declare(cli.parse(flags, checked=False))
@@ -281,35 +283,12 @@ def test_settings_that_do_not_depend_on_the_mesh_are_checked_without_one():
 def test_the_example_configs_describe_runs_that_can_start_with_a_tuned_learning_rate():
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = cli.load(path)
-        assert train.mesh_problem(config) is None, path
+        assert fit.why_not(config) is None, path
         tunes = {"run.init_from": "runs/a"} if path.name == "tune.toml" else {}
         assert optimizer.learning_rate_warning(utils.changed(config, tunes)) == "", path
 
 
 # --- the mesh and its devices ---------------------------------------------------------------------
-
-
-class Chip(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
-def chips(platform, count, slices=1):
-    """Devices with the attributes that placement on a mesh reads, four on a host; TPUs are on a
-    torus of width 4. XLA numbers the hosts of CPUs and GPUs in `slice_index`.
-    """
-    tpu = platform == "tpu"
-    return [
-        Chip(
-            platform=platform,
-            device_kind="TPU v4" if tpu else "host",
-            id=i,
-            process_index=i // 4,
-            slice_index=i * slices // count if tpu else i // 4,
-            core_on_chip=0,
-            coords=(i % 4, i // 4 % (4 // slices), i // 16),
-        )
-        for i in range(count)
-    ]
 
 
 def test_an_axis_of_two_fits_on_a_cube_of_64_chips():
@@ -334,44 +313,11 @@ def test_a_slice_of_tpus_is_a_replica_and_hosts_of_cpus_and_gpus_are_not_slices(
         assert [device.id for device in placed.flat] == list(range(8))
 
 
-AUTO = ["--model.compute_dtype", "auto"]
-
-
-@pytest.mark.parametrize(
-    ("platform", "count", "shape", "virtual"),
-    [("cpu", 3, (2, 1, 1), 1), ("cpu", 8, (2, 2, 2), 2), ("gpu", 8, (2, 1, 4), 1)],
-)
-def test_a_mesh_that_is_not_set_is_derived_from_the_devices(platform, count, shape, virtual):
-    config = main.parse(AUTO)
-    assert config.mesh == utils.UNSET_MESH
-    made, idle = train.for_devices(config, chips(platform, count))
-    assert made.mesh.shape == (1, *shape) and made.mesh.virtual == virtual
-    assert train.mesh_problem(made) is None
-    assert bool(idle) == ("has 2 of 3 devices, the most that divide" in idle) == (count == 3)
-    assert made.model.compute_dtype == {"cpu": "float32", "gpu": "bfloat16"}[platform]
-
-
-def test_a_mesh_that_is_set_is_kept_and_refused_if_it_does_not_fit(tmp_path):
-    file = tmp_path / "own.toml"
-    file.write_text("[mesh]\ntensor = 1\n")
-    for words in (["--mesh.tensor=1"], [*AUTO, "--mesh.tensor", "1"], [f"--config={file}"]):
-        config = main.parse(words)
-        assert config.mesh == utils.Mesh(tensor=1)
-        made, idle = train.for_devices(config, chips("cpu", 3))
-        assert made.mesh == config.mesh and not idle
-        assert "has 4 of 8 devices" in train.for_devices(config, chips("cpu", 8))[1]
-        with pytest.raises(ValueError, match="has 4 devices, and this run has 3"):
-            train.make_mesh(made, chips("cpu", 3))
-
-
 def test_on_several_hosts_no_device_stays_idle(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for fsdp, need in ((4, 16), (1, 4)):
         with pytest.raises(ValueError, match=rf"has {need} devices, and this run has 8\. U"):
             train.make_mesh(utils.Config(mesh=utils.Mesh(fsdp=fsdp)), chips("gpu", 8))
-    assert train.for_devices(main.parse([]), chips("gpu", 8))[0].mesh.shape == (1, 2, 1, 4)
-    with pytest.raises(ValueError, match=r"6 devices of 2 processes.*Use --train\.global_b\w+ 24"):
-        train.for_devices(main.parse([]), chips("gpu", 6))
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"JAX_ENABLE_X64 is set.*Unset it"):
         train.make_mesh(utils.Config())
 

@@ -12,6 +12,7 @@ import pytest
 
 import checkpoint
 import dataset
+import fit
 import main
 import model
 import train
@@ -95,7 +96,7 @@ def test_a_run_resumes_with_the_same_bits_without_the_other_run(started, source,
 def begin(data, runs, *flags):
     """(config that names the step, state) that a run begins with."""
     config = main.parse([*FLAGS, *data, "--run.dir", str(runs), "--run.name", "new", *flags])
-    config, *_ = train.for_devices(config, jax.devices())
+    config, *_ = fit.for_devices(config, jax.devices())
     declared, mesh = model.declare(config), train.make_mesh(config)
     data = dataset.open_datasets(config)
     shapes = train.abstract_state(config, declared, mesh)
@@ -139,7 +140,7 @@ def test_without_a_config_the_model_section_is_that_of_the_other_run(
     flags = [f"--run.init_from={source}", *here]
     config = main.parse([*flags, "--model.dropout", "0.1"])
     assert config.model == dataclasses.replace(theirs, dropout=0.1)
-    assert (config.run.init_from, config.train) == (str(source), utils.Train())
+    assert (config.run.init_from, config.optimizer) == (str(source), utils.Optimizer())
     file = tmp_path / "own.toml"
     file.write_text("[model]\nhidden_size = 96\n")
     assert main.parse([*flags, "--config", str(file)]).model == utils.Model(hidden_size=96)

@@ -1,5 +1,6 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,3 +117,14 @@ def test_a_search_without_a_chip_ranks_by_flops():
     found = search.search(JAXFORMER, None, 1, frozenset(["train.microbatches"]))
     assert found.best and found.best[0].predicted.seconds is None
     assert {candidate.config.train.remat for candidate in found.best} == {"none"}
+
+
+def test_a_quick_search_ends_when_fewer_fsdp_ranks_were_slower():
+    def found(*pairs):
+        return [SimpleNamespace(config=config_of((f, 1, 1)), order=seconds) for f, seconds in pairs]
+
+    assert not search.is_slower([], (8, 1, 1))
+    assert not search.is_slower(found((8, 2)), (4, 2, 1))  # nothing to compare with
+    assert not search.is_slower(found((8, 2), (4, 3)), (4, 1, 2))  # the group is not complete
+    assert not search.is_slower(found((8, 2), (4, 3), (4, 1)), (2, 4, 1))
+    assert search.is_slower(found((8, 2), (4, 3), (4, 4)), (2, 4, 1))

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import fit
 import hardware
 import model
 import optimizer
@@ -328,7 +329,7 @@ def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
 
 def test_unrolled_layers_are_refused_in_a_pipeline():
     config = utils.changed(config_of((1, 2, 1), blocks=2), {"train.layers": "unrolled"})
-    assert "Use --mesh.pipeline 1 --mesh.virtual 1, or" in train.mesh_problem(config)
+    assert "Use --mesh.pipeline 1 --mesh.virtual 1, or" in fit.why_not(config)
 
 
 def test_peak_memory_is_that_of_the_device_or_else_of_the_compiler():

@@ -1,0 +1,210 @@
+"""The settings that serve the devices and not the result, chosen for the devices that are there.
+
+These are utils.AUTO: the mesh, microbatches, rematerialization, and when weights are gathered. Each
+is chosen unless it is set. With figures of the device, the planner takes what fits and is fastest.
+Simulated devices get a mesh that has every axis. Equal devices always get the same settings, in
+every process of a job and in every start of a run.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+import hardware
+import model
+import sharded_model
+import utils
+from hardware import Chip
+from runtime import cli
+from train import slice_of
+from utils import Config, ConfigError, changed, get
+
+MESH = ("mesh.replica", "mesh.fsdp", "mesh.pipeline", "mesh.tensor")
+USUAL = utils.Train().microbatches
+MOST = 4096  # devices that are considered to say how many would do
+
+
+def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, str]:
+    """Complete the config for the devices: compute dtype, and what utils.AUTO leaves open.
+
+    The mesh has as many devices as the model and the batch allow.
+
+    Returns  (config, one line about the choice and idle devices; empty if nothing was open).
+    Raises   ConfigError if nothing fits the settings that are set.
+    """
+    config = utils.for_platform(config, devices[0].platform)
+    left_open = utils.left_open(config)
+    if not left_open:
+        return config, idle_text(config, len(devices))
+    slices = len({slice_of(device) for device in devices})
+    if "mesh.replica" in left_open:
+        config = changed(config, {"mesh.replica": slices})
+    problems = []
+    for count in counts(config, len(devices), slices):
+        try:
+            config, why = choose(config, devices[0], count, left_open)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        text = f"{describe(config, left_open)}: {why}"
+        idle = idle_text(config, len(devices))
+        return config, f"{text}; {idle}" if idle else text
+    raise ConfigError(
+        f"no settings fit {len(devices)} x {devices[0].device_kind} of {jax.process_count()} "
+        f"processes. {problems[0] if problems else set_mesh_problem(config, len(devices))}"
+    )
+
+
+def counts(config: Config, devices: int, slices: int) -> list[int]:
+    """Return the numbers of devices to try, the largest first.
+
+    The mesh must include devices of every process, so several processes use all.
+    """
+    set_ranks = math.prod(get(config, name) or 1 for name in MESH)
+    whole = all(get(config, name) for name in MESH)
+    least = devices if jax.process_count() > 1 else 1
+    step = math.lcm(set_ranks, slices)
+    return [n for n in range(devices, least - 1, -1) if n % step == 0 and (n == step or not whole)]
+
+
+def set_mesh_problem(config: Config, devices: int) -> str:
+    ranks = " ".join(f"--{name} {get(config, name)}" for name in MESH if get(config, name))
+    return f"{ranks} do not divide {devices} devices. Use other ranks, or set none of them."
+
+
+def idle_text(config: Config, devices: int) -> str:
+    used = math.prod(config.mesh.shape)
+    return (
+        f"warning: the mesh has {used} of {devices} devices; the others stay idle. Use other "
+        "numbers of layers, heads or sequences, or a larger mesh."
+    ) * (used < devices)
+
+
+def describe(config: Config, names: frozenset[str]) -> str:
+    """Describe the settings that were chosen, by their flags."""
+    shown = [name for name in utils.AUTO if name in names]
+    ones = {"mesh.replica", "mesh.virtual"}  # are shown if they are not 1
+    shown = [name for name in shown if name not in ones or get(config, name) > 1]
+    return "chosen: " + " ".join(f"--{name} {get(config, name)}" for name in shown)
+
+
+def choose(
+    config: Config, device: jax.Device, count: int, left_open: frozenset[str]
+) -> tuple[Config, str]:
+    """Return the config on this number of devices, and why it is chosen."""
+    chip = hardware.chip_of_kind(device.device_kind)
+    if device.platform == "cpu":
+        return by_rule(config, count, left_open, simulated=True), "so that every axis has ranks"
+    if chip is None:
+        why = f"no figures of {device.device_kind} are known, so this takes least memory"
+        return by_rule(config, count, left_open), why
+    try:
+        return by_plan(config, chip, count, left_open)
+    except ConfigError:
+        raise
+    except Exception as error:  # training does not depend on the planner
+        problem = f"{type(error).__name__}: {error}"
+        why = f"the planner failed ({problem}), so this takes least memory"
+        return by_rule(config, count, left_open), why
+
+
+def by_plan(
+    config: Config, chip: Chip, count: int, left_open: frozenset[str]
+) -> tuple[Config, str]:
+    """Return the fastest config that fits by the plan, and its memory and time."""
+    from planning import search  # late: it traces the model
+
+    try:
+        best, tried = search.fastest(config, chip, count, left_open)
+    except ConfigError as error:
+        need = smallest_number(config, chip, count, left_open)
+        least = f"It fits {need} of them by the plan. " if need else ""
+        raise ConfigError(f"{error}. {least}Planned for {count} x {chip.name}.") from None
+    p = best.predicted
+    return best.config, (
+        f"the fastest of {tried} that were planned, with {p.memory_bytes_per_chip / utils.GIB:.3g} "
+        f"of {chip.memory_bytes / utils.GIB:.0f} GiB and {p.step_s:.3g} s per step"
+    )
+
+
+def smallest_number(
+    config: Config, chip: Chip, count: int, left_open: frozenset[str]
+) -> int | None:
+    """Return how many times `count` doubles until what takes least memory fits; None: never."""
+    from planning import cost
+
+    while (count := 2 * count) <= MOST:
+        try:
+            least = by_rule(config, count, left_open)
+        except ConfigError:
+            continue
+        if "fsdp.gather" in left_open:
+            least = changed(least, {"fsdp.gather": "layer"})
+        if cost.predict(least, chip).fits:
+            return count
+    return None
+
+
+def by_rule(
+    config: Config, count: int, left_open: frozenset[str], simulated: bool = False
+) -> Config:
+    """Return a config without a plan.
+
+    simulated  devices of a CPU: the mesh whose largest axis is smallest, to exercise every axis,
+               and the usual microbatches. Else most ranks along fsdp, then along tensor, as these
+               communicate least, and what takes least memory.
+    """
+    problem = ""
+    for mesh in meshes(config, count, left_open, simulated):
+        for microbatches in microbatch_counts(config, left_open, mesh, simulated):
+            values: dict[str, Any] = mesh | {"train.microbatches": microbatches}
+            values |= {"fsdp.gather": "step", "train.remat": "none" if simulated else "full"}
+            one = changed(config, {name: values[name] for name in left_open})
+            if not (found := why_not(one)):
+                return one
+            problem = problem or found
+    raise ConfigError(problem or set_mesh_problem(config, count))
+
+
+def meshes(
+    config: Config, count: int, left_open: frozenset[str], simulated: bool
+) -> Iterator[dict[str, int]]:
+    """Yield the meshes over this many devices that agree with what is set, best first."""
+    each = count // config.mesh.replica
+    sizes = [size for size in range(1, each + 1) if each % size == 0]
+    shapes = [(f, p, each // (f * p)) for f in sizes for p in sizes if each % (f * p) == 0]
+
+    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        fsdp, _, tensor = shape
+        return -max(shape) if simulated else 0, fsdp, tensor
+
+    for shape in sorted(shapes, key=preference, reverse=True):
+        for virtual in (2, 1) if shape[1] > 1 else (1,):
+            values = dict(zip(MESH[1:], shape, strict=True))
+            values |= {"mesh.replica": config.mesh.replica, "mesh.virtual": virtual}
+            if all(get(config, name) in (0, value) for name, value in values.items()):
+                yield values
+
+
+def microbatch_counts(
+    config: Config, left_open: frozenset[str], mesh: dict[str, int], simulated: bool
+) -> list[int]:
+    """Return the numbers of microbatches to try, best first."""
+    if "train.microbatches" not in left_open:
+        return [config.train.microbatches]
+    sequences = config.train.global_batch_size // (mesh["mesh.replica"] * mesh["mesh.fsdp"])
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    return sorted(divisors, key=lambda n: abs(n - USUAL) if simulated else -n)
+
+
+def why_not(config: Config) -> str | None:
+    """Return why the config does not fit its mesh, or None if it does."""
+    try:
+        cli.check(config)
+        model.declare(config)
+        sharded_model.schedule_of(config)
+    except ConfigError as error:
+        return str(error)
+    return None
