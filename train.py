@@ -54,7 +54,7 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     Returns  (config, text about idle devices; empty without any).
     Raises   ConfigError if devices of several processes fit no mesh.
     """
-    config = utils.for_platform(config, devices[0].platform)
+    config = utils.for_platform(config, hardware.platform_of_device(devices[0]))
     if config.mesh != utils.UNSET_MESH:
         used = math.prod(config.mesh.shape)
         return config, (
