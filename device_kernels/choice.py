@@ -104,8 +104,8 @@ def is_old_gpu(platform: str) -> bool:
 def only_narrow_heads(platform: str) -> bool:
     """Return whether cuDNN's gradients need equal head widths up to 128.
 
-    Hopper and the Blackwell of data centers need not. The workstations' (capability 12) may not,
-    but JAX's checks do not refuse them, and no source says which cuDNN has which kernels.
+    Those of Hopper and of Blackwell in data centers do not. For capability 12 JAX has no check, and
+    PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
     """
     return platform.startswith("gpu") and not 9 <= capability(platform) < 12
 
