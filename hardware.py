@@ -259,13 +259,16 @@ def notes(config: utils.Config, device: jax.Device) -> list[str]:
         found.append(
             f"no MFU: hardware.py has no figures of {kind!r}. plan.py takes them, as in {EXAMPLE}"
         )
+    return [*found, *bfloat16_warning(config, platform, kind)]
+
+
+def bfloat16_warning(config: utils.Config, platform: str, name: str) -> list[str]:
+    """Return a warning if the config selects bfloat16 on a GPU that has none."""
     slow = platform != "cpu" and not utils.has_bfloat16(platform)
-    if slow and config.model.compute_dtype == "bfloat16":
-        found.append(
-            f"warning: {kind} has no bfloat16, which XLA computes in float32, and slower than "
-            "float32 itself. Use --model.compute_dtype float32."
-        )
-    return found
+    return [
+        f"warning: {name} has no bfloat16, which XLA computes in float32, and slower than float32 "
+        "itself. Use --model.compute_dtype float32."
+    ] * (slow and config.model.compute_dtype == "bfloat16")
 
 
 def topology(chip: Chip, chips: int) -> str:

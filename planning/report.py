@@ -92,6 +92,7 @@ def header(plan: Plan) -> str:
         lines.append(
             f"No usual slice of {plan.chip.name} has {p.chips} chips: see hardware.TOPOLOGIES."
         )
+    lines += hardware.bfloat16_warning(c, hardware.platform_of(plan.chip), plan.chip_name)
     return "\n".join(lines)
 
 
