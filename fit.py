@@ -34,7 +34,7 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     Returns  (config, one line about the choice and idle devices; empty if nothing was open).
     Raises   ConfigError if nothing fits the settings that are set.
     """
-    config = utils.for_platform(config, devices[0].platform)
+    config = utils.for_platform(config, hardware.platform_of_device(devices[0]))
     left_open = utils.left_open(config)
     if not left_open:
         return config, idle_text(config, len(devices))

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 import checkpoint
+import hardware
 import model
 import train
 import utils
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = resume.config_of(run, [*one, *rest], Flags)
     declared, prompts = model.declare(config), read_prompts(flags)
     with distributed.job(replicas=config.mesh.replica):
-        config = utils.for_platform(config, jax.default_backend())
+        config = utils.for_platform(config, hardware.platform_of_device(jax.devices()[0]))
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         _, w, stored = checkpoint.load_weights(run, flags.step, shapes)

@@ -3,17 +3,34 @@
 TPU figures are from the page of each version under cloud.google.com/tpu/docs (read 2026-11):
 
 - A link's bandwidth is the interconnect bandwidth of a chip over its links and both directions.
-  The pages give 400 GB/s on 4 links for v5e, 1,200 on 6 for v5p, 800 on 4 for v6e. For v4 the page
-  gives 24 TB/s through the middle of 16 x 16 x 16 chips, which 512 links cross.
+  The pages give 400 GB/s on 4 links for v5e, 1,200 on 6 for v5p and v7x, 800 on 4 for v6e. For v4
+  the page gives 24 TB/s through the middle of 16 x 16 x 16 chips, which 512 links cross, and for v3
+  6.4 TB/s through 32 x 32, which 64 cross. Jouppi et al. (2020, doi 10.1145/3360307) give 496 Gb/s
+  for v2.
 - The network between slices is the chip's share of its host's cards. The cards are 2 x 100 Gb/s
-  for 8 chips of v5e, 4 x 200 for 8 of v6e, and 200 Gb/s for 4 chips of v4 or v5p.
+  for 8 chips of v5e, 4 x 200 for 8 of v6e, and 200 Gb/s for 4 chips of v4 or v5p. v7x has 100 Gb/s
+  per chip. v2 and v3 have no job of several slices.
+- A device of JAX is half of a chip of v2, v3 and v7x, so their figures are halves.
 
-GPU figures are from NVIDIA's data sheets. Their FLOP/s "with sparsity" are twice these, and their
-NVLink and PCIe figures count both directions. Memory is what nvidia-smi shows.
+GPU figures are from NVIDIA's data sheets and the white papers of its architectures. Their FLOP/s
+"with sparsity" are twice these, and their NVLink and PCIe figures count both directions. GeForce
+cards sum in float32 at half of the rate that their data sheets advertise. Memory is what nvidia-smi
+shows, and for GB10, which shares it with the CPU, what Linux does. Besides:
+
+- T4 and V100 have no bfloat16: XLA multiplies it in float32 (github.com/openxla/xla/issues/12429).
+- NVIDIA gives only FP4 for GB10. FP8 is half of it without sparsity and bfloat16 a quarter, as in
+  the table of its cudnn-frontend: 1,024 FLOPs per clock of a multiprocessor. float32 is from its
+  talk at Hot Chips 2025.
+- The network of V100 and later boards is InfiniBand: 100 Gb/s for two V100 (DGX-1), 200 Gb/s for
+  an A100, and 400 Gb/s from the H100 on (DGX data sheets). Eight cards share the 100 Gb/s of their
+  cloud host (AWS g4dn, g5, g6), or 400 Gb/s (g6e). GB10 has 200 Gb/s, and no other link.
+- MI300X: AMD's data sheet. Its FP8 has other formats than those that float8.py uses.
 """
 
 import math
 from dataclasses import dataclass
+
+import jax
 
 import utils
 import weights
@@ -33,13 +50,14 @@ class Chip:
 
     name: str
     kinds: tuple[str, ...]  # values of jax.Device.device_kind
-    flops: float  # bf16 FLOP/s without sparsity
+    flops: float  # bf16 FLOP/s without sparsity, summed in float32; without bf16 those of float32
     float32_flops: float  # FLOP/s of products in float32
     memory_bytes: int
     memory_bandwidth: float  # bytes per second
     link_bandwidth: float  # bytes per second of one link in one direction
     dims: int = 0  # of a TPU's torus; 0: a GPU behind a switch
-    generation: int = 0  # of a GPU: its major compute capability, 8 for Ampere, 9 for Hopper
+    # of a GPU: its compute capability, 8.0 for an A100; of a TPU: v2 or v3, empty for later ones
+    capability: str = ""
     # bytes per second in one direction: of a GPU to other hosts, of a TPU to other slices
     network_bandwidth: float = 0.0
     float8_flops: float = 0.0  # FP8 FLOP/s without sparsity; 0: no FP8 products
@@ -52,36 +70,61 @@ class Chip:
     def allocatable_bytes(self) -> float:
         return MEMORY_SHARE * self.memory_bytes
 
+    def peak(self, compute_dtype: str) -> float:
+        """Return the FLOP/s of products in a compute dtype."""
+        return self.float32_flops if compute_dtype == "float32" else self.flops
 
-def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network) -> Chip:
+
+def _tpu(name, kinds, flops, memory, bandwidth, link, dims, network, fp8=0) -> Chip:
     rates = (flops * TERA, flops * TERA / BF16_PASSES)
     speeds = (bandwidth * GB, link * GB, dims)
-    return Chip(name, kinds, *rates, memory * 2**30, *speeds, network_bandwidth=network * GB)
+    others = {"network_bandwidth": network * GB, "float8_flops": fp8 * TERA}
+    others["capability"] = name if name in ("v2", "v3") else ""
+    return Chip(name, kinds, *rates, memory * 2**30, *speeds, **others)
 
 
-def _gpu(name, kinds, generation, flops, float32, memory, bandwidth, link, network, fp8=0) -> Chip:
+def _gpu(name, kind, capability, flops, float32, memory, bandwidth, link, network, fp8=0) -> Chip:
     figures = (flops * TERA, float32 * TERA, memory * 2**20, bandwidth * GB, link * GB)
     others = {"network_bandwidth": network * GB, "float8_flops": fp8 * TERA}
-    return Chip(name, kinds, *figures, generation=generation, **others)
+    return Chip(name, (kind,), *figures, capability=capability, **others)
 
 
 # bf16 (and for GPUs float32) TFLOP/s; memory in GiB (TPU) or MiB (GPU); GB/s of memory, of a link
-# and of the network; FP8 TFLOP/s. A GPU's network is InfiniBand, 400 Gb/s from the H100 on and 200
-# before (DGX data sheets).
+# and of the network; FP8 TFLOP/s.
 CHIPS = {
     chip.name: chip
     for chip in (
+        _tpu("v2", ("TPU v2",), 23, 8, 350, 31, 2, 0),
+        _tpu("v3", ("TPU v3",), 61.5, 16, 450, 50, 2, 0),
         _tpu("v4", ("TPU v4",), 275, 32, 1200, 47, 3, 6.25),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 50, 2, 3.125),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2765, 100, 3, 6.25),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1638, 100, 2, 12.5),
-        _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 8, 312, 19.5, 81920, 2039, 300, 25),
-        _gpu("a100-40gb", ("NVIDIA A100-SXM4-40GB",), 8, 312, 19.5, 40960, 1555, 300, 25),
-        _gpu("a100-pcie", ("NVIDIA A100 80GB PCIe",), 8, 312, 19.5, 81920, 1935, 32, 25),
-        _gpu("a100-pcie-40gb", ("NVIDIA A100-PCIE-40GB",), 8, 312, 19.5, 40960, 1555, 32, 25),
-        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 9, 989, 67, 81559, 3350, 450, 50, 1979),
-        _gpu("h100-pcie", ("NVIDIA H100 PCIe",), 9, 756, 51, 81559, 2000, 64, 50, 1513),
-        _gpu("h200", ("NVIDIA H200",), 9, 989, 67, 143771, 4800, 450, 50, 1979),
+        _tpu("v7x", ("TPU7x",), 1153.5, 96, 3690, 50, 3, 6.25, 2307),
+        _gpu("t4", "Tesla T4", "7.5", 8.1, 8.1, 15360, 320, 16, 1.56),
+        _gpu("v100", "Tesla V100-SXM2-16GB", "7.0", 15.7, 15.7, 16384, 900, 150, 6.25),
+        _gpu("v100-32gb", "Tesla V100-SXM2-32GB", "7.0", 15.7, 15.7, 32768, 900, 150, 6.25),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", "8.0", 312, 19.5, 81920, 2039, 300, 25),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", "8.0", 312, 19.5, 40960, 1555, 300, 25),
+        _gpu("a100-pcie", "NVIDIA A100 80GB PCIe", "8.0", 312, 19.5, 81920, 1935, 32, 25),
+        _gpu("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", "8.0", 312, 19.5, 40960, 1555, 32, 25),
+        _gpu("a10", "NVIDIA A10", "8.6", 125, 31.2, 23028, 600, 32, 1.56),
+        _gpu("a10g", "NVIDIA A10G", "8.6", 70, 35, 23028, 600, 32, 1.56),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", "8.6", 71, 35.6, 24576, 936, 32, 1.56),
+        _gpu("l4", "NVIDIA L4", "8.9", 121, 30.3, 23034, 300, 32, 1.56, 242),
+        _gpu("l40s", "NVIDIA L40S", "8.9", 362, 91.6, 46068, 864, 32, 6.25, 733),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", "8.9", 165, 82.6, 24564, 1008, 32, 1.56, 330),
+        _gpu("rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", "8.9",
+             364, 91.1, 49140, 960, 32, 1.56, 728),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", "9.0", 989, 67, 81559, 3350, 450, 50, 1979),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", "9.0", 756, 51, 81559, 2000, 64, 50, 1513),
+        _gpu("h200", "NVIDIA H200", "9.0", 989, 67, 143771, 4800, 450, 50, 1979),
+        _gpu("b200", "NVIDIA B200", "10.0", 2250, 75, 183359, 8000, 900, 50, 4500),
+        _gpu("gb200", "NVIDIA GB200", "10.0", 2500, 80, 189471, 8000, 900, 50, 5000),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", "12.0",
+             209.5, 104.8, 32607, 1792, 64, 1.56, 419),
+        _gpu("gb10", "NVIDIA GB10", "12.1", 125, 31, 122566, 273, 25, 25, 250),
+        _gpu("mi300x", "AMD Instinct MI300X", "gfx942", 1307, 163.4, 196608, 5300, 448, 50),
     )
 }  # fmt: skip
 
@@ -96,23 +139,90 @@ TOPOLOGIES = {
 }
 
 
-def chip_named(name: str) -> Chip | None:
-    """Return the chip of a name, or None for cpu, which has no figures.
+# Figures of a chip that is not in CHIPS, with their units, and whether they must be given.
+FIGURES = {
+    "flops": (TERA, True), "memory": (2**30, True), "bandwidth": (GB, True), "link": (GB, True),
+    "float32": (TERA, False), "float8": (TERA, False), "network": (GB, False),
+}  # fmt: skip
+EXAMPLE = "--chip name=mycard,flops=165,memory=24,bandwidth=1008,link=32,capability=8.9"
 
+
+def chip_named(name: str) -> Chip | None:
+    """Return the chip of a name, device kind or figures, or None for cpu, which has no figures.
+
+    name    as in CHIPS, as jax.Device.device_kind, or figures as in EXAMPLE.
     Raises  ConfigError with the known names.
     """
+    if "=" in name:
+        return chip_of_figures(name)
     if name.lower() == "cpu":
         return None
-    if name.lower() not in CHIPS:
-        raise ConfigError(f"--chip {name} is not known. Use one of {', '.join(CHIPS)}, cpu.")
-    return CHIPS[name.lower()]
+    chip = CHIPS.get(name.lower()) or chip_of_kind(name)
+    if not chip:
+        raise ConfigError(
+            f"--chip {name} is not known. Use one of {', '.join(CHIPS)}, cpu, or give the chip's "
+            f"figures, as in {EXAMPLE}."
+        )
+    return chip
+
+
+def chip_of_figures(text: str) -> Chip:
+    """Return a GPU from its figures: TFLOP/s, GiB and GB/s, as in EXAMPLE.
+
+    `flops` are those of bfloat16. `float32` has the same default, `network` that of the link, and
+    `capability` 8.0. Without `float8` there are no products in FP8.
+
+    Raises  ConfigError that names the wrong or missing figure.
+    """
+    words = (word.partition("=") for word in text.split(","))
+    given = {key.strip(): value.strip() for key, _, value in words}
+    figures, problem = {}, ""
+    for key in sorted(given.keys() - FIGURES.keys() - {"name", "capability"}):
+        problem = f"{key or 'an empty word'} is none of name, capability, {', '.join(FIGURES)}"
+    for key, (unit, needed) in FIGURES.items():
+        try:
+            figures[key] = float(given[key]) * unit
+        except KeyError:
+            problem = f"{key} is missing" if needed else problem
+        except ValueError:
+            figures[key] = math.nan
+        if not 0 < figures.get(key, 1) < math.inf:
+            problem = f"{key} {given[key]} is not a positive number"
+    capability = given.get("capability", "8.0")
+    if not utils.capability(f"gpu{capability}"):
+        problem = f"capability {capability} is not a compute capability, as 8.9"
+    name = given.get("name") or "gpu"
+    if name in CHIPS:
+        problem = f"name {name} is that of a known chip"
+    if problem:
+        raise ConfigError(f"--chip {text}: {problem}. Use for example {EXAMPLE}.")
+    return Chip(
+        name,
+        (),
+        figures["flops"],
+        figures.get("float32", figures["flops"]),
+        round(figures["memory"]),
+        figures["bandwidth"],
+        figures["link"],
+        capability=capability,
+        network_bandwidth=figures.get("network", figures["link"]),
+        float8_flops=figures.get("float8", 0.0),
+    )
 
 
 def platform_of(chip: Chip | None) -> str:
-    """Return tpu, gpu with its generation (gpu9), or cpu if there is no chip."""
+    """Return tpu (tpuv2 and tpuv3 before v4), gpu with its capability (gpu8.9), or cpu for None."""
     if chip is None:
         return "cpu"
-    return "tpu" if chip.is_tpu else f"gpu{chip.generation}"
+    return f"{'tpu' if chip.is_tpu else 'gpu'}{chip.capability}"
+
+
+def platform_of_device(device: jax.Device) -> str:
+    """Return the platform of a present or target device, as platform_of names it."""
+    if device.platform == "tpu" and (chip := chip_of_kind(device.device_kind)):
+        return platform_of(chip)
+    capability = getattr(device, "compute_capability", "") if device.platform == "gpu" else ""
+    return f"{device.platform}{capability}"
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
@@ -123,24 +233,42 @@ def chip_of_kind(device_kind: str) -> Chip | None:
 def uses_float8(config: utils.Config, platform: str, chip: Chip | None) -> bool:
     """Return whether `--model.matmul_dtype` selects products in FP8. CPUs emulate them.
 
+    XLA gives them to cuBLASLt, which has them from Ada (compute capability 8.9) on.
+
     platform  as platform_of names it.
-    chip      None for a CPU or a chip without figures, of which a TPU may have FP8 products.
+    chip      None for a CPU or a chip without figures. A TPU without figures has no FP8 products.
     Raises    ConfigError for a chip that has none.
     """
     if config.model.matmul_dtype != "float8":
         return False
-    generation = platform.removeprefix("gpu")
-    if platform.startswith("gpu"):
-        runs = generation.isdigit() and int(generation) >= 9
-    else:
-        runs = chip is None or chip.float8_flops > 0
-    if not runs:
+    if not (chip.float8_flops if chip else platform == "cpu" or utils.capability(platform) >= 8.9):
         raise ConfigError(
             f"--model.matmul_dtype float8: no FP8 products on {chip.name if chip else platform}. "
-            "They need an NVIDIA GPU of compute capability 9.0 or later (Hopper), or a TPU v7x. "
-            "Use --model.matmul_dtype compute."
+            "They need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), "
+            "or a TPU v7x. Use --model.matmul_dtype compute."
         )
     return True
+
+
+def notes(config: utils.Config, device: jax.Device) -> list[str]:
+    """Return lines about MFU and bfloat16 on a device, for the start of a run."""
+    kind, platform, found = device.device_kind, platform_of_device(device), []
+    if chip_of_kind(kind):
+        found.append(MFU_RULE)
+    elif platform != "cpu":
+        found.append(
+            f"no MFU: hardware.py has no figures of {kind!r}. plan.py takes them, as in {EXAMPLE}"
+        )
+    return [*found, *bfloat16_warning(config, platform, kind)]
+
+
+def bfloat16_warning(config: utils.Config, platform: str, name: str) -> list[str]:
+    """Return a warning if the config selects bfloat16 on a GPU that has none."""
+    slow = platform != "cpu" and not utils.has_bfloat16(platform)
+    return [
+        f"warning: {name} has no bfloat16, which XLA computes in float32, and slower than float32 "
+        "itself. Use --model.compute_dtype float32."
+    ] * (slow and config.model.compute_dtype == "bfloat16")
 
 
 def topology(chip: Chip, chips: int) -> str:
@@ -161,9 +289,9 @@ def topology(chip: Chip, chips: int) -> str:
 # --- model FLOPs and MFU --------------------------------------------------------------------------
 
 MFU_RULE = (
-    "MFU = tokens/s * model FLOPs per token / bf16 peak, also with FP8; model FLOPs by appendix B "
-    "of arXiv:2204.02311: 6 per active parameter (embedding lookup not counted), causal attention "
-    "as half of its rectangle, no recomputation."
+    "MFU = tokens/s * model FLOPs per token / peak of the compute dtype, also with FP8; model "
+    "FLOPs by appendix B of arXiv:2204.02311: 6 per active parameter (embedding lookup not "
+    "counted), causal attention as half of its rectangle, no recomputation."
 )
 
 

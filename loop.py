@@ -259,7 +259,7 @@ class Reports:
         m, seq_len = job.config.model, job.config.train.seq_len
         chip = hardware.chip_of_kind(job.mesh.devices.flat[0].device_kind)
         self.flops_per_token = hardware.palm_flops_per_token(m, job.declared, seq_len)
-        self.peak = chip and chip.flops * job.mesh.devices.size
+        self.peak = chip and chip.peak(m.compute_dtype) * job.mesh.devices.size
 
     def wait(self) -> None:
         """Wait until the running step, if any, has ended."""

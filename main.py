@@ -213,8 +213,8 @@ def describe(job: Job) -> None:
         f"{kernels}; {config.train.global_batch_size} x {config.train.seq_len} tokens per "
         "step"
     )
-    if hardware.chip_of_kind(mesh.devices.flat[0].device_kind):
-        log(hardware.MFU_RULE)
+    for note in hardware.notes(config, mesh.devices.flat[0]):
+        log(note)
     if warning := optimizer.learning_rate_warning(config):
         log(warning)
 

@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,9 @@ class Flags:
     """Flags of plan.py besides those of main.py."""
 
     config: Path | None = None  # TOML file with other defaults, as for main.py
-    chip: str = "v4"  # TPU v4, v5e, v5p, v6e, GPU a100, h100, h200 (see hardware.py), or cpu
+    # a name in hardware.py, as v4, h100 or rtx4090; figures, as
+    # name=mycard,flops=165,memory=24,bandwidth=1008,link=32 (TFLOP/s, GiB, GB/s); or cpu
+    chip: str = "v4"
     # 0: the chips of the mesh; with another number, search finds the best mesh
     chips: int = setting(0, at_most=2**17)
     topology: str = ""  # TPU slice to compile for, as 2x4x4; empty: the usual one
@@ -93,7 +96,10 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
         config = utils.changed(config, {"train.layers": "scanned"})
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
     name = str(flags.config or "defaults")
-    return Plan(config, predicted, name, chip, tokens, search=result)
+    chosen = {flag: utils.get(config, flag) for flag in SEARCHED_FLAGS if flag not in given}
+    words = [word for flag, value in chosen.items() for word in (f"--{flag}", str(value))]
+    command = shlex.join(["./run.sh", "python", "main.py", *named, *rest, *words])
+    return Plan(config, predicted, name, chip, tokens, command, search=result)
 
 
 def check_flags(flags: Flags) -> None:

@@ -277,10 +277,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
 
 def platform(mesh: Mesh) -> str:
     """Return the platform of present or target devices, as hardware.platform_of names it."""
-    device = mesh.devices.flat[0]
-    if device.platform != "gpu":
-        return device.platform
-    return f"gpu{device.compute_capability.partition('.')[0]}"
+    return hardware.platform_of_device(mesh.devices.flat[0])
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -189,12 +190,11 @@ class Model:
     # the same in the RMSNorms of the query and key-value latents; 0 takes rms_norm_eps
     latent_rms_norm_eps: float = 0.0
     # dtype of matmuls and activations; weights are stored in float32. auto is float32 on CPUs,
-    # where bfloat16 is slow, and bfloat16 elsewhere
+    # and on GPUs before Ampere (T4, V100), where bfloat16 is slow, and bfloat16 elsewhere
     compute_dtype: Literal["auto", "bfloat16", "float32"] = setting("bfloat16", resume="warned")
     # dtype of the products of feed-forward layers in training: the compute dtype, or float8 (e4m3,
     # and e5m2 for gradients) with a scale for each tensor, which is faster on NVIDIA GPUs from
-    # Hopper on and on TPUs from v7x on. Routed experts keep the compute dtype, as do evaluation and
-    # generation
+    # Ada on and on TPU v7x. Routed experts keep the compute dtype, as do evaluation and generation
     matmul_dtype: Literal["compute", "float8"] = setting("compute", resume="warned")
     # auto in bfloat16: splash on TPUs for sequences of a multiple of 128 tokens; on NVIDIA GPUs
     # cudnn, or triton if cudnn cannot run; otherwise xla. xla leaves the loss to XLA too
@@ -415,11 +415,25 @@ def left_open(config: Config) -> frozenset[str]:
     return frozenset(name for name, value in AUTO.items() if get(config, name) == value)
 
 
+def capability(platform: str) -> float:
+    """Return the compute capability of an NVIDIA GPU, 8.9 of gpu8.9; 0 for all else."""
+    number = platform.removeprefix("gpu")
+    return float(number) if re.fullmatch(r"\d+(\.\d+)?", number) else 0.0
+
+
+def has_bfloat16(platform: str) -> bool:
+    """Return whether a platform, as hardware.platform_of names it, multiplies in bfloat16.
+
+    XLA computes in float32 what it does not.
+    """
+    return platform != "cpu" and not 0 < capability(platform) < 8
+
+
 def for_platform(config: Config, platform: str) -> Config:
-    """Return the config with `--model.compute_dtype auto` resolved for cpu, gpu or tpu."""
+    """Return the config with `--model.compute_dtype auto` resolved for a platform."""
     if config.model.compute_dtype != "auto":
         return config
-    dtype = "float32" if platform == "cpu" else "bfloat16"
+    dtype = "bfloat16" if has_bfloat16(platform) else "float32"
     return changed(config, {"model.compute_dtype": dtype})
 
 

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import dataset
+import hardware
 import model
 import sharded_model
 import train
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     sharded_model.schedule_of(config)
     data = None if questions or flags.lm_eval else dataset.open_validation(config)
     with distributed.job(replicas=config.mesh.replica):
-        config = utils.for_platform(config, jax.default_backend())
+        config = utils.for_platform(config, hardware.platform_of_device(jax.devices()[0]))
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         step, w, stored = checkpoint.load_weights(run, flags.step, shapes)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+import hardware
 import model
 import pipeline
 import sharded_model
@@ -101,7 +102,7 @@ def without_compilation_cache() -> Iterator[None]:
 
 def compile_step(config: Config) -> Program:
     """Compile the step of train.py."""
-    config = utils.for_platform(config, jax.default_backend())
+    config = utils.for_platform(config, hardware.platform_of_device(jax.devices()[0]))
     cli.check(config)
     declared, mesh = model.declare(config), train.make_mesh(config)
     state = train.abstract_state(config, declared, mesh)

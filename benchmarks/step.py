@@ -23,7 +23,8 @@ def main(arguments: list[str]) -> None:
     achieved = rate * per_token / devices
     mfu = f"unknown: hardware.py has no peak for {kind!r}"
     if chip:
-        mfu = f"{achieved / chip.flops:.1%} of {chip.flops / 1e12:.0f} TFLOP/s"
+        peak = chip.peak(config.model.compute_dtype)
+        mfu = f"{achieved / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
     memory, source = train.peak_bytes(program.mesh, program.step)
     total, active = weights.count(declared)
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")

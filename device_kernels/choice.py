@@ -11,11 +11,13 @@ from device_kernels.adapter import GPU_KERNELS, GPU_TILE
 from device_kernels.grouped import ALIGNED
 from device_kernels.splash import tile_size
 from experts import uses_expert_parallelism
-from utils import LANES, ConfigError
+from utils import LANES, ConfigError, capability
 
 PLATFORM_KERNELS = {"tpu": ("splash",), "gpu": GPU_KERNELS}  # best first
 EXPERTS_KERNELS = {"tpu": "megablox", "gpu": "triton"}
 OLD_GPU = "it needs an NVIDIA GPU of compute capability 8.0 or later"
+# Mosaic does not multiply bfloat16 there (github.com/jax-ml/jax/issues/23989).
+OLD_TPUS, OLD_TPU = ("tpuv2", "tpuv3"), "it needs a TPU v4 or later"
 
 
 def choose_kernel(config: utils.Config, platform: str) -> str:
@@ -70,6 +72,8 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     own = platform_kernels(platform) or (kernel,)
     if kernel not in own:
         return f"these devices have {' and '.join(own)}"
+    if platform in OLD_TPUS:
+        return OLD_TPU
     if kernel == "splash":
         return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
     if m.compute_dtype != "bfloat16" and platform != "cpu":
@@ -88,14 +92,22 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return "it does not support --data.segments"
     elif wide % 8 or narrow % 8:
         return f"head widths {wide} and {narrow} are not multiples of 8"
-    elif platform == "gpu8" and (wide != narrow or wide > 128):
-        return f"before Hopper it needs one head width up to 128, not {wide} and {narrow}"
+    elif only_narrow_heads(platform) and (wide != narrow or wide > 128):
+        return f"on these GPUs it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
 
 def is_old_gpu(platform: str) -> bool:
-    generation = platform.removeprefix("gpu")
-    return platform.startswith("gpu") and (not generation.isdigit() or int(generation) < 8)
+    return platform.startswith("gpu") and capability(platform) < 8
+
+
+def only_narrow_heads(platform: str) -> bool:
+    """Return whether cuDNN's gradients need equal head widths up to 128.
+
+    Those of Hopper and of Blackwell in data centers do not. For capability 12 JAX has no check, and
+    PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
+    """
+    return platform.startswith("gpu") and not 9 <= capability(platform) < 12
 
 
 def fuses_loss(config: utils.Config, platform: str) -> bool:
@@ -139,8 +151,8 @@ def experts_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return f"these devices have {own}"
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not support {m.compute_dtype}"
-    if is_old_gpu(platform):
-        return OLD_GPU
+    if is_old_gpu(platform) or platform in OLD_TPUS:
+        return OLD_TPU if platform in OLD_TPUS else OLD_GPU
     if kernel == "triton" and (m.hidden_size % ALIGNED or width % ALIGNED):
         return f"widths {m.hidden_size} and {width} are not multiples of {ALIGNED}"
     return ""

@@ -5,6 +5,7 @@ import itertools
 import math
 
 from hardware import GPUS_PER_HOST, TOPOLOGIES, Chip
+from utils import ConfigError
 
 Groups = tuple[tuple[int, int], ...]
 
@@ -25,7 +26,12 @@ def collective_s(chip: Chip, kind: str, whole: float, groups: Groups, chips: int
 
 
 def between_slices_s(chip: Chip, kind: str, whole: float, ranks: int) -> float:
-    """Return the seconds of a collective between TPU slices, over the network of their hosts."""
+    """Return the seconds of a collective between TPU slices, over the network of their hosts.
+
+    Raises  ConfigError for a TPU that has no jobs of several slices.
+    """
+    if not chip.network_bandwidth:
+        raise ConfigError(f"a job on TPU {chip.name} has one slice. Use --mesh.replica 1.")
     share = whole * (ranks - 1) / ranks / chip.network_bandwidth
     return share * (2 if kind == "all-reduce" else 1)
 

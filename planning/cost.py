@@ -482,6 +482,7 @@ def predict(
         traffic=sends,
         seconds=seconds and dict(seconds),
         mfu_flops_per_token=hardware.palm_flops_per_token(config.model, step.declared, t.seq_len),
+        peak_flops=chip.peak(config.model.compute_dtype) if chip else 0.0,
         unrolled=step.unrolled,
         chip=chip,
         chips=step.chips,

@@ -55,8 +55,7 @@ def print_predicted(plan: Plan, console: Console) -> None:
         console.print(search_table(plan.search))
         if plan.search.rejected:
             console.print(rejected_lines(plan.search), soft_wrap=True)
-        flags = " ".join(f"--{flag} {value}" for flag, value in plan.flags.items())
-        console.print(f"flags: {flags}", markup=False, soft_wrap=True)
+    console.print(f"run: {plan.command}", markup=False, soft_wrap=True)
 
 
 Rows = Iterable[Sequence[str]]
@@ -93,6 +92,7 @@ def header(plan: Plan) -> str:
         lines.append(
             f"No usual slice of {plan.chip.name} has {p.chips} chips: see hardware.TOPOLOGIES."
         )
+    lines += hardware.bfloat16_warning(c, hardware.platform_of(plan.chip), plan.chip_name)
     return "\n".join(lines)
 
 

@@ -93,6 +93,7 @@ class Prediction:
     traffic: list[Traffic]
     seconds: dict[str, float] | None  # products, memory, and the links of each group of axes
     mfu_flops_per_token: float  # numerator of MFU: see hardware.py
+    peak_flops: float  # of a chip in the compute dtype; 0 if unknown
     unrolled: bool  # whether the layers are: see train.layers
     chip: Chip | None
     chips: int
@@ -146,7 +147,7 @@ class Prediction:
 
     def mfu(self, step_s: float) -> float:
         """Model FLOP/s over the peak of all chips, by hardware.MFU_RULE."""
-        return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.chip.flops)
+        return self.tokens_per_s(step_s) * self.mfu_flops_per_token / (self.chips * self.peak_flops)
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ class Plan(Candidate):
     name: str  # of the config
     chip: Chip | None
     tokens: float  # of the whole run
+    command: str  # that trains with this plan
     compiled: Compiled | None = None
     search: SearchResult | None = None
 

@@ -34,21 +34,38 @@ GPU_FOLDER = ROOT / ".cache" / "gpu_compiler" / importlib.metadata.version("jax"
 class Gpu:
     """Figures of a GPU that XLA's compiler needs besides those in hardware.py.
 
-    Source  NVIDIA's white papers of the two architectures, and its table of compute capabilities.
+    Source  NVIDIA's white papers of the architectures, its table of compute capabilities, and for
+            B200 and GB200 xla/backends/gpu/target_config/specs of XLA, in which those of other GPUs
+            are the same.
     """
 
-    capability: str
     multiprocessors: int
     clock_ghz: float
-    l2_mib: int
+    l2_mib: float
     shared_kib: int  # per multiprocessor; a block can have one less
-    float32_units: int  # per multiprocessor
-    links: int  # NVLinks
+    float32_units: int = 128  # per multiprocessor
+    links: int = 0  # NVLinks
+    threads: int = 1536  # per multiprocessor
 
 
-AMPERE = Gpu("major: 8", 108, 1.41, 40, 164, 64, 12)
-HOPPER = Gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 1.98, 50, 228, 128, 18)
-GPUS = {"a100": AMPERE, "a100-40gb": AMPERE, "h100": HOPPER, "h200": HOPPER}
+TPUS = ("v4", "v5e", "v5p", "v6e")  # not those whose chips are two devices of JAX
+AMPERE = Gpu(108, 1.41, 40, 164, 64, 12, 2048)
+HOPPER = Gpu(132, 1.98, 50, 228, 128, 18, 2048)
+GPUS = {
+    "a100": AMPERE,
+    "a100-40gb": AMPERE,
+    "a10": Gpu(72, 1.695, 6, 100),
+    "rtx3090": Gpu(82, 1.695, 6, 100),
+    "l4": Gpu(58, 2.04, 48, 100),
+    "l40s": Gpu(142, 2.52, 96, 100),
+    "rtx4090": Gpu(128, 2.52, 72, 100),
+    "rtx6000-ada": Gpu(142, 2.505, 96, 100),
+    "h100": HOPPER,
+    "h200": HOPPER,
+    "b200": Gpu(148, 1.965, 126.5, 228, 128, 18, 2048),
+    "gb200": Gpu(152, 2.062, 129.25, 228, 128, 18, 2048),
+    "rtx5090": Gpu(170, 2.407, 96, 100),
+}
 
 
 def check(chip: Chip | None) -> None:
@@ -64,15 +81,15 @@ def check(chip: Chip | None) -> None:
 def requirements(chip: Chip) -> dict[str, str]:
     """Return {package: version} of a chip's compiler, besides JAX.
 
-    Raises  ConfigError for a GPU without a description here.
+    Raises  ConfigError for a chip without a description here.
     """
+    if chip.name not in (*TPUS, *GPUS):
+        raise ConfigError(
+            f"--compile --chip {chip.name}: planning/targets.py does not describe this chip. Use "
+            f"one of {', '.join((*TPUS, *GPUS))}, or benchmark.py step on a machine with that chip."
+        )
     if chip.is_tpu:
         return {"libtpu": LIBTPU}
-    if chip.name not in GPUS:
-        raise ConfigError(
-            f"--compile --chip {chip.name}: planning/targets.py does not describe this GPU. Use "
-            f"one of {', '.join(GPUS)}, or benchmark.py step on a machine with that GPU."
-        )
     jax = importlib.metadata.version("jax")
     return {"jax-cuda12-plugin": jax, "jax-cuda12-pjrt": jax, "nvidia-cuda-nvcc-cu12": NVCC}
 
@@ -147,21 +164,22 @@ def described(chip: Chip) -> str:
 
     It has no version of CUB, whose sort needs a device, so XLA uses its own sort.
     """
-    gpu = GPUS[chip.name]
+    gpu, (major, _, minor) = GPUS[chip.name], chip.capability.partition(".")
+    extension = "ACCELERATED_FEATURES" if major in ("9", "10") else "NONE"
     return f"""
 gpu_device_info {{
   name: "{chip.kinds[0]}" device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ {gpu.capability} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
   core_count: {gpu.multiprocessors} fpus_per_core: {gpu.float32_units}
   clock_rate_ghz: {gpu.clock_ghz}
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {gpu.threads}
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: {(gpu.shared_kib - 1) * 1024}
   shared_memory_per_core: {gpu.shared_kib * 1024}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  l2_cache_size: {gpu.l2_mib * 2**20} memory_bandwidth: {round(chip.memory_bandwidth)}
+  l2_cache_size: {round(gpu.l2_mib * 2**20)} memory_bandwidth: {round(chip.memory_bandwidth)}
   device_memory_size: {chip.memory_bytes} device_address_bits: 64
   pcie_bandwidth: 34359738368 ecc_enabled: true
   driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"

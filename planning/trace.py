@@ -207,7 +207,7 @@ def output_program(config: Config, platform: str) -> Program:
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
-        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform != "tpu").read(last)
+        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform[:3] != "tpu").read(last)
 
     fused = fuses_loss(config, platform)
     return with_executor(config, "xla", lambda layer: layer, visit, fused)

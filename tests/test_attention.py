@@ -205,21 +205,24 @@ WINDOW = {"attention": "gqa", "head_dim": 64, "num_key_value_heads": 2, "sliding
     ("kernel", "fields", "platform", "why"),
     [
         ("splash", {}, "tpu", ""),
-        ("splash", {}, "gpu9", "these devices have"),
-        ("cudnn", {}, "gpu9", ""),
-        ("cudnn", LATENT | {"seq_len": 1000}, "gpu10", ""),
-        ("cudnn", {"v_head_dim": 24}, "gpu8", ""),
-        ("cudnn", {}, "gpu8", "before Hopper it needs one head width up to 128, not 24 and 16"),
-        ("cudnn", {}, "gpu7", OLD),
+        ("splash", {}, "gpu9.0", "these devices have"),
+        ("splash", {}, "tpuv3", "it needs a TPU v4 or later"),
+        ("cudnn", {}, "gpu9.0", ""),
+        ("cudnn", LATENT | {"seq_len": 1000}, "gpu10.0", ""),
+        ("cudnn", {"v_head_dim": 24}, "gpu8.0", ""),
+        ("cudnn", {}, "gpu8.9", "on these GPUs it needs one head width up to 128, not 24 and 16"),
+        ("cudnn", {}, "gpu12.0", "on these GPUs it needs one head width up to 128"),
+        ("cudnn", {"v_head_dim": 24}, "gpu12.1", ""),
+        ("cudnn", {}, "gpu7.5", OLD),
         ("cudnn", {}, "gpugfx942", OLD),
-        ("cudnn", {"v_head_dim": 12}, "gpu9", "head widths 24 and 12 are not multiples of 8"),
-        ("cudnn", {"qk_nope_head_dim": 256}, "gpu9", "heads of 264 are wider than 256"),
-        ("cudnn", {"compute_dtype": "float32"}, "gpu9", "it does not support float32"),
-        ("cudnn", {"segments": True}, "gpu9", "it does not support --data.segments"),
-        ("triton", LATENT | {"segments": True, "v_head_dim": 12}, "gpu8", ""),
-        ("triton", {"v_head_dim": 32}, "gpu9", "values of 32 are wider than queries of 24"),
-        ("triton", {"seq_len": 1000}, "gpu9", "sequences of 1000 are not a multiple of 128"),
-        ("triton", WINDOW, "gpu9", "it does not support --model.sliding_window"),
+        ("cudnn", {"v_head_dim": 12}, "gpu9.0", "head widths 24 and 12 are not multiples of 8"),
+        ("cudnn", {"qk_nope_head_dim": 256}, "gpu9.0", "heads of 264 are wider than 256"),
+        ("cudnn", {"compute_dtype": "float32"}, "gpu9.0", "it does not support float32"),
+        ("cudnn", {"segments": True}, "gpu9.0", "it does not support --data.segments"),
+        ("triton", LATENT | {"segments": True, "v_head_dim": 12}, "gpu8.0", ""),
+        ("triton", {"v_head_dim": 32}, "gpu9.0", "values of 32 are wider than queries of 24"),
+        ("triton", {"seq_len": 1000}, "gpu9.0", "sequences of 1000 are not a multiple of 128"),
+        ("triton", WINDOW, "gpu9.0", "it does not support --model.sliding_window"),
     ],
 )
 def test_a_kernel_is_chosen_if_it_can_run_and_the_error_says_why_not(kernel, fields, platform, why):
@@ -238,7 +241,7 @@ def test_a_selected_kernel_runs_on_a_cpu_and_where_its_window_has_all_positions(
     with pytest.raises(utils.ConfigError, match="splash: sequences of 1000 are not"):
         choice.choose_kernel(config(attention_kernel="splash", seq_len=1000), "cpu")
     whole = config(attention_kernel="triton", **WINDOW | {"sliding_window": 1024})
-    assert choice.choose_kernel(whole, "gpu9") == "triton"
+    assert choice.choose_kernel(whole, "gpu9.0") == "triton"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_a_selected_kernel_runs_on_a_cpu_and_where_its_window_has_all_positions(
     [
         ({}, "cpu", "xla"),
         ({"compute_dtype": "float32"}, "tpu", "xla (splash: not for float32)"),
-        ({"segments": True}, "gpu9", "triton (cudnn: it does not support --data.segments)"),
+        ({"segments": True}, "gpu9.0", "triton (cudnn: it does not support --data.segments)"),
     ],
 )
 def test_the_kernel_is_described_with_why_not_a_better_one(fields, platform, text):
@@ -261,7 +264,7 @@ def test_kernels_skip_blocks_above_the_diagonal_and_before_the_window():
     assert choice.computed_share(config(), "cpu") == 1
     behind = np.arange(1024)[:, None] - np.arange(1024)[None, :]
     for window in (1, 128, 129, 130, 700, 4096):
-        share = choice.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9")
+        share = choice.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9.0")
         visible = (behind >= 0) & (behind < window)
         assert share == visible.reshape(8, 128, 8, 128).any((1, 3)).mean()
 

@@ -69,3 +69,5 @@ def test_between_slices_a_ring_sends_all_but_its_own_share_and_an_all_reduce_twi
         assert gather == pytest.approx(share * 1e9 / V4.network_bandwidth)
         reduce = collectives.between_slices_s(V4, "all-reduce", 1e9, slices)
         assert reduce == pytest.approx(2 * gather)
+    with pytest.raises(ValueError, match=r"TPU v3 has one slice. Use --mesh\.replica 1"):
+        collectives.between_slices_s(hardware.CHIPS["v3"], "all-reduce", 1e9, 2)

@@ -28,9 +28,9 @@ def test_an_error_of_the_compiler_is_reported_in_one_line(code, log, said):
 
 def test_a_chip_whose_compiler_is_not_here_is_refused_with_the_fix(monkeypatch):
     monkeypatch.setattr(targets, "_has", lambda *_: False)
-    pcie = r"describe this GPU\. Use one of a100, a100-40gb, h100, h200, or benchmark.py step"
+    unknown = r"describe this chip\. Use one of v4, .*h100, .*, or benchmark.py step"
     libtpu = f"uv pip install libtpu=={targets.LIBTPU}"
-    for name, message in (("v4", libtpu), ("h100-pcie", pcie)):
+    for name, message in (("v4", libtpu), ("h100-pcie", unknown), ("v7x", unknown)):
         with pytest.raises(ValueError, match=message):
             compiler.compile_step(config_of(), hardware.CHIPS[name], "")
 
@@ -57,11 +57,15 @@ def test_missing_gpu_packages_are_named_with_a_command(monkeypatch, installed, n
 def test_gpus_are_on_as_few_hosts_as_they_fill_and_described_with_their_figures():
     shapes = {1: "1x1x1", 6: "1x1x6", 8: "1x1x8", 12: "1x3x4", 16: "1x2x8"}
     assert {count: targets.gpu_topology(count) for count in shapes} == shapes
-    for name, units, links in (("a100", 64, 12), ("h100", 128, 18), ("h200", 128, 18)):
+    kinds = ("a100", 64, 12), ("h100", 128, 18), ("h200", 128, 18), ("rtx4090", 128, 0)
+    for name, units, links in kinds:
         chip, text = hardware.CHIPS[name], targets.described(hardware.CHIPS[name])
         assert f"device_memory_size: {chip.memory_bytes} " in text
         assert f"memory_bandwidth: {round(chip.memory_bandwidth)}\n" in text
-        assert f"major: {chip.generation}" in text and f"active_links: {links} " in text
+        assert f"active_links: {links} " in text
+        major, minor = re.search(r"major: (\d+) minor: (\d+) ", text).groups()
+        assert f"{major}.{minor}" == chip.capability
+        assert ("ACCELERATED" in text) == (major == "9")
         assert f"fpus_per_core: {units}\n" in text and text.count("{") == text.count("}")
 
 

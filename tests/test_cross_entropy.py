@@ -63,15 +63,15 @@ def test_the_kernel_has_the_loss_and_the_gradients_of_a_plain_softmax(fsdp):
 @pytest.mark.parametrize(
     ("shape", "fields", "platform", "fused"),
     [
-        ((2, 1, 1), {}, "gpu9", True),
-        ((1, 1, 1), {}, "gpu8", True),
-        ((1, 1, 1), {}, "gpu7", False),
+        ((2, 1, 1), {}, "gpu9.0", True),
+        ((1, 1, 1), {}, "gpu8.0", True),
+        ((1, 1, 1), {}, "gpu7.0", False),
         ((1, 1, 1), {}, "tpu", False),
         ((1, 1, 1), {}, "cpu", False),
-        ((1, 1, 2), {}, "gpu9", False),
-        ((1, 2, 1), {}, "gpu9", False),
-        ((1, 1, 1), {"attention_kernel": "xla"}, "gpu9", False),
-        ((1, 1, 1), {"compute_dtype": "float32"}, "gpu9", False),
+        ((1, 1, 2), {}, "gpu9.0", False),
+        ((1, 2, 1), {}, "gpu9.0", False),
+        ((1, 1, 1), {"attention_kernel": "xla"}, "gpu9.0", False),
+        ((1, 1, 1), {"compute_dtype": "float32"}, "gpu9.0", False),
     ],
 )
 def test_a_gpu_with_the_complete_vocabulary_has_the_loss_in_one_kernel(
@@ -81,7 +81,7 @@ def test_a_gpu_with_the_complete_vocabulary_has_the_loss_in_one_kernel(
     assert choice.fuses_loss(config, platform) == fused
 
 
-@pytest.mark.parametrize(("platform", "fused"), [("gpu9", True), ("cpu", False)])
+@pytest.mark.parametrize(("platform", "fused"), [("gpu9.0", True), ("cpu", False)])
 def test_the_step_has_the_kernel_where_it_is_chosen(platform, fused, monkeypatch):
     config = config_of((2, 1, 1), blocks=1, moe_layers=0, compute_dtype="bfloat16")
     monkeypatch.setattr(sharded_model, "platform", lambda mesh: platform)

@@ -164,13 +164,17 @@ def test_a_step_on_a_mesh_is_near_that_of_one_device_and_differs_from_float32():
     ("platform", "chip", "runs"),
     [
         ("cpu", None, True),
-        ("gpu9", "h100", True),
-        ("gpu10", None, True),
-        ("gpu8", "a100", False),
-        ("gpu8", None, False),
+        ("gpu9.0", "h100", True),
+        ("gpu10.0", None, True),
+        ("gpu8.9", "l4", True),
+        ("gpu8.9", None, True),
+        ("gpu8.0", "a100", False),
+        ("gpu8.6", None, False),
+        ("gpugfx942", "mi300x", False),
         ("gpugfx942", None, False),
         ("tpu", "v6e", False),
-        ("tpu", None, True),
+        ("tpu", "v7x", True),
+        ("tpu", None, False),
     ],
 )
 def test_float8_is_refused_where_the_hardware_has_none(platform, chip, runs):
@@ -191,6 +195,8 @@ def test_float8_is_refused_where_the_hardware_has_none(platform, chip, runs):
 def test_the_plan_has_products_in_float8_at_their_own_rate():
     h100, sizes = hardware.CHIPS["h100"], {"compute_dtype": "bfloat16", "n_shared_experts": 0}
     before = cost.predict(config_of(**sizes), h100)
+    exact = cost.predict(config_of(**sizes | {"compute_dtype": "float32"}), h100)
+    assert (before.peak_flops, exact.peak_flops) == (h100.flops, h100.float32_flops)
     plan = cost.predict(config_of(**sizes, matmul_dtype="float8"), h100)
     assert plan.flops_per_chip == before.flops_per_chip
     flops = sum(plan.flops["mlp float8"].values())

@@ -193,15 +193,16 @@ OLD = "it needs an NVIDIA GPU of compute capability 8.0 or later"
 @pytest.mark.parametrize(
     ("kernel", "fields", "platform", "why"),
     [
-        ("triton", {}, "gpu8", ""),
+        ("triton", {}, "gpu8.0", ""),
         ("triton", {}, "tpu", "these devices have megablox"),
-        ("triton", {}, "gpu7", OLD),
-        ("triton", {"compute_dtype": "float32"}, "gpu9", "it does not support float32"),
-        ("triton", {"hidden_size": 40}, "gpu9", "widths 40 and 48 are not multiples of 16"),
+        ("megablox", {}, "tpuv3", "it needs a TPU v4 or later"),
+        ("triton", {}, "gpu7.5", OLD),
+        ("triton", {"compute_dtype": "float32"}, "gpu9.0", "it does not support float32"),
+        ("triton", {"hidden_size": 40}, "gpu9.0", "widths 40 and 48 are not multiples of 16"),
         (
             "triton",
             {"shape": (1, 1, 2), "experts_layout": "sharded"},
-            "gpu9",
+            "gpu9.0",
             "widths 32 and 24 are not multiples of 16",
         ),
     ],
@@ -215,7 +216,7 @@ def test_a_kernel_is_chosen_if_it_can_run_and_the_error_says_why_not(kernel, fie
         tiles = config(experts_kernel="tiles", **fields)
         assert choice.describe_experts(tiles, platform) == "tiles"
         return
-    if platform != "tpu":
+    if not platform.startswith("tpu"):
         assert choice.describe_experts(chosen, platform) == f"tiles ({kernel}: {why})"
     with pytest.raises(utils.ConfigError, match=re.escape(f"experts_kernel {kernel}: {why}. Use")):
         choice.choose_experts_kernel(asked, platform)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ import hardware
 import model
 import utils
 import weights
+from device_kernels import choice
 from hf_case import model_with
 
 # Every size is different, so that a swapped one cannot go unseen.
@@ -27,6 +29,107 @@ def test_a_chip_is_found_by_its_name_and_by_its_device_kind():
     kinds = [kind for chip in hardware.CHIPS.values() for kind in chip.kinds]
     assert len(set(kinds)) == len(kinds)
     assert hardware.chip_named("V4") is hardware.CHIPS["v4"]
+    assert hardware.chip_named("NVIDIA GeForce RTX 4090") is hardware.CHIPS["rtx4090"]
+
+
+def test_figures_are_those_without_sparsity_and_in_their_units():
+    for chip in hardware.CHIPS.values():
+        assert not chip.float8_flops or chip.float8_flops == pytest.approx(2 * chip.flops, rel=0.02)
+        assert chip.float32_flops <= chip.flops <= 3000 * hardware.TERA
+        assert 7 * utils.GIB < chip.memory_bytes <= 192 * utils.GIB
+        assert chip.network_bandwidth <= chip.link_bandwidth < chip.memory_bandwidth / 4
+        assert chip.is_tpu or chip.capability
+
+
+FIGURES = "name=own, flops=165,memory=24,bandwidth=1008,link=32"
+
+
+def test_a_chip_that_is_not_known_is_given_by_its_figures():
+    chip = hardware.chip_named(FIGURES)
+    assert (chip.name, chip.flops, chip.float32_flops) == ("own", 165e12, 165e12)
+    assert (chip.memory_bytes, chip.memory_bandwidth) == (24 * 2**30, 1008e9)
+    assert chip.link_bandwidth == chip.network_bandwidth == 32e9
+    assert hardware.platform_of(chip) == "gpu8.0" and not chip.is_tpu and not chip.float8_flops
+    more = f"{FIGURES},float32=82,float8=330,network=1.5,capability=8.9"
+    chip = hardware.chip_named(more)
+    assert (chip.float32_flops, chip.float8_flops, chip.network_bandwidth) == (82e12, 330e12, 1.5e9)
+    assert hardware.platform_of(chip) == "gpu8.9"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rtx9090", "is not known. Use one of v2, v3, .*rtx4090, .*cpu, or give .*flops=165"),
+        (FIGURES.replace(",link=32", ""), "link is missing. Use for example --chip name=mycard"),
+        (f"{FIGURES},fp8=330", "fp8 is none of name, capability, flops, memory"),
+        (f"{FIGURES},", "an empty word is none of"),
+        (FIGURES.replace("24", "24GB"), "memory 24GB is not a positive number"),
+        (f"{FIGURES},float8=-1", "float8 -1 is not a positive number"),
+        (FIGURES.replace("own", "h100"), "name h100 is that of a known chip"),
+        (f"{FIGURES},capability=ada", "capability ada is not a compute capability"),
+    ],
+)
+def test_wrong_names_and_figures_are_refused_with_an_example(name, problem):
+    with pytest.raises(utils.ConfigError, match=f"--chip {name}.*{problem}"):
+        hardware.chip_named(name)
+
+
+def test_a_device_has_the_platform_of_its_chip():
+    for chip in hardware.CHIPS.values():
+        device = SimpleNamespace(
+            platform="tpu" if chip.is_tpu else "gpu",
+            device_kind=chip.kinds[0],
+            compute_capability=chip.capability,
+        )
+        assert hardware.platform_of_device(device) == hardware.platform_of(chip)
+    for kind in ("cpu", "tpu"):
+        device = SimpleNamespace(platform=kind, device_kind="unknown")
+        assert hardware.platform_of_device(device) == kind
+    for old in ("v2", "v3"):
+        assert hardware.platform_of(hardware.CHIPS[old]) in choice.OLD_TPUS
+
+
+def config_in(dtype):
+    return utils.Config(model=utils.Model(compute_dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype"),
+    [
+        ("cpu", "float32"),
+        ("gpu7.0", "float32"),
+        ("gpu7.5", "float32"),
+        ("gpu8.0", "bfloat16"),
+        ("gpu12.1", "bfloat16"),
+        ("gpugfx942", "bfloat16"),
+        ("tpu", "bfloat16"),
+    ],
+)
+def test_the_automatic_dtype_is_one_that_the_device_multiplies_in(platform, dtype):
+    assert utils.for_platform(config_in("auto"), platform).model.compute_dtype == dtype
+
+
+def test_a_run_reports_a_device_without_figures_or_without_bfloat16():
+    def notes(kind, capability="", dtype="bfloat16", platform="gpu"):
+        device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+        return " ".join(hardware.notes(config_in(dtype), device))
+
+    assert notes("NVIDIA L4", "8.9") == hardware.MFU_RULE
+    assert notes("host", platform="cpu") == ""
+    unknown = notes("NVIDIA RTX 9000", "8.6")
+    assert unknown == (
+        f"no MFU: hardware.py has no figures of 'NVIDIA RTX 9000'. plan.py takes them, as in "
+        f"{hardware.EXAMPLE}"
+    )
+    assert hardware.chip_named(hardware.EXAMPLE.removeprefix("--chip "))
+    assert "Tesla T4 has no bfloat16" in notes("Tesla T4", "7.5")
+    assert "bfloat16" not in notes("Tesla T4", "7.5", "float32")
+
+
+def test_the_peak_is_that_of_the_compute_dtype():
+    h100, t4 = hardware.CHIPS["h100"], hardware.CHIPS["t4"]
+    assert h100.peak("float32") == h100.float32_flops < h100.peak("bfloat16") == h100.flops
+    assert t4.peak("float32") == t4.peak("bfloat16")
 
 
 def test_a_number_of_chips_has_a_usual_slice_or_is_refused_with_the_nearest():

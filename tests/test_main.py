@@ -253,8 +253,8 @@ def test_invalid_settings_are_refused_in_one_line_with_the_fix(whole, data, runs
 
 
 def test_what_the_devices_cannot_run_is_refused_before_data_are_read(runs, monkeypatch):
-    monkeypatch.setattr(sharded_model, "platform", lambda mesh: "gpu8")
-    with pytest.raises(ValueError, match="no FP8 products on gpu8"):
+    monkeypatch.setattr(sharded_model, "platform", lambda mesh: "gpu8.0")
+    with pytest.raises(ValueError, match=r"no FP8 products on gpu8\.0"):
         start(["--data.train", "missing"], runs, "a", "--model.matmul_dtype", "float8")
 
 

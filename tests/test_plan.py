@@ -39,6 +39,15 @@ def test_json_and_tables_have_the_figures_of_the_prediction(capsys):
     assert "Accuracy: not measured; within" in text and "of communication" not in text
 
 
+def test_a_plan_for_figures_ends_with_the_command_that_trains(capsys):
+    flags = ["--mesh.fsdp=1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
+    figures = "name=own,flops=165,memory=24,bandwidth=1008,link=32"
+    text = printed(capsys, *DENSE[:2], "--chip", figures, *flags)
+    assert "1 x own, mesh" in text and "not measured on a own;" in text
+    file, _, chosen = text.partition("run: ./run.sh python main.py --config ")[2].partition(" ")
+    assert file == DENSE[1] and chosen.startswith(f"{' '.join(flags)} --mesh.virtual 1 --train.")
+
+
 def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(capsys):
     one = ["--mesh.fsdp=1", "--mesh.pipeline=1", "--mesh.tensor=1", "--train.remat=none"]
     text = printed(capsys, *JAXFORMER, "--chip", "v5e", *one)
@@ -80,14 +89,14 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--chip v7", "--chip v7 is not known. Use one of v4, v5e"),
+        ("--chip v7", "--chip v7 is not known. Use one of v2, v3, v4"),
         ("--hlo x", "--hlo goes with --compile"),
         ("--topology 2x2", "--topology goes with --compile"),
         ("--compile --hlo /proc/x", "--hlo /proc/x cannot be written"),
         ("--tokens nan", "Use a finite number at least 0"),
         ("--chips 1000000000", "Use an integer at least 0 and at most 131072"),
         ("--model.capacity_factor inf", "inf is out of range. Use a finite number"),
-        ("--chip h100-pcie --compile", "does not describe this GPU"),
+        ("--chip h100-pcie --compile", "does not describe this chip"),
         ("--chip h100 --compile --topology 2x2", "--topology is for TPU slices"),
         (f"--chip h100 {SPLASH}", "splash: these devices have cudnn and triton. Use "),
         (f"--train.seq_len 1000 {SPLASH}", "splash: sequences of 1000 are not"),
