@@ -19,7 +19,7 @@ import utils
 from hardware import Chip
 from runtime import cli
 from train import slice_of
-from utils import Config, ConfigError, changed, get
+from utils import Config, ConfigError, TooLarge, changed, get
 
 MESH = ("mesh.replica", "mesh.fsdp", "mesh.pipeline", "mesh.tensor")
 USUAL = utils.Train().microbatches
@@ -45,15 +45,18 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     for count in counts(config, len(devices), slices):
         try:
             config, why = choose(config, devices[0], count, left_open)
+        except TooLarge:
+            raise
         except ConfigError as error:
             problems.append(str(error))
             continue
         text = f"{describe(config, left_open)}: {why}"
         idle = idle_text(config, len(devices))
         return config, f"{text}; {idle}" if idle else text
+    processes = f" of {jax.process_count()} processes" * (jax.process_count() > 1)
     raise ConfigError(
-        f"no settings fit {len(devices)} x {devices[0].device_kind} of {jax.process_count()} "
-        f"processes. {problems[0] if problems else set_mesh_problem(config, len(devices))}"
+        f"no settings fit {len(devices)} x {devices[0].device_kind}{processes}. "
+        f"{problems[0] if problems else set_mesh_problem(config, len(devices))}"
     )
 
 
@@ -70,8 +73,8 @@ def counts(config: Config, devices: int, slices: int) -> list[int]:
 
 
 def set_mesh_problem(config: Config, devices: int) -> str:
-    ranks = " ".join(f"--{name} {get(config, name)}" for name in MESH if get(config, name))
-    return f"{ranks} do not divide {devices} devices. Use other ranks, or set none of them."
+    ranks = " ".join(f"--{name} {get(config, name)}" for name in MESH if get(config, name) > 1)
+    return f"{devices} devices cannot be divided by {ranks}. Use fewer ranks, or set none of them."
 
 
 def idle_text(config: Config, devices: int) -> str:
@@ -118,10 +121,10 @@ def by_plan(
 
     try:
         best, tried = search.fastest(config, chip, count, left_open)
-    except ConfigError as error:
+    except TooLarge as error:
         need = smallest_number(config, chip, count, left_open)
-        least = f"It fits {need} of them by the plan. " if need else ""
-        raise ConfigError(f"{error}. {least}Planned for {count} x {chip.name}.") from None
+        text = f"By the plan it fits {need} of them." if need else "More of them do not help."
+        raise TooLarge(f"{count} x {chip.name} are too few. {text} {error}") from None
     p = best.predicted
     return best.config, (
         f"the fastest of {tried} that were planned, with {p.memory_bytes_per_chip / utils.GIB:.3g} "

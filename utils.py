@@ -39,6 +39,10 @@ class ConfigError(ValueError):
     """An error that the user can fix. Commands print it in one line, without a traceback."""
 
 
+class TooLarge(ConfigError):
+    """By the plan the model fits no mesh over these devices, and so no part of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What the declaration of a setting says, beside its comment."""

@@ -29,7 +29,7 @@ from planning.results import (
     usable_bytes,
 )
 from runtime import cli
-from utils import Config, ConfigError, get
+from utils import Config, ConfigError, TooLarge, get
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
@@ -95,7 +95,7 @@ def search(
             rejected[mesh] = f"needs {gib(chosen.memory)} of {gib(usable_bytes(chip))} at least"
     if not best:
         mesh = min(least, key=least.get) if least else next(iter(rejected))
-        raise ConfigError(
+        raise (TooLarge if least else ConfigError)(
             f"--chips {chips}{f' {given}' * bool(given)}: the model fits on no mesh. Use another "
             "number of chips, omit flags, or use a smaller --train.global_batch_size. The closest "
             f"is (fsdp, pipeline, tensor) = {mesh}: {rejected[mesh]}"

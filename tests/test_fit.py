@@ -57,7 +57,7 @@ def test_settings_that_are_set_are_kept_each_by_itself(tmp_path):
     assert fit.for_devices(config, chips("cpu", 1)) == (config, "")
     made, idle = fit.for_devices(config, chips("cpu", 2))
     assert made == config and "has 1 of 2 devices; the others stay idle" in idle
-    with pytest.raises(ValueError, match=r"--mesh\.fsdp 8 do not divide 4 devices"):
+    with pytest.raises(ValueError, match=r"4 devices cannot be divided by --mesh\.fsdp 8\. Use"):
         fit.for_devices(main.parse(["--mesh.fsdp", "8"]), chips("cpu", 4))
 
 
@@ -79,8 +79,13 @@ def test_a_model_that_does_not_fit_names_the_number_of_devices_that_do(monkeypat
     small = dataclasses.replace(H100, memory_bytes=110 * 2**20)
     monkeypatch.setattr(hardware, "chip_of_kind", lambda kind: small)
     config = main.parse([*DTYPE, "--train.global_batch_size", "64", "--train.seq_len", "128"])
-    with pytest.raises(ValueError, match=r"fits on no mesh.*It fits (4|8|16) of them by the plan"):
-        fit.for_devices(config, chips("gpu", 1))
+    asked, search_all = [], search.fastest
+    count = lambda *args: asked.append(args[2]) or search_all(*args)  # noqa: E731
+    monkeypatch.setattr(search, "fastest", count)
+    message = r"2 x h100 are too few\. By the plan it fits (4|8|16) of them\. .*fits on no mesh"
+    with pytest.raises(ValueError, match=message):
+        fit.for_devices(config, chips("gpu", 2))
+    assert asked == [2]  # a part of them is not tried
 
 
 def test_without_a_plan_the_choice_takes_least_memory_and_says_why(monkeypatch):
