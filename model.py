@@ -251,7 +251,7 @@ def gather_sequence(x_btD: jax.Array, name: str, parallel: bool = True) -> jax.A
     parallel     whether the sequence is sharded over tensor.
     Collectives  all_gather(tensor).
     """
-    if not parallel or lax.axis_size("tensor") == 1:  # XLA for CPUs would copy it
+    if not parallel:
         return x_btD
     with jax.named_scope(name):
         return lax.all_gather(x_btD, "tensor", axis=1, tiled=True)
@@ -266,8 +266,6 @@ def scatter_sequence(partial_bTD: jax.Array, name: str, parallel: bool = True) -
     with jax.named_scope(name):
         if not parallel:
             return lax.psum(partial_bTD, "tensor")
-        if lax.axis_size("tensor") == 1:
-            return partial_bTD
         return lax.psum_scatter(partial_bTD, "tensor", scatter_dimension=1, tiled=True)
 
 
