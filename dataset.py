@@ -22,7 +22,7 @@ import numpy as np
 
 from data.manifest import prepare_command, read_manifest
 from data.token_files import CACHED_PAGES, Span, open_files
-from utils import Config, ConfigError
+from utils import Config, ConfigError, changed
 
 FEISTEL_ROUNDS = 6
 PAGE_BYTES = 1 << 22  # of a file in a bucket; also the tokens of a block of windows
@@ -383,6 +383,16 @@ def open_validation(config: Config) -> Mixture:
     for data in val.parts.values():
         check_eval(data, config.eval.sequences)
     return val
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Return the config with the vocabulary of the training data for `--model.vocab_size 0`."""
+    if config.model.vocab_size:
+        return config
+    entries = parse_mixture(config.data.mixture).values()
+    folders = [f"{folder}/train" for _, folder in entries] or [config.data.train]
+    size = max(read_manifest(folder).vocab_size for folder in folders)
+    return changed(config, {"model.vocab_size": size})
 
 
 def open_subset(config: Config, subset: str, batch_size: int, order: str) -> Mixture:

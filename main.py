@@ -2,6 +2,7 @@
 
     ./run.sh python main.py --config configs/tiny.toml --run.name longer --train.steps 500
     ./run.sh python main.py --config configs/tune.toml --run.init_from runs/tiny --run.name chat
+    ./run.sh python main.py --depth 12 --data.train data/books/train --data.val data/books/val
 
 Every setting is a flag and a key of the TOML file (utils.py, or --help). A run is a directory
 DIR/NAME; DIR may be gs://BUCKET/FOLDER. docs/usage.md lists its files.
@@ -31,7 +32,7 @@ import utils
 import weights
 from checkpoint import Checkpoints
 from data.tokenizer import keep_files
-from dataset import Mixture, open_datasets
+from dataset import Mixture, open_datasets, with_vocabulary
 from device_kernels.choice import describe_kernels
 from loop import Job, Loop, resumable
 from metrics import check_packages
@@ -132,7 +133,7 @@ def run(config: Config) -> None:
     ):
         watchdog.phase("opening of the data")
         with distributed.shared_errors():
-            config, chosen = fit.for_devices(config, jax.devices())
+            config, chosen = fit.for_devices(with_vocabulary(config), jax.devices())
             check_packages(config)
             config = resume.resolve(config)
             declared, mesh = model.declare(config), train.make_mesh(config)
@@ -270,5 +271,17 @@ def report_result(job: Job, finished: bool) -> None:
     log(f"{'finished before.' if finished else ''}\n{result(job.config, job.val)}".lstrip())
 
 
+def main() -> None:
+    """Run the command line, or with --print_config only print what config.toml would be."""
+    arguments = sys.argv[1:]
+    rest = [argument for argument in arguments if argument != "--print_config"]
+    config = parse(rest)
+    if rest == arguments:
+        run(config)
+    else:
+        config, chosen = fit.for_devices(with_vocabulary(config), jax.devices())
+        print(f"# {chosen}\n{cli.to_toml(config)}", end="")
+
+
 if __name__ == "__main__":
-    errors.run_command(lambda: run(parse()))
+    errors.run_command(main)

@@ -32,12 +32,11 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
+import depth
 from utils import MESH_AXES, Config
 from weights import Tree, Weight
 
-# The best learning rates of docs/experiments.md, at TUNED_WIDTH. For wider models they are
-# assumed to fall as 1 / width (arXiv:2203.03466). Rates off by FAR_FACTOR cause a warning.
-TUNED_LR, TUNED_WIDTH, FAR_FACTOR = {"adamw": 5.7e-3, "muon": 1.6e-2}, 160, 10.0
+FAR_FACTOR = 10.0  # a learning rate that is off by this causes a warning
 # a, b and c of X <- (a + b A + c A^2) X with A = X X^T, for each step. Steep at zero rather
 # than exact: singular values above 1/200 of the matrix's norm end between 0.68 and 1.16
 # (kellerjordan.github.io/posts/muon).
@@ -94,13 +93,13 @@ TUNING_WARNING = (
 def learning_rate_warning(config: Config) -> str:
     """Return a warning about a learning rate far outside the tuned range, or an empty string.
 
-    An optimizer that is not in TUNED_LR has no such range. For a run from given weights
+    An optimizer that is not in depth.LR has no such range. For a run from given weights
     (--run.init_from) the range is one of pretraining, which undoes what the weights have learned.
     """
     o = config.optimizer
-    if o.name not in TUNED_LR:
+    if o.name not in depth.LR:
         return ""
-    best = TUNED_LR[o.name] * min(1, TUNED_WIDTH / config.model.hidden_size)
+    best = depth.best_lr(config)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
     if config.run.init_from and not config.run.init_optimizer:
         return TUNING_WARNING.format(lr=o.lr, low=low) if o.lr >= low else ""

@@ -135,7 +135,8 @@ class Model:
     decoder_sparse_step is a name of Qwen's configs.
     """
 
-    vocab_size: int = 4096  # V: token ids of the tokenizer; padded to a multiple of 256 inside
+    # V: token ids of the tokenizer; 0: of that of the data; padded to a multiple of 256 inside
+    vocab_size: int = setting(4096, at_least=0)
     hidden_size: int = 256  # D: width of the residual stream
     num_hidden_layers: int = 8  # L: first_k_dense_replace + a multiple of decoder_sparse_step
     first_k_dense_replace: int = 0  # dense layers before the repeated blocks

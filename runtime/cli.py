@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+import depth
 import utils
 from utils import Config, ConfigError, Model, Setting, changed, get, settings_of
 
@@ -32,7 +33,9 @@ FOREIGN = {
 }
 
 DESCRIPTION = (
-    "Train a sharded transformer. --config FILE.toml gives other defaults. --run.init_from FOLDER "
+    "Train a sharded transformer. --depth N gives a model of N layers with its batch, steps and "
+    "optimizer (depth.py), with --dense one without experts. --config FILE.toml gives other "
+    "defaults, also depth = N. --print_config prints the settings and exits. --run.init_from FOLDER "
     "starts from the weights of another run and uses its [model], unless --config has one."
 )
 
@@ -100,7 +103,7 @@ def parse(
     checked: bool = True,
     model: Model | None = None,
 ) -> Config:
-    """Return the config from flags, the file of `--config`, and defaults, in this order.
+    """Return the config from flags, the file of `--config`, `--depth`, and defaults, in this order.
 
     command  the dataclass of the command's own flags, for messages about unknown flags
     checked  whether to call `check`
@@ -109,22 +112,25 @@ def parse(
     import tyro  # late: not needed by programs that only read files
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    path, arguments = _take_config_flag(arguments)
+    base, arguments = _take_base(arguments)
     config, unknown = tyro.cli(
         Config,
         args=_switches(arguments),
-        default=Config(model=model or Model()) if path is None else load(path, model),
+        default=Config(model=model or Model()) if base.config is None else load(base.config, model),
         description=DESCRIPTION,
         return_unknown_args=True,
         use_underscores=True,
     )
     refuse_unknown(unknown, [*settings_of(), *(settings_of(command) if command else ())])
-    flags = {argument.partition("=")[0] for argument in arguments}
-    if config.data.mixture and (unused := sorted(flags & {"--data.train", "--data.val"})):
+    flags = _flags(arguments)
+    if config.data.mixture and (unused := sorted(flags & {"data.train", "data.val"})):
         raise ConfigError(
-            f"{unused[0]} has no effect with a mixture, whose folders contain train/ and val/. "
-            f"Remove {unused[0]}, or disable the mixture: --data.mixture without values."
+            f"--{unused[0]} has no effect with a mixture, whose folders contain train/ and val/. "
+            f"Remove --{unused[0]}, or disable the mixture: --data.mixture without values."
         )
+    if base.depth is not None:
+        names = flags | flat({} if base.config is None else _read(base.config)).keys()
+        config = depth.fill(config, names, base.depth, base.dense)
     config = _with_home(config)
     if checked:
         check(config)
@@ -141,21 +147,38 @@ def split_auto(arguments: list[str]) -> tuple[list[str], set[str]]:
     """Return the arguments without flags of the value auto, and the names that the others and the
     file of `--config` set.
     """
-    path, _ = _take_config_flag(arguments)
-    of_file = flat(_read(path)).keys() if path else set()
+    base, _ = _take_base(arguments)
+    of_file = set() if base.config is None else flat(_read(base.config)).keys()
     value = rf"(?<=\0)--({'|'.join(map(re.escape, utils.AUTO))})[=\0]auto\0"
     text = "\0".join(["", *arguments, ""])
     rest = re.sub(value, "", text).split("\0")[1:-1]
-    flags = {argument.partition("=")[0].removeprefix("--") for argument in rest}
-    return rest, flags | of_file - set(re.findall(value, text))
+    return rest, _flags(rest) | of_file - set(re.findall(value, text))
 
 
-def _take_config_flag(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the file that `--config` names, None without it, and the other arguments."""
+def _flags(arguments: list[str]) -> set[str]:
+    """Return the names of all flags, as model.hidden_size."""
+    return {a.partition("=")[0][2:].replace("-", "_") for a in arguments if a.startswith("--")}
+
+
+def _take_base(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return what other settings follow from, and the other arguments.
+
+    The former are `config`, a file or None; `depth`, a number or None; and `dense`.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", const="")
-    parsed, rest = parser.parse_known_args(arguments)
-    return parsed.config, rest
+    for flag in ("--config", "--depth"):
+        parser.add_argument(flag, nargs="?", const="")
+    parser.add_argument("--dense", action="store_true")
+    base, rest = parser.parse_known_args(arguments)
+    table = _read(base.config) if base.config is not None else {}
+    given = table.get("depth") if base.depth is None else base.depth
+    if given is not None and not re.fullmatch(r"-?\d+", str(given)):
+        raise ConfigError(f"--depth {given} is not a number of layers. Use --depth 12.")
+    base.depth = None if given is None else int(given)
+    base.dense = base.dense or table.get("dense", False)
+    if base.dense and base.depth is None:
+        raise ConfigError("--dense goes with --depth. Use --depth 12 --dense.")
+    return base, rest
 
 
 def _switches(arguments: list[str]) -> list[str]:
@@ -179,6 +202,7 @@ def load(path: str | Path, model: Model | None = None) -> Config:
     table = _read(path)
     default = Config() if model is None or "model" in table else Config(model=model)
     known, values = settings_of(), flat(table)
+    values = {name: value for name, value in values.items() if name not in ("depth", "dense")}
     if unknown := sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path}: unknown key {unknown[0]}{_suggestion(unknown[0], known)}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}

@@ -1,0 +1,236 @@
+"""Measure the rules of depth.py: train models of several depths with several settings.
+
+    ./run.sh python benchmark.py ladder              the missing runs, then the table; 5 hours
+    ./run.sh python benchmark.py ladder --hours 0    the table of the runs that are there
+
+Each run is `main.py --depth N` on one core, one per core at a time. One that was interrupted
+resumes from its checkpoint. docs/ladder.jsonl has a line for each finished run.
+
+A series differs in nothing but the learning rate. It starts with three, a factor of 2 apart. Each
+further one is twice or half the best one if that is at an end, and else the
+geometric mean of the best one and its better neighbor. The best one of five, and that of depth.py,
+run with two other seeds.
+"""
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import depth
+from benchmarks.common import ROOT
+from runtime import cli, jsonl
+from runtime.console import log
+from utils import ConfigError
+
+RECORDS = ROOT / "docs/ladder.jsonl"
+RUNS = ROOT / "runs/ladder"
+SEQ_LEN, TRIES, SEEDS = 256, 5, (0, 1, 2)
+START = {"muon": 2.5, "adamw": 0.9}  # first learning rate times width
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
+ENVIRONMENT["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false"
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Settings of runs with several learning rates."""
+
+    optimizer: str
+    depth: int
+    steps: int
+    batch: int = 16  # sequences of SEQ_LEN tokens
+    decay: float = 2.0  # product of learning rate, weight decay and steps
+    dense: bool = False
+
+    def rule(self) -> float:
+        """Return the learning rate that depth.py gives."""
+        flags = [word for name, value in self.settings().items() for word in (name, str(value))]
+        return cli.parse([*self.base(), *flags]).optimizer.lr
+
+    def base(self) -> list[str]:
+        return ["--depth", str(self.depth), *["--dense"] * self.dense]
+
+    def settings(self) -> dict[str, object]:
+        return {
+            "--optimizer.name": self.optimizer,
+            "--train.seq_len": SEQ_LEN,
+            "--train.global_batch_size": self.batch,
+            "--train.steps": self.steps,
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    series: Series
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        s = self.series
+        kind = "dense" if s.dense else "depth"
+        return (
+            f"{s.optimizer}-{kind}{s.depth}-{s.steps}x{s.batch}-{s.decay:g}-{self.lr:g}-{self.seed}"
+        )
+
+    def flags(self) -> list[str]:
+        s, settings = self.series, self.series.settings()
+        decay = depth.two_digits(s.decay / (self.lr * s.steps))
+        settings |= {"--optimizer.lr": self.lr, "--optimizer.weight_decay": decay}
+        settings |= {"--train.seed": self.seed, "--data.seed": self.seed}
+        return [*s.base(), *(str(word) for pair in settings.items() for word in pair)]
+
+
+Losses = dict[Run, float]  # validation loss at the end
+DEPTHS = (2, 3, 4, 6)
+# Most useful first, as a night may be too short. Each is (series, learning rates to try).
+PLAN = [
+    *((Series("muon", n, 128), TRIES) for n in DEPTHS),
+    *((Series("muon", n, steps), TRIES) for n, steps in ((2, 512), (3, 512))),
+    *((Series("adamw", n, 128), TRIES) for n in DEPTHS),
+    # Equal tokens in other batches, and equal tokens with other weight decay.
+    *((Series("muon", n, 512 * 16 // b, b), 3) for n in (2, 3) for b in (8, 32)),
+    *((Series("muon", n, 512, decay=d), 1) for n in (2, 3) for d in (0.6, 6.0)),
+    *((Series("adamw", n, 512), TRIES) for n in (2, 3)),
+    # Equal compute.
+    (Series("muon", 2, 2048), 3),
+    (Series("muon", 3, 896), 1),
+    (Series("muon", 4, 384), 3),
+    *((Series("muon", n, 128, dense=True), 3) for n in (2, 4)),
+]
+
+
+def next_rate(losses: dict[float, float]) -> float:
+    """Return the learning rate to try after those whose losses are given."""
+    rates = sorted(losses)
+    i = rates.index(min(rates, key=losses.__getitem__))
+    if i in (0, len(rates) - 1):
+        return depth.two_digits(rates[i] * (2 if i else 0.5))
+    neighbor = min(rates[i - 1], rates[i + 1], key=losses.__getitem__)
+    return depth.two_digits(math.sqrt(rates[i] * neighbor))
+
+
+def needed(losses: Losses, series: Series, tries: int) -> Iterator[Run]:
+    """Yield the runs of a series that are known to be needed."""
+    done = {run.lr: loss for run, loss in losses.items() if (run.series, run.seed) == (series, 0)}
+    first = START[series.optimizer] / (depth.HEAD * series.depth)
+    rates = [depth.two_digits(first * factor) for factor in (1, 0.5, 2)][:tries]
+    yield from (Run(series, rate, 0) for rate in rates)
+    if not done.keys() >= set(rates):
+        return
+    if len(done) < tries:
+        yield Run(series, next_rate(done), 0)
+    elif tries == TRIES:
+        best = min(done, key=done.__getitem__)
+        both = (best, series.rule())
+        yield from (Run(series, rate, seed) for rate in dict.fromkeys(both) for seed in SEEDS)
+
+
+def make(seconds: float, cores: list[int]) -> None:
+    """Make the missing runs, one per core. After `seconds` the others save and stop."""
+    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
+    deadline = time.monotonic() + seconds
+    RUNS.mkdir(parents=True, exist_ok=True)
+    try:
+        while time.monotonic() < deadline:
+            for core in [
+                core for core, (_, process) in running.items() if process.poll() is not None
+            ]:
+                run, process = running.pop(core)
+                record(run, process.returncode)
+            losses = read()
+            todo = dict.fromkeys(run for series in PLAN for run in needed(losses, *series))
+            begun = losses.keys() | {run for run, _ in running.values()}
+            new = (run for run in todo if run not in begun)
+            for core, run in zip([c for c in cores if c not in running], new, strict=False):
+                log(f"{run.name} starts on core {core}")
+                running[core] = run, start(run, core)
+            if not running:
+                return
+            time.sleep(1)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.wait()
+
+
+def start(run: Run, core: int) -> subprocess.Popen[bytes]:
+    every = str(max(1, run.series.steps // 8))
+    output = ["--run.dir", str(RUNS), "--run.name", run.name, "--eval.every_steps", every]
+    output += ["--checkpoint.every_steps", every, "--sample.prompts"]
+    with (RUNS / f"{run.name}.log").open("ab") as file:
+        command = ["taskset", "-c", str(core), sys.executable, "main.py", *run.flags(), *output]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=file, stderr=file
+        )
+
+
+def record(run: Run, code: int) -> None:
+    """Append a run that has ended. One that diverged has a loss of null."""
+    folder = RUNS / run.name
+    records = jsonl.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    diverged = code == 2 and bool(records)  # --train.max_skipped_in_row
+    if code and not diverged:
+        raise ConfigError(
+            f"{run.name} ended with exit code {code}. See {RUNS / run.name}.log, fix the cause and "
+            "start this command again. It resumes."
+        )
+    curve = [[r["step"], round(r["loss/val"], 5)] for r in records if r.get("loss/val") is not None]
+    begun = jsonl.read(folder / "starts.jsonl")[-1]
+    line = asdict(run) | {"loss": None if diverged else curve[-1][1], "curve": curve}
+    line |= {"flags": run.flags(), "commit": begun["commit"], "changed": begun["changed"]}
+    jsonl.append(RECORDS, [line])
+    log(f"{run.name} ends with a loss of {line['loss']}")
+
+
+def read() -> Losses:
+    """Return the recorded runs. A run that diverged has an infinite loss."""
+    lines = jsonl.read(RECORDS) if RECORDS.exists() else []
+    return {
+        Run(Series(**line["series"]), line["lr"], line["seed"]): line["loss"] or math.inf
+        for line in lines
+    }
+
+
+def table(losses: Losses) -> str:
+    """Return a Markdown row for each series that has a run."""
+    rows = ["| series | tokens | losses by learning rate | best | by depth.py | above the best |"]
+    rows.append("|---|---|---|---|---|---|")
+    for series, _ in PLAN:
+        runs = {run: loss for run, loss in losses.items() if run.series == series}
+        if not runs:
+            continue
+        means = {
+            rate: statistics.fmean(loss for run, loss in runs.items() if run.lr == rate)
+            for rate in sorted({run.lr for run in runs})
+        }
+        first = {run.lr: loss for run, loss in runs.items() if run.seed == 0}
+        best = min(first, key=first.__getitem__)
+        rule = series.rule()
+        above = f"{means[rule] - means[best]:+.4f}" if rule in means else ""
+        s = series
+        name = f"{s.optimizer}, {'dense ' * s.dense}depth {s.depth}, {s.steps} steps"
+        name += f", decay {s.decay:g}" * (s.decay != Series.decay)
+        each = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(first.items()))
+        tokens = s.steps * s.batch * SEQ_LEN
+        rows.append(f"| {name} | {tokens:,} | {each} | {best:g} | {rule:g} | {above} |")
+    return "\n".join(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    hours: float = 12.0  # after which unfinished runs save a checkpoint and stop
+    cores: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))  # one run on each
+
+
+def main(arguments: list[str]) -> None:
+    flags = cli.parse_flags(Flags, arguments, description=__doc__)
+    make(3600 * flags.hours, list(flags.cores))
+    print(table(read()))

@@ -1,0 +1,111 @@
+"""A model from one number: what `--depth N` gives the settings that are not set.
+
+The N layers are 64 N wide, so width and depth grow together, and a token passes about 51,200 N^3
+parameters of the layers. Batch, steps and optimizer follow from that number. The rules were
+measured on models of depth 2 to 6 (docs/experiments.md) and are extrapolated to larger ones.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import utils
+from utils import Config, ConfigError
+
+HEAD = 64  # width of a head without position, so depth N has N heads
+TILE = 128  # of a matrix unit; hidden widths are multiples
+TOKENS_PER_PARAMETER = 20  # arXiv:2203.15556
+MOST = 256  # layers, of 860 billion parameters that a token passes
+
+# Best peak learning rate of matrices at LR_WIDTH; it falls as 1 / width (arXiv:2203.03466).
+LR = {"adamw": 0.0057, "muon": 0.016}
+LR_WIDTH = 160
+DECAY = 2.0  # best product of learning rate, weight decay and steps (arXiv:2405.13698)
+
+Rule = Callable[[Config, int], Any]
+
+
+def fill(config: Config, names: frozenset[str], depth: int, dense: bool = False) -> Config:
+    """Return the config with the settings of a depth, except those with these names.
+
+    depth  layers
+    dense  no experts; else every second layer has eight, of which a token uses two
+    """
+    if not 1 <= depth <= MOST:
+        raise ConfigError(f"--depth {depth} is out of range. Use a number from 1 to {MOST}.")
+    feed_forward = DENSE if dense or depth == 1 else EXPERTS
+    for name, rule in itertools.chain(*map(dict.items, (SHAPE, feed_forward, TRAINING))):
+        if name not in names:
+            config = utils.changed(config, {name: rule(config, depth)})
+    return config
+
+
+def multiple(size: float, of: int) -> int:
+    return of * math.ceil(size / of)
+
+
+def tokens(depth: int) -> int:
+    """Return the tokens of a run: TOKENS_PER_PARAMETER for each that a token passes in layers."""
+    return TOKENS_PER_PARAMETER * 51_200 * depth**3
+
+
+def power_of_two(number: float) -> int:
+    return 2 ** round(math.log2(number))
+
+
+def best_lr(config: Config) -> float:
+    """Return the best learning rate that is known for an optimizer and a width."""
+    return LR[config.optimizer.name] * min(1, LR_WIDTH / config.model.hidden_size)
+
+
+def two_digits(number: float) -> float:
+    return float(f"{number:.2g}")
+
+
+# Rules in the order in which they are applied: one may use what those before it have set.
+SHAPE: dict[str, Rule] = {
+    "model.vocab_size": lambda c, n: 0,  # that of the data
+    "model.hidden_size": lambda c, n: HEAD * n,
+    "model.num_hidden_layers": lambda c, n: n,
+    "model.num_attention_heads": lambda c, n: n,
+    "model.num_key_value_heads": lambda c, n: n,
+    "model.head_dim": lambda c, n: HEAD,
+    "model.kv_lora_rank": lambda c, n: multiple(HEAD * n / 3, HEAD),
+    "model.qk_nope_head_dim": lambda c, n: HEAD,
+    "model.qk_rope_head_dim": lambda c, n: HEAD // 2,
+    "model.v_head_dim": lambda c, n: HEAD,
+    "model.intermediate_size": lambda c, n: multiple(3 * HEAD * n, TILE),
+    "model.compute_dtype": lambda c, n: "auto",
+}
+DENSE: dict[str, Rule] = {
+    "model.decoder_sparse_step": lambda c, n: 1,
+    "model.n_routed_experts": lambda c, n: 0,
+    "model.n_shared_experts": lambda c, n: 0,
+}
+EXPERTS: dict[str, Rule] = {
+    "model.first_k_dense_replace": lambda c, n: n % 2,
+    "model.moe_intermediate_size": lambda c, n: multiple(HEAD * n, TILE),
+    "model.capacity_factor": lambda c, n: 0.0,  # dropless: the loss does not depend on the mesh
+}
+TRAINING: dict[str, Rule] = {
+    "train.seq_len": lambda c, n: min(2048, 2 ** int(math.log2(128 * max(2, n)))),
+    # The best batch grows as tokens^0.57 (arXiv:2503.04715).
+    "train.global_batch_size": lambda c, n: max(
+        8, power_of_two(tokens(n) ** 0.571 / c.train.seq_len)
+    ),
+    "train.steps": lambda c, n: round(tokens(n) / c.train.global_batch_size / c.train.seq_len),
+    "train.loss_chunk_tokens": lambda c, n: 8192,
+    "optimizer.name": lambda c, n: "muon",
+    "optimizer.lr": lambda c, n: two_digits(best_lr(c)),
+    "optimizer.weight_decay": lambda c, n: two_digits(DECAY / (c.optimizer.lr * c.train.steps)),
+    "optimizer.schedule": lambda c, n: "wsd",
+    "optimizer.decay_share": lambda c, n: 0.4,
+    "optimizer.min_lr_ratio": lambda c, n: 0.0,
+    "optimizer.warmup_steps": lambda c, n: max(1, c.train.steps // 20),
+    # A short run needs a faster balance.
+    "model.router_bias_update_speed": lambda c, n: min(1e-2, max(1e-3, 2 / c.train.steps)),
+    "eval.every_steps": lambda c, n: max(1, c.train.steps // 20),
+    "checkpoint.every_steps": lambda c, n: max(1, c.train.steps // 20),
+    "run.name": lambda c, n: f"{'depth' if c.model.moe_layers else 'dense'}-{n}",
+}
