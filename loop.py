@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -16,23 +17,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hardware
+import memory
 import sharded_model
 import train
-import utils
 from checkpoint import Checkpoints
 from dataset import Mixture
 from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
 from optimizer import learning_rates
-from runtime import jsonl, run_directory
+from runtime import distributed, jsonl, run_directory
 from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
-from runtime.errors import TransientError
+from runtime.errors import TransientError, compile_lowered
 from runtime.phases import GoodputLog, Phases
 from runtime.signals import StopRequest
 from train import State
-from utils import Config, ConfigError
+from utils import GIB, Config, ConfigError
 from validate import Validation
 
 # (file, key) of the records that show that an evaluation, and samples, of a step are done.
@@ -84,14 +85,41 @@ class Loop:
         self.sample = make_sampler(config, mesh, job.data.manifest)
         shapes = train.abstract_state(config, declared, mesh)
         self.replicas = ReplicaChecker(shapes, mesh) if config.run.check_replicas_every else None
-        job.watchdog.phase("compile")
-        log("compiling the step, which takes a minute or so the first time")
-        started = time.perf_counter()
         self.rates = jax.device_put(learning_rates(config), NamedSharding(mesh, P()))
-        batch = sharded_model.abstract_batch(config, mesh)
-        self.step = train.compile_step(config, declared, mesh, shapes, batch, self.rates)
-        log(f"the step is compiled, in {time.perf_counter() - started:.0f} s")
+        job.watchdog.phase("compile")
+        self._compile(shapes)
         self.tracing = False
+
+    def _compile(self, shapes: State) -> None:
+        """Compile the step and, at the same time, evaluation and sampling. Check their memory."""
+        job, w = self.job, shapes.weights
+        log("compiling the step, evaluation and samples, a minute or so the first time")
+        started, others = time.perf_counter(), {}
+        with ThreadPoolExecutor(thread_name_prefix="compile") as pool:
+            if self.validation:
+                others["evaluation"] = pool.submit(compile_lowered, self.validation.lower(w))
+            for T, program in (self.sample.lower() if self.sample else {}).items():
+                others[T] = pool.submit(compile_lowered, program)
+            batch = sharded_model.abstract_batch(job.config, job.mesh)
+            # Here, as processes communicate in it.
+            self.step = train.compile_step(
+                job.config, job.declared, job.mesh, shapes, batch, self.rates
+            )
+            programs = {name: future.result() for name, future in others.items()}
+        log(f"compiled in {time.perf_counter() - started:.0f} s")
+        state, size = memory.bytes_of(shapes), memory.planned_bytes
+        needed = {memory.STEP: size(self.step)}
+        if self.validation:
+            self.validation.program = programs.pop("evaluation")
+            # The weights are among its arguments; the rest of the state stays.
+            needed[memory.EVALUATION] = size(self.validation.program) + state - memory.bytes_of(w)
+        if self.sample:
+            self.sample.generator.programs = programs
+            needed[memory.SAMPLING] = max(map(size, programs.values())) + state
+        with distributed.shared_errors():
+            memory.check(job.config, job.mesh, needed)
+        sizes = ", ".join(f"{size / GIB:.3g} for {name}" for name, size in needed.items())
+        log(f"GiB per device as compiled: {sizes}")
 
     def run(self, state: State) -> None:
         """Run all steps after `state`.
@@ -240,10 +268,10 @@ class Loop:
 
     def measured(self) -> str:
         """Return one line with the measured memory and step time."""
-        memory, source = train.peak_bytes(self.job.mesh, self.step)
+        size, source = memory.peak_bytes(self.job.mesh, self.step)
         later = self.reports.taken_s[1:] or self.reports.taken_s
         seconds = f"; {statistics.median(later):.3g} s per step (median)" if later else ""
-        return f"measured: {memory / utils.GIB:.3g} GiB per device ({source}){seconds}"
+        return f"measured: {size / GIB:.3g} GiB per device ({source}){seconds}"
 
 
 class Reports:

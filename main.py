@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 import checkpoint
 import fit
 import hardware
+import memory
 import model
 import optimizer
 import sharded_model
@@ -143,6 +144,7 @@ def run(config: Config) -> None:
             settings = dataclasses.asdict(config) | data.stored()
         if chosen:
             log(chosen)
+        stack.enter_context(memory.explained(config, mesh))
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         shapes = train.abstract_state(config, declared, mesh)
         if r.init_from and is_new:
@@ -178,11 +180,10 @@ def train_from(job: Job, state: State | None, w: Transformer | None, is_new: boo
     source = f"{config.run.init_from} at step {config.run.init_from_step}"
     if state is None:
         log(f"{directory}: a new run{f', weights from {source}' if w else ''}")
-        state = train.initial_state(config, job.declared, job.mesh, w)
     else:
         of = f" of {config.run.init_from}" * is_new
         log(f"{directory}: continues after step {int(state.step)}{of}")
-    first = int(state.step)
+    first = 0 if state is None else int(state.step)
     start = provenance.record(directory.files, first)
     with GoodputLog(directory.files, job.watchdog, first) as goodput_log:
         if is_primary():
@@ -192,7 +193,10 @@ def train_from(job: Job, state: State | None, w: Transformer | None, is_new: boo
             raise job.stop.stopped(resumable(job.saved))
         if job.saved:
             job.saved.made_by = start
-        loop = Loop(job, goodput_log)
+        loop = Loop(job, goodput_log)  # before the state is made: it may not fit
+        if state is None:
+            job.watchdog.phase("initial weights")
+            state = train.initial_state(config, job.declared, job.mesh, w)
         loop.run(state)
         job.watchdog.phase("save at the end")
         if job.saved:

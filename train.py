@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hardware
+import memory
 import sharded_model
 import utils
 import weights
@@ -326,7 +327,7 @@ def prefetch(
         pool.shutdown(cancel_futures=True)
 
 
-# --- compilation and memory -----------------------------------------------------------------------
+# --- compilation ----------------------------------------------------------------------------------
 
 
 def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: Any) -> Any:
@@ -336,10 +337,10 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
     """
     step = errors.compile_program(jitted_step(config, declared, mesh), *arguments)
     unrolled = sharded_model.is_unrolled(config, sharded_model.platform(mesh))
-    usable = usable_bytes(mesh)
+    usable = memory.usable_bytes(mesh)
     if config.train.layers != "auto" or not unrolled or not usable:
         return step
-    needed = planned_bytes(step)
+    needed = memory.planned_bytes(step)
     # All processes decide alike, as their programs have to be the same.
     if multihost_utils.process_allgather(np.bool_(needed <= usable)).all():
         return step
@@ -349,30 +350,3 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
     )
     scanned = utils.changed(config, {"train.layers": "scanned"})
     return errors.compile_program(jitted_step(scanned, declared, mesh), *arguments)
-
-
-def usable_bytes(mesh: Mesh) -> float:
-    """Return the memory of a device that JAX may allocate; 0 if it is not known."""
-    device = mesh.local_devices[0]
-    if limit := (device.memory_stats() or {}).get("bytes_limit"):
-        return limit
-    chip = hardware.chip_of_kind(device.device_kind)
-    return chip.allocatable_bytes if chip else 0
-
-
-def planned_bytes(step: Any) -> int:
-    """Return the memory of one device that the compiler planned for a step.
-
-    It is the sum of arguments, temporaries, and results that do not alias an argument.
-    """
-    plan = step.memory_analysis()
-    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
-
-
-def peak_bytes(mesh: Mesh, step: Any) -> tuple[int, str]:
-    """Return the peak memory of one device, and the source of the number."""
-    stats = mesh.local_devices[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"], "at its fullest"
-    return planned_bytes(step), "planned by the compiler"

@@ -57,8 +57,16 @@ class Validation:
             out_shardings=NamedSharding(mesh, P()),  # every process reads the whole result
             compiler_options=train.compiler_options(mesh),
         )
-        self.compiled: Any = None  # with the first batch
+        self.program: Any = self.run  # or it compiled, by the loop
         self.batches: dict[str, Batch] = {}
+
+    def lower(self, w: Any) -> Any:
+        """Lower the program for weights of these shapes and layouts."""
+        t = dataclasses.replace(self.config.train, microbatches=self.microbatches)
+        rounds = self.microbatches // self.config.train.microbatches
+        t = dataclasses.replace(t, global_batch_size=rounds * t.global_batch_size)
+        whole = dataclasses.replace(self.config, train=t)
+        return self.run.lower(w, sharded_model.abstract_batch(whole, self.mesh))
 
     def __call__(self, w: Transformer) -> dict[str, Any]:
         """Return the record of an evaluation; of a mixture, the weighted mean and each loss."""
@@ -74,9 +82,7 @@ class Validation:
         if name not in self.batches:
             take, shape = partial(padded_rows, data, self.config.eval.sequences), (rows, t.seq_len)
             self.batches[name] = train.put_batch(self.mesh, self.microbatches, take, shape)
-        if self.compiled is None:
-            self.compiled = errors.compile_program(self.run, w, self.batches[name])
-        stats, m = jax.device_get(self.compiled(w, self.batches[name])), self.config.model
+        stats, m = jax.device_get(self.program(w, self.batches[name])), self.config.model
         record = {
             "loss/val": float(stats.cross_entropy),
             "loss/val_balance": None,

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hardware
+import memory
 import model
 import pipeline
 import sharded_model
@@ -158,8 +159,8 @@ def print_steps(programs: dict[str, Program]) -> list[float]:
     seconds = step_seconds([*programs.values()])
     for (name, program), s in zip(programs.items(), seconds, strict=True):
         rates = f"{s:.3f}", f"{program.tokens / s:,.0f}", f"{program.model_flops / s / 1e9:.1f}"
-        memory = f"{train.planned_bytes(program.step) / 2**20:.0f}"
-        compiled = f"{program.flops_ratio():.3f}", memory, f"{program.compile_s:.1f}"
+        size = f"{memory.planned_bytes(program.step) / 2**20:.0f}"
+        compiled = f"{program.flops_ratio():.3f}", size, f"{program.compile_s:.1f}"
         table.add_row(name, *rates, *compiled)
     Console(width=120).print(table)
     print("GFLOP/s of model FLOPs on all devices together.")

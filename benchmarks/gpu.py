@@ -51,6 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hardware
+import memory
 import model
 import sharded_model
 import train
@@ -170,7 +171,7 @@ def measure(row: str, toy: bool, folder: Path) -> Iterator[Record]:
         planned |= {"planned_mfu": plan.chip and plan.mfu(plan.step_s)}
         yield planned | {"attention": plan.attention}
         program = common.compile_step(config)
-        compiler_bytes = train.planned_bytes(program.step)
+        compiler_bytes = memory.planned_bytes(program.step)
         yield {"compile_s": program.compile_s, "compiler_bytes": compiler_bytes}
         yield profile(program, folder / row) if "profile" in row else time_steps(program, plan)
 
@@ -212,7 +213,7 @@ def time_steps(program: Program, plan: Prediction) -> Record:
         "step_s": step_s,
         "tokens_per_s": plan.tokens_per_s(step_s),
         "mfu": plan.chip and plan.mfu(step_s),
-        "memory_bytes": train.peak_bytes(program.mesh, program.step)[0],
+        "memory_bytes": memory.peak_bytes(program.mesh, program.step)[0],
         "steps_s": seconds,
         "losses": losses,
         "smi": medians,
@@ -374,8 +375,8 @@ def status_of(code: int | None, log: str, limit_s: float) -> Record:
     if code is None:
         return {"status": "time", "error": f"stopped after {limit_s:.0f} s"}
     error = compiler.failure(code, log)
-    memory = re.search("RESOURCE_EXHAUSTED|out of memory", error, re.IGNORECASE)
-    return {"status": "memory" if memory else "failed", "error": error}
+    is_memory = re.search("RESOURCE_EXHAUSTED|out of memory", error, re.IGNORECASE)
+    return {"status": "memory" if is_memory else "failed", "error": error}
 
 
 # --- all rows -------------------------------------------------------------------------------------

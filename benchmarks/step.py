@@ -6,7 +6,7 @@ The flags are those of main.py.
 """
 
 import hardware
-import train
+import memory
 import utils
 import weights
 from benchmarks.common import STEPS, compile_step, step_seconds
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     if chip:
         peak = chip.peak(config.model.compute_dtype)
         mfu = f"{achieved / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
-    memory, source = train.peak_bytes(program.mesh, program.step)
+    size, source = memory.peak_bytes(program.mesh, program.step)
     total, active = weights.count(declared)
     print(f"{total:,} parameters, {active:,} active, on {devices} x {kind}")
     print(f"compile        {program.compile_s:.1f} s")
@@ -33,5 +33,5 @@ def main(arguments: list[str]) -> None:
     print(f"tokens/s       {rate:,.0f}")
     print(f"per device     {achieved / 1e12:.3f} TFLOP/s")
     print(f"MFU            {mfu}")
-    print(f"memory/device  {memory / utils.GIB:.2f} GiB ({source})")
+    print(f"memory/device  {size / utils.GIB:.2f} GiB ({source})")
     print(hardware.MFU_RULE)

@@ -23,7 +23,7 @@ from model import Transformer
 from runtime import distributed, errors
 from runtime.console import log
 from runtime.errors import Exit, JobFailed
-from utils import GIB, MESH_AXES, Config, ConfigError
+from utils import MESH_AXES, Config, ConfigError
 
 MAX_PREFILL_TOKENS = 512  # positions of each prompt in one pass through the model
 ENDED = -1  # replaces the tokens of a text that has ended
@@ -104,8 +104,29 @@ class Generator:
             ends_B = (count_B > 0) & (count_B <= tokens_BT.shape[1])
             return jnp.where(ends_B, new_B, token_B), cache
 
-        shardings = NamedSharding(mesh, P()), tuple(a.sharding for a in self.abstract_cache)
+        self.replicated = NamedSharding(mesh, P())
+        shardings = self.replicated, tuple(a.sharding for a in self.abstract_cache)
         self._append = jax.jit(append, donate_argnums=1, out_shardings=shardings)
+        self.programs: dict[int, Any] = {}  # compiled ones, by the tokens of each text
+
+    def lower(self, T: int) -> Any:
+        """Lower the program that appends T tokens to each text."""
+
+        def ids(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
+        B = ids(self.B)
+        rows = ids(self.B, T) if T > 1 else B, B, B, key, B, B
+        return self._append.lower(self.abstract_weights, self.abstract_cache, *rows)
+
+    def _run(self, w: Transformer, tokens: Any, start_B: Any, count_B: Any, token_B: Any) -> Any:
+        """Append tokens, [B, T] or [B], and return the next token of each text."""
+        program = self.programs.get(tokens.size // self.B, self._append)
+        rows = tokens, start_B, count_B, self.key, self.number, token_B
+        token_B, self.cache = program(w, self.cache, *rows)
+        return token_B
 
     def reset(self, numbers: Sequence[int], seed: int) -> None:
         """Empty the cache. The sampled tokens of a text depend on its number and the seed."""
@@ -122,15 +143,14 @@ class Generator:
         texts = [old + list(new) for old, new in zip(pending, texts, strict=False)]
         texts += [self.ends[:1]] * (self.B - len(texts))
         left_B = np.array([len(text) for text in texts], np.int32)
-        T = min(1 << max(3, int(left_B.max() - 1).bit_length()), MAX_PREFILL_TOKENS)
+        T = prefill_tokens(int(left_B.max()))
         token_B = np.zeros(self.B, np.int32)
         for start in range(0, int(left_B.max()), T):
             tokens_BT = np.zeros((self.B, T), np.int32)
             for row, text in enumerate(texts):
                 part = text[start : start + T]
                 tokens_BT[row, : len(part)] = part
-            rows = tokens_BT, self.length + start, left_B - start, self.key, self.number, token_B
-            token_B, self.cache = self._append(w, self.cache, *rows)
+            token_B = self._run(w, tokens_BT, self.length + start, left_B - start, token_B)
         self.length += left_B
         return token_B
 
@@ -148,9 +168,7 @@ class Generator:
             full = position >= self.max_length
             if count < tokens and not (ended | full).all():
                 # Dispatched before the last token is read, so that the device does not wait.
-                one_B = np.ones(self.B, np.int32)
-                rows = token_B, position, one_B, self.key, self.number, token_B
-                next_B, self.cache = self._append(w, self.cache, *rows)
+                next_B = self._run(w, token_B, position, np.ones(self.B, np.int32), token_B)
             self.last = np.asarray(token_B)
             ended |= np.isin(self.last, self.ends)
             yield np.where(ended, ENDED, self.last)
@@ -158,6 +176,11 @@ class Generator:
             if ended.all() or next_B is None:
                 return
             token_B, self.length = next_B, np.where(full, position, position + 1)
+
+
+def prefill_tokens(longest: int) -> int:
+    """Return how many tokens of each text are appended at once, for few shapes to compile."""
+    return min(1 << max(3, (longest - 1).bit_length()), MAX_PREFILL_TOKENS)
 
 
 def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
@@ -171,7 +194,7 @@ class Sampler:
     """Continues the prompts of [sample] during training, on the devices of the training mesh."""
 
     def __init__(self, config: Config, mesh: Mesh, manifest: Manifest):
-        """Raises  ConfigError if the model cannot be sharded so, or does not fit in memory."""
+        """Raises  ConfigError if the model cannot be sharded so."""
         s, T = config.sample, config.train.seq_len
         self.prompts, self.tokens = s.prompts, min(s.tokens, T - 1)
         self.tokenizer = load_tokenizer(manifest.tokenizer, manifest.tokenizer_sha256)
@@ -188,16 +211,11 @@ class Sampler:
             [manifest.end_of_text, *special_of(self.tokenizer).ends],
             SamplingOptions(s.temperature),
         )
-        arrays = jax.tree.leaves((self.generator.abstract_weights, self.generator.abstract_cache))
-        # bytes on one device
-        needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
-        if stats := mesh.local_devices[0].memory_stats():
-            free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
-            if needed > free:
-                raise ConfigError(
-                    f"sampling needs {needed / GIB:.2f} GiB per device, and {free / GIB:.2f} are "
-                    "free. Use a smaller --sample.tokens, or fewer --sample.prompts."
-                )
+
+    def lower(self) -> dict[int, Any]:
+        """Lower the programs that append a prompt and a token, by the tokens of each text."""
+        lengths = prefill_tokens(max(map(len, self.texts))), 1
+        return {T: self.generator.lower(T) for T in lengths}
 
     def __call__(self, w: Transformer, step: int) -> list[dict[str, Any]]:
         """Return {"step", "prompt", "text"} for each prompt."""
@@ -212,7 +230,7 @@ class Sampler:
 
 
 def make_sampler(config: Config, mesh: Mesh, manifest: Manifest) -> Sampler | None:
-    """Return the sampler; None on all processes without prompts, or if one lacks the memory."""
+    """Return the sampler; None without prompts, or if the model cannot be sharded to sample."""
     if not config.sample.prompts:
         return None
     try:

@@ -126,6 +126,7 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     """Compile the step of config.toml in a folder, and write figures and text beside it."""
     import jax
 
+    import memory
     import model
     import train
     from optimizer import learning_rates
@@ -146,7 +147,7 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         raise ConfigError(str(error).splitlines()[0]) from None
     plan = compiled.memory_analysis()
     figures = {
-        "memory_bytes_per_chip": train.planned_bytes(compiled),
+        "memory_bytes_per_chip": memory.planned_bytes(compiled),
         "argument_bytes": plan.argument_size_in_bytes,
         "temporary_bytes": plan.temp_size_in_bytes,
         "compile_s": seconds,

@@ -34,10 +34,12 @@ import vocabulary
 import weights
 from device_kernels.choice import choose_experts_kernel, choose_kernel, computed_share
 from hardware import Chip, platform_of
+from inference import decode
+from memory import bytes_of
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
-from utils import MESH_AXES, Config
+from utils import MESH_AXES, Config, ConfigError
 from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
@@ -120,6 +122,12 @@ class Step:
         self.block, self.prefix, self.first = trace.stage_functions(
             alone, self.kernel, share, batches
         )
+        # Evaluation has another capacity of experts.
+        m = dataclasses.replace(c.model, capacity_factor=c.model.eval_capacity_factor)
+        c = utils.changed(c, {"model": m}) if m.moe_layers else c
+        alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
+        block, prefix, _ = trace.stage_functions(alone, self.kernel, share, batches)
+        self.evaluated = block + prefix
 
     def count(self, counts: np.ndarray | int) -> int:
         """Select this step's count from those of a trace for several batch sizes."""
@@ -351,6 +359,40 @@ def memory(step: Step) -> dict[str, int]:
     return dict(parts)
 
 
+def evaluation_memory(step: Step) -> int:
+    """Return the bytes of an evaluation, beside the state of training."""
+    c = step.config
+    if not c.eval.sequences:
+        return 0
+    in_use = sum(
+        w.byte * (w.own if step.per_layer and w.part != "end" else w.gathered) for w in step.weights
+    )
+    state = sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
+    rounds = -(-c.eval.sequences // c.train.global_batch_size)
+    batch = 4 * rounds * step.M * step.bT * FLOAT
+    # One layer, or the loss without the gradients of its inputs, of which the output matrix is one.
+    layers = max(step.count(layer.forward_peak) for layer, _ in step.evaluated)
+    logits = step.count(step.last.peak)
+    temporary = in_use + 2 * step.x_bytes + max(layers, logits)
+    return state + batch + round((1 + GAPS) * temporary)
+
+
+def sampling_memory(step: Step) -> int:
+    """Return the bytes of samples, beside the state of training: copied weights and the cache."""
+    c, state = step.config, sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
+    if not c.sample.prompts:
+        return 0
+    prompts, ranks = len(c.sample.prompts), math.prod(c.mesh.shape[:-1])
+    c = decode.decoding_config(c, ranks, c.mesh.tensor)
+    try:
+        declared, mesh = model.declare(c), trace.abstract_mesh(c)
+    except ConfigError:  # a run trains without samples if this mesh cannot decode
+        return 0
+    rows = -(-prompts // ranks) * ranks
+    cache = decode.abstract_cache(c, mesh, rows, c.train.seq_len)
+    return state + bytes_of((decode.abstract_weights(c, declared, mesh), cache))
+
+
 def _temporary(step: Step) -> dict[str, int]:
     """Return the bytes that only one phase of a step needs, by phase."""
     # The output matrix's input and its gradient, for the chunks that the trace does not have.
@@ -482,6 +524,8 @@ def predict(
         traffic=sends,
         seconds=seconds and dict(seconds),
         mfu_flops_per_token=hardware.palm_flops_per_token(config.model, step.declared, t.seq_len),
+        evaluation_bytes=evaluation_memory(step),
+        sampling_bytes=sampling_memory(step),
         peak_flops=chip.peak(config.model.compute_dtype) if chip else 0.0,
         unrolled=step.unrolled,
         chip=chip,

@@ -93,6 +93,8 @@ class Prediction:
     traffic: list[Traffic]
     seconds: dict[str, float] | None  # products, memory, and the links of each group of axes
     mfu_flops_per_token: float  # numerator of MFU: see hardware.py
+    evaluation_bytes: int  # memory of an evaluation, with the state of training
+    sampling_bytes: int  # the same of samples
     peak_flops: float  # of a chip in the compute dtype; 0 if unknown
     unrolled: bool  # whether the layers are: see train.layers
     chip: Chip | None
@@ -100,7 +102,9 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes_per_chip <= usable_bytes(self.chip)
+        """Whether training, its evaluations and its samples do."""
+        most = max(self.memory_bytes_per_chip, self.evaluation_bytes, self.sampling_bytes)
+        return most <= usable_bytes(self.chip)
 
     @property
     def chip_s(self) -> float | None:
@@ -132,6 +136,9 @@ class Prediction:
     def line(self) -> str:
         """Format memory and step time in one line."""
         memory = f"plan: {self.memory_bytes_per_chip / GIB:.3g} GiB per device"
+        others = {"an evaluation": self.evaluation_bytes, "sampling": self.sampling_bytes}
+        others = [f"{size / GIB:.3g} in {name}" for name, size in others.items() if size]
+        memory += f" ({', '.join(others)})" * bool(others)
         if self.seconds is None:
             return f"{memory}; no step time, for no figures of this device are known"
         fits = self.memory_bytes_per_chip <= self.chip.memory_bytes

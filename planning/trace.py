@@ -70,6 +70,11 @@ class TracedFunction:
     def backward(self) -> list[tuple[Op, int]]:
         return jaxpr.costs(self.passes[1])
 
+    @cached_property
+    def forward_peak(self) -> np.ndarray:
+        """Peak bytes of the forward pass alone, besides known values."""
+        return jaxpr.peak(self.passes[0], set(self.known))
+
     @cache  # noqa: B019  a traced function lives as long as the process
     def remat(self, names: str) -> jaxpr.Remat:
         """Return what a value of `train.remat` saves and recomputes."""

@@ -35,8 +35,8 @@ FOREIGN = {
 DESCRIPTION = (
     "Train a sharded transformer. --depth N gives a model of N layers with its batch, steps and "
     "optimizer (depth.py), with --dense one without experts. --config FILE.toml gives other "
-    "defaults, also depth = N. --print_config prints the settings and exits. --run.init_from FOLDER "
-    "starts from the weights of another run and uses its [model], unless --config has one."
+    "defaults, also depth = N. --print_config prints the settings and exits. --run.init_from "
+    "FOLDER starts from the weights of another run and uses its [model], unless --config has one."
 )
 
 

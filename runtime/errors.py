@@ -54,22 +54,32 @@ def is_runtime_error(error: BaseException) -> bool:
     return re.match(f"({TRANSIENT}): ", str(error)) is not None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a compiler or a device lacked memory."""
+    return str(error).startswith("RESOURCE_EXHAUSTED:")
+
+
 def code_of(error: BaseException) -> int:
     """Return the exit code of a command that raised this."""
     if isinstance(error, TransientError | JobFailed | KeyboardInterrupt):
         return getattr(error, "code", Exit.INTERRUPTED)
     if is_runtime_error(error):
         return Exit.RETRY
-    return Exit.CONFIG if isinstance(error, ConfigError) else Exit.BUG
+    fixable = isinstance(error, ConfigError) or is_out_of_memory(error)
+    return Exit.CONFIG if fixable else Exit.BUG
 
 
 def compile_program(program: Any, *arguments: Any) -> Any:
-    """Compile a jitted function for arguments of these shapes and layouts.
+    """Compile a jitted function for arguments of these shapes and layouts, as `compile_lowered`."""
+    return compile_lowered(program.lower(*arguments))
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """Compile a program.
 
     Raises  RuntimeError if the compiler fails with INTERNAL. From a device this status may be
             transient; from the compiler it is not.
     """
-    lowered = program.lower(*arguments)
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -1,0 +1,88 @@
+"""What to change about a run that does not fit in memory."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import Mesh
+
+import hardware
+import memory
+import sharded_model
+import utils
+from planning import cost
+from runtime import cli
+from utils import GIB, Config, ConfigError
+
+HOPE = 0.9  # share of what was needed that is to fit if the device's memory is not known
+
+
+def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float) -> str:
+    """Return a sentence with the two cheapest settings with which a program would fit by the plan.
+
+    name    of the program, as memory.STEP
+    needed  bytes that it needs, or 0; the plan's are scaled to that
+    usable  bytes that a device has, or 0
+    """
+    if name == memory.SAMPLING:
+        return "Use a smaller --sample.tokens, or no samples: --sample.prompts without a text."
+    chip, platform = hardware.chip_of_kind(mesh.local_devices[0].device_kind), None
+    platform = sharded_model.platform(mesh)
+
+    def predict(config: Config) -> tuple[float, float, float]:
+        """Return (bytes of the program, of the step, seconds or FLOPs of the step)."""
+        p = cost.predict(config, chip, platform)
+        step = float(p.memory_bytes_per_chip)
+        size = p.evaluation_bytes if name == memory.EVALUATION else step
+        return size, step, p.step_s or p.flops_per_chip
+
+    now, _, usual = predict(config)
+    scale = needed / now if needed else 1.0
+    limit = usable or HOPE * (needed or now)
+    found = []
+    for values in changes(config, name):
+        try:
+            cli.check(one := utils.changed(config, values))
+            size, step, time = predict(one)
+        except ConfigError:
+            continue
+        if scale * size <= limit and step <= (usable or math.inf):
+            found.append((time, scale * size, values))
+    if not found:
+        return "By the plan no other setting fits: use more devices, a smaller model or seq_len."
+    fits = [
+        f"{flags(values)} ({size / GIB:.3g} GiB, {time / usual:.2f} of the step time)"
+        for time, size, values in cheapest(found)
+    ]
+    return f"By the plan these fit: {' or '.join(fits)}."
+
+
+def cheapest(found: list[tuple[float, float, dict[str, Any]]]) -> Iterator[tuple]:
+    """Yield the fastest change, and the fastest of other settings."""
+    found = sorted(found, key=lambda one: one[:2])
+    yield found[0]
+    yield from [one for one in found if one[2].keys() != found[0][2].keys()][:1]
+
+
+def flags(values: dict[str, Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in values.items())
+
+
+def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:
+    """Yield changes of settings that save memory."""
+    sequences = config.train.global_batch_size // config.mesh.batch
+    counts = [n for n in cost.divisors(sequences) if n > config.train.microbatches]
+    for count in counts:
+        yield {"train.microbatches": count}
+    if name == memory.EVALUATION:
+        return
+    names = utils.REMAT_NAMES
+    policies = [",".join(names[:2]), names[0], "full"] if config.train.remat == "none" else ["full"]
+    for policy in policies:
+        yield {"train.remat": policy}
+    if config.mesh.fsdp > 1 and config.fsdp.gather == "step":
+        yield {"fsdp.gather": "layer"}
+    everything = {"train.remat": "full"}
+    everything |= {"fsdp.gather": "layer"} if config.mesh.fsdp > 1 else {}
+    for count in counts:
+        yield {"train.microbatches": count, **everything}
