@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import utils
+from runtime import cli
 from utils import Config, ConfigError
 
 HEAD = 64  # width of a head without position, so depth N has N heads
@@ -26,7 +27,7 @@ DECAY = 2.0  # best product of learning rate, weight decay and steps (arXiv:2405
 Rule = Callable[[Config, int], Any]
 
 
-def fill(config: Config, names: frozenset[str], depth: int, dense: bool = False) -> Config:
+def fill(config: Config, names: set[str], depth: int, dense: bool = False) -> Config:
     """Return the config with the settings of a depth, except those with these names.
 
     depth  layers
@@ -39,6 +40,11 @@ def fill(config: Config, names: frozenset[str], depth: int, dense: bool = False)
         if name not in names:
             config = utils.changed(config, {name: rule(config, depth)})
     return config
+
+
+def parse(arguments: list[str] | None = None, *rest: Any, **options: Any) -> Config:
+    """Return the config as cli.parse does, which may have a depth."""
+    return cli.parse(arguments, *rest, fill=fill, **options)
 
 
 def multiple(size: float, of: int) -> int:

@@ -4,22 +4,29 @@ These are utils.AUTO: the mesh, microbatches, rematerialization, and when weight
 is chosen unless it is set. With figures of the device, the planner takes what fits and is fastest.
 Simulated devices get a mesh that has every axis. Equal devices always get the same settings, in
 every process of a job and in every start of a run.
+
+Where what was set or chosen does not fit in memory, the error names settings that would. Programs
+are compiled before the first step, so most runs that do not fit end before they begin.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 import hardware
+import memory
 import model
 import sharded_model
 import utils
 from hardware import Chip
 from runtime import cli
+from runtime.errors import is_out_of_memory, one_line
 from train import slice_of
-from utils import Config, ConfigError, TooLarge, changed, get
+from utils import GIB, Config, ConfigError, TooLarge, changed, get
 
 MESH = ("mesh.replica", "mesh.fsdp", "mesh.pipeline", "mesh.tensor")
 USUAL = utils.Train().microbatches
@@ -127,8 +134,8 @@ def by_plan(
         raise TooLarge(f"{count} x {chip.name} are too few. {text} {error}") from None
     p = best.predicted
     return best.config, (
-        f"the fastest of {tried} that were planned, with {p.memory_bytes_per_chip / utils.GIB:.3g} "
-        f"of {chip.memory_bytes / utils.GIB:.0f} GiB and {p.step_s:.3g} s per step"
+        f"the fastest of {tried} that were planned, with {p.memory_bytes_per_chip / GIB:.3g} "
+        f"of {chip.memory_bytes / GIB:.0f} GiB and {p.step_s:.3g} s per step"
     )
 
 
@@ -211,3 +218,51 @@ def why_not(config: Config) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class OutOfMemory(ConfigError):
+    """A program needs more memory than a device has."""
+
+
+def check_memory(config: Config, mesh: Mesh, needed: Mapping[str, float]) -> None:
+    """Raise OutOfMemory if a device has not what a program needs.
+
+    needed  program -> bytes, with those of the training state
+    """
+    name, most = max(needed.items(), key=lambda item: item[1])
+    if 0 < memory.usable_bytes(mesh) < most:
+        raise OutOfMemory(explain(config, mesh, name, most))
+
+
+@contextlib.contextmanager
+def explained(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Raise OutOfMemory for the error of a compiler or a device that lacks memory."""
+    try:
+        yield
+    except Exception as error:  # of several types
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(explain(config, mesh, cause=one_line(error).rstrip("."))) from error
+
+
+def explain(
+    config: Config, mesh: Mesh, name: str = memory.STEP, needed: float = 0, cause: str = ""
+) -> str:
+    """Return what was needed, what the device has, and settings that would fit.
+
+    needed  bytes; 0 if no program is known to need too much
+    cause   message of a compiler or a device
+    """
+    usable, kind = memory.usable_bytes(mesh), mesh.local_devices[0].device_kind
+    has = f"JAX may allocate {usable / GIB:.3g} of a {kind}" if usable else f"a {kind} has less"
+    need = f"{name} needs {needed / GIB:.3g} GiB per device, and {has}"
+    text = f"out of memory: {need if needed else cause or need}. "
+    try:
+        from planning import advice  # late: it traces the model
+
+        return text + advice.settings(config, mesh, name, needed, usable)
+    except Exception as error:  # training does not depend on the planner
+        return f"{text}Use more --train.microbatches or --train.remat full (no plan: {error})."

@@ -26,7 +26,7 @@ from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
 from optimizer import learning_rates
-from runtime import distributed, jsonl, run_directory
+from runtime import jsonl, run_directory
 from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
 from runtime.errors import TransientError, compile_lowered
@@ -91,7 +91,10 @@ class Loop:
         self.tracing = False
 
     def _compile(self, shapes: State) -> None:
-        """Compile the step and, at the same time, evaluation and sampling. Check their memory."""
+        """Compile the step and, at the same time, evaluation and sampling.
+
+        `needed` is then the memory of each, with the state of training.
+        """
         job, w = self.job, shapes.weights
         log("compiling the step, evaluation and samples, a minute or so the first time")
         started, others = time.perf_counter(), {}
@@ -108,16 +111,15 @@ class Loop:
             programs = {name: future.result() for name, future in others.items()}
         log(f"compiled in {time.perf_counter() - started:.0f} s")
         state, size = memory.bytes_of(shapes), memory.planned_bytes
-        needed = {memory.STEP: size(self.step)}
+        needed = self.needed = {memory.STEP: size(self.step)}
         if self.validation:
             self.validation.program = programs.pop("evaluation")
             # The weights are among its arguments; the rest of the state stays.
-            needed[memory.EVALUATION] = size(self.validation.program) + state - memory.bytes_of(w)
+            evaluation = size(self.validation.program) + state - memory.bytes_of(w)
+            needed[memory.EVALUATION] = evaluation
         if self.sample:
             self.sample.generator.programs = programs
             needed[memory.SAMPLING] = max(map(size, programs.values())) + state
-        with distributed.shared_errors():
-            memory.check(job.config, job.mesh, needed)
         sizes = ", ".join(f"{size / GIB:.3g} for {name}" for name, size in needed.items())
         log(f"GiB per device as compiled: {sizes}")
 

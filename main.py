@@ -22,9 +22,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoint
+import depth
 import fit
 import hardware
-import memory
 import model
 import optimizer
 import sharded_model
@@ -58,21 +58,21 @@ from validate import result
 
 
 def parse(arguments: list[str] | None = None) -> Config:
-    """Return the config from flags and --config, as `cli.parse` does.
+    """Return the config from flags, --config and --depth, as `depth.parse` does.
 
     With --run.init_from and no [model] in --config, [model] defaults to that of the other run, or,
     when this run resumes, to its own. Settings of utils.AUTO that neither flags nor --config set
     are left open.
     """
     arguments, names = cli.split_auto(list(sys.argv[1:] if arguments is None else arguments))
-    config, model = cli.parse(arguments, checked=False), None
+    config, model = depth.parse(arguments, checked=False), None
     if config.run.init_from:
         source = run_directory.of(config)
         if not source.saved_steps():
             source = run_directory.at(config.run.init_from)
         if (file := source.files / "config.toml").is_file():
             model = cli.load(file).model
-    config = cli.parse(arguments, checked=False, model=model)
+    config = depth.parse(arguments, checked=False, model=model)
     auto = {name: value for name, value in utils.AUTO.items() if name not in names}
     one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
     # What does not depend on the devices is checked at once.
@@ -144,7 +144,7 @@ def run(config: Config) -> None:
             settings = dataclasses.asdict(config) | data.stored()
         if chosen:
             log(chosen)
-        stack.enter_context(memory.explained(config, mesh))
+        stack.enter_context(fit.explained(config, mesh))
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         shapes = train.abstract_state(config, declared, mesh)
         if r.init_from and is_new:
@@ -193,7 +193,9 @@ def train_from(job: Job, state: State | None, w: Transformer | None, is_new: boo
             raise job.stop.stopped(resumable(job.saved))
         if job.saved:
             job.saved.made_by = start
-        loop = Loop(job, goodput_log)  # before the state is made: it may not fit
+        loop = Loop(job, goodput_log)
+        with distributed.shared_errors():
+            fit.check_memory(config, job.mesh, loop.needed)
         if state is None:
             job.watchdog.phase("initial weights")
             state = train.initial_state(config, job.declared, job.mesh, w)

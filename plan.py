@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import depth
 import hardware
 import utils
 from device_kernels.choice import choose_experts_kernel, choose_kernel
@@ -74,7 +75,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     """
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
-    config = cli.parse([*named, *rest], Flags, checked=False)
+    config = depth.parse([*named, *rest], Flags, checked=False)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")

@@ -51,7 +51,7 @@ class Series:
     def rule(self) -> float:
         """Return the learning rate that depth.py gives."""
         flags = [word for name, value in self.settings().items() for word in (name, str(value))]
-        return cli.parse([*self.base(), *flags]).optimizer.lr
+        return depth.parse([*self.base(), *flags]).optimizer.lr
 
     def base(self) -> list[str]:
         return ["--depth", str(self.depth), *["--dense"] * self.dense]

@@ -5,16 +5,16 @@
 The flags are those of main.py.
 """
 
+import depth
 import hardware
 import memory
 import utils
 import weights
 from benchmarks.common import STEPS, compile_step, step_seconds
-from runtime import cli
 
 
 def main(arguments: list[str]) -> None:
-    program = compile_step(cli.parse(arguments))
+    program = compile_step(depth.parse(arguments))
     config, declared = program.config, program.declared
     [seconds] = step_seconds([program])
     devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind

@@ -114,6 +114,7 @@ class Step:
         mesh = dataclasses.replace(c.mesh, replica=1, fsdp=1 if shared else c.mesh.fsdp)
         last = trace.one_microbatch(c, mesh, self.last_b)
         self.last = trace.output_program(last, self.platform)
+        self.evaluated_last = trace.output_program(last, self.platform, trained=False)
         batches = tuple(divisors(c.train.global_batch_size)) if shared else (self.b,)
         self.column = batches.index(self.b)
         mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)
@@ -370,9 +371,8 @@ def evaluation_memory(step: Step) -> int:
     state = sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
     rounds = -(-c.eval.sequences // c.train.global_batch_size)
     batch = 4 * rounds * step.M * step.bT * FLOAT
-    # One layer, or the loss without the gradients of its inputs, of which the output matrix is one.
     layers = max(step.count(layer.forward_peak) for layer, _ in step.evaluated)
-    logits = step.count(step.last.peak)
+    logits = step.count(step.evaluated_last.peak)
     temporary = in_use + 2 * step.x_bytes + max(layers, logits)
     return state + batch + round((1 + GAPS) * temporary)
 

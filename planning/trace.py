@@ -200,19 +200,20 @@ def stage_functions(
 
 
 @cache
-def output_program(config: Config, platform: str) -> Program:
-    """Trace what runs after the last stage, with its gradient.
+def output_program(config: Config, platform: str, trained: bool = True) -> Program:
+    """Trace what runs after the last stage, with its gradient if `trained`.
 
     config  a result of `one_microbatch`.
     """
     b = config.train.global_batch_size // config.mesh.fsdp
 
     def visit(run: pipeline.Executor) -> Program:
-        gradient = jax.value_and_grad(run.functions.last, argnums=(0, 2), has_aux=True)
+        last = run.functions.last
+        last = jax.value_and_grad(last, argnums=(0, 2), has_aux=True) if trained else last
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
-        last = jax.make_jaxpr(gradient)(run.w.outer, run.microbatch(0), y)
-        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform[:3] != "tpu").read(last)
+        closed = jax.make_jaxpr(last)(run.w.outer, run.microbatch(0), y)
+        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform[:3] != "tpu").read(closed)
 
     fused = fuses_loss(config, platform)
     return with_executor(config, "xla", lambda layer: layer, visit, fused)

@@ -9,11 +9,10 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-import depth
 import utils
 from utils import Config, ConfigError, Model, Setting, changed, get, settings_of
 
@@ -31,6 +30,8 @@ FOREIGN = {
     "optimizer.lr": "learning_rate max_lr",
     "optimizer.warmup_steps": "warmup_iters num_warmup_steps",
 }
+
+DEPTH = ("depth", "dense")  # of which settings follow: see depth.py
 
 DESCRIPTION = (
     "Train a sharded transformer. --depth N gives a model of N layers with its batch, steps and "
@@ -102,12 +103,14 @@ def parse(
     command: type | None = None,
     checked: bool = True,
     model: Model | None = None,
+    fill: Callable[[Config, set[str], int, bool], Config] | None = None,
 ) -> Config:
     """Return the config from flags, the file of `--config`, `--depth`, and defaults, in this order.
 
     command  the dataclass of the command's own flags, for messages about unknown flags
     checked  whether to call `check`
     model    default of [model], unless `--config` has that section
+    fill     depth.fill, which sets what neither flags nor file set if there is a depth
     """
     import tyro  # late: not needed by programs that only read files
 
@@ -116,7 +119,9 @@ def parse(
     config, unknown = tyro.cli(
         Config,
         args=_switches(arguments),
-        default=Config(model=model or Model()) if base.config is None else load(base.config, model),
+        default=Config(model=model or Model())
+        if base.config is None
+        else load(base.config, model, DEPTH),
         description=DESCRIPTION,
         return_unknown_args=True,
         use_underscores=True,
@@ -130,7 +135,9 @@ def parse(
         )
     if base.depth is not None:
         names = flags | flat({} if base.config is None else _read(base.config)).keys()
-        config = depth.fill(config, names, base.depth, base.dense)
+        if fill is None:
+            raise ConfigError("--depth is for main.py, plan.py and benchmarks.")
+        config = fill(config, names, base.depth, base.dense)
     config = _with_home(config)
     if checked:
         check(config)
@@ -194,15 +201,16 @@ def _switches(arguments: list[str]) -> list[str]:
     return text.split("\0")[1:-1]
 
 
-def load(path: str | Path, model: Model | None = None) -> Config:
+def load(path: str | Path, model: Model | None = None, but: Sequence[str] = ()) -> Config:
     """Return the config of a TOML file. Missing settings have their defaults.
 
     model  default of [model] if the file has no such section
+    but    keys that are no settings
     """
     table = _read(path)
     default = Config() if model is None or "model" in table else Config(model=model)
     known, values = settings_of(), flat(table)
-    values = {name: value for name, value in values.items() if name not in ("depth", "dense")}
+    values = {name: value for name, value in values.items() if name not in but}
     if unknown := sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path}: unknown key {unknown[0]}{_suggestion(unknown[0], known)}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}

@@ -174,7 +174,7 @@ def test_the_first_rows_end_within_the_time_of_a_call():
 
 def test_slow_steps_are_fewer(monkeypatch):
     plan = types.SimpleNamespace(tokens_per_s=lambda s: 6 / s, chip=None)
-    monkeypatch.setattr(gpu.train, "peak_bytes", lambda mesh, step: (7, ""))
+    monkeypatch.setattr(gpu.memory, "peak_bytes", lambda mesh, step: (7, ""))
     report = {"stats": types.SimpleNamespace(loss=1.0)}
     for seconds, count in ((1, 10), (3, 8), (9, 6)):
         one = types.SimpleNamespace(mesh=None, step=None)

@@ -34,8 +34,8 @@ def signals_are_restored():
         # Errors of devices and collectives.
         (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), Exit.RETRY),
         (RuntimeError("UNAVAILABLE: of a step"), Exit.RETRY),
+        (RuntimeError("RESOURCE_EXHAUSTED: no memory"), Exit.CONFIG),
         # Bugs.
-        (RuntimeError("RESOURCE_EXHAUSTED: no memory"), 1),
         (ValueError("a file named UNAVAILABLE: is no status"), 1),
     ],
     ids=str,

@@ -108,6 +108,7 @@ def test_a_folder_imports_nothing_that_is_built_on_it(folder, allowed):
     ("name", "strangers"),
     [
         ("utils", FILES.keys()),
+        ("depth", FILES.keys() - {"utils", "runtime.cli"}),
         ("schedule", FILES.keys() - {"utils"}),
         ("weights", FILES.keys() - {"utils"}),
         ("pipeline", {"model", "sharded_model", "train", "main"}),

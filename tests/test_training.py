@@ -330,15 +330,3 @@ def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
 def test_unrolled_layers_are_refused_in_a_pipeline():
     config = utils.changed(config_of((1, 2, 1), blocks=2), {"train.layers": "unrolled"})
     assert "Use --mesh.pipeline 1 --mesh.virtual 1, or" in fit.why_not(config)
-
-
-def test_peak_memory_is_that_of_the_device_or_else_of_the_compiler():
-    names = "argument_size_in_bytes output_size_in_bytes alias_size_in_bytes temp_size_in_bytes"
-    plan = SimpleNamespace(**dict(zip(names.split(), (100, 90, 80, 7), strict=True)))
-    step = SimpleNamespace(memory_analysis=lambda: plan)
-    for stats, expected in (
-        ({"peak_bytes_in_use": 5}, (5, "at its fullest")),
-        (None, (117, "planned by the compiler")),
-    ):
-        device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
-        assert train.peak_bytes(SimpleNamespace(local_devices=[device]), step) == expected

@@ -22,7 +22,7 @@ def test_reference_compares_programs(capsys, monkeypatch):
 
     jitted = common.jax.jit(count, donate_argnums=0)
     monkeypatch.setattr(common.train, "jitted_step", lambda *_: jitted)
-    monkeypatch.setattr(common.train, "planned_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(common.memory, "planned_bytes", lambda *_: 2**20)
     monkeypatch.setattr(common.Program, "flops_ratio", lambda self: 1.25)
     monkeypatch.setattr(common, "step_seconds", lambda programs: [2.0, 1.0, 4.0, 8.0, 5.0])
     monkeypatch.setattr(common.Program, "model_flops", 50 * 10**9)

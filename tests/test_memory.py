@@ -1,0 +1,79 @@
+"""Runs that do not fit in memory: what they need, and what is said of them."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import fit
+import main
+import memory
+import train
+import utils
+from tiny_run import FLAGS, start
+
+WIDE = "--mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.global_batch_size 32"
+
+
+def test_peak_memory_is_that_of_the_device_or_else_of_the_compiler():
+    names = "argument_size_in_bytes output_size_in_bytes alias_size_in_bytes temp_size_in_bytes"
+    plan = SimpleNamespace(**dict(zip(names.split(), (100, 90, 80, 7), strict=True)))
+    step = SimpleNamespace(memory_analysis=lambda: plan)
+    for stats, expected in (
+        ({"peak_bytes_in_use": 5}, (5, "at its fullest")),
+        (None, (117, "planned by the compiler")),
+    ):
+        device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        assert memory.peak_bytes(SimpleNamespace(local_devices=[device]), step) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "program", "fix"),
+    [
+        ("", 1e-3, memory.STEP, "By the plan no other setting fits"),  # parameters
+        ("", 0.9, memory.STEP, "By the plan these fit: --"),  # activations
+        (
+            "--train.microbatches 1",
+            0.95,
+            memory.EVALUATION,
+            "By the plan these fit: --train.microbatches 4 (",
+        ),
+        (
+            f"--sample.tokens 31 --sample.prompts {'text ' * 200}",
+            0.9,
+            memory.SAMPLING,
+            "Use a smaller --sample.tokens, or no samples",
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_ends_before_its_first_step(
+    words, share, program, fix, data, tmp_path, monkeypatch
+):
+    found = {}
+
+    def check(config, mesh, needed):
+        assert needed.keys() == {memory.STEP, memory.EVALUATION, memory.SAMPLING}
+        found["usable"] = share * needed[program]
+        monkeypatch.setattr(memory, "usable_bytes", lambda mesh: found["usable"])
+        check_memory(config, mesh, {program: needed[program]})
+
+    check_memory = fit.check_memory
+    monkeypatch.setattr(fit, "check_memory", check)
+    with pytest.raises(fit.OutOfMemory) as error:
+        start(data, tmp_path, "a", *WIDE.split(), *words.split())
+    assert str(error.value).startswith(f"out of memory: {program} needs ")
+    assert f"JAX may allocate {found['usable'] / utils.GIB:.3g} of a cpu. " in str(error.value)
+    assert fix in str(error.value)
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+def test_an_error_of_a_device_names_settings_that_need_less_memory():
+    config = utils.changed(main.parse(FLAGS), dict.fromkeys(utils.AUTO, 1))
+    config = utils.changed(config, {"train.remat": "none", "fsdp.gather": "step"})
+    mesh = train.make_mesh(config)
+    cause = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."
+    message = r"8 bytes\. By the plan these fit: --train\."
+    with pytest.raises(fit.OutOfMemory, match=message), fit.explained(config, mesh):
+        raise jax.errors.JaxRuntimeError(cause)
+    with pytest.raises(ZeroDivisionError), fit.explained(config, mesh):
+        raise ZeroDivisionError(cause[3:])
