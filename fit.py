@@ -67,6 +67,20 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     )
 
 
+def for_chip(config: Config, chip: Chip | None, count: int) -> Config:
+    """Return the config with what is left open chosen for this many chips of one slice.
+
+    chip  None for simulated devices
+    Raises  ConfigError if nothing fits the settings that are set
+    """
+    left_open = utils.left_open(config)
+    if "mesh.replica" in left_open:
+        config = changed(config, {"mesh.replica": 1})
+    if chip is None:
+        return by_rule(config, count, left_open, simulated=True)
+    return by_plan(config, chip, count, left_open)[0]
+
+
 def counts(config: Config, devices: int, slices: int) -> list[int]:
     """Return the numbers of devices to try, the largest first.
 

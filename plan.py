@@ -20,7 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+import dataset
 import depth
+import fit
 import hardware
 import utils
 from device_kernels.choice import choose_experts_kernel, choose_kernel
@@ -38,10 +40,11 @@ class Flags:
     # a name in hardware.py, as v4, h100 or rtx4090; figures, as
     # name=mycard,flops=165,memory=24,bandwidth=1008,link=32 (TFLOP/s, GiB, GB/s); or cpu
     chip: str = "v4"
-    # 0: the chips of the mesh; with another number, search finds the best mesh
+    # 0: those of the mesh, or one; a mesh that is not set, or has another number, is chosen
     chips: int = setting(0, at_most=2**17)
     topology: str = ""  # TPU slice to compile for, as 2x4x4; empty: the usual one
     tokens: float = 0  # tokens of the whole run, for its duration; 0: those of train.steps
+    price_per_hour: float = 0.0  # of one chip, in any currency
     search: bool = False  # rank all meshes, schedules, remat policies, gathering, expert layouts
     compile: bool = False  # also build the step with the chip's compiler; needs no chip
     json: bool = False  # print JSON instead of tables
@@ -75,7 +78,9 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     """
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
-    config = depth.parse([*named, *rest], Flags, checked=False)
+    arguments, names = cli.split_auto([*named, *rest])
+    config = depth.parse(arguments, Flags, checked=False)
+    config = with_vocabulary(config)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
@@ -86,9 +91,13 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     if flags.compile:
         targets.check(chip)
     given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
-    count = flags.chips or math.prod(config.mesh.shape)
-    result = None
-    if flags.search or count != math.prod(config.mesh.shape):
+    left_open, result = utils.AUTO.keys() - names, None
+    mesh_is_open = not left_open.isdisjoint(fit.MESH[1:])
+    count = flags.chips or (1 if mesh_is_open else math.prod(config.mesh.shape))
+    if mesh_is_open and not flags.search:
+        config = utils.changed(config, {name: utils.AUTO[name] for name in left_open})
+        config = fit.for_chip(config, chip, count)
+    elif flags.search or count != math.prod(config.mesh.shape):
         result = search.search(config, chip, count, frozenset(SEARCHED_FLAGS) & given)
         config = result.best[0].config
     cli.check(config)
@@ -96,11 +105,20 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     if not predicted.unrolled:  # as chosen, or because the unrolled step does not fit
         config = utils.changed(config, {"train.layers": "scanned"})
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
-    name = str(flags.config or "defaults")
+    name = str(flags.config or " ".join(rest) or "defaults")
     chosen = {flag: utils.get(config, flag) for flag in SEARCHED_FLAGS if flag not in given}
     words = [word for flag, value in chosen.items() for word in (f"--{flag}", str(value))]
     command = shlex.join(["./run.sh", "python", "main.py", *named, *rest, *words])
-    return Plan(config, predicted, name, chip, tokens, command, search=result)
+    price = flags.price_per_hour
+    return Plan(config, predicted, name, chip, tokens, command, price, search=result)
+
+
+def with_vocabulary(config: utils.Config) -> utils.Config:
+    """Return the config with the vocabulary of its data, or of GPT-2 if the data is not there."""
+    try:
+        return dataset.with_vocabulary(config)
+    except ConfigError:
+        return utils.changed(config, {"model.vocab_size": 50257})
 
 
 def check_flags(flags: Flags) -> None:

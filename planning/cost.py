@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -66,18 +66,19 @@ def divisors(n: int) -> list[int]:
 class Step:
     """The traced functions of a config on one chip, and how often each runs in a step."""
 
-    def __init__(self, config: Config, platform: str, shared: bool = False):
+    def __init__(self, config: Config, platform: str, shared: bool = False, rough: bool = False):
         """shared  use traces that serve other batch sizes too, for a search.
+        rough   also for a loop over tiles of dropless experts.
 
         Such a trace has the grouped products of dropless experts as one batched product of an even
-        load, without the padding of tiles. A loop over tiles reads the weights in each, and is
-        traced for each batch size.
+        load, without the padding of tiles. A loop over tiles reads the weights in each, so it is
+        traced for each batch size unless `rough`.
         """
         m, t, mesh = config.model, config.train, config.mesh
         self.experts_kernel = choose_experts_kernel(config, platform)
         if m.moe_layers and not m.capacity_factor:
             even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
-            shared = shared and even and self.experts_kernel != "tiles"
+            shared = shared and even and (rough or self.experts_kernel != "tiles")
         self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
@@ -99,36 +100,54 @@ class Step:
         # Blocks that a chip runs forward, and as many backward: those of its tasks, and all.
         self.useful = self.schedule.tasks_per_rank * self.chunk_blocks
         self.run = (self.schedule.tasks_per_rank + mesh.pipeline - 1) * self.chunk_blocks
-        self._trace(shared)
+        self._trace(shared, rough)
         self.executions = list(executions(self))
 
-    def _trace(self, shared: bool) -> None:
+    def _trace(self, shared: bool, rough: bool) -> None:
         kernel = "batched" if shared else self.experts_kernel
         c = utils.changed(self.config, {"model.experts_kernel": kernel})
-        # A shared trace has two of the loss's chunks of tokens, if there are more.
-        chunks = vocabulary.num_chunks(self.bT, c.train.loss_chunk_tokens)
-        few = shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0
-        self.last_b = 2 * self.b // chunks if few else self.b
-        self.last_M = self.M * self.b // self.last_b
         # What runs after the last stage is the same on any number of fsdp ranks.
         mesh = dataclasses.replace(c.mesh, replica=1, fsdp=1 if shared else c.mesh.fsdp)
-        last = trace.one_microbatch(c, mesh, self.last_b)
-        self.last = trace.output_program(last, self.platform)
-        self.evaluated_last = trace.output_program(last, self.platform, trained=False)
         batches = tuple(divisors(c.train.global_batch_size)) if shared else (self.b,)
-        self.column = batches.index(self.b)
+        self.column, lasts = batches.index(self.b), batches
+        chunks = vocabulary.num_chunks(self.bT, c.train.loss_chunk_tokens)
+        self.last_b = self.b
+        if shared and (chunks == 1 or rough):  # one trace of one chunk for all batch sizes
+            lasts = tuple(self._chunk(b) for b in batches)
+            self.last_b = lasts[self.column]
+            whole = utils.changed(c, {"train.loss_chunk_tokens": trace.PRIME * c.train.seq_len})
+            self.last_config = trace.one_microbatch(whole, mesh, trace.PRIME)
+        else:  # a shared trace has two of the loss's chunks of tokens, if there are more
+            if shared and chunks > 2 and 2 * self.b % chunks == 0 and self.bT % chunks == 0:
+                self.last_b = 2 * self.b // chunks
+            self.last_config = trace.one_microbatch(c, mesh, self.last_b)
+        self.last_M = self.M * self.b // self.last_b
+        self._last = partial(trace.output_program, self.last_config, self.platform, lasts)
+        self.last = self._last()
         mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)
-        alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
         share = computed_share(c, self.platform)
-        self.block, self.prefix, self.first = trace.stage_functions(
-            alone, self.kernel, share, batches
-        )
-        # Evaluation has another capacity of experts.
-        m = dataclasses.replace(c.model, capacity_factor=c.model.eval_capacity_factor)
-        c = utils.changed(c, {"model": m}) if m.moe_layers else c
-        alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
-        block, prefix, _ = trace.stage_functions(alone, self.kernel, share, batches)
-        self.evaluated = block + prefix
+
+        def stage(c: Config) -> tuple[trace.Layers, trace.Layers, TracedFunction]:
+            alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
+            return trace.stage_functions(alone, self.kernel, share, batches)
+
+        self.block, self.prefix, self.first = stage(c)
+        self._stage = lambda changes: stage(utils.changed(c, changes))
+
+    def _chunk(self, b: int) -> int:
+        """Return the sequences of one of the loss's chunks of tokens of b sequences."""
+        t = self.config.train
+        chunks = vocabulary.num_chunks(b * t.seq_len, t.loss_chunk_tokens)
+        return b // chunks if b % chunks == 0 else b
+
+    def evaluation_peak(self) -> int:
+        """Return the peak bytes of one layer, or of the loss, in an evaluation."""
+        m = self.config.model
+        factor = m.eval_capacity_factor if m.moe_layers else m.capacity_factor
+        block, prefix, _ = self._stage({"model.capacity_factor": factor})
+        last = self._last(trained=False)
+        layers = max(self.count(layer.forward_peak) for layer, _ in (*block, *prefix))
+        return max(layers, self.count(last.peak))
 
     def count(self, counts: np.ndarray | int) -> int:
         """Select this step's count from those of a trace for several batch sizes."""
@@ -371,9 +390,7 @@ def evaluation_memory(step: Step) -> int:
     state = sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
     rounds = -(-c.eval.sequences // c.train.global_batch_size)
     batch = 4 * rounds * step.M * step.bT * FLOAT
-    layers = max(step.count(layer.forward_peak) for layer, _ in step.evaluated)
-    logits = step.count(step.evaluated_last.peak)
-    temporary = in_use + 2 * step.x_bytes + max(layers, logits)
+    temporary = in_use + 2 * step.x_bytes + step.evaluation_peak()
     return state + batch + round((1 + GAPS) * temporary)
 
 
@@ -480,22 +497,27 @@ def link_seconds(step: Step, chip: Chip, sent: Traffic) -> float:
 
 
 def predict(
-    config: Config, chip: Chip | None, platform: str | None = None, shared: bool = False
+    config: Config,
+    chip: Chip | None,
+    platform: str | None = None,
+    shared: bool = False,
+    rough: bool = False,
 ) -> Prediction:
     """Predict the cost of a step on each chip of the config's mesh.
 
     chip      None for an unknown chip: no times.
     platform  platform of an unknown chip; the default is cpu.
     shared    see Step. Expert capacity is then rounded once, for all batch sizes.
+    rough     see Step. Nor is an evaluation traced.
     Raises    ConfigError if the model does not divide over the mesh, or attention cannot run.
     """
-    step = Step(config, platform or platform_of(chip), shared)
+    step = Step(config, platform or platform_of(chip), shared, rough)
     hardware.uses_float8(config, step.platform, chip)
     t, held = config.train, memory(step)
     too_large = chip and sum(held.values()) > chip.allocatable_bytes
     if too_large and step.unrolled and t.layers == "auto":  # as train.compile_step falls back
         scanned = utils.changed(config, {"train.layers": "scanned"})
-        return predict(scanned, chip, platform, shared)
+        return predict(scanned, chip, platform, shared, rough)
     flops, sends = flops_by_part(step), traffic(step, chip)
     by_axes: Counter = Counter()
     for sent in sends:
@@ -524,7 +546,7 @@ def predict(
         traffic=sends,
         seconds=seconds and dict(seconds),
         mfu_flops_per_token=hardware.palm_flops_per_token(config.model, step.declared, t.seq_len),
-        evaluation_bytes=evaluation_memory(step),
+        evaluation_bytes=0 if rough else evaluation_memory(step),
         sampling_bytes=sampling_memory(step),
         peak_flops=chip.peak(config.model.compute_dtype) if chip else 0.0,
         unrolled=step.unrolled,

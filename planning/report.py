@@ -155,7 +155,9 @@ def time_table(plan: Plan) -> Group:
         line = f"{overlap}{rate:,.0f} tokens/s, MFU {p.mfu(seconds):.1%}, "
         hours = plan.tokens / rate / 3600
         duration = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours"
-        steps.append((f"{line}{duration} to {plan.tokens:.3g} tokens", f"{1e3 * seconds:,.3g}"))
+        money = f" for {hours * p.chips * plan.price_per_hour:,.2f}" * (plan.price_per_hour > 0)
+        line += f"{duration} to {plan.tokens:.3g} tokens{money}"
+        steps.append((line, f"{1e3 * seconds:,.3g}"))
     note = f"Accuracy: {rates.accuracy(p.chip, p.unrolled)}. {TIME_RULE} {hardware.MFU_RULE}"
     if plan.config.model.matmul_dtype == "float8":
         note += f" FP8 products reach {rates.FLOAT8_COMPUTE:.0%} of their peak, not measured."

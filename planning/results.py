@@ -195,6 +195,7 @@ class Plan(Candidate):
     chip: Chip | None
     tokens: float  # of the whole run
     command: str  # that trains with this plan
+    price_per_hour: float = 0.0  # of a chip
     compiled: Compiled | None = None
     search: SearchResult | None = None
 

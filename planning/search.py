@@ -61,8 +61,8 @@ def search(
     """Find the best candidate of each mesh of `chips` chips.
 
     fixed   flags of SEARCHED_FLAGS that keep the config's value.
-    quick   without a progress bar, and only until fewer fsdp ranks are slower. They communicate
-            least, so that is usually after the first few meshes.
+    quick   without a progress bar, by rough predictions, and only until fewer fsdp ranks are
+            slower. They communicate least, so that is usually after the first few meshes.
     Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
     sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
@@ -79,12 +79,12 @@ def search(
             "divide, or omit the mesh flags to search for a mesh."
         )
     best, least, rejected, tried = [], {}, {}, 0
-    shapes.sort(reverse=True)
+    shapes.sort(key=lambda mesh: (-mesh[0], mesh[1] > 1 < mesh[2], -mesh[1]))
     console = Console(stderr=True, quiet=quick)
     for mesh in track(shapes, "meshes", console=console, transient=True):
         if quick and is_slower(best, mesh):
             break
-        candidates, reason = candidates_on(config, chip, mesh, fixed)
+        candidates, reason = candidates_on(config, chip, mesh, fixed, quick)
         tried += len(candidates)
         if not candidates:
             rejected[mesh] = reason
@@ -104,12 +104,14 @@ def search(
 
 
 def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
-    """Return whether the last complete group of meshes, of equal fsdp, has not the best of `found`.
+    """Return whether the last group of meshes has not the best of `found`.
 
-    mesh  the next one, of the same group or of one with fewer fsdp ranks.
+    A group has equal fsdp, and first the meshes with one more axis.
+    mesh  the next one. It begins a group, or the meshes of a group with two more axes.
     """
+    fsdp, pipeline, tensor = mesh
     groups = [one.config.mesh.fsdp for one in found]
-    if not groups or groups[-1] == mesh[0]:
+    if not groups or (groups[-1] == fsdp and 1 in (pipeline, tensor)):
         return False
     return min(found, key=lambda one: one.order).config.mesh.fsdp != groups[-1]
 
@@ -125,32 +127,46 @@ def fastest(
     if "train.remat" in left_open:
         config = utils.changed(config, {"train.remat": "none"})
     result = search(config, chip, chips, fixed, quick=True)
-    return result.best[0], result.tried
+    for rough in result.best:
+        exact = candidate(rough.config, chip, rough.config.train.remat)
+        if exact.predicted.fits:
+            return exact, result.tried
+    raise TooLarge(f"no mesh has the memory of an evaluation or of samples: {result.best[0].flags}")
 
 
 def candidates_on(
-    config: Config, chip: Chip | None, mesh: MeshShape, fixed: frozenset[str]
+    config: Config,
+    chip: Chip | None,
+    mesh: MeshShape,
+    fixed: frozenset[str],
+    rough: bool = False,
 ) -> tuple[list[Candidate], str]:
     """Return all candidates on a mesh, each with its best remat policy, and the error of the first
     impossible one.
     """
     candidates, reason = [], ""
     for values in choices_on(config, mesh, fixed):
+        fit = rough and candidates and candidates[-1].predicted.fits
+        if fit and values["fsdp.gather"] == "layer" and "fsdp.gather" not in fixed:
+            continue  # hardly faster than the last candidate, which differs in this alone
         try:
             chosen = changed(config, values)
             keep = "train.remat" in fixed
-            one = candidate(chosen, chip, config.train.remat if keep else "none")
+            one = candidate(chosen, chip, config.train.remat if keep else "none", rough)
             if not keep and not one.predicted.fits:  # else nothing is faster
-                one = best_of([candidate(chosen, chip, p) for p in remat_policies(chosen, chip)])
+                one = candidate(chosen, chip, "full", rough)  # else nothing fits
+                if one.predicted.fits:
+                    policies = remat_policies(chosen, chip, rough)
+                    one = best_of([candidate(chosen, chip, p, rough) for p in policies])
             candidates.append(one)
         except ConfigError as error:
             reason = reason or str(error)
     return candidates, reason
 
 
-def candidate(config: Config, chip: Chip | None, remat: str) -> Candidate:
+def candidate(config: Config, chip: Chip | None, remat: str, rough: bool = False) -> Candidate:
     config = changed(config, {"train.remat": remat})
-    return Candidate(config, cost.predict(config, chip, shared=True))
+    return Candidate(config, cost.predict(config, chip, shared=True, rough=rough))
 
 
 def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -181,18 +197,18 @@ def best_of(candidates: list[Candidate]) -> Candidate:
     return min(candidates, key=lambda one: one.memory)
 
 
-def remat_policies(config: Config, chip: Chip | None) -> list[str]:
+def remat_policies(config: Config, chip: Chip | None, rough: bool = False) -> list[str]:
     """Return policies that save from everything to nothing.
 
     Each omits one more residual: the one that saves least time for its bytes.
     """
     free = {"mesh.virtual": 1, "train.remat": "full", "fsdp.gather": "step"}
-    return _remat_policies(changed(config, free), chip)
+    return _remat_policies(changed(config, free), chip, rough)
 
 
 @cache
-def _remat_policies(config: Config, chip: Chip | None) -> list[str]:
-    step = cost.Step(config, platform_of(chip), shared=True)
+def _remat_policies(config: Config, chip: Chip | None, rough: bool) -> list[str]:
+    step = cost.Step(config, platform_of(chip), True, rough)
     saved, held = Counter(), Counter()
     for layer, count in step.block:
         for name in utils.REMAT_NAMES:

@@ -200,10 +200,12 @@ def stage_functions(
 
 
 @cache
-def output_program(config: Config, platform: str, trained: bool = True) -> Program:
+def output_program(
+    config: Config, platform: str, batches: tuple[int, ...], trained: bool = True
+) -> Program:
     """Trace what runs after the last stage, with its gradient if `trained`.
 
-    config  a result of `one_microbatch`.
+    config, batches  as for `stage_functions`.
     """
     b = config.train.global_batch_size // config.mesh.fsdp
 
@@ -213,7 +215,8 @@ def output_program(config: Config, platform: str, trained: bool = True) -> Progr
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         closed = jax.make_jaxpr(last)(run.w.outer, run.microbatch(0), y)
-        return jaxpr.Reader(jaxpr.Sizes(), 1.0, same_type=platform[:3] != "tpu").read(closed)
+        sizes = jaxpr.Sizes(b, batches) if b == PRIME else jaxpr.Sizes()
+        return jaxpr.Reader(sizes, 1.0, same_type=platform[:3] != "tpu").read(closed)
 
     fused = fuses_loss(config, platform)
     return with_executor(config, "xla", lambda layer: layer, visit, fused)

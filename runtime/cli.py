@@ -116,12 +116,13 @@ def parse(
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     base, arguments = _take_base(arguments)
+    default = Config(model=model or Model())
+    if base.config is not None:
+        default = load(base.config, model, DEPTH)
     config, unknown = tyro.cli(
         Config,
         args=_switches(arguments),
-        default=Config(model=model or Model())
-        if base.config is None
-        else load(base.config, model, DEPTH),
+        default=default,
         description=DESCRIPTION,
         return_unknown_args=True,
         use_underscores=True,
