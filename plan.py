@@ -137,10 +137,12 @@ def check_memory(plan: Plan) -> None:
     """
     if not (plan.compiled and plan.chip):
         return
-    need, have = plan.compiled.memory_bytes_per_chip, plan.chip.memory_bytes
+    c, have = plan.compiled, plan.chip.memory_bytes
+    sizes = {"step": c.memory_bytes_per_chip, "evaluation": c.evaluation_bytes}
+    name, need = max((sizes | {"sampling": c.sampling_bytes}).items(), key=lambda item: item[1])
     if need > have:
         raise ConfigError(
-            f"the compiled step needs {gib(need)} and a {plan.chip.name} has {gib(have)}: "
+            f"the compiled {name} needs {gib(need)} and a {plan.chip.name} has {gib(have)}: "
             f"{gib(need - have)} are missing. Use --train.remat full, --fsdp.gather layer, more "
             "--train.microbatches, or more chips."
         )

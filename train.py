@@ -327,6 +327,29 @@ def prefetch(
         pool.shutdown(cancel_futures=True)
 
 
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def evaluation_config(config: Config) -> Config:
+    """Return the config whose batch has the windows of an evaluation, in usual microbatches.
+
+    Where windows are no multiple of the global batch, the last one is full nevertheless.
+    """
+    t, rounds = config.train, -(-config.eval.sequences // config.train.global_batch_size)
+    sizes = {"microbatches": rounds * t.microbatches}
+    sizes["global_batch_size"] = rounds * t.global_batch_size
+    return utils.changed(config, {f"train.{name}": size for name, size in sizes.items()})
+
+
+def jitted_evaluation(config: Config, declared: Transformer, mesh: Mesh) -> Any:
+    """Return the jitted (weights, batch [M, B, T] of `evaluation_config`) -> Stats."""
+    return jax.jit(
+        sharded_model.evaluate(evaluation_config(config), declared, mesh),
+        out_shardings=NamedSharding(mesh, P()),  # every process reads the whole result
+        compiler_options=compiler_options(mesh),
+    )
+
+
 # --- compilation ----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ Flags of main.py override the run's config, for example --mesh.fsdp 8 --mesh.pip
 Experts are dropless. With --model.eval_capacity_factor above 0 they drop tokens beyond a capacity.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import checkpoint
 import dataset
@@ -49,24 +47,13 @@ class Validation:
 
     def __init__(self, config: Config, declared: Transformer, mesh: Mesh, data: Mixture):
         self.config, self.mesh, self.data = config, mesh, data
-        rounds = -(-config.eval.sequences // config.train.global_batch_size)
-        self.microbatches = config.train.microbatches * rounds
-        part = dataclasses.replace(config.train, microbatches=self.microbatches)
-        self.run = jax.jit(
-            sharded_model.evaluate(dataclasses.replace(config, train=part), declared, mesh),
-            out_shardings=NamedSharding(mesh, P()),  # every process reads the whole result
-            compiler_options=train.compiler_options(mesh),
-        )
-        self.program: Any = self.run  # or it compiled, by the loop
+        self.whole = train.evaluation_config(config)
+        self.program = train.jitted_evaluation(config, declared, mesh)  # compiled by the loop
         self.batches: dict[str, Batch] = {}
 
     def lower(self, w: Any) -> Any:
         """Lower the program for weights of these shapes and layouts."""
-        t = dataclasses.replace(self.config.train, microbatches=self.microbatches)
-        rounds = self.microbatches // self.config.train.microbatches
-        t = dataclasses.replace(t, global_batch_size=rounds * t.global_batch_size)
-        whole = dataclasses.replace(self.config, train=t)
-        return self.run.lower(w, sharded_model.abstract_batch(whole, self.mesh))
+        return self.program.lower(w, sharded_model.abstract_batch(self.whole, self.mesh))
 
     def __call__(self, w: Transformer) -> dict[str, Any]:
         """Return the record of an evaluation; of a mixture, the weighted mean and each loss."""
@@ -77,11 +64,11 @@ class Validation:
         return mean | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
 
     def _record(self, w: Transformer, name: str, data: Dataset) -> dict[str, Any]:
-        t = self.config.train
-        rows = self.microbatches // t.microbatches * t.global_batch_size
+        t = self.whole.train
+        rows = t.global_batch_size
         if name not in self.batches:
             take, shape = partial(padded_rows, data, self.config.eval.sequences), (rows, t.seq_len)
-            self.batches[name] = train.put_batch(self.mesh, self.microbatches, take, shape)
+            self.batches[name] = train.put_batch(self.mesh, t.microbatches, take, shape)
         stats, m = jax.device_get(self.program(w, self.batches[name])), self.config.model
         record = {
             "loss/val": float(stats.cross_entropy),

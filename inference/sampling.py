@@ -190,6 +190,13 @@ def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
     return config, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
 
 
+def for_samples(config: Config, mesh: Mesh, length: int, ends: Sequence[int]) -> Generator:
+    """Return the generator of texts of a length for the prompts of [sample]."""
+    options = SamplingOptions(config.sample.temperature)
+    prompts = len(config.sample.prompts)
+    return Generator(*generation_mesh(config, mesh), prompts, length, ends, options)
+
+
 class Sampler:
     """Continues the prompts of [sample] during training, on the devices of the training mesh."""
 
@@ -204,13 +211,8 @@ class Sampler:
         self.texts = [text[-left:] or [manifest.end_of_text] for text in ids]
         check_ids(self.texts, config.model.vocab_size)
         max_length = max(map(len, self.texts)) + self.tokens
-        self.generator = Generator(
-            *generation_mesh(config, mesh),
-            len(self.prompts),
-            max_length,
-            [manifest.end_of_text, *special_of(self.tokenizer).ends],
-            SamplingOptions(s.temperature),
-        )
+        ends = [manifest.end_of_text, *special_of(self.tokenizer).ends]
+        self.generator = for_samples(config, mesh, max_length, ends)
 
     def lower(self) -> dict[int, Any]:
         """Lower the programs that append a prompt and a token, by the tokens of each text."""

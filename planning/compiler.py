@@ -5,6 +5,7 @@ process compiles, because a compiler that aborts ends its process: `compile_step
 `python -m planning.compiler FOLDER CHIP TOPOLOGY`.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -129,6 +130,7 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     import memory
     import model
     import train
+    from inference import sampling
     from optimizer import learning_rates
 
     config = cli.load(folder / "config.toml")
@@ -142,6 +144,17 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         compiled = train.jitted_step(config, declared, mesh).lower(*arguments).compile()
         seconds = time.perf_counter() - started
         text = compiled.as_text()
+        others = {"evaluation_bytes": 0, "sampling_bytes": 0}  # with the rest of the state
+        size, rest = memory.planned_bytes, memory.bytes_of(state)
+        if config.eval.sequences:
+            batch = sharded_model.abstract_batch(train.evaluation_config(config), mesh)
+            program = train.jitted_evaluation(config, declared, mesh)
+            program = program.lower(state.weights, batch).compile()
+            others["evaluation_bytes"] = size(program) + rest - memory.bytes_of(state.weights)
+        with contextlib.suppress(ConfigError):  # a run trains without samples on such a mesh
+            if config.sample.prompts:
+                generator = sampling.for_samples(config, mesh, config.train.seq_len, [])
+                others["sampling_bytes"] = size(generator.lower(1).compile()) + rest
     # For example a step that exceeds the chip's memory, or a program that this JAX cannot read.
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(str(error).splitlines()[0]) from None
@@ -152,6 +165,7 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
         "temporary_bytes": plan.temp_size_in_bytes,
         "compile_s": seconds,
         "compiler": targets.compiler_of(chip),
+        **others,
     }
     (folder / "compiled.json").write_text(json.dumps(figures), encoding="utf-8")
     (folder / "program.hlo").write_text(text, encoding="utf-8")

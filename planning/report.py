@@ -169,6 +169,14 @@ def compiled_table(plan: Plan) -> Group:
     by_axes, ours = c.collective_bytes_per_chip, p.collective_bytes_per_chip
     figures = [
         ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip),
+        *(
+            (f"memory of {name}, GiB", GIB, planned, compiled)
+            for name, planned, compiled in (
+                ("an evaluation", p.evaluation_bytes, c.evaluation_bytes),
+                ("sampling", p.sampling_bytes, c.sampling_bytes),
+            )
+            if compiled
+        ),
         ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip),
         *(
             (f"collectives along {axes}, GB", 1e9, ours.get(axes, 0.0), size)

@@ -72,6 +72,8 @@ class Compiled:
     collectives: list[dict[str, Any]]  # the same, a row for each hlo.Collective
     compile_s: float
     compiler: str
+    evaluation_bytes: int = 0  # memory of an evaluation, with the state; 0 if not compiled
+    sampling_bytes: int = 0
     kernels: dict[str, float] | None = None  # of a GPU: kernel_time.Estimate
 
 

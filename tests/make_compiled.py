@@ -27,7 +27,19 @@ from runtime import cli, errors  # noqa: E402
 RECORDED = Path(__file__).with_name("compiled.json")
 CHIPS = ("v4", "v5p")  # that TPU_CASES are compiled for; GPU_CASES for h100
 NAMES = "latents,attention_out,expert_in,expert_hidden"
+QWEN3_NAMES = "latents,attention,attention_out,hidden,expert_in,expert_hidden"
 DENSE_NAMES = "latents,attention,attention_out,mlp_in,hidden"
+# Settings that the cases of a config begin with.
+ONE = "--mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches"
+MANY = "--mesh.fsdp 8 --mesh.pipeline 2 --mesh.tensor 2 --mesh.virtual 2 --train.microbatches 8"
+FIRST = {
+    "dense_124m": f"{ONE} 4",
+    "dense_1b": f"{ONE} 8",
+    "moe_124m": f"{ONE} 8",
+    "moe_1b": f"{MANY} --train.remat ALL",
+    "llama_1b": f"{MANY} --train.remat {DENSE_NAMES}",
+    "qwen3_moe_1b": f"{MANY} --train.remat {QWEN3_NAMES}",
+}
 # Settings of configs when their programs for TPUs were recorded.
 CHUNK = "--train.loss_chunk_tokens 2048"
 FORMER = f"--model.moe_intermediate_size 544 --model.intermediate_size 2816 {CHUNK}"
@@ -95,10 +107,11 @@ gpu-moe-full-layer-16x1x1 moe_1b 16,1,1 --mesh.virtual 1 --train.remat full --fs
 
 def flags_of(name: str, config: str, *words: str) -> tuple[str, list[str]]:
     """Return a case's name and its flags of main.py. words  the mesh if it has one, and flags."""
-    flags = ["--config", str(ROOT / "configs" / f"{config}.toml"), *words]
+    mesh, first = [], FIRST.get(config, "").split()
     if words and re.fullmatch(r"\d+,\d+,\d+", words[0]):
         sizes = zip(("fsdp", "pipeline", "tensor"), words[0].split(","), strict=True)
-        flags[2:3] = [f"--mesh.{axis}={size}" for axis, size in sizes]
+        mesh, words = [f"--mesh.{axis}={size}" for axis, size in sizes], words[1:]
+    flags = ["--config", str(ROOT / "configs" / f"{config}.toml"), *first, *mesh, *words]
     if "--optimizer.name" not in words:
         flags.append("--optimizer.name=adamw")
     return name, [flag.replace("ALL", ",".join(utils.REMAT_NAMES)) for flag in flags]

@@ -98,6 +98,9 @@ def test_the_compiler_for_gpus_still_plans_what_is_recorded():
     before = RECORDED[f"{name} h100"]
     for what in ("flops_per_chip", "memory_bytes_per_chip"):
         assert getattr(compiled, what) == pytest.approx(before[what], rel=0.02), what
+    planned = cost.predict(make_compiled.config_of(name), H100)
+    for what in ("evaluation_bytes", "sampling_bytes"):
+        assert getattr(planned, what) == pytest.approx(getattr(compiled, what), rel=0.1), what
     assert "__cudnn$fmhaSoftmaxBackward" in text
 
 
