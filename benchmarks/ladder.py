@@ -12,6 +12,7 @@ geometric mean of the best one and its better neighbor. The best one of five, an
 run with two other seeds.
 """
 
+import functools
 import math
 import os
 import statistics
@@ -30,6 +31,7 @@ from utils import ConfigError
 RECORDS = ROOT / "docs/ladder.jsonl"
 RUNS = ROOT / "runs/ladder"
 SEQ_LEN, TRIES, SEEDS = 256, 5, (0, 1, 2)
+POLL_S = 2.0
 START = {"muon": 2.5, "adamw": 0.9}  # first learning rate times width
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
 ENVIRONMENT["XLA_FLAGS"] = (
@@ -48,6 +50,7 @@ class Series:
     decay: float = 2.0  # product of learning rate, weight decay and steps
     dense: bool = False
 
+    @functools.cache  # noqa: B019  there are few
     def rule(self) -> float:
         """Return the learning rate that depth.py gives."""
         flags = [word for name, value in self.settings().items() for word in (name, str(value))]
@@ -153,7 +156,7 @@ def make(seconds: float, cores: list[int]) -> None:
                 running[core] = run, start(run, core)
             if not running:
                 return
-            time.sleep(1)
+            time.sleep(POLL_S)
     finally:
         for _, process in running.values():
             process.terminate()

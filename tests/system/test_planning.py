@@ -15,7 +15,7 @@ import make_compiled
 import plan
 from common import config_of
 from conftest import ROOT
-from planning import compiler, targets
+from planning import compiler, cost, targets
 from test_cost import COMPARED, RECORDED, assert_planned_as_compiled, assert_predicted
 from test_plan import JAXFORMER, SHARED
 from utils import changed
