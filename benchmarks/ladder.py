@@ -15,6 +15,7 @@ run with two other seeds.
 import functools
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def make(seconds: float, cores: list[int]) -> None:
     running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
     deadline = time.monotonic() + seconds
     RUNS.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through `finally`
     try:
         while time.monotonic() < deadline:
             for core in [
