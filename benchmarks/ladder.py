@@ -181,7 +181,8 @@ def record(run: Run, code: int) -> None:
     """Append a run that has ended. One that diverged has a loss of null."""
     folder = RUNS / run.name
     records = jsonl.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    diverged = code == 2 and bool(records)  # --train.max_skipped_in_row
+    log_text = (RUNS / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")
+    diverged = code == 2 and "steps in a row" in log_text.splitlines()[-1]
     if code and not diverged:
         raise ConfigError(
             f"{run.name} ended with exit code {code}. See {RUNS / run.name}.log, fix the cause and "
