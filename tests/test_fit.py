@@ -9,6 +9,7 @@ import fit
 import hardware
 import main
 import utils
+from benchmarks import fit as benchmark_fit
 from devices import chips
 from planning import search
 
@@ -113,3 +114,11 @@ def test_on_several_hosts_no_device_stays_idle_and_a_slice_is_a_replica(monkeypa
     config = main.parse([*DTYPE, "--train.global_batch_size", "64"])
     made, _ = fit.for_devices(config, chips("tpu", 8, slices=2))
     assert made.mesh.replica == 2 and made.mesh.fsdp * made.mesh.pipeline * made.mesh.tensor == 4
+
+
+@pytest.mark.parametrize(("layers", "machine"), [(6, "rtx4090:1"), (12, "a100-40gb:1")])
+def test_a_depth_gets_settings_within_5_percent_of_what_a_whole_search_finds(layers, machine):
+    found = benchmark_fit.row(layers, machine, benchmark_fit.Flags(search=True))
+    _, depth, named, *_, step_s, best_s, _ = (cell.strip() for cell in found.split("|"))
+    assert (depth, named) == (str(layers), machine)
+    assert float(step_s) <= 1.05 * float(best_s)
