@@ -17,7 +17,7 @@ from utils import Config, ConfigError
 HEAD = 64  # width of a head without position, so depth N has N heads
 TILE = 128  # of a matrix unit; hidden widths are multiples
 TOKENS_PER_PARAMETER = 20  # arXiv:2203.15556
-MOST = 256  # layers, of 860 billion parameters that a token passes
+MAX_DEPTH = 256  # layers, of 860 billion parameters that a token passes
 
 # Best peak learning rate of matrices at LR_WIDTH; it falls as 1 / width (arXiv:2203.03466).
 LR = {"adamw": 0.0057, "muon": 0.016}
@@ -33,8 +33,11 @@ def fill(config: Config, names: set[str], depth: int, dense: bool = False) -> Co
     depth  layers
     dense  no experts; else every second layer has eight, of which a token uses two
     """
-    if not 1 <= depth <= MOST:
-        raise ConfigError(f"--depth {depth} is out of range. Use a number from 1 to {MOST}.")
+    if not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError(f"--depth {depth} is out of range. Use a number from 1 to {MAX_DEPTH}.")
+    for name, setting in utils.settings_of().items():
+        if name in names:
+            utils.check_range(name, utils.get(config, name), setting)
     feed_forward = DENSE if dense or depth == 1 else EXPERTS
     for name, rule in itertools.chain(*map(dict.items, (SHAPE, feed_forward, TRAINING))):
         if name not in names:
@@ -47,8 +50,23 @@ def parse(arguments: list[str] | None = None, *rest: Any, **options: Any) -> Con
     return cli.parse(arguments, *rest, fill=fill, **options)
 
 
-def multiple(size: float, of: int) -> int:
-    return of * math.ceil(size / of)
+def parse_open(
+    arguments: list[str], command: type | None = None, model: utils.Model | None = None
+) -> Config:
+    """Return the config as `parse` does, with settings of utils.AUTO left open unless they are set.
+
+    Raises  ConfigError also for what is wrong on any devices.
+    """
+    arguments, names = cli.split_auto(arguments)
+    config = parse(arguments, command, checked=False, model=model)
+    auto = {name: value for name, value in utils.AUTO.items() if name not in names}
+    one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
+    cli.check(utils.changed(config, {name: one.get(name, 1) for name in auto}))
+    return utils.changed(config, auto)
+
+
+def round_up(size: float, multiple: int) -> int:
+    return multiple * math.ceil(size / multiple)
 
 
 def tokens(depth: int) -> int:
@@ -56,13 +74,15 @@ def tokens(depth: int) -> int:
     return TOKENS_PER_PARAMETER * 51_200 * depth**3
 
 
-def power_of_two(number: float) -> int:
+def nearest_power_of_two(number: float) -> int:
     return 2 ** round(math.log2(number))
 
 
 def best_lr(config: Config) -> float:
     """Return the best learning rate that is known for an optimizer and a width."""
-    return LR[config.optimizer.name] * min(1, LR_WIDTH / config.model.hidden_size)
+    if (name := config.optimizer.name) not in LR:
+        raise ConfigError(f"No learning rate was tuned for {name}. Set --optimizer.lr.")
+    return LR[name] * min(1, LR_WIDTH / config.model.hidden_size)
 
 
 def two_digits(number: float) -> float:
@@ -77,11 +97,11 @@ SHAPE: dict[str, Rule] = {
     "model.num_attention_heads": lambda c, n: n,
     "model.num_key_value_heads": lambda c, n: n,
     "model.head_dim": lambda c, n: HEAD,
-    "model.kv_lora_rank": lambda c, n: multiple(HEAD * n / 3, HEAD),
+    "model.kv_lora_rank": lambda c, n: round_up(HEAD * n / 3, HEAD),
     "model.qk_nope_head_dim": lambda c, n: HEAD,
     "model.qk_rope_head_dim": lambda c, n: HEAD // 2,
     "model.v_head_dim": lambda c, n: HEAD,
-    "model.intermediate_size": lambda c, n: multiple(3 * HEAD * n, TILE),
+    "model.intermediate_size": lambda c, n: round_up(3 * HEAD * n, TILE),
     "model.compute_dtype": lambda c, n: "auto",
 }
 DENSE: dict[str, Rule] = {
@@ -91,20 +111,24 @@ DENSE: dict[str, Rule] = {
 }
 EXPERTS: dict[str, Rule] = {
     "model.first_k_dense_replace": lambda c, n: n % 2,
-    "model.moe_intermediate_size": lambda c, n: multiple(HEAD * n, TILE),
+    "model.moe_intermediate_size": lambda c, n: round_up(HEAD * n, TILE),
     "model.capacity_factor": lambda c, n: 0.0,  # dropless: the loss does not depend on the mesh
 }
 TRAINING: dict[str, Rule] = {
     "train.seq_len": lambda c, n: min(2048, 2 ** int(math.log2(128 * max(2, n)))),
     # The best batch grows as tokens^0.57 (arXiv:2503.04715).
     "train.global_batch_size": lambda c, n: max(
-        8, power_of_two(tokens(n) ** 0.571 / c.train.seq_len)
+        8, nearest_power_of_two(tokens(n) ** 0.571 / c.train.seq_len)
     ),
-    "train.steps": lambda c, n: round(tokens(n) / c.train.global_batch_size / c.train.seq_len),
+    "train.steps": lambda c, n: max(
+        1, round(tokens(n) / c.train.global_batch_size / c.train.seq_len)
+    ),
     "train.loss_chunk_tokens": lambda c, n: 8192,
     "optimizer.name": lambda c, n: "muon",
     "optimizer.lr": lambda c, n: two_digits(best_lr(c)),
-    "optimizer.weight_decay": lambda c, n: two_digits(DECAY / (c.optimizer.lr * c.train.steps)),
+    "optimizer.weight_decay": lambda c, n: two_digits(
+        DECAY / (c.optimizer.lr * c.train.steps) if c.optimizer.lr else 0.0
+    ),
     "optimizer.schedule": lambda c, n: "wsd",
     "optimizer.decay_share": lambda c, n: 0.4,
     "optimizer.min_lr_ratio": lambda c, n: 0.0,

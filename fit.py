@@ -30,7 +30,7 @@ from utils import GIB, Config, ConfigError, TooLarge, changed, get
 
 MESH = ("mesh.replica", "mesh.fsdp", "mesh.pipeline", "mesh.tensor")
 USUAL = utils.Train().microbatches
-MOST = 4096  # devices that are considered to say how many would do
+MAX_DEVICES = 4096  # devices that are considered to say how many would do
 
 
 def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, str]:
@@ -120,7 +120,8 @@ def choose(
     """Return the config on this number of devices, and why it is chosen."""
     chip = hardware.chip_of_kind(device.device_kind)
     if device.platform == "cpu":
-        return by_rule(config, count, left_open, simulated=True), "so that every axis has ranks"
+        made = by_rule(config, count, left_open, simulated=True)
+        return made, "as many axes as possible have ranks"
     if chip is None:
         why = f"no figures of {device.device_kind} are known, so this takes least memory"
         return by_rule(config, count, left_open), why
@@ -159,7 +160,7 @@ def smallest_number(
     """Return how many times `count` doubles until what takes least memory fits; None: never."""
     from planning import cost
 
-    while (count := 2 * count) <= MOST:
+    while (count := 2 * count) <= MAX_DEVICES:
         try:
             least = by_rule(config, count, left_open)
         except ConfigError:
@@ -242,7 +243,7 @@ class OutOfMemory(ConfigError):
 
 
 def check_memory(config: Config, mesh: Mesh, needed: Mapping[str, float]) -> None:
-    """Raise OutOfMemory if a device has not what a program needs.
+    """Raise OutOfMemory if a program needs more than JAX may allocate.
 
     needed  program -> bytes, with those of the training state
     """
@@ -259,7 +260,8 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
     except Exception as error:  # of several types
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(explain(config, mesh, cause=one_line(error).rstrip("."))) from error
+        name, cause = getattr(error, "program", memory.STEP), one_line(error).rstrip(".")
+        raise OutOfMemory(explain(config, mesh, name, cause=cause)) from error
 
 
 def explain(
@@ -271,9 +273,9 @@ def explain(
     cause   message of a compiler or a device
     """
     usable, kind = memory.usable_bytes(mesh), mesh.local_devices[0].device_kind
-    has = f"JAX may allocate {usable / GIB:.3g} of a {kind}" if usable else f"a {kind} has less"
+    has = f"JAX may allocate {usable / GIB:.3g} GiB of a {kind}"
     need = f"{name} needs {needed / GIB:.3g} GiB per device, and {has}"
-    text = f"out of memory: {need if needed else cause or need}. "
+    text = f"out of memory: {need if needed else f'{name}: {cause}'}. "
     try:
         from planning import advice  # late: it traces the model
 

@@ -26,7 +26,7 @@ from inference.sampling import as_log, make_sampler
 from metrics import Metrics
 from model import Transformer
 from optimizer import learning_rates
-from runtime import jsonl, run_directory
+from runtime import distributed, jsonl, run_directory
 from runtime.array_digests import ReplicaChecker
 from runtime.console import is_primary, log
 from runtime.errors import TransientError, compile_lowered
@@ -95,32 +95,39 @@ class Loop:
 
         `needed` is then the memory of each, with the state of training.
         """
-        job, w = self.job, shapes.weights
-        log("compiling the step, evaluation and samples, a minute or so the first time")
-        started, others = time.perf_counter(), {}
+        job, w, lowered = self.job, shapes.weights, {}
+        if self.validation:
+            lowered[memory.EVALUATION, ""] = self.validation.lower(w)
+        for part, program in (self.sample.lower(w) if self.sample else {}).items():
+            lowered[memory.SAMPLING, part] = program
+        names = ", ".join([memory.STEP, *dict.fromkeys(name for name, _ in lowered)])
+        log(f"compiling {names}, which takes a minute or so the first time")
+        started = time.perf_counter()
         with ThreadPoolExecutor(thread_name_prefix="compile") as pool:
-            if self.validation:
-                others["evaluation"] = pool.submit(compile_lowered, self.validation.lower(w))
-            for T, program in (self.sample.lower() if self.sample else {}).items():
-                others[T] = pool.submit(compile_lowered, program)
+            others = {
+                key: pool.submit(compile_lowered, one, key[0]) for key, one in lowered.items()
+            }
             batch = sharded_model.abstract_batch(job.config, job.mesh)
             # Here, as processes communicate in it.
             self.step = train.compile_step(
                 job.config, job.declared, job.mesh, shapes, batch, self.rates
             )
-            programs = {name: future.result() for name, future in others.items()}
+            with distributed.shared_errors():
+                programs = {key: future.result() for key, future in others.items()}
         log(f"compiled in {time.perf_counter() - started:.0f} s")
         state, size = memory.bytes_of(shapes), memory.planned_bytes
+        of_weights = memory.bytes_of(w)  # which are arguments of some programs; the rest stays
         needed = self.needed = {memory.STEP: size(self.step)}
         if self.validation:
-            self.validation.program = programs.pop("evaluation")
-            # The weights are among its arguments; the rest of the state stays.
-            evaluation = size(self.validation.program) + state - memory.bytes_of(w)
-            needed[memory.EVALUATION] = evaluation
+            self.validation.program = programs.pop((memory.EVALUATION, ""))
+            needed[memory.EVALUATION] = size(self.validation.program) + state - of_weights
         if self.sample:
-            self.sample.generator.programs = programs
-            needed[memory.SAMPLING] = max(map(size, programs.values())) + state
-        sizes = ", ".join(f"{size / GIB:.3g} for {name}" for name, size in needed.items())
+            found = {part: program for (_, part), program in programs.items()}
+            self.sample.convert_weights = found.pop("weights")
+            self.sample.generator.programs = found
+            sizes = [size(self.sample.convert_weights) - of_weights, *map(size, found.values())]
+            needed[memory.SAMPLING] = max(sizes) + state
+        sizes = ", ".join(f"{n / GIB:.3g} for {name}" for name, n in needed.items())
         log(f"GiB per device as compiled: {sizes}")
 
     def run(self, state: State) -> None:

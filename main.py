@@ -58,26 +58,20 @@ from validate import result
 
 
 def parse(arguments: list[str] | None = None) -> Config:
-    """Return the config from flags, --config and --depth, as `depth.parse` does.
+    """Return the config from flags, --config and --depth, as `depth.parse_open` does.
 
     With --run.init_from and no [model] in --config, [model] defaults to that of the other run, or,
-    when this run resumes, to its own. Settings of utils.AUTO that neither flags nor --config set
-    are left open.
+    when this run resumes, to its own.
     """
-    arguments, names = cli.split_auto(list(sys.argv[1:] if arguments is None else arguments))
-    config, model = depth.parse(arguments, checked=False), None
-    if config.run.init_from:
-        source = run_directory.of(config)
-        if not source.saved_steps():
-            source = run_directory.at(config.run.init_from)
-        if (file := source.files / "config.toml").is_file():
-            model = cli.load(file).model
-    config = depth.parse(arguments, checked=False, model=model)
-    auto = {name: value for name, value in utils.AUTO.items() if name not in names}
-    one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
-    # What does not depend on the devices is checked at once.
-    cli.check(utils.changed(config, {name: one.get(name, 1) for name in auto}))
-    return utils.changed(config, auto)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    config = depth.parse_open(arguments)
+    if not config.run.init_from:
+        return config
+    source = run_directory.of(config)
+    if not source.saved_steps():
+        source = run_directory.at(config.run.init_from)
+    file = source.files / "config.toml"
+    return depth.parse_open(arguments, model=cli.load(file).model if file.is_file() else None)
 
 
 def restore(
@@ -278,15 +272,16 @@ def report_result(job: Job, finished: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line, or with --print_config only print what config.toml would be."""
+    """Run, or with --print_config only print what config.toml would be on this host's devices."""
     arguments = sys.argv[1:]
     rest = [argument for argument in arguments if argument != "--print_config"]
     config = parse(rest)
     if rest == arguments:
         run(config)
-    else:
-        config, chosen = fit.for_devices(with_vocabulary(config), jax.devices())
-        print(f"# {chosen}\n{cli.to_toml(config)}", end="")
+        return
+    config, chosen = fit.for_devices(with_vocabulary(config), jax.devices())
+    comment = "".join(f"# {line}\n" for line in chosen.splitlines())
+    print(comment + cli.to_toml(resume.resolve(config)), end="")
 
 
 if __name__ == "__main__":

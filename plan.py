@@ -78,26 +78,28 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     """
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
-    arguments, names = cli.split_auto([*named, *rest])
-    config = depth.parse(arguments, Flags, checked=False)
-    config = with_vocabulary(config)
+    config = depth.parse_open([*named, *rest], Flags)
+    config, note = with_vocabulary(config)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
         raise ConfigError(f"--topology is for TPU slices, but --chip is {flags.chip}. Omit it.")
     config = utils.for_platform(config, hardware.platform_of(chip))
+    usual = {name: utils.get(utils.Config(), name) for name in utils.left_open(config)}
     for choose in (choose_kernel, choose_experts_kernel):
-        choose(config, hardware.platform_of(chip))
+        choose(utils.changed(config, usual), hardware.platform_of(chip))
     hardware.uses_float8(config, hardware.platform_of(chip), chip)
     if flags.compile:
         targets.check(chip)
-    given = frozenset(a.partition("=")[0].removeprefix("--").replace("-", "_") for a in rest)
-    left_open, result = utils.AUTO.keys() - names, None
-    mesh_is_open = not left_open.isdisjoint(fit.MESH[1:])
-    count = flags.chips or (1 if mesh_is_open else math.prod(config.mesh.shape))
-    if mesh_is_open and not flags.search:
-        config = utils.changed(config, {name: utils.AUTO[name] for name in left_open})
+    given = frozenset(cli.flag_names(cli.split_auto(rest)[0]))
+    config = utils.changed(config, {"mesh.replica": config.mesh.replica or 1})
+    left_open, result = utils.left_open(config), None
+    set_ranks = math.prod(utils.get(config, name) for name in fit.MESH if name not in left_open)
+    count = flags.chips or set_ranks
+    mesh_is_open = not left_open.isdisjoint(fit.MESH)
+    if left_open and not flags.search and (mesh_is_open or count == set_ranks):
         config = fit.for_chip(config, chip, count)
-    elif flags.search or count != math.prod(config.mesh.shape):
+    elif flags.search or count != set_ranks:
+        config = utils.changed(config, usual)  # as a search begins with some value
         result = search.search(config, chip, count, frozenset(SEARCHED_FLAGS) & given)
         config = result.best[0].config
     cli.check(config)
@@ -105,7 +107,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     if not predicted.unrolled:  # as chosen, or because the unrolled step does not fit
         config = utils.changed(config, {"train.layers": "scanned"})
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
-    name = str(flags.config or " ".join(rest) or "defaults")
+    name = str(flags.config or " ".join(rest) or "defaults") + note
     chosen = {flag: utils.get(config, flag) for flag in SEARCHED_FLAGS if flag not in given}
     words = [word for flag, value in chosen.items() for word in (f"--{flag}", str(value))]
     command = shlex.join(["./run.sh", "python", "main.py", *named, *rest, *words])
@@ -113,12 +115,13 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     return Plan(config, predicted, name, chip, tokens, command, price, search=result)
 
 
-def with_vocabulary(config: utils.Config) -> utils.Config:
-    """Return the config with the vocabulary of its data, or of GPT-2 if the data is not there."""
+def with_vocabulary(config: utils.Config) -> tuple[utils.Config, str]:
+    """Return the config with the vocabulary of its data, and a note if that cannot be read."""
     try:
-        return dataset.with_vocabulary(config)
-    except ConfigError:
-        return utils.changed(config, {"model.vocab_size": 50257})
+        return dataset.with_vocabulary(config), ""
+    except ConfigError as error:
+        made = utils.changed(config, {"model.vocab_size": 50257})
+        return made, f" with the vocabulary of GPT-2, as {str(error).partition(':')[0]}"
 
 
 def check_flags(flags: Flags) -> None:

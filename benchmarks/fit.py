@@ -15,7 +15,6 @@ import fit
 import hardware
 import utils
 from planning import compiler, search
-from planning.results import SEARCHED_FLAGS
 from runtime import cli
 from runtime.console import log
 from utils import GIB, Config, ConfigError
@@ -41,9 +40,8 @@ def config_of(layers: int, dense: bool, chip: hardware.Chip) -> Config:
 def row(layers: int, machine: str, flags: Flags) -> str:
     """Return a row of the table."""
     name, _, count = machine.partition(":")
-    chip = hardware.chip_named(name)
-    if chip is None:
-        raise ConfigError(f"--machines {machine}: a CPU has no limit to compare with.")
+    if not count.isdigit() or (chip := hardware.chip_named(name)) is None:
+        raise ConfigError(f"--machines {machine} is no CHIP:COUNT. Write it as rtx4090:1.")
     began = time.process_time()
     config = fit.for_chip(config_of(layers, flags.dense, chip), chip, int(count))
     chosen = (
@@ -51,10 +49,10 @@ def row(layers: int, machine: str, flags: Flags) -> str:
     )
     chosen += f"| {config.train.microbatches} | {config.train.remat} | {config.fsdp.gather} |"
     if flags.search:
-        free = frozenset(SEARCHED_FLAGS) - {"model.experts_layout"}
-        best = search.search(config, chip, int(count), frozenset(SEARCHED_FLAGS) - free).best[0]
-        mine = search.candidate(config, chip, config.train.remat).predicted.step_s
-        return f"{chosen} {mine:.4g} | {best.predicted.step_s:.4g} |"
+        fixed = frozenset({"model.experts_layout"})
+        best = search.search(config, chip, int(count), fixed).best[0].predicted
+        step_s = search.candidate(config, chip, config.train.remat).predicted.step_s
+        return f"{chosen} {step_s:.4g} | {best.step_s:.4g} |"
     compiled, _ = compiler.compile_step(config, chip)
     parts = compiled.memory_bytes_per_chip, compiled.evaluation_bytes, compiled.sampling_bytes
     sizes = " | ".join(f"{size / GIB:.2f}" for size in parts)

@@ -5,16 +5,21 @@
 The flags are those of main.py.
 """
 
+import jax
+
 import depth
+import fit
 import hardware
 import memory
 import utils
 import weights
 from benchmarks.common import STEPS, compile_step, step_seconds
+from dataset import with_vocabulary
 
 
 def main(arguments: list[str]) -> None:
-    program = compile_step(depth.parse(arguments))
+    config = with_vocabulary(depth.parse_open(arguments))
+    program = compile_step(fit.for_devices(config, jax.devices())[0])
     config, declared = program.config, program.declared
     [seconds] = step_seconds([program])
     devices, kind = program.mesh.size, program.mesh.devices.flat[0].device_kind

@@ -213,16 +213,20 @@ class Sampler:
         max_length = max(map(len, self.texts)) + self.tokens
         ends = [manifest.end_of_text, *special_of(self.tokenizer).ends]
         self.generator = for_samples(config, mesh, max_length, ends)
+        self.convert_weights: Any = self.generator.convert_weights
 
-    def lower(self) -> dict[int, Any]:
-        """Lower the programs that append a prompt and a token, by the tokens of each text."""
+    def lower(self, w: Any) -> dict[int | str, Any]:
+        """Lower the conversion of weights of these shapes, as "weights", and the programs that
+        append a prompt and a token, by the tokens of each text.
+        """
         lengths = prefill_tokens(max(map(len, self.texts))), 1
-        return {T: self.generator.lower(T) for T in lengths}
+        programs = {T: self.generator.lower(T) for T in lengths}
+        return programs | {"weights": self.convert_weights.lower(w)}
 
     def __call__(self, w: Transformer, step: int) -> list[dict[str, Any]]:
         """Return {"step", "prompt", "text"} for each prompt."""
         self.generator.reset(range(len(self.prompts)), step)
-        w = self.generator.convert_weights(w)
+        w = self.convert_weights(w)
         tokens = np.array([*self.generator.generate(w, self.texts, self.tokens)])
         self.generator.cache = None  # frees its memory for the next step
         return [

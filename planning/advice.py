@@ -14,7 +14,7 @@ from planning import cost
 from runtime import cli
 from utils import GIB, Config, ConfigError
 
-HOPE = 0.9  # share of what was needed that is to fit if the device's memory is not known
+LESS = 0.9  # share of the planned memory that may fit where the planned memory was too much
 
 
 def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float) -> str:
@@ -26,7 +26,7 @@ def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float
     """
     if name == memory.SAMPLING:
         return "Use a smaller --sample.tokens, or no samples: --sample.prompts without a text."
-    chip, platform = hardware.chip_of_kind(mesh.local_devices[0].device_kind), None
+    chip = hardware.chip_of_kind(mesh.local_devices[0].device_kind)
     platform = sharded_model.platform(mesh)
 
     def predict(config: Config) -> tuple[float, float, float]:
@@ -38,7 +38,7 @@ def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float
 
     now, _, usual = predict(config)
     scale = needed / now if needed else 1.0
-    limit = usable or HOPE * (needed or now)
+    limit = usable if needed and usable else min(usable or math.inf, LESS * (needed or now))
     found = []
     for values in changes(config, name):
         try:

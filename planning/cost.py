@@ -380,7 +380,7 @@ def memory(step: Step) -> dict[str, int]:
 
 
 def evaluation_memory(step: Step) -> int:
-    """Return the bytes of an evaluation, beside the state of training."""
+    """Return the bytes of an evaluation, with the state of training."""
     c = step.config
     if not c.eval.sequences:
         return 0
@@ -395,7 +395,10 @@ def evaluation_memory(step: Step) -> int:
 
 
 def sampling_memory(step: Step) -> int:
-    """Return the bytes of samples, beside the state of training: copied weights and the cache."""
+    """Return the bytes of samples, with the state of training: copied weights and the cache.
+
+    Temporaries are not included. They are small, as a pass has few tokens.
+    """
     c, state = step.config, sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
     if not c.sample.prompts:
         return 0

@@ -107,7 +107,7 @@ def memory_table(plan: Plan) -> Group:
         usable = usable_bytes(plan.chip)
         limit = f"{gib(usable)} usable of {gib(plan.chip.memory_bytes)}"
         fits = "fits" if p.fits else "does not fit (--search finds what fits)"
-        note = f"{fits}: {total / usable:.0%} of {limit}. "
+        note = f"{fits}: {p.most_bytes / usable:.0%} of {limit}. "
     note += f"An evaluation needs {gib(p.evaluation_bytes)}, sampling {gib(p.sampling_bytes)}."
     return table("Memory per chip", ("part", "GiB", "share"), rows, sums, note=note)
 

@@ -104,9 +104,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether training, its evaluations and its samples do."""
-        most = max(self.memory_bytes_per_chip, self.evaluation_bytes, self.sampling_bytes)
-        return most <= usable_bytes(self.chip)
+        return self.most_bytes <= usable_bytes(self.chip)
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory of a step, an evaluation or samples, whichever needs most."""
+        return max(self.memory_bytes_per_chip, self.evaluation_bytes, self.sampling_bytes)
 
     @property
     def chip_s(self) -> float | None:
@@ -143,7 +146,7 @@ class Prediction:
         memory += f" ({', '.join(others)})" * bool(others)
         if self.seconds is None:
             return f"{memory}; no step time, for no figures of this device are known"
-        fits = self.memory_bytes_per_chip <= self.chip.memory_bytes
+        fits = self.most_bytes <= self.chip.memory_bytes
         times = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (self.chip_s, self.step_s)))
         return (
             f"{memory}{' of' if fits else ', which does not fit: it has'} "

@@ -91,8 +91,8 @@ def search(
         elif (chosen := best_of(candidates)).predicted.fits:
             best.append(chosen)
         else:
-            least[mesh] = chosen.memory
-            rejected[mesh] = f"needs {gib(chosen.memory)} of {gib(usable_bytes(chip))} at least"
+            least[mesh] = chosen.predicted.most_bytes
+            rejected[mesh] = f"needs {gib(least[mesh])} of {gib(usable_bytes(chip))} at least"
     if not best:
         mesh = min(least, key=least.get) if least else next(iter(rejected))
         raise (TooLarge if least else ConfigError)(
@@ -104,7 +104,7 @@ def search(
 
 
 def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
-    """Return whether the last group of meshes has not the best of `found`.
+    """Return whether the best of `found` is not in the last group of meshes.
 
     A group has equal fsdp, and first the meshes with one more axis.
     mesh  the next one. It begins a group, or the meshes of a group with two more axes.
@@ -131,7 +131,15 @@ def fastest(
         exact = candidate(rough.config, chip, rough.config.train.remat)
         if exact.predicted.fits:
             return exact, result.tried
-    raise TooLarge(f"no mesh has the memory of an evaluation or of samples: {result.best[0].flags}")
+    for rough in result.best:  # other settings on the same mesh
+        candidates, _ = candidates_on(config, chip, rough.config.mesh.shape[1:], fixed)
+        exact = best_of(candidates)
+        if exact.predicted.fits:
+            return exact, result.tried
+    raise TooLarge(
+        f"The closest is {result.best[0].config.mesh}: needs {gib(exact.predicted.most_bytes)} of "
+        f"{gib(usable_bytes(chip))} at least"
+    )
 
 
 def candidates_on(
@@ -145,10 +153,10 @@ def candidates_on(
     impossible one.
     """
     candidates, reason = [], ""
+    faster: list[dict[str, Any]] = []  # choices that fit
     for values in choices_on(config, mesh, fixed):
-        fit = rough and candidates and candidates[-1].predicted.fits
-        if fit and values["fsdp.gather"] == "layer" and "fsdp.gather" not in fixed:
-            continue  # hardly faster than the last candidate, which differs in this alone
+        if rough and values | {"fsdp.gather": "step"} in faster:
+            continue  # a gather per layer is hardly faster
         try:
             chosen = changed(config, values)
             keep = "train.remat" in fixed
@@ -156,9 +164,11 @@ def candidates_on(
             if not keep and not one.predicted.fits:  # else nothing is faster
                 one = candidate(chosen, chip, "full", rough)  # else nothing fits
                 if one.predicted.fits:
-                    policies = remat_policies(chosen, chip, rough)
-                    one = best_of([candidate(chosen, chip, p, rough) for p in policies])
+                    policies = remat_policies(chosen, chip, rough)[1:-1]
+                    others = [candidate(chosen, chip, p, rough) for p in policies]
+                    one = best_of([*others, one])
             candidates.append(one)
+            faster += [values] if one.predicted.fits else []
         except ConfigError as error:
             reason = reason or str(error)
     return candidates, reason
@@ -194,7 +204,7 @@ def best_of(candidates: list[Candidate]) -> Candidate:
     """Return the fastest candidate that fits, or the smallest if none fits."""
     if fit := [one for one in candidates if one.predicted.fits]:
         return min(fit, key=lambda one: one.order)
-    return min(candidates, key=lambda one: one.memory)
+    return min(candidates, key=lambda one: one.predicted.most_bytes)
 
 
 def remat_policies(config: Config, chip: Chip | None, rough: bool = False) -> list[str]:

@@ -115,10 +115,11 @@ def parse(
     import tyro  # late: not needed by programs that only read files
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    base, arguments = _take_base(arguments)
+    base, arguments = _take_config_and_depth(arguments)
     default = Config(model=model or Model())
     if base.config is not None:
         default = load(base.config, model, DEPTH)
+    of_model = {name for name in settings_of() if name.startswith("model.")}
     config, unknown = tyro.cli(
         Config,
         args=_switches(arguments),
@@ -128,14 +129,14 @@ def parse(
         use_underscores=True,
     )
     refuse_unknown(unknown, [*settings_of(), *(settings_of(command) if command else ())])
-    flags = _flags(arguments)
+    flags = flag_names(arguments)
     if config.data.mixture and (unused := sorted(flags & {"data.train", "data.val"})):
         raise ConfigError(
             f"--{unused[0]} has no effect with a mixture, whose folders contain train/ and val/. "
             f"Remove --{unused[0]}, or disable the mixture: --data.mixture without values."
         )
     if base.depth is not None:
-        names = flags | flat({} if base.config is None else _read(base.config)).keys()
+        names = flags | base.names | (of_model if model and "model" not in base.table else set())
         if fill is None:
             raise ConfigError("--depth is for main.py, plan.py and benchmarks.")
         config = fill(config, names, base.depth, base.dense)
@@ -155,35 +156,40 @@ def split_auto(arguments: list[str]) -> tuple[list[str], set[str]]:
     """Return the arguments without flags of the value auto, and the names that the others and the
     file of `--config` set.
     """
-    base, _ = _take_base(arguments)
-    of_file = set() if base.config is None else flat(_read(base.config)).keys()
+    base, _ = _take_config_and_depth(arguments)
     value = rf"(?<=\0)--({'|'.join(map(re.escape, utils.AUTO))})[=\0]auto\0"
     text = "\0".join(["", *arguments, ""])
     rest = re.sub(value, "", text).split("\0")[1:-1]
-    return rest, _flags(rest) | of_file - set(re.findall(value, text))
+    return rest, flag_names(rest) | base.names - set(re.findall(value, text))
 
 
-def _flags(arguments: list[str]) -> set[str]:
+def flag_names(arguments: list[str]) -> set[str]:
     """Return the names of all flags, as model.hidden_size."""
     return {a.partition("=")[0][2:].replace("-", "_") for a in arguments if a.startswith("--")}
 
 
-def _take_base(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _take_config_and_depth(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return what other settings follow from, and the other arguments.
 
-    The former are `config`, a file or None; `depth`, a number or None; and `dense`.
+    The former are `config`, a file or None, with its `table` and the `names` of its settings;
+    `depth`, a number or None; and `dense`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--config", "--depth"):
-        parser.add_argument(flag, nargs="?", const="")
-    parser.add_argument("--dense", action="store_true")
+    for flag, alone in (("--config", ""), ("--depth", ""), ("--dense", "true")):
+        parser.add_argument(flag, nargs="?", const=alone)
     base, rest = parser.parse_known_args(arguments)
-    table = _read(base.config) if base.config is not None else {}
-    given = table.get("depth") if base.depth is None else base.depth
-    if given is not None and not re.fullmatch(r"-?\d+", str(given)):
-        raise ConfigError(f"--depth {given} is not a number of layers. Use --depth 12.")
-    base.depth = None if given is None else int(given)
-    base.dense = base.dense or table.get("dense", False)
+    base.table = {} if base.config is None else _read(base.config)
+    base.names = flat(base.table).keys() - set(DEPTH)
+    depth, dense = (
+        str(base.table.get(name, "")).lower() if value is None else value.lower()
+        for name, value in zip(DEPTH, (base.depth, base.dense), strict=True)
+    )
+    asked = base.depth is not None or "depth" in base.table
+    if asked and not re.fullmatch(r"-?\d+", depth):
+        raise ConfigError(f"--depth {depth} is not a number of layers. Use --depth 12.")
+    if dense not in ("", "true", "1", "false", "0"):
+        raise ConfigError(f"--dense {dense} is not true or false. Use --dense, or omit it.")
+    base.depth, base.dense = int(depth) if asked else None, dense in ("true", "1")
     if base.dense and base.depth is None:
         raise ConfigError("--dense goes with --depth. Use --depth 12 --dense.")
     return base, rest
@@ -202,16 +208,16 @@ def _switches(arguments: list[str]) -> list[str]:
     return text.split("\0")[1:-1]
 
 
-def load(path: str | Path, model: Model | None = None, but: Sequence[str] = ()) -> Config:
+def load(path: str | Path, model: Model | None = None, ignored_keys: Sequence[str] = ()) -> Config:
     """Return the config of a TOML file. Missing settings have their defaults.
 
-    model  default of [model] if the file has no such section
-    but    keys that are no settings
+    model         default of [model] if the file has no such section
+    ignored_keys  keys that are no settings
     """
     table = _read(path)
     default = Config() if model is None or "model" in table else Config(model=model)
     known, values = settings_of(), flat(table)
-    values = {name: value for name, value in values.items() if name not in but}
+    values = {name: value for name, value in values.items() if name not in ignored_keys}
     if unknown := sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path}: unknown key {unknown[0]}{_suggestion(unknown[0], known)}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}

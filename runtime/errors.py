@@ -74,15 +74,18 @@ def compile_program(program: Any, *arguments: Any) -> Any:
     return compile_lowered(program.lower(*arguments))
 
 
-def compile_lowered(lowered: Any) -> Any:
+def compile_lowered(lowered: Any, name: str = "") -> Any:
     """Compile a program.
 
+    name    is the `program` of an error
     Raises  RuntimeError if the compiler fails with INTERNAL. From a device this status may be
             transient; from the compiler it is not.
     """
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        if name:
+            error.program = name
         if str(error).startswith("INTERNAL:"):
             raise RuntimeError(f"the compiler failed, and will again: {error}") from error
         raise
@@ -119,4 +122,6 @@ def one_line(error: BaseException) -> str:
 
 def line(error: BaseException) -> str:
     """Return the last line that a command prints."""
-    return str(error) if isinstance(error, Stopped) else f"error: {error}"
+    if isinstance(error, Stopped):
+        return str(error)
+    return f"error: {one_line(error) if is_out_of_memory(error) else error}"

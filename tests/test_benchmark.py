@@ -37,7 +37,9 @@ def test_help_lists_each_benchmark_with_one_line_and_others_are_refused(monkeypa
         listed = f"  {file.stem:12}{doc.partition(chr(10))[0]}"
         assert (listed in lines) == (file.stem not in ("__init__", "common"))
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
-    with pytest.raises(ValueError, match=r"benchmark.py speed is unknown. Use one of gpu, ladder"):
+    with pytest.raises(
+        ValueError, match=r"benchmark.py speed is unknown. Use one of fit, gpu, ladder"
+    ):
         benchmark.run()
 
 

@@ -1,4 +1,4 @@
-"""Runs that do not fit in memory: what they need, and what is said of them."""
+"""What the programs of a run need, and runs that do not fit in memory."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import fit
+import loop
 import main
 import memory
 import train
@@ -62,7 +63,7 @@ def test_a_run_that_does_not_fit_ends_before_its_first_step(
     with pytest.raises(fit.OutOfMemory) as error:
         start(data, tmp_path, "a", *WIDE.split(), *words.split())
     assert str(error.value).startswith(f"out of memory: {program} needs ")
-    assert f"JAX may allocate {found['usable'] / utils.GIB:.3g} of a cpu. " in str(error.value)
+    assert f"JAX may allocate {found['usable'] / utils.GIB:.3g} GiB of a cpu. " in str(error.value)
     assert fix in str(error.value)
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
@@ -77,3 +78,27 @@ def test_an_error_of_a_device_names_settings_that_need_less_memory():
         raise jax.errors.JaxRuntimeError(cause)
     with pytest.raises(ZeroDivisionError), fit.explained(config, mesh):
         raise ZeroDivisionError(cause[3:])
+
+
+def test_a_run_calls_what_it_has_compiled_and_counts_its_state_with_it(data, tmp_path, monkeypatch):
+    run, seen = loop.Loop.run, []
+
+    def on_one_device(tree):
+        return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+
+    def checked(self, state):
+        sampler, size = self.sample, memory.planned_bytes
+        rest = on_one_device(state) - on_one_device(state.weights)
+        programs = sampler.generator.programs
+        assert self.needed[memory.EVALUATION] == size(self.validation.program) + rest
+        most = max(size(program) for program in programs.values())
+        assert self.needed[memory.SAMPLING] == most + on_one_device(state)
+        assert programs.keys() == {8, 1}
+        sampler.generator._append = sampler.generator.convert_weights = None  # what is jitted
+        assert not hasattr(self.validation.program, "lower")
+        seen.append(state)
+        run(self, state)
+
+    monkeypatch.setattr(loop.Loop, "run", checked)
+    folder = start(data, tmp_path, "a", "--train.steps", "1")
+    assert seen and (folder / "samples.jsonl").exists()

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -13,6 +14,9 @@ DENSE = ["--config", str(ROOT / "configs" / "dense_124m.toml"), "--chip", "h100"
 # Figures of a prediction that a compiled step has too.
 SHARED = {f"{name}_per_chip" for name in ("memory_bytes", "flops", "model_flops")}
 SHARED |= {"collective_bytes_per_chip"}
+
+
+PRICE = (r"([\d.]+) hours to 1e\+12", r"tokens for ([\d,.]+)")
 
 
 def printed(capsys, *flags):
@@ -46,6 +50,18 @@ def test_a_plan_for_figures_ends_with_the_command_that_trains(capsys):
     assert "1 x own, mesh" in text and "not measured on a own;" in text
     file, _, chosen = text.partition("run: ./run.sh python main.py --config ")[2].partition(" ")
     assert file == DENSE[1] and chosen.startswith(f"{' '.join(flags)} --mesh.virtual 1 --train.")
+
+
+def test_a_plan_chooses_what_main_would_and_prices_it(capsys):
+    words = ["--depth", "2", "--model.vocab_size", "4096", "--chip", "h100"]
+    text = printed(capsys, *words, "--price_per_hour", "2.5", "--tokens", "1e12")
+    hours, money = (float(re.search(rf"{part}", text)[1].replace(",", "")) for part in PRICE)
+    assert money == pytest.approx(2.5 * hours, rel=0.01)
+    chosen = text.partition("run: ")[2]
+    assert "--mesh.fsdp 1 " in chosen and "--train.microbatches 1 " in chosen
+    assert "An evaluation needs" in text and "on 8 x" not in text
+    ranks = printed(capsys, *words, "--mesh.fsdp", "4", "--mesh.tensor", "auto")
+    assert "4 x h100, mesh (fsdp, pipeline, tensor) = (4, 1, 1)" in ranks
 
 
 def test_what_does_not_fit_and_a_number_of_chips_without_a_slice_are_reported(capsys):
@@ -99,7 +115,10 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
         ("--chip h100-pcie --compile", "does not describe this chip"),
         ("--chip h100 --compile --topology 2x2", "--topology is for TPU slices"),
         (f"--chip h100 {SPLASH}", "splash: these devices have cudnn and triton. Use "),
-        (f"--train.seq_len 1000 {SPLASH}", "splash: sequences of 1000 are not"),
+        (
+            f"--train.seq_len 1000 {SPLASH}",
+            "1000 is not divisible by the blocks of splash attention",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_a_fix(flags, message):

@@ -47,7 +47,7 @@ def sampled(monkeypatch, manifest, logits, tokens, length=16):
     )
     sampler = sampling.Sampler(config, train.make_mesh(config), manifest)
     sampler.generator.ends.insert(0, 4094)  # another token that ends a text, and that none has
-    monkeypatch.setattr(sampler.generator, "convert_weights", lambda w: w)
+    monkeypatch.setattr(sampler, "convert_weights", lambda w: w)
     samples = sampler(None, 7)
     assert [(s["step"], s["prompt"]) for s in samples] == [(7, prompt) for prompt in PROMPTS]
     return [s["text"] for s in samples]
