@@ -145,6 +145,7 @@ def test_without_a_config_the_model_section_is_that_of_the_other_run(
     file.write_text("[model]\nhidden_size = 96\n")
     assert main.parse([*flags, "--config", str(file)]).model == utils.Model(hidden_size=96)
     assert main.parse([*flags, "--config", str(ROOT / "configs/tune.toml")]).model == theirs
+    assert main.parse([*flags, "--depth", "3"]).model == theirs
     assert main.parse(here).model == utils.Model()
     # A run that resumes keeps its model also when the other run is gone.
     flags = ["--run.dir", str(runs), "--run.name", started.name, "--run.init_from", "gone"]
