@@ -2,6 +2,7 @@
 # Set up the environment once, then run a command in it, on a laptop as on a worker of a TPU pod.
 #
 #   ./run.sh                       prepare the sample data and train configs/tiny.toml
+#   ./run.sh --depth 2             the same with a model of 2 layers (depth.py)
 #   ./run.sh --train.steps 20      the same with flags for main.py
 #   ./run.sh COMMAND [ARGUMENT..]  run a command: python main.py ..., pytest, ruff, ...
 #   ./run.sh --help                print this
@@ -268,11 +269,19 @@ main() {
   : "${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:=0.5}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
   if [[ $# == 0 || $1 == --* ]]; then
-    if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
-      python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
-    fi
-    set -- python main.py --config configs/tiny.toml "$@"
+    case " $* " in
+      *" --depth"*) set -- python main.py "$@" ;;
+      *) set -- python main.py --config configs/tiny.toml "$@" ;;
+    esac
   fi
+  case "$*" in
+    *--data.* | *--run.init_from*) ;;
+    "python main.py --config configs/tiny.toml"* | "python main.py --depth"*)
+      if [[ ! -e data/sample/train/index.json || ! -e data/sample/val/index.json ]]; then
+        python data/prepare.py --source python-stdlib --tokenizer sample --out data/sample
+      fi
+      ;;
+  esac
   [[ -z ${UP_FILE:-} ]] || connects "$@" || touch "$UP_FILE" # worker.sh waits for it
   exec "$@"
 }

@@ -304,6 +304,14 @@ def test_without_a_command_the_sample_is_prepared_once_and_tiny_is_trained(ready
     assert ready.calls == [prepare, train]
     assert ready.run("--run.name", "other name", EXIT_CODE="75").returncode == 75
     assert ready.calls == [f"{train} --run.name other name"]
+    ready.run("--depth", "4")
+    ready.run("python", "main.py", "--depth", "4")
+    assert ready.calls == ["python main.py --depth 4"] * 2
+    shutil.rmtree(ready.folder / "data")
+    ready.run("python", "main.py", "--depth", "4", "--data.train", "x")
+    assert ready.calls == ["python main.py --depth 4 --data.train x"], "no sample is needed"
+    ready.run("--depth", "4")
+    assert ready.calls == [prepare, "python main.py --depth 4"]
 
 
 def test_the_newest_jax_needs_a_newer_python_and_a_set_up_that_succeeds(checkout):
