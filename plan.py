@@ -78,7 +78,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     """
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
-    config = depth.parse_open([*named, *rest], Flags)
+    config = depth.parse_open([*named, *rest], Flags, checked=False)
     config, note = with_vocabulary(config)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):

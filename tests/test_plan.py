@@ -117,7 +117,7 @@ SPLASH = f"{' '.join(JAXFORMER)} --search --model.attention_kernel splash"
         (f"--chip h100 {SPLASH}", "splash: these devices have cudnn and triton. Use "),
         (
             f"--train.seq_len 1000 {SPLASH}",
-            "1000 is not divisible by the blocks of splash attention",
+            "splash: sequences of 1000 are not",
         ),
     ],
 )

@@ -60,7 +60,8 @@ def test_a_plan_is_compiled_for_more_devices_than_this_process_has_and_has_ratio
         --model.kv_lora_rank=16 --model.intermediate_size=64 --model.n_routed_experts=0
         --model.decoder_sparse_step=1 --model.qk_nope_head_dim=16 --model.qk_rope_head_dim=8
         --model.v_head_dim=16 --train.seq_len=32 --model.compute_dtype=float32
-        --mesh.fsdp=4 --train.global_batch_size=16"""
+        --mesh.fsdp=4 --mesh.pipeline=2 --mesh.tensor=2 --train.microbatches=4
+        --train.global_batch_size=16"""
     hlo = tmp_path / "step.hlo"
     plan.main([*sizes.split(), "--chip=cpu", "--compile", "--hlo", str(hlo), "--json"])
     found = json.loads(capsys.readouterr().out)
