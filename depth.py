@@ -8,7 +8,7 @@ measured on models of depth 2 to 6 (docs/experiments.md) and are extrapolated to
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import utils
 from runtime import cli
@@ -19,9 +19,20 @@ TILE = 128  # of a matrix unit; hidden widths are multiples
 TOKENS_PER_PARAMETER = 20  # arXiv:2203.15556
 MAX_DEPTH = 256  # layers, of 860 billion parameters that a token passes
 
-# Best peak learning rate of matrices at LR_WIDTH; it falls as 1 / width (arXiv:2203.03466).
-LR = {"adamw": 0.0057, "muon": 0.016}
-LR_WIDTH = 160
+
+class TunedRate(NamedTuple):
+    """The best peak learning rate of a width.
+
+    Narrower models have that times (width / theirs)^power, as was measured. Wider ones have it
+    times width / theirs (arXiv:2203.03466), which is extrapolated.
+    """
+
+    lr: float
+    width: int
+    power: float
+
+
+LR = {"adamw": TunedRate(0.0057, 160, 0.5), "muon": TunedRate(0.010, 384, 0.7)}
 DECAY = 2.0  # best product of learning rate, weight decay and steps (arXiv:2405.13698)
 
 Rule = Callable[[Config, int], Any]
@@ -86,7 +97,8 @@ def best_lr(config: Config) -> float:
     """Return the best learning rate that is known for an optimizer and a width."""
     if (name := config.optimizer.name) not in LR:
         raise ConfigError(f"No learning rate was tuned for {name}. Set --optimizer.lr.")
-    return LR[name] * min(1, LR_WIDTH / config.model.hidden_size)
+    tuned, ratio = LR[name], LR[name].width / config.model.hidden_size
+    return tuned.lr * ratio ** (tuned.power if ratio > 1 else 1)
 
 
 def two_digits(number: float) -> float:

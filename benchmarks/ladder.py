@@ -213,20 +213,18 @@ def table(losses: Losses) -> str:
         runs = {run: loss for run, loss in losses.items() if run.series == series}
         if not runs:
             continue
-        means = {
-            rate: statistics.fmean(loss for run, loss in runs.items() if run.lr == rate)
-            for rate in sorted({run.lr for run in runs})
-        }
         first = {run.lr: loss for run, loss in runs.items() if run.seed == 0}
         best = min(first, key=first.__getitem__)
         rule = series.rule()
-        above = f"{means[rule] - means[best]:+.4f}" if rule in means else ""
+        pairs = [(Run(series, rule, seed), Run(series, best, seed)) for seed in SEEDS]
+        above = [runs[a] - runs[b] for a, b in pairs if a in runs and b in runs]
+        difference = f"{statistics.fmean(above):+.4f}" if above else ""
         s = series
         name = f"{s.optimizer}, {'dense ' * s.dense}depth {s.depth}, {s.steps} steps"
         name += f", decay {s.decay:g}" * (s.decay != Series.decay)
         each = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(first.items()))
         tokens = s.steps * s.batch * SEQ_LEN
-        rows.append(f"| {name} | {tokens:,} | {each} | {best:g} | {rule:g} | {above} |")
+        rows.append(f"| {name} | {tokens:,} | {each} | {best:g} | {rule:g} | {difference} |")
     return "\n".join(rows)
 
 

@@ -96,3 +96,15 @@ def test_the_vocabulary_is_that_of_the_data(data, tmp_path, monkeypatch, capsys)
     assert printed.model.vocab_size == 4096 and printed.model.hidden_size == 128
     assert not utils.left_open(printed) and text.startswith("# chosen: --mesh.fsdp")
     assert not (tmp_path / "depth-2").exists()
+
+
+def test_the_learning_rate_is_the_measured_one_and_falls_as_1_over_width_beyond():
+    def lr(width, name="muon"):
+        values = {"optimizer.name": name, "model.hidden_size": width}
+        return depth.best_lr(utils.changed(utils.Config(), values))
+
+    assert lr(384) == 0.010 and lr(768) == 0.005  # docs/experiments.md
+    assert lr(128) == pytest.approx(0.0216, rel=0.01) and lr(256) == pytest.approx(0.0133, rel=0.01)
+    assert lr(160, "adamw") == 0.0057 and lr(320, "adamw") == 0.0057 / 2
+    with pytest.raises(ValueError, match="No learning rate was tuned for lion"):
+        lr(128, "lion")
