@@ -1,8 +1,8 @@
 """A model from one number: what `--depth N` gives the settings that are not set.
 
 The N layers are 64 N wide, so width and depth grow together, and a token passes about 51,200 N^3
-parameters of the layers. Batch, steps and optimizer follow from that number. The rules were
-measured on models of depth 2 to 6 (docs/experiments.md) and are extrapolated to larger ones.
+parameters of the layers. Batch, steps and optimizer follow from that number. docs/experiments.md
+has what was measured of these rules, on models of depth 2 to 6. Beyond, they are extrapolated.
 """
 
 import itertools
