@@ -1,16 +1,22 @@
 """What the programs of a run need, and runs that do not fit in memory."""
 
+import re
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
+import depth
 import fit
+import hardware
 import loop
 import main
 import memory
 import train
 import utils
+from devices import chips
+from planning import advice, cost
 from tiny_run import FLAGS, start
 
 WIDE = "--mesh.fsdp 8 --mesh.pipeline 1 --mesh.tensor 1 --train.global_batch_size 32"
@@ -102,3 +108,19 @@ def test_a_run_calls_what_it_has_compiled_and_counts_its_state_with_it(data, tmp
     monkeypatch.setattr(loop.Loop, "run", checked)
     folder = start(data, tmp_path, "a", "--train.steps", "1")
     assert seen and (folder / "samples.jsonl").exists()
+
+
+def test_two_different_settings_that_fit_are_named_the_faster_one_first():
+    one = {"mesh.fsdp": 1, "mesh.pipeline": 1, "mesh.tensor": 1, "train.microbatches": 2}
+    config = depth.parse(["--depth", "4", "--model.vocab_size", "4096"], checked=False)
+    config = utils.changed(config, one | {"model.compute_dtype": "bfloat16"})
+    [device] = chips("gpu", 1, kind=hardware.CHIPS["h100"].kinds[0])
+    device.memory_stats, device.compute_capability = (lambda: None), "9.0"
+    mesh = SimpleNamespace(local_devices=[device], devices=np.array([device]))
+    needed = cost.predict(config, hardware.CHIPS["h100"]).memory_bytes_per_chip
+    text = advice.settings(config, mesh, memory.STEP, needed, 0.35 * needed)
+    found = re.findall(r"(--[^()]+) \(([\d.]+) GiB, ([\d.]+) of the step time\)", text)
+    (first, _, fast), (second, _, slow) = found
+    assert re.findall(r"--\S+", first) != re.findall(r"--\S+", second)
+    assert float(fast) <= float(slow)
+    assert all(float(size) * utils.GIB <= 0.36 * needed for _, size, _ in found)
