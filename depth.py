@@ -1,8 +1,8 @@
 """A model from one number: what `--depth N` gives the settings that are not set.
 
-The N layers are 64 N wide, so width and depth grow together, and a token passes about 51,200 N^3
-parameters of the layers. Batch, steps and optimizer follow from that number. docs/experiments.md
-has what was measured of these rules, on models of depth 2 to 6. Beyond, they are extrapolated.
+The N layers are 64 N wide, so width and depth grow together, and they have about 51,200 N^3 active
+parameters. Batch, steps and optimizer follow from that number. docs/experiments.md reports what was
+measured of these rules, on models of depth 2 to 6. Beyond, they are extrapolated.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from utils import Config, ConfigError
 HEAD = 64  # width of a head without position, so depth N has N heads
 TILE = 128  # of a matrix unit; hidden widths are multiples
 TOKENS_PER_PARAMETER = 20  # arXiv:2203.15556
-MAX_DEPTH = 256  # layers, of 860 billion parameters that a token passes
+MAX_DEPTH = 256  # layers, which have 860 billion active parameters
 
 
 class TunedRate(NamedTuple):
-    """The best peak learning rate of a width.
+    """The best peak learning rate at a width, and how it changes with the width D of a model.
 
-    Narrower models have that times (width / theirs)^power, as was measured. Wider ones have it
-    times width / theirs (arXiv:2203.03466), which is extrapolated.
+    Below this width it is lr * (width / D) ** power, as measured; above, lr * width / D
+    (arXiv:2203.03466), which is extrapolated.
     """
 
     lr: float
@@ -85,7 +85,7 @@ def round_up(size: float, multiple: int) -> int:
 
 
 def tokens(depth: int) -> int:
-    """Return the tokens of a run: TOKENS_PER_PARAMETER for each that a token passes in layers."""
+    """Return the tokens of a run: TOKENS_PER_PARAMETER for each active parameter of the layers."""
     return TOKENS_PER_PARAMETER * 51_200 * depth**3
 
 

@@ -273,7 +273,7 @@ def explain(
     cause   message of a compiler or a device
     """
     usable, kind = memory.usable_bytes(mesh), mesh.local_devices[0].device_kind
-    has = f"JAX may allocate {usable / GIB:.3g} GiB of a {kind}"
+    has = f"JAX may allocate {usable / GIB:.3g} GiB on {kind}"
     need = f"{name} needs {needed / GIB:.3g} GiB per device, and {has}"
     text = f"out of memory: {need if needed else f'{name}: {cause}'}. "
     try:

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 import depth
 from benchmarks.common import ROOT
 from runtime import cli, jsonl
@@ -205,10 +207,25 @@ def read() -> Losses:
     }
 
 
+def parabola(first: dict[float, float], rule: float) -> tuple[str, str]:
+    """Fit a parabola to losses against the logarithm of the rate, by least squares.
+
+    Returns  the rate at its minimum, and the loss of `rule` above that; empty without three losses
+    """
+    found = {math.log(rate): loss for rate, loss in first.items() if math.isfinite(loss)}
+    if len(found) < 3:
+        return "", ""
+    fitted = np.polyfit([*found], [*found.values()], 2)
+    best = -fitted[1] / (2 * fitted[0])
+    above = np.polyval(fitted, math.log(rule)) - np.polyval(fitted, best)
+    return f"{math.exp(best):.2g}", f"{above:+.4f}"
+
+
 def table(losses: Losses) -> str:
     """Return a Markdown row for each series that has a run."""
-    rows = ["| series | tokens | losses by learning rate | best | by depth.py | above the best |"]
-    rows.append("|---|---|---|---|---|---|")
+    columns = ["series", "tokens", "losses by learning rate", "best", "best of a parabola"]
+    columns += ["by depth.py", "above the parabola's best", "above the best, as run"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for series, _ in PLAN:
         runs = {run: loss for run, loss in losses.items() if run.series == series}
         if not runs:
@@ -224,7 +241,9 @@ def table(losses: Losses) -> str:
         name += f", decay {s.decay:g}" * (s.decay != Series.decay)
         each = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(first.items()))
         tokens = s.steps * s.batch * SEQ_LEN
-        rows.append(f"| {name} | {tokens:,} | {each} | {best:g} | {rule:g} | {difference} |")
+        fitted, above_fitted = parabola(first, rule)
+        cells = [name, f"{tokens:,}", each, f"{best:g}", fitted, f"{rule:g}", above_fitted]
+        rows.append(f"| {' | '.join(cells)} | {difference} |")
     return "\n".join(rows)
 
 

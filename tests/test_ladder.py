@@ -1,6 +1,7 @@
 """Which runs the ladder needs, and what its table has."""
 
 import json
+import math
 
 import pytest
 
@@ -54,7 +55,13 @@ def test_a_record_is_read_as_its_run_and_one_that_diverged_is_the_worst(tmp_path
     assert found.keys() == runs.keys() and max(found.values()) == float("inf")
     row = ladder.table(found).splitlines()[-1]
     assert row.startswith("| muon, depth 2, 128 steps | 524,288 | ")
-    assert row.endswith(f"| 0.02 | {SERIES.rule():g} | +0.1000 |")
+    assert row.endswith(f"| 0.02 |  | {SERIES.rule():g} |  | +0.1000 |"), "two finite losses"
+
+
+def test_a_parabola_of_losses_has_its_minimum():
+    losses = {rate: 3 + 0.2 * math.log(rate / 0.03) ** 2 for rate in (0.01, 0.02, 0.05, 0.08)}
+    best, above = ladder.parabola(losses | {1.0: math.inf}, 0.06)
+    assert (best, above) == ("0.03", f"{0.2 * math.log(2) ** 2:+.4f}")
 
 
 def test_flags_of_a_run_keep_the_product_of_rate_decay_and_steps():

@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_ends_before_its_first_step(
     with pytest.raises(fit.OutOfMemory) as error:
         start(data, tmp_path, "a", *WIDE.split(), *words.split())
     assert str(error.value).startswith(f"out of memory: {program} needs ")
-    assert f"JAX may allocate {found['usable'] / utils.GIB:.3g} GiB of a cpu. " in str(error.value)
+    assert f"JAX may allocate {found['usable'] / utils.GIB:.3g} GiB on cpu. " in str(error.value)
     assert fix in str(error.value)
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
