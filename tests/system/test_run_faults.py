@@ -21,7 +21,7 @@ from tiny_run import FLAGS, losses, start
 
 
 def test_a_run_whose_save_fails_ends_with_the_reason_and_resumes(data, runs, capsys):
-    flags = "--train.steps 5 --checkpoint.every_steps 2 --eval.every_steps 0 --optimizer.lr 0.06"
+    flags = "--train.steps 5 --checkpoint.every_steps 2 --eval.every_steps 0 --optimizer.lr 0.9"
     flags, rename = [*flags.split(), "--sample.prompts"], os.rename
 
     def full(source, to, *how, **where):
@@ -34,7 +34,7 @@ def test_a_run_whose_save_fails_ends_with_the_reason_and_resumes(data, runs, cap
         reason = r"full/checkpoints cannot be used .*No space left on device"
         with pytest.raises(ValueError, match=reason):
             start(data, runs, "full", *flags)
-    assert "warning: --optimizer.lr 0.06 is far from what was tuned" in capsys.readouterr().out
+    assert "warning: --optimizer.lr 0.9 is far from what was tuned" in capsys.readouterr().out
     folder = start(data, runs, "full", *flags)
     assert "continues after step 2" in capsys.readouterr().out
     assert [r["step"] for r in jsonl.read(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 5]
