@@ -94,21 +94,28 @@ class Run:
 
 
 Losses = dict[Run, float]  # validation loss at the end
-DEPTHS = (2, 3, 4, 6)
 # Most useful first, as a night may be too short. Each is (series, learning rates to try).
 PLAN = [
-    *((Series("muon", n, 128), TRIES) for n in DEPTHS),
-    *((Series("muon", n, steps), TRIES) for n, steps in ((2, 512), (3, 512))),
-    *((Series("adamw", n, 128), TRIES) for n in DEPTHS),
+    *((Series("muon", n, 128), TRIES) for n in (2, 3)),
+    (Series("muon", 2, 512), TRIES),
     # Equal tokens in other batches, and equal tokens with other weight decay.
-    *((Series("muon", n, 512 * 16 // b, b), 3) for n in (2, 3) for b in (8, 32)),
-    *((Series("muon", n, 512, decay=d), 1) for n in (2, 3) for d in (0.6, 6.0)),
-    *((Series("adamw", n, 512), TRIES) for n in (2, 3)),
+    *((Series("muon", 2, 512 * 16 // b, b), 3) for b in (8, 32)),
+    *((Series("adamw", n, 128), TRIES) for n in (2, 3)),
+    (Series("muon", 3, 512), TRIES),
+    (Series("muon", 4, 128), TRIES),
+    *((Series("muon", 2, 512, decay=d), 1) for d in (0.6, 6.0)),
+    *((Series("muon", n, 128, dense=True), 3) for n in (2, 4)),
+    (Series("adamw", 4, 128), TRIES),
+    *((Series("muon", 3, 512 * 16 // b, b), 3) for b in (8, 32)),
+    (Series("adamw", 2, 512), TRIES),
+    (Series("muon", 6, 128), TRIES),
     # Equal compute.
     (Series("muon", 2, 2048), 3),
     (Series("muon", 3, 896), 1),
     (Series("muon", 4, 384), 3),
-    *((Series("muon", n, 128, dense=True), 3) for n in (2, 4)),
+    *((Series("muon", 3, 512, decay=d), 1) for d in (0.6, 6.0)),
+    (Series("adamw", 3, 512), 3),
+    (Series("adamw", 6, 128), 3),
 ]
 
 
