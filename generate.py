@@ -3,10 +3,13 @@
     ./run.sh python generate.py --run runs/tiny --prompt "def "
     ./run.sh python generate.py --run runs/tiny --prompts prompts.txt --temperature 0
     ./run.sh python generate.py --run runs/tiny --interactive
+    ./run.sh python generate.py --run runs/chat --chat --system "Be brief."
 
-Prints text as tokens arrive; standard error reports tokens per second and the time to the first
-token. Flags of main.py override the run's config. The command uses one device unless they give a
-mesh, for example --mesh.fsdp 4 --mesh.tensor 2.
+Prints text as tokens arrive; standard error reports devices, tokens per second and the time to the
+first token. --interactive continues lines of text. --chat answers messages by the chat template
+that the run was tuned with, or else its tokenizer's, or else `plain` (data/chat.py). Flags of
+main.py override the run's config. The command uses one device unless they give a mesh, for example
+--mesh.fsdp 4 --mesh.tensor 2.
 """
 
 import codecs
@@ -25,7 +28,16 @@ import hardware
 import model
 import train
 import utils
-from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_bytes
+from data import chat
+from data.tokenizer import (
+    TextTokens,
+    Tokenizer,
+    encode_continuation,
+    encode_special,
+    text_tokens,
+    token_bytes,
+)
+from inference.conversation import Conversation
 from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
 from runtime import cli, distributed, errors, resume, run_directory
@@ -42,6 +54,9 @@ class Flags:
     prompt: str | None = None  # text to continue
     prompts: Path | None = None  # file with a text to continue in each line
     interactive: bool = False  # read lines and continue the dialogue
+    chat: bool = False  # read messages and answer them by the run's chat template
+    system: str = ""  # text before a chat that says how to answer
+    special: bool = False  # names of special tokens in prompts are these tokens, not text
     tokens: int = 256  # maximum number of new tokens per text
     temperature: float = 0.8  # 0 takes the most likely token
     top_k: int = 0  # sample from this many most likely tokens; 0: from all
@@ -54,8 +69,7 @@ class Flags:
 def main(arguments: list[str] | None = None) -> None:
     """Print the completions of the prompts."""
     flags, rest = cli.parse_known(Flags, arguments, __doc__)
-    if (flags.prompt is not None) + (flags.prompts is not None) + flags.interactive != 1:
-        raise ConfigError("give exactly one of --prompt TEXT, --prompts FILE and --interactive.")
+    check(flags)
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
     run = run_directory.at(flags.run)
     config = resume.config_of(run, [*one, *rest], Flags)
@@ -66,14 +80,27 @@ def main(arguments: list[str] | None = None) -> None:
         shapes = train.abstract_state(config, declared, mesh).weights
         _, w, stored = checkpoint.load_weights(run, flags.step, shapes)
         tokenizer, begin, ends = text_tokens(stored["tokens"], run)
-        texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
+        devices = f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}"
+        write(f"{devices}, {config.model.compute_dtype}\n", sys.stderr)
+        encode = encode_special if flags.special else type(tokenizer).encode_ordinary
+        texts = [begin + encode(tokenizer, prompt) for prompt in prompts]
+        if flags.chat:
+            template = chat.template_of_run(stored["tokens"].get("chat_template"), tokenizer)
+            ends = [*ends, *chat.end_of_answer(template.special)[0]]
         check_texts(texts, prompts, config.train.seq_len)
         needed = max(map(len, texts), default=config.train.seq_len) + flags.tokens
         length, batch = min(config.train.seq_len, needed), min(flags.batch, len(texts) or 1)
         options = SamplingOptions(flags.temperature, flags.top_k, flags.top_p)
         generator = Generator(*generation_mesh(config, mesh), batch, length, ends, options)
         w = generator.convert_weights(w)
-        if flags.interactive:
+        if flags.chat:
+            generator.reset([0], flags.seed)
+            if template.text == chat.PLAIN and "chat_template" not in stored["tokens"]:
+                text = f"{flags.run} was not tuned on conversations, and its tokenizer has no chat "
+                write(f"{text}template: plain is used (data/chat.py).\n", sys.stderr)
+            tokens = TextTokens(tokenizer, begin, ends)
+            talk(Conversation(generator, w, tokens, template, flags.system), flags)
+        elif flags.interactive:
             converse(generator, w, tokenizer, begin, flags)
         else:
             complete(generator, w, tokenizer, prompts, texts, flags)
@@ -105,6 +132,23 @@ def check_texts(texts: list[list[int]], prompts: list[str], context: int) -> Non
             )
 
 
+def check(flags: Flags) -> None:
+    """Raise ConfigError for flags that do not go together."""
+    if (
+        sum((flags.prompt is not None, flags.prompts is not None, flags.interactive, flags.chat))
+        != 1
+    ):
+        raise ConfigError(
+            "give exactly one of --prompt TEXT, --prompts FILE, --interactive and --chat."
+        )
+    if flags.system and not flags.chat:
+        raise ConfigError("--system begins a chat. Add --chat, or omit --system.")
+    if flags.special and (flags.chat or flags.interactive):
+        raise ConfigError(
+            "--special is for --prompt and --prompts. Omit it; a chat template has its own."
+        )
+
+
 class Printer:
     """Prints texts as their tokens arrive; times them, with compilation before the first token."""
 
@@ -116,10 +160,7 @@ class Printer:
         """Print the first text of a batch as its tokens arrive, and then the others."""
         completions: list[list[int]] = [[] for _ in prompts]
         self.begin(prompts[0])
-        for new_B in generated:
-            self.tokens += int((new_B[: len(prompts)] != ENDED).sum())
-            if not self.first_s:
-                self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
+        for new_B in self.timed(generated, len(prompts)):
             for ids, new in zip(completions, new_B.tolist(), strict=False):
                 ids.append(new)
             self.show(completions[0][-1:])
@@ -127,6 +168,14 @@ class Printer:
             self.begin(f"\n{prompt}")
             self.show(ids)
         write("\n")
+
+    def timed(self, generated: Iterator[np.ndarray], texts: int) -> Iterator[np.ndarray]:
+        """Yield the tokens of a batch, and count those of the first texts."""
+        for new_B in generated:
+            self.tokens += int((new_B[:texts] != ENDED).sum())
+            if not self.first_s:
+                self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
+            yield new_B
 
     def begin(self, text: str) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -189,6 +238,26 @@ def converse(
             return
         printer = Printer(tokenizer)
         printer.stream(generator.generate(w, [text], min(flags.tokens, left)), [""])
+        write(printer.summary(), sys.stderr)
+
+
+def talk(conversation: Conversation, flags: Flags) -> None:
+    """Answer each input line until an empty one, or the end of the input."""
+    write("Write a message; an empty line or Ctrl-D ends.\n", sys.stderr)
+    while line := sys.stdin.readline().rstrip("\n"):
+        try:
+            prompt, dropped = conversation.prompt(line, flags.tokens)
+        except ConfigError as error:
+            write(f"{error}\n", sys.stderr)
+            continue
+        if dropped:
+            text = f"the context is full: {dropped} of the oldest turns no longer count.\n"
+            write(text, sys.stderr)
+        printer = Printer(conversation.tokens.tokenizer)
+        rows = printer.timed(conversation.generate(prompt, flags.tokens), 1)
+        for part in conversation.text_of(rows):
+            write(part)
+        write("\n")
         write(printer.summary(), sys.stderr)
 
 

@@ -207,6 +207,13 @@ def encode_continuation(tokenizer: Tokenizer, text: str, after_special: bool = F
     return tokenizer.encode_ordinary(text)
 
 
+def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode text whose special tokens are special."""
+    if isinstance(tokenizer, HuggingFace):
+        return tokenizer.encode_special(text)
+    return tokenizer.encode(text, allowed_special="all")
+
+
 def check_ids(texts: Iterable[Iterable[int]], vocab_size: int) -> None:
     """Raise ConfigError for an id that a model with so many ids has no embedding for."""
     if (largest := max(itertools.chain.from_iterable(texts), default=0)) >= vocab_size:
