@@ -71,15 +71,10 @@ def template_of(name: str, tokenizer: Tokenizer) -> Template:
 
 
 def template_of_run(stored: str | None, tokenizer: Tokenizer) -> Template:
-    """Return the template that a run was tuned with, or else its tokenizer's, or else `plain`.
-
-    stored  as a Manifest has it
-    """
-    own = special_of(tokenizer)
-    text = stored or own.chat_template or PLAIN
-    if text == PLAIN:
-        return template_of(PLAIN, tokenizer)
-    return Template(text, own._replace(chat_template=text))
+    """Return the template in the manifest of a run, or else its tokenizer's, or else `plain`."""
+    text = stored or special_of(tokenizer).chat_template or PLAIN
+    own = Template(text, special_of(tokenizer)._replace(chat_template=text))
+    return template_of(PLAIN, tokenizer) if text == PLAIN else own
 
 
 def to_chunks(row: Any, template: Template) -> list[Chunk]:
@@ -129,7 +124,9 @@ def render(special: Special, messages: list[Message], prompt: bool = False) -> l
         if role == ASSISTANT:
             with contextlib.suppress(*[ConfigError] * prompt):
                 edges += answer_range(special, holders[: number + 1], marked)
-    pattern = special_or_holder(special)
+    names = sorted(special.ids, key=len, reverse=True)  # the longest match first
+    alternatives = ["\ue000\\d+\ue001", *map(re.escape, names)]
+    pattern = re.compile(f"({'|'.join(alternatives)})")
     ranges = itertools.pairwise([*edges, len(marked)])
     parts = [
         (part, number % 2)  # every second range is an answer
@@ -148,19 +145,13 @@ def render(special: Special, messages: list[Message], prompt: bool = False) -> l
     )
 
 
-def special_or_holder(special: Special) -> re.Pattern[str]:
-    """Return the pattern of special tokens and of the placeholders of messages."""
-    names = sorted(special.ids, key=len, reverse=True)  # the longest match first
-    alternatives = ["\ue000\\d+\ue001", *map(re.escape, names)]
-    return re.compile(f"({'|'.join(alternatives)})")
-
-
 def end_of_answer(special: Special) -> tuple[list[int], str]:
     """Return (the special token that the template writes after an answer, text if it has none)."""
-    marked = render_text(special, [("user", "?"), (ASSISTANT, "\ue001")])
-    after = marked.rpartition("\ue001")[2]
-    found = special_or_holder(special).search(after)
-    return ([special.ids[found[0]]], "") if found else ([], after.strip())
+    after = render_text(special, [("user", "?"), (ASSISTANT, "\ue000")]).rpartition("\ue000")[2]
+    found = [
+        (after.index(name), -len(name), id) for name, id in special.ids.items() if name in after
+    ]
+    return ([min(found)[2]], "") if found else ([], after.strip())
 
 
 def answer_range(special: Special, messages: list[Message], text: str) -> tuple[int, int]:

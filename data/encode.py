@@ -18,19 +18,11 @@ import numpy as np
 import tiktoken
 
 from data import chat, readers
-from data.hf_tokenizer import Special
 from data.manifest import Shard, shard_of
 from data.readers import Chunk, Document, FilePart
 from data.settings import Prepare, in_validation
 from data.shards import ShardWriter
-from data.tokenizer import (
-    TextTokens,
-    Tokenizer,
-    begin_of_text,
-    encode_continuation,
-    load_tokenizer,
-    token_bytes,
-)
+from data.tokenizer import begin_of_text, encode_continuation, load_tokenizer, token_bytes
 from runtime import storage
 
 # tiktoken's patterns overflow the stack on a run of about a million spaces.
@@ -115,7 +107,7 @@ class Encoder:
         """
         length, weight, previous = 1, 1, None if document.begins else Chunk("")
         for chunk in resize(document.chunks):
-            ids = chunk_ids(self.tokenizer, chunk, previous)
+            ids = self.ids(chunk, previous)
             text = "" if chunk.special or chunk.weight == 0 else chunk.text
             if previous is None and self.bos not in (None, *ids[:1]):
                 yield np.array([self.bos]), 0, 0
@@ -127,28 +119,17 @@ class Encoder:
             if self.row_tokens:
                 yield np.full(-length % self.row_tokens, self.tokenizer.eot_token), 0, 0
 
-
-def chunk_ids(tokenizer: Tokenizer, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
-    """Return the ids of a chunk after another one, or of the first one."""
-    if chunk.special:
-        return [tokenizer.special.ids[chunk.text]]
-    if isinstance(tokenizer, tiktoken.Encoding):
-        # Equals encode_ordinary, without one Python object per token. Half a surrogate pair is
-        # an error here; encode_ordinary replaces it.
-        with contextlib.suppress(UnicodeEncodeError):
-            return tokenizer.encode_to_numpy(chunk.text, disallowed_special=())
-    if previous is None:
-        return tokenizer.encode_ordinary(chunk.text)
-    return encode_continuation(tokenizer, chunk.text, after_special=previous.special)
-
-
-def prompt_ids(tokens: TextTokens, special: Special, messages: list[chat.Message]) -> list[int]:
-    """Return the ids of a conversation up to an answer, as `Encoder` writes them to shards."""
-    ids, previous = [], None
-    for chunk in resize(chat.render(special, messages, prompt=True)):
-        ids += map(int, chunk_ids(tokens.tokenizer, chunk, previous))
-        previous = chunk
-    return ids if ids[:1] == tokens.begin else tokens.begin + ids
+    def ids(self, chunk: Chunk, previous: Chunk | None) -> np.ndarray | list[int]:
+        if chunk.special:
+            return [self.tokenizer.special.ids[chunk.text]]
+        if isinstance(self.tokenizer, tiktoken.Encoding):
+            # Equals encode_ordinary, without one Python object per token. Half a surrogate pair is
+            # an error here; encode_ordinary replaces it.
+            with contextlib.suppress(UnicodeEncodeError):
+                return self.tokenizer.encode_to_numpy(chunk.text, disallowed_special=())
+        if previous is None:
+            return self.tokenizer.encode_ordinary(chunk.text)
+        return encode_continuation(self.tokenizer, chunk.text, after_special=previous.special)
 
 
 encoder_of = functools.lru_cache(4)(Encoder)  # a worker loads a tokenizer once

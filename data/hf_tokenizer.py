@@ -130,14 +130,6 @@ class HuggingFace:
         has_prefix = after_special and self.prefix_after_special
         return encode(self.table if has_prefix else self.inner, text)
 
-    def encode_special(self, text: str) -> list[int]:
-        """Encode text whose special tokens are special."""
-        self.table.encode_special_tokens = False
-        try:
-            return encode(self.table, text)
-        finally:
-            self.table.encode_special_tokens = True
-
     def decode_single_token_bytes(self, token: int) -> bytes:
         """Raises KeyError for an id without a token."""
         if token in self.added:
