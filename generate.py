@@ -99,11 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
             name = run.tokenizer(stored["tokens"]["tokenizer"])
             encoder = Encoder(Prepare(source="", out="", tokenizer=name, add_bos=bool(begin)))
             generator.reset([0], flags.seed)
-            system = [chat.message({"role": "system", "content": flags.system}, template.marks)]
-            talk(
-                Conversation(generator, w, encoder, template, system if flags.system else []),
-                flags.tokens,
-            )
+            text = {"role": "system", "content": flags.system}
+            system = [chat.message(text, template.marks)] if flags.system else []
+            talk(Conversation(generator, w, encoder, template, flags.tokens, system))
         elif flags.interactive:
             converse(generator, w, tokenizer, begin, flags)
         else:
@@ -250,14 +248,15 @@ class Conversation:
     w: Transformer
     encoder: Encoder
     template: chat.Template
+    tokens: int  # most of an answer
     system: list[chat.Message]  # empty or one
     turns: list[list[chat.Message]] = field(default_factory=list)  # of a message and its answer
     cached: list[int] = field(default_factory=list)
 
-    def prompt(self, text: str, tokens: int) -> tuple[list[int], list[list[chat.Message]]]:
+    def prompt(self, text: str) -> tuple[list[int], list[list[chat.Message]]]:
         """Return the tokens that an answer to a text continues, and the turns in them.
 
-        The oldest turns are left out where space for `tokens`, or half of the context, is missing.
+        The oldest turns are left out where space for an answer, or half of the context, is missing.
         Raises ConfigError for a text that does not fit alone, or that the template refuses.
         """
         context, marks = self.generator.max_length, self.template.marks
@@ -267,7 +266,7 @@ class Conversation:
             chunks = chat.render(self.template.special, messages, prompt=True)
             parts = self.encoder.encode(Document("", 0, chunks, ends=False))
             ids = [int(token) for part, *_ in parts for token in part]
-            if len(ids) + min(tokens, context // 2) <= context:
+            if len(ids) + min(self.tokens, context // 2) <= context:
                 break
         if len(ids) >= context:
             raise ConfigError(
@@ -276,9 +275,9 @@ class Conversation:
             )
         return ids, turns[first:]
 
-    def answer(self, text: str, tokens: int) -> None:
+    def answer(self, text: str) -> None:
         """Print the answer to a text. What the cache has of the prompt is not computed again."""
-        ids, turns = self.prompt(text, tokens)
+        ids, turns = self.prompt(text)
         if dropped := len(self.turns) + 1 - len(turns):
             write(f"the context is full: dropped {dropped} of the oldest turns\n", sys.stderr)
         pairs = zip(self.cached, ids[:-1], strict=False)  # at least one token is appended
@@ -286,19 +285,19 @@ class Conversation:
         self.generator.rewind(same)
         stop = chat.end_of_answer(self.template.special)[1]
         printer = Printer(self.encoder.tokenizer, stop)
-        new = printer.stream(self.generator.generate(self.w, [ids[same:]], tokens), [""])
+        new = printer.stream(self.generator.generate(self.w, [ids[same:]], self.tokens), [""])
         write(printer.summary(), sys.stderr)
         self.cached = ids + new[:-1]  # the last one is not in the cache
         self.turns = [*turns[:-1], [*turns[-1], (chat.ASSISTANT, printer.text)]]
 
 
-def talk(conversation: Conversation, tokens: int) -> None:
+def talk(conversation: Conversation) -> None:
     """Answer input lines until an empty one, or the end of the input."""
-    conversation.prompt("?", tokens)  # raises if the system text does not fit
+    conversation.prompt("?")  # raises if the system text does not fit
     write("Write a message; an empty line or Ctrl-D ends.\n", sys.stderr)
     while line := sys.stdin.readline().rstrip("\n"):
         try:
-            conversation.answer(line, tokens)
+            conversation.answer(line)
         except ConfigError as error:
             write(f"{error}\n", sys.stderr)
 

@@ -11,7 +11,7 @@ from utils import ConfigError, setting, settings_of
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFlags:
-    """Which documents are read, and which of them are for training."""
+    """Documents to read, and which of them are for training."""
 
     source: str  # python-stdlib, a file or folder, gs://..., or hf:NAME of a data set of the hub
     val_share: float = setting(0.05, at_most=1)  # share of the documents for validation

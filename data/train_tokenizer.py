@@ -2,19 +2,18 @@
 
     python data/train_tokenizer.py --source python-stdlib --vocab-size 4096 --out data/code/bpe
 
-Writes the files of a Hugging Face tokenizer, which data/prepare.py --tokenizer OUT and transformers
-open; tokenizer.json is written last. The same source and flags give the same bytes. What
-data/prepare.py takes for validation is left out, so that its loss is that of unseen text.
+data/prepare.py --tokenizer OUT and transformers open the result, of which tokenizer.json is written
+last. The same source and flags give the same bytes. Documents for validation are left out, so that
+their loss is that of unseen text.
 """
 
-import dataclasses
 import itertools
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import readers, sources
 from data.chat import end_of_answer
-from data.hf_tokenizer import MODEL_SETTINGS, SETTINGS, TABLE, Special
+from data.hf_tokenizer import MODEL_SETTINGS, SETTINGS, TABLE
 from data.progress import progress
 from data.settings import Prepare, SourceFlags, in_validation
-from data.tokenizer import END_OF_TEXT
-from runtime import cli, storage
+from data.tokenizer import END_OF_TEXT, NO_SPECIAL
+from runtime import cli, errors, storage
 from utils import ConfigError, setting
 
 # Of Qwen2's tokenizer.json: the pattern of GPT-4 (cl100k_base of tiktoken), but each digit is a
@@ -72,10 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
     roles = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     settings = roles | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    special = Special(ids, roles, None, adds_bos=False, chat_template=template, ends=[])
+    ends = [ids[END_OF_TEXT]]
     if template:
         settings["chat_template"] = template
-    ends = [ids[END_OF_TEXT], *(end_of_answer(special)[0] if template else [])]
+        ends += end_of_answer(NO_SPECIAL._replace(ids=ids, names=roles, chat_template=template))[0]
     try:
         folder.write(SETTINGS, json.dumps(settings, indent=2).encode())
         folder.write(MODEL_SETTINGS[0], json.dumps({"eos_token_id": ends}).encode())
@@ -107,7 +106,7 @@ def read_template(name: str) -> str:
 
 def texts(flags: TrainTokenizer) -> Iterator[str]:
     """Yield the text of the training documents up to the limits, with a progress bar."""
-    own = {f.name: getattr(flags, f.name) for f in dataclasses.fields(SourceFlags)}
+    own = {f.name: getattr(flags, f.name) for f in fields(SourceFlags)}
     config, left_out, done = Prepare(**own, out=flags.out), Counter(), 0
     parts = [*itertools.chain(*sources.open_source(config).splits)]
     found = (d for part in parts for d in readers.documents(part, config, left_out=left_out))
@@ -123,6 +122,4 @@ def texts(flags: TrainTokenizer) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    from runtime.errors import run_command
-
-    run_command(main)
+    errors.run_command(main)

@@ -65,7 +65,7 @@ def test_a_killed_recipe_resumes_ends_and_then_does_nothing_new(tree, tmp_path):
     assert text.count("is already prepared with these settings") == 3
     assert text.count("finished before.") == 2 and "exported/small\n" not in text
     chat = ["python", "generate.py", "--run", "runs/small-chat", "--chat", "--tokens", "3"]
-    told = subprocess.run(
+    answered = subprocess.run(
         [tree / "run.sh", *chat], input="Hello\n\n", capture_output=True, text=True, check=True
     )
-    assert "3 tokens" in told.stderr and "using `plain`" not in told.stderr
+    assert "tokens: the first after" in answered.stderr and "using `plain`" not in answered.stderr
