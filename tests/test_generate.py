@@ -126,6 +126,9 @@ def test_a_chat_appends_to_the_cache_only_what_is_new(conversation, capsys):
     fresh.cached = []  # as if all were new
     (said, few), (same, many) = appended(talk, "def test"), appended(fresh, "def test")
     assert said == same and few < many - 10 and talk.turns == fresh.turns
+    talk.turns, fresh.turns, fresh.cached = [], [], []  # the cache has more than what is shared
+    assert appended(talk, "other")[0] == appended(fresh, "other")[0]
+    assert talk.generator.length[0] == fresh.generator.length[0]
 
 
 def test_a_chat_drops_its_oldest_turns_where_the_context_is_full(conversation, capsys):
