@@ -3,17 +3,19 @@
     ./run.sh python generate.py --run runs/tiny --prompt "def "
     ./run.sh python generate.py --run runs/tiny --prompts prompts.txt --temperature 0
     ./run.sh python generate.py --run runs/tiny --interactive
+    ./run.sh python generate.py --run runs/laptop-chat --chat --system "Be brief."
 
-Prints text as tokens arrive; standard error reports tokens per second and the time to the first
-token. Flags of main.py override the run's config. The command uses one device unless they give a
-mesh, for example --mesh.fsdp 4 --mesh.tensor 2.
+Prints text as tokens arrive; standard error reports the device, tokens per second and the time to
+the first token. Flags of main.py override the run's config. The command uses one device unless they
+give a mesh, for example --mesh.fsdp 4 --mesh.tensor 2.
 """
 
 import codecs
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -25,7 +27,11 @@ import hardware
 import model
 import train
 import utils
-from data.tokenizer import Tokenizer, encode_continuation, text_tokens, token_bytes
+from data import chat
+from data.encode import Encoder
+from data.readers import Document
+from data.settings import Prepare
+from data.tokenizer import Tokenizer, encode_continuation, encode_special, text_tokens, token_bytes
 from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
 from runtime import cli, distributed, errors, resume, run_directory
@@ -42,6 +48,9 @@ class Flags:
     prompt: str | None = None  # text to continue
     prompts: Path | None = None  # file with a text to continue in each line
     interactive: bool = False  # read lines and continue the dialogue
+    chat: bool = False  # answer lines by the chat template of the run, or else of its tokenizer
+    system: str = ""  # with --chat: text before the first message
+    special: bool = False  # names of special tokens in prompts are these tokens, not text
     tokens: int = 256  # maximum number of new tokens per text
     temperature: float = 0.8  # 0 takes the most likely token
     top_k: int = 0  # sample from this many most likely tokens; 0: from all
@@ -54,8 +63,12 @@ class Flags:
 def main(arguments: list[str] | None = None) -> None:
     """Print the completions of the prompts."""
     flags, rest = cli.parse_known(Flags, arguments, __doc__)
-    if (flags.prompt is not None) + (flags.prompts is not None) + flags.interactive != 1:
-        raise ConfigError("give exactly one of --prompt TEXT, --prompts FILE and --interactive.")
+    modes = flags.prompt is not None, flags.prompts is not None, flags.interactive, flags.chat
+    if sum(modes) != 1:
+        of = "--prompt TEXT, --prompts FILE, --interactive and --chat"
+        raise ConfigError(f"give exactly one of {of}.")
+    if (flags.system and not flags.chat) or (flags.special and not any(modes[:2])):
+        raise ConfigError("--system needs --chat, and --special a prompt. Add it.")
     one = [f"--mesh.{axis}=1" for axis in (*MESH_AXES, "virtual")] + ["--train.microbatches=1"]
     run = run_directory.at(flags.run)
     config = resume.config_of(run, [*one, *rest], Flags)
@@ -66,14 +79,30 @@ def main(arguments: list[str] | None = None) -> None:
         shapes = train.abstract_state(config, declared, mesh).weights
         _, w, stored = checkpoint.load_weights(run, flags.step, shapes)
         tokenizer, begin, ends = text_tokens(stored["tokens"], run)
-        texts = [begin + tokenizer.encode_ordinary(prompt) for prompt in prompts]
+        device = f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}"
+        write(f"{device}, {config.model.compute_dtype}\n", sys.stderr)
+        encode = encode_special if flags.special else type(tokenizer).encode_ordinary
+        texts = [begin + encode(tokenizer, prompt) for prompt in prompts]
+        template = chat.template_of_run(stored["tokens"].get("chat_template"), tokenizer)
+        if flags.chat:
+            ends += chat.end_of_answer(template.special)[0]
         check_texts(texts, prompts, config.train.seq_len)
         needed = max(map(len, texts), default=config.train.seq_len) + flags.tokens
         length, batch = min(config.train.seq_len, needed), min(flags.batch, len(texts) or 1)
         options = SamplingOptions(flags.temperature, flags.top_k, flags.top_p)
         generator = Generator(*generation_mesh(config, mesh), batch, length, ends, options)
         w = generator.convert_weights(w)
-        if flags.interactive:
+        if flags.chat:
+            if template.text == chat.PLAIN and "chat_template" not in stored["tokens"]:
+                text = "neither the run nor its tokenizer has a chat template: using `plain`"
+                write(f"{text} (data/chat.py)\n", sys.stderr)
+            name = run.tokenizer(stored["tokens"]["tokenizer"])
+            encoder = Encoder(Prepare(source="", out="", tokenizer=name, add_bos=bool(begin)))
+            generator.reset([0], flags.seed)
+            text = {"role": "system", "content": flags.system}
+            system = [chat.message(text, template.marks)] if flags.system else []
+            talk(Conversation(generator, w, encoder, template, flags.tokens, system))
+        elif flags.interactive:
             converse(generator, w, tokenizer, begin, flags)
         else:
             complete(generator, w, tokenizer, prompts, texts, flags)
@@ -108,12 +137,16 @@ def check_texts(texts: list[list[int]], prompts: list[str], context: int) -> Non
 class Printer:
     """Prints texts as their tokens arrive; times them, with compilation before the first token."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.started = tokenizer, time.perf_counter()
+    def __init__(self, tokenizer: Tokenizer, stop: str = ""):
+        """stop  text that ends the first text of a batch; may be empty."""
+        self.tokenizer, self.stop, self.started = tokenizer, stop, time.perf_counter()
         self.first_s, self.first_tokens, self.tokens = 0.0, 0, 0
 
-    def stream(self, generated: Iterator[np.ndarray], prompts: Sequence[str]) -> None:
-        """Print the first text of a batch as its tokens arrive, and then the others."""
+    def stream(self, generated: Iterator[np.ndarray], prompts: Sequence[str]) -> list[int]:
+        """Print the first text of a batch as its tokens arrive, and then the others.
+
+        Returns the tokens of the first text.
+        """
         completions: list[list[int]] = [[] for _ in prompts]
         self.begin(prompts[0])
         for new_B in generated:
@@ -122,19 +155,34 @@ class Printer:
                 self.first_s, self.first_tokens = time.perf_counter() - self.started, self.tokens
             for ids, new in zip(completions, new_B.tolist(), strict=False):
                 ids.append(new)
-            self.show(completions[0][-1:])
+            if self.show(completions[0][-1:]):
+                break
+        write(self.text[self.shown :])
         for prompt, ids in zip(prompts[1:], completions[1:], strict=True):
             self.begin(f"\n{prompt}")
             self.show(ids)
         write("\n")
+        return completions[0]
 
     def begin(self, text: str) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text, self.shown = "", 0
         write(text)
 
-    def show(self, ids: Sequence[int]) -> None:
-        """Print tokens. A character split between tokens is printed once it is complete."""
-        write(self.decoder.decode(b"".join(token_bytes(self.tokenizer, i) for i in ids)))
+    def show(self, ids: Sequence[int]) -> bool:
+        """Print tokens up to `stop`, and return whether it was there.
+
+        A character of several tokens is printed once it is complete, and text with which `stop` may
+        begin once it does not.
+        """
+        self.text += self.decoder.decode(b"".join(token_bytes(self.tokenizer, i) for i in ids))
+        if ended := bool(self.stop) and self.stop in self.text:
+            self.text = self.text[: self.text.index(self.stop)]
+        starts = (self.stop[:size] for size in range(0 if ended else len(self.stop), -1, -1))
+        ready = len(self.text) - len(next(filter(self.text.endswith, starts)))
+        write(self.text[self.shown : ready])
+        self.shown = ready
+        return ended
 
     def summary(self) -> str:
         later_s = time.perf_counter() - self.started - self.first_s
@@ -190,6 +238,68 @@ def converse(
         printer = Printer(tokenizer)
         printer.stream(generator.generate(w, [text], min(flags.tokens, left)), [""])
         write(printer.summary(), sys.stderr)
+
+
+@dataclass
+class Conversation:
+    """A chat: those turns that fit in the context, and the tokens in the cache."""
+
+    generator: Generator
+    w: Transformer
+    encoder: Encoder
+    template: chat.Template
+    tokens: int  # most of an answer
+    system: list[chat.Message]  # empty or one
+    turns: list[list[chat.Message]] = field(default_factory=list)  # of a message and its answer
+    cached: list[int] = field(default_factory=list)
+
+    def prompt(self, text: str) -> tuple[list[int], list[list[chat.Message]]]:
+        """Return the tokens that an answer to a text continues, and the turns in them.
+
+        The oldest turns are left out where space for an answer, or half of the context, is missing.
+        Raises ConfigError for a text that does not fit alone, or that the template refuses.
+        """
+        context, marks = self.generator.max_length, self.template.marks
+        turns = [*self.turns, [chat.message({"role": "user", "content": text}, marks)]]
+        for first in range(len(turns)):
+            messages = [*self.system, *itertools.chain(*turns[first:])]
+            chunks = chat.render(self.template.special, messages, prompt=True)
+            parts = self.encoder.encode(Document("", 0, chunks, ends=False))
+            ids = [int(token) for part, *_ in parts for token in part]
+            if len(ids) + min(self.tokens, context // 2) <= context:
+                break
+        if len(ids) >= context:
+            raise ConfigError(
+                f"the message has {len(ids)} tokens with the template and the system text, and the "
+                f"model was trained on {context} (train.seq_len). Write a shorter one."
+            )
+        return ids, turns[first:]
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a text. What the cache has of the prompt is not computed again."""
+        ids, turns = self.prompt(text)
+        if dropped := len(self.turns) + 1 - len(turns):
+            write(f"the context is full: dropped {dropped} of the oldest turns\n", sys.stderr)
+        pairs = zip(self.cached, ids[:-1], strict=False)  # at least one token is appended
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.generator.rewind(same)
+        stop = chat.end_of_answer(self.template.special)[1]
+        printer = Printer(self.encoder.tokenizer, stop)
+        new = printer.stream(self.generator.generate(self.w, [ids[same:]], self.tokens), [""])
+        write(printer.summary(), sys.stderr)
+        self.cached = ids + new[:-1]  # the last one is not in the cache
+        self.turns = [*turns[:-1], [*turns[-1], (chat.ASSISTANT, printer.text)]]
+
+
+def talk(conversation: Conversation) -> None:
+    """Answer input lines until an empty one, or the end of the input."""
+    conversation.prompt("?")  # raises if the system text does not fit
+    write("Write a message; an empty line or Ctrl-D ends.\n", sys.stderr)
+    while line := sys.stdin.readline().rstrip("\n"):
+        try:
+            conversation.answer(line)
+        except ConfigError as error:
+            write(f"{error}\n", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ The template `tokenizer` is the chat_template of the tokenizer. jinja2 renders b
 answer begins where the rendering of the messages before it, plus a generation prompt, ends.
 """
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -69,6 +70,13 @@ def template_of(name: str, tokenizer: Tokenizer) -> Template:
     return Template(special.chat_template, special)
 
 
+def template_of_run(stored: str | None, tokenizer: Tokenizer) -> Template:
+    """Return the template in the manifest of a run, or else its tokenizer's, or else `plain`."""
+    text = stored or special_of(tokenizer).chat_template or PLAIN
+    own = Template(text, special_of(tokenizer)._replace(chat_template=text))
+    return template_of(PLAIN, tokenizer) if text == PLAIN else own
+
+
 def to_chunks(row: Any, template: Template) -> list[Chunk]:
     """Convert a row. Raises InputError."""
     try:
@@ -100,8 +108,10 @@ def compile_template(text: str) -> Any:
     return environment.from_string(re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", text))
 
 
-def render(special: Special, messages: list[Message]) -> list[Chunk]:
+def render(special: Special, messages: list[Message], prompt: bool = False) -> list[Chunk]:
     """Return the chunks of a conversation: special tokens of the template, and text.
+
+    prompt  end with what precedes an answer; answers may change when others follow
 
     Placeholders stand for the messages until special tokens are recognized, so a message stays text
     even if it looks like one.
@@ -109,10 +119,11 @@ def render(special: Special, messages: list[Message]) -> list[Chunk]:
     Raises  ConfigError if the template refuses, or rewrites messages or earlier turns.
     """
     holders = [(role, f"\ue000{number}\ue001") for number, (role, _) in enumerate(messages)]
-    marked, edges = render_text(special, holders), [0]
+    marked, edges = render_text(special, holders, prompt), [0]
     for number, (role, _) in enumerate(messages):
         if role == ASSISTANT:
-            edges += answer_range(special, holders[: number + 1], marked)
+            with contextlib.suppress(*[ConfigError] * prompt):
+                edges += answer_range(special, holders[: number + 1], marked)
     names = sorted(special.ids, key=len, reverse=True)  # the longest match first
     alternatives = ["\ue000\\d+\ue001", *map(re.escape, names)]
     pattern = re.compile(f"({'|'.join(alternatives)})")
@@ -122,7 +133,7 @@ def render(special: Special, messages: list[Message]) -> list[Chunk]:
         for number, (begin, end) in enumerate(ranges)
         for part in pattern.split(marked[begin:end])
     ]
-    text = render_text(special, messages)
+    text = render_text(special, messages, prompt)
     for change in (str, str.strip):  # many templates strip messages
         contents = {holders[n][1]: change(content) for n, (_, content) in enumerate(messages)}
         chunks = [Chunk(contents.get(p, p), weight, p in special.ids) for p, weight in parts]
@@ -132,6 +143,15 @@ def render(special: Special, messages: list[Message]) -> list[Chunk]:
         "the chat template does not keep messages as they are, so its special tokens cannot be "
         "distinguished from text that looks like them. Use --chat-template plain."
     )
+
+
+def end_of_answer(special: Special) -> tuple[list[int], str]:
+    """Return (the special token that the template writes after an answer, text if it has none)."""
+    after = render_text(special, [("user", "?"), (ASSISTANT, "\ue000")]).rpartition("\ue000")[2]
+    found = [
+        (after.index(name), -len(name), id) for name, id in special.ids.items() if name in after
+    ]
+    return ([min(found)[2]], "") if found else ([], after.strip())
 
 
 def answer_range(special: Special, messages: list[Message], text: str) -> tuple[int, int]:

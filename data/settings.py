@@ -10,17 +10,29 @@ from utils import ConfigError, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class SourceFlags:
+    """Documents to read, and which of them are for training."""
+
+    source: str  # python-stdlib, a file or folder, gs://..., or hf:NAME of a data set of the hub
+    val_share: float = setting(0.05, at_most=1)  # share of the documents for validation
+    glob: str = "**/*"  # files of a folder to read; hidden files are never read
+    kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = "auto"  # or text for all
+    text_field: str = "text"  # field with a row's text; data.text is field text of field data
+    hf_name: str = ""  # configuration of the data set of the hub; empty: its default
+    hf_split: str = "train"  # split of the data set of the hub
+    skip_bad: bool = False  # leave out and count files and rows that are damaged or have no text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(SourceFlags):
     """Convert text to token shards for training and validation.
 
     What is free does not affect the result.
     """
 
-    source: str  # python-stdlib, a file or folder, gs://..., or hf:NAME of a data set of the hub
     # folder to write train/ and val/ into, or gs://bucket/folder
     out: str = setting(resume="free")
     tokenizer: str = "sample"  # sample, a name of tiktoken's, or a folder with a tokenizer's files
-    val_share: float = setting(0.05, at_most=1)  # share of the documents for validation
     shard_tokens: int = 25_000_000  # maximum per shard; a process holds one shard in memory
     # of the source per split, which one process tokenizes
     split_mb: float = setting(64.0, at_least=1e-6)
@@ -29,17 +41,11 @@ class Prepare:
     workers: int = setting(0, resume="free")
     # run on a Ray cluster instead: HOST:PORT of its head, or local
     ray: str = setting("", resume="free")
-    glob: str = "**/*"  # files of a folder to read; hidden files are never read
-    kind: Annotated[Literal["auto", "text"], tyro.conf.arg(name="as")] = "auto"  # or text for all
-    text_field: str = "text"  # field with a row's text; data.text is field text of field data
     chat: bool = False  # rows are conversations; only their answers are learned
     chat_template: Literal["plain", "tokenizer"] = "plain"  # tokenizer: its own template
     # with --chat: pad each conversation to a multiple of this, the --train.seq_len; 0: no padding
     row_tokens: int = 0
     add_bos: bool = False  # begin documents with BOS even if the tokenizer does not say so
-    hf_name: str = ""  # configuration of the data set of the hub; empty: its default
-    hf_split: str = "train"  # split of the data set of the hub
-    skip_bad: bool = False  # leave out and count files and rows that are damaged or have no text
     # remove an earlier preparation in OUT and start over
     overwrite: bool = setting(False, resume="free")
 

@@ -21,6 +21,8 @@ from data.hf_tokenizer import (
     TABLE,
     HuggingFace,
     Special,
+    encode,
+    open_table,
     read_settings,
     read_special,
 )
@@ -205,6 +207,15 @@ def encode_continuation(tokenizer: Tokenizer, text: str, after_special: bool = F
     if isinstance(tokenizer, HuggingFace):
         return tokenizer.encode_continuation(text, after_special)
     return tokenizer.encode_ordinary(text)
+
+
+def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode text in which names of special tokens are these tokens."""
+    if not isinstance(tokenizer, HuggingFace):
+        return tokenizer.encode(text, allowed_special="all")
+    table = open_table(tokenizer.content, tokenizer.path)
+    table.encode_special_tokens = False
+    return encode(table, text)
 
 
 def check_ids(texts: Iterable[Iterable[int]], vocab_size: int) -> None:

@@ -136,6 +136,11 @@ class Generator:
         self.length = np.zeros(self.B, np.int32)  # positions in the cache
         self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
 
+    def rewind(self, length: int) -> None:
+        """Keep this many positions of each text in the cache."""
+        self.length = np.full(self.B, length, np.int32)
+        self.last = np.full(self.B, ENDED, np.int32)
+
     def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""
         check_ids(texts, self.vocab_size)

@@ -317,6 +317,40 @@ def test_a_template_needs_no_special_tokens_and_the_longest_of_its_own_is_taken(
     assert [*resize(found)] == [Chunk(*fields) for fields in expected]
 
 
+@pytest.mark.parametrize("template", [chat.PLAIN, CHATML, LLAMA3])
+def test_a_prompt_has_the_ids_of_training_and_ends_where_the_answer_begins(
+    tmp_path, talker, template
+):
+    """With marks that are text for plain left out: it refuses them."""
+    said = [(role, text.replace("|", "!")) for role, text in TALK]
+    folder, own = talker(template), "plain" if template == chat.PLAIN else "tokenizer"
+    source = write(tmp_path / "talk.jsonl", [{"messages": [says(*m) for m in said]}])
+    run(source, tmp_path / "out", "--chat-template", own, "--tokenizer", folder, "--val-share", 0)
+    ids, weights = (joined(tmp_path / "out" / "train", kind).tolist() for kind in ("", WEIGHTS))
+    found = chat.template_of_run(template, tokenizer := load_tokenizer(str(folder)))
+    encoder = Encoder(Prepare(source="", out="", tokenizer=str(folder)))
+    for asked in (2, 4):
+        chunks = chat.render(found.special, said[:asked], prompt=True)
+        parts = encoder.encode(Document("", 0, chunks, ends=False))
+        prompt = [int(i) for part, *_ in parts for i in part]
+        assert prompt == ids[: len(prompt)] and weights[len(prompt)] == 1
+        assert (sum(weights[: len(prompt)]) > 0) == (asked == 4)
+    assert (found.text, tokenizer.special.chat_template) == (template, template)
+
+
+def test_the_template_of_a_run_is_that_of_its_data_then_of_its_tokenizer(talker):
+    tokenizer = load_tokenizer(str(talker(CHATML)))
+    for stored, opened, text in (
+        (LLAMA3, tokenizer, LLAMA3),
+        (chat.PLAIN, tokenizer, chat.PLAIN),
+        (None, tokenizer, CHATML),
+        (None, TOKENIZER, chat.PLAIN),
+    ):
+        found = chat.template_of_run(stored, opened)
+        assert found.text == text and bool(found.marks) == (text == chat.PLAIN)
+        assert found.special.chat_template == (chat.PLAIN_JINJA if found.marks else text)
+
+
 LOOP = "{% for m in messages %}"
 THINK = LOOP + "<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
 

@@ -12,6 +12,8 @@ import generate
 import train
 import utils
 import validate
+from data import chat
+from data.hf_tokenizer import Special
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from inference import sampling
@@ -78,9 +80,122 @@ def test_a_character_of_several_tokens_is_printed_once_it_is_complete(capsys):
     assert found == ["", "", "\u20ac", "", "\ufffda"]
 
 
+def test_text_that_ends_an_answer_is_not_printed_where_its_tokens_are_split(capsys):
+    tokenizer, printer = load_tokenizer("sample"), None
+    for said, shown in (
+        ("4<|end|> more", ["4", "", "", "", "", "", "", ""]),
+        ("<|<|end", ["", "", "<|", "", "", "", "", "<|end"]),
+    ):
+        printer = generate.Printer(tokenizer, "<|end|>")
+        rows = ([i] for i in map(tokenizer.encode_single_token, map(bytes, zip(said.encode()))))
+        new = printer.stream(map(np.array, rows), [""])
+        assert len(new) == min(len(said), 8)
+        assert capsys.readouterr().out == "".join(shown) + "\n" and printer.text == "".join(shown)
+
+
+LONG = ["--train.seq_len", "160", "--tokens", "6"]
+
+
+@pytest.fixture
+def conversation(whole, monkeypatch):
+    """Start a chat of the tiny run, and return it instead of reading input."""
+
+    def start(*flags):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "talk", lambda *given: chats.append(given))
+            generate.main(["--run", str(whole), "--chat", "--temperature", "0", *flags])
+        return chats[-1][0]
+
+    chats = []
+    return start
+
+
+def appended(talk, text):
+    """The answer to a text, and how many tokens of its prompt were appended to the cache."""
+    counts, run = [], talk.generator.generate
+    talk.generator.generate = lambda w, texts, n: counts.append(len(texts[0])) or run(w, texts, n)
+    talk.answer(text)
+    talk.generator.generate = run
+    return talk.turns[-1][-1][1], counts[0]
+
+
+def test_a_chat_appends_to_the_cache_only_what_is_new(conversation, capsys):
+    talk, fresh = conversation(*LONG), conversation(*LONG)
+    first = appended(talk, "import jax")
+    assert first == appended(fresh, "import jax") and "dropped" not in capsys.readouterr().err
+    fresh.cached = []  # as if all were new
+    (said, few), (same, many) = appended(talk, "def test"), appended(fresh, "def test")
+    assert said == same and few < many - 10 and talk.turns == fresh.turns
+    talk.turns, fresh.turns, fresh.cached = [], [], []  # the cache has more than what is shared
+    assert appended(talk, "other")[0] == appended(fresh, "other")[0]
+    assert talk.generator.length[0] == fresh.generator.length[0]
+
+
+def test_a_chat_drops_its_oldest_turns_where_the_context_is_full(conversation, capsys):
+    talk = conversation(*LONG, "--system", "Be brief.")
+    messages = [f"message {n}" for n in range(8)]
+    for message in messages:
+        talk.answer(message)
+    assert "the context is full: dropped 1 of the oldest turns" in capsys.readouterr().err
+    assert 0 < len(talk.turns) < 8
+    assert [turn[0][1] for turn in talk.turns] == messages[-len(talk.turns) :]
+    ids, _ = talk.prompt("one more")
+    text = talk.encoder.tokenizer.decode(ids)
+    assert text.startswith("<|system|>\nBe brief.<|end|>\n<|user|>\nmessage")
+    assert text.endswith("<|user|>\none more<|end|>\n<|assistant|>\n") and len(ids) <= 154
+
+
+def test_a_chat_without_a_template_uses_plain_until_an_empty_line_or_the_end(
+    whole, monkeypatch, capsys
+):
+    for text, answers in (("hi\n\nnot read\n", 1), ("hi\nyou\n", 2), ("hi<|end|>\na\n", 1)):
+        monkeypatch.setattr("sys.stdin", stdin := io.StringIO(text))
+        generate.main(["--run", str(whole), "--chat", *LONG])
+        err = capsys.readouterr().err
+        assert "1 x cpu, float32\nneither the run nor its tokenizer has a chat template" in err
+        assert err.count("tokens: the first after") == answers
+        assert ("a message of the role user has <|end|>" in err) == ("<|end|>" in text)
+        assert stdin.read() == "not read\n" * ("not" in text)
+
+
+def test_a_message_or_system_text_longer_than_the_context_is_refused(whole, monkeypatch, capsys):
+    long = "def f(x): return x " * 30
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{long}\nhi\n"))
+    flags = ["--run", str(whole), "--chat", *LONG]
+    generate.main(flags)
+    err = capsys.readouterr().err
+    assert "the model was trained on 160 (train.seq_len). Write a shorter one" in err
+    assert err.count("tokens: the first after") == 1
+    with pytest.raises(
+        ValueError, match=r"the message has \d+ tokens with the template and the sys"
+    ):
+        generate.main([*flags, "--system", long])
+
+
+def test_a_template_with_a_special_end_of_an_answer_ends_at_that_token(conversation, monkeypatch):
+    text = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    special = Special({"<end>": 77}, {}, None, adds_bos=False, chat_template=text, ends=[])
+    given = chat.Template(text, special)
+    monkeypatch.setattr(chat, "template_of_run", lambda stored, tokenizer: given)
+    assert conversation(*LONG).generator.ends == [load_tokenizer("sample").eot_token, 77]
+
+
+def test_a_special_token_in_a_prompt_is_one_only_with_the_flag(printed, monkeypatch):
+    texts = []
+    monkeypatch.setattr(generate, "complete", lambda *given: texts.append(given[4]))
+    printed("--prompt", "a<|endoftext|>")
+    printed("--prompt", "a<|endoftext|>", "--special")
+    tokenizer = load_tokenizer("sample")
+    assert texts[1] == [[*tokenizer.encode_ordinary("a"), tokenizer.eot_token]]
+    assert texts[0] == [tokenizer.encode_ordinary("a<|endoftext|>")] != texts[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--prompt", "a", "--system", "b"], "--system needs --chat"),
+        (["--chat", "--special"], "--special a prompt"),
+        (["--chat", "--interactive"], "give exactly one of"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompts", "absent"], "--prompts absent cannot be read"),
         ([], "give exactly one of --prompt TEXT, --prompts FILE"),

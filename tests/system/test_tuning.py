@@ -15,6 +15,7 @@ import reference
 import train
 import validate
 from common import canonical
+from data import train_tokenizer
 from data.tokenizer import load_tokenizer, token_bytes
 from dataset import Dataset
 from hf_run import write_sentencepiece
@@ -120,6 +121,20 @@ def test_sentencepiece_gives_the_ids_of_transformers(pieces, texts):
     for text in [*texts, " one space", "  two", "\u2581", "été 漢字"]:
         if not re.search("</?s>|<unk>", text):  # theirs recognizes special tokens
             assert theirs(text)["input_ids"] == [1, *ours.encode_ordinary(text)], repr(text[:50])
+
+
+@pytest.mark.huggingface
+def test_transformers_opens_a_trained_tokenizer_and_gives_its_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    source, out = write(tmp_path / "rows.jsonl", [{"text": "a row of text"}] * 9), tmp_path / "bpe"
+    flags = ["--source", str(source), "--val-share", "0", "--vocab-size", "270", "--out", str(out)]
+    train_tokenizer.main(flags)
+    ours, theirs = load_tokenizer(str(out)), AutoTokenizer.from_pretrained(out)
+    assert theirs("a row of 12 \u00e9")["input_ids"] == ours.encode_ordinary("a row of 12 \u00e9")
+    assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (0, 0, ours.n_vocab)
+    found = theirs.apply_chat_template([says("user", "a"), says("assistant", "b")], tokenize=False)
+    assert found == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
 
 
 MISTRAL = (
