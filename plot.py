@@ -7,6 +7,7 @@ python plot.py --runs runs             print a table of all runs below a folder
 
 import io
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ STYLE = {
     "font.size": 10.0,
     "axes.titlesize": 10.0,
     "legend.frameon": False,
+    "legend.fontsize": 8.0,
 }
 
 
@@ -92,6 +94,16 @@ def _marker(run: RunRecords) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3.5} if len(run.val) <= 40 else {}
 
 
+def _add_legend(figure: Figure, ax: Axes) -> None:
+    """Add a legend in the axes or, if it is long, below them."""
+    handles, labels = ax.get_legend_handles_labels()
+    if (lines := "\n".join(labels).count("\n") + 1) <= 5:
+        ax.legend().set_in_layout(False)
+    else:
+        figure.set_figheight(figure.get_figheight() + 0.16 * lines)
+        figure.legend(handles, labels, loc="outside lower center")
+
+
 def validation_loss(runs: list[RunRecords]) -> Figure:
     """Plot cross-entropy on held-out text over tokens; training loss is faint."""
     ends = [f": {r.val[-1]:.3f} at the end" if len(r.val) else "" for r in runs]
@@ -119,7 +131,7 @@ def _losses(
     if any(trained is not None for trained, _, _ in lines):
         ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
     ax.set(xlabel="tokens", ylabel=ylabel, title=title)
-    ax.legend()
+    _add_legend(figure, ax)
     return figure
 
 
@@ -147,7 +159,7 @@ def of_steps(runs: list[RunRecords], name: str) -> Figure | None:
         ax.set_ylim(bottom=0.0)
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
     if len(runs) > 1:
-        ax.legend()
+        _add_legend(figure, ax)
     return figure
 
 
@@ -195,8 +207,10 @@ def plot_runs(folders: list[Path], out: Path | None = None, urls: Sequence[str] 
     names = names if len(set(names)) == len(names) else urls
     configs = [cli.load(folder / "config.toml") for folder in folders]
     for run, label in zip(runs, report.labels(names, configs), strict=True):
-        run.name = label
-    with matplotlib.rc_context(STYLE):
+        run.name = textwrap.fill(label, 48)
+    many = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, len(runs)))
+    colors = COLORS if len(runs) <= len(COLORS) else [*map(tuple, many)]
+    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=colors)}):
         figures: dict[str, Figure | None] = {}
         if any(len(run.val) for run in runs):
             figures["validation_loss"] = validation_loss(runs)

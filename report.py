@@ -22,7 +22,7 @@ from runtime import cli, jsonl, phases, resume, run_directory
 from utils import Config, ConfigError
 
 DECISIVE = "model", "optimizer", "train", "data"  # sections that decide what a run learns
-MOST_NAMES, MOST_SAMPLES = 4, 30  # settings in a legend; samples of a page
+MOST_NAMES, MOST_SAMPLES = 3, 30  # settings in a legend; samples of a page
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {  # heading and format of each fact
     "run": ("run", str),
     "state": ("state", str),
@@ -114,13 +114,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def differing(configs: Sequence[Config]) -> list[str]:
     """Return the names of settings that differ, and first those that decide what a run learns."""
-    names = utils.settings_of().keys() - {"run.name", "run.dir"}
-    names = [n for n in utils.settings_of() if n in names and len(values(configs, n)) > 1]
+    found = {n: {utils.get(config, n) for config in configs} for n in utils.settings_of()}
+    names = [n for n in found if len(found[n]) > 1 and n not in ("run.name", "run.dir")]
     return sorted(names, key=lambda name: name.split(".")[0] not in DECISIVE)
-
-
-def values(configs: Iterable[Config], name: str) -> set[Any]:
-    return {utils.get(config, name) for config in configs}
 
 
 def brief(names: Sequence[str]) -> list[str]:
@@ -154,7 +150,7 @@ h1{overflow-wrap:anywhere;line-height:1.2}h2{margin-top:2.2rem;border-bottom:1px
 .facts b{display:block;font-size:1.2rem}body{font-variant-numeric:tabular-nums}
 figure,.scroll{margin:0;overflow-x:auto}.wide{grid-column:1/-1}img{width:100%}
 table{border-collapse:collapse;font-size:.9rem}td,th{padding:.2rem .9rem .2rem 0;text-align:left;
- vertical-align:top;border-bottom:1px solid var(--line)}
+ vertical-align:top;border-bottom:1px solid var(--line)}td:first-child,th{white-space:nowrap}
 pre{margin:.5rem 0;font-size:.85rem;white-space:pre-wrap;overflow-wrap:anywhere}
 @media (prefers-color-scheme:dark){img{filter:invert(1) hue-rotate(180deg);mix-blend-mode:screen}}
 @media print{:root{color-scheme:light}img{filter:none;mix-blend-mode:normal}h2{break-after:avoid}
@@ -204,7 +200,9 @@ def of_run(folder: Path, url: str, pictures: Mapping[str, bytes]) -> bytes:
     command = [shlex.join(["./run.sh", "python", *start.pop("command")]) for start in starts[-1:]]
     starts = [{k: v for k, v in s.items() if k not in ("host", "environment")} for s in starts[-1:]]
     samples = jsonl.read(folder / "samples.jsonl")[: -MOST_SAMPLES - 1 : -1]
-    commands = resume.next_commands(run_directory.at(url), config, found["state"] == "finished")
+    run, commands = run_directory.at(url), []
+    if run.has_checkpoints():
+        commands = resume.next_commands(run, config, found["state"] == "finished")
     settings = [(n, utils.get(config, n), s.default) for n, s in utils.settings_of().items()]
     changed = [[n, str(value), str(default)] for n, value, default in settings if value != default]
     sections = {

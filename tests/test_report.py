@@ -79,6 +79,8 @@ def test_a_page_has_what_a_run_is_and_has_reached_and_how_it_continues(tmp_path)
     mesh = "[mesh]\nfsdp = 2\npipeline = 2\ntensor = 1\n"
     with_toml(folder, f"[train]\nsteps = 6\n{mesh}[run]\nprice_per_hour = 2.5\n")
     write_goodput(folder)
+    assert "generate.py" not in page_of(folder).text, "without a checkpoint"
+    (folder / "checkpoints").mkdir()
     found = report.facts(folder, "tiny")
     assert found["state"] == "finished" and found["tokens"] == 768 and found["layers"] == 6
     assert found["loss/val"] == 7.5 / 6 and found["tokens_per_s"] == 350.0
