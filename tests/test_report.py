@@ -52,26 +52,31 @@ def page_of(folder):
 
 
 def test_a_page_loads_nothing_and_text_of_users_and_models_is_escaped(tmp_path):
-    folder = with_toml(write_run(tmp_path / "<b>&"), f"[sample]\nprompts = [{json.dumps('<i>')}]\n")
+    folder = with_toml(
+        write_run(tmp_path / "<em>&"), f"[sample]\nprompts = [{json.dumps('<i>')}]\n"
+    )
     sample = json.dumps({"step": 6, "prompt": "<u>", "text": ATTACK})
     (folder / "samples.jsonl").write_text(sample + "\n", encoding="utf-8")
     start = {
         "step": 0,
         "command": ["main.py", "<s>"],
         "host": "secret",
-        "environment": {"A": "<q>"},
+        "environment": {"A": "zebra"},
     }
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n", encoding="utf-8")
     page = page_of(folder)
-    assert not {"script", "b>", "i", "u", "s", "q", "link", "iframe"} & {
-        tag for tag, _ in page.tags
-    }
+    assert not {"script", "em", "i", "u", "s", "link", "iframe"} & {tag for tag, _ in page.tags}
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 6
     assert all(image["src"].startswith("data:image/png;base64,iVBOR") for image in images)
-    for text in ("<script>alert(1)", "<b>&/plots"[:4], "('<i>',)", "main.py '<s>'", "\\x1b"):
+    for text in ("<script>alert(1)", "<em>&", "('<i>',)", "main.py '<s>'", "\\x1b"):
         assert text in page.text, text
-    assert "secret" not in page.text and "url(" not in page.text and "@import" not in page.text
+    assert (
+        "secret" not in page.text
+        and "zebra" not in page.text
+        and "url(" not in page.text
+        and "@import" not in page.text
+    )
 
 
 def test_a_page_has_what_a_run_is_and_has_reached_and_how_it_continues(tmp_path):
