@@ -113,7 +113,7 @@ def main() -> None:
         if code:
             failed[name] = code if code > 0 else 128 - code  # as shells have it for a signal
             text = (out / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-            log(f"{name} ended with exit code {failed[name]}: {text.splitlines()[-1:]}")
+            log(f"{name} ended with exit code {failed[name]}: {''.join(text.splitlines()[-1:])}")
 
     waiting = iter(todo)
     processes.run_all(range(flags.jobs), lambda running: waiting, start, ended)

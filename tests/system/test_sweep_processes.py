@@ -34,7 +34,7 @@ def test_a_sweep_that_was_stopped_resumes_skips_finished_runs_and_names_failed_o
         again = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S, **options)
         assert again.returncode == 2, again.stdout
         assert f"2 runs, of which {finished} are finished" in again.stdout
-        assert "a-prompts-x-val-missing ended with exit code 2: ['error: " in again.stdout
+        assert "a-prompts-x-val-missing ended with exit code 2: error: " in again.stdout
         assert "error: 1 of 2 runs failed: a-prompts-x-val-missing. Fix" in again.stdout
         starts = jsonl.read(runs / good / "starts.jsonl")
         assert starts[:-1] == before and starts[-1]["step"] >= 3, "resumed once"
