@@ -257,17 +257,21 @@ def plan(config: Config, mesh: Mesh) -> str:
 
 
 def report_result(job: Job, finished: bool) -> None:
-    """Draw the plots, and log goodput and result.
+    """Draw the plots, write the report, and log goodput and result.
 
     finished  the run had no steps left
     """
     directory = job.directory
     if lines := phases.read(directory.files):
         log(phases.summary(lines))
-    if job.config.eval.sequences and (directory.files / "metrics.jsonl").exists():
-        import plot  # late, so that a run starts fast
+    if (directory.files / "metrics.jsonl").exists():
+        try:
+            import plot  # late, so that a run starts fast
 
-        plot.plot_runs([directory.files])
+            plot.plot_runs([directory.files], urls=[str(directory)])
+        except Exception as error:  # the run is complete without its report
+            why = f"{type(error).__name__}: {errors.one_line(error)}"
+            log(f"warning: no report, or an old one: {why}. python plot.py --run {directory}")
     log(f"{'finished before.' if finished else ''}\n{result(job.config, job.val)}".lstrip())
 
 

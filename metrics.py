@@ -42,7 +42,10 @@ TRAIN = (
 )
 MIXED = ("data/", "loss/val/")  # prefixes of the keys of single datasets
 MEASURED = ("tokens_per_s", "step_s", "data_wait_s", "mfu")
-EVALUATION = ("step", "loss/val", "loss/val_balance", "moe/tokens_per_expert", "moe/dropped")
+EVALUATION = (
+    *("step", "loss/val", "bits_per_byte", "loss/val_balance"),
+    *("moe/tokens_per_expert", "moe/dropped"),
+)
 LINE_EVERY_S = 10.0  # between lines of steps, above the bar of a terminal
 WANDB_S = 30.0  # timeout of wandb at the start and at the end of a run
 ABANDON_S = 2.0  # timeout of `abandon_wandb`

@@ -1,10 +1,14 @@
-"""Plot the records of runs: losses and tokens per expert.
+"""Plot the records of runs: losses, norms, speed, tokens per expert. Write reports of them.
 
-python plot.py --run runs/tiny             -> runs/tiny/plots/*.png
-python plot.py --run runs/a runs/b         -> runs/a+b/plots/*.png, with both runs in each plot
+python plot.py --run runs/tiny         -> runs/tiny/plots/*.png and runs/tiny/report.html
+python plot.py --run runs/a runs/b     -> the same in runs/a+b, with both runs in each plot
+python plot.py --runs runs             print a table of all runs below a folder
 """
 
 import io
+import json
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
+import report
 from runtime import cli, errors, jsonl, resume, run_directory, storage
 from utils import ConfigError
 
@@ -31,24 +36,21 @@ STYLE = {
     "font.size": 10.0,
     "axes.titlesize": 10.0,
     "legend.frameon": False,
+    "legend.fontsize": 8.0,
 }
 
 
 class RunRecords:
-    """The records of one run, as arrays over steps and over evaluations.
+    """The records of one run, as arrays over steps and over evaluations, which may be empty.
 
-    Raises  ConfigError without a step or an evaluation.
+    Raises  ConfigError without a step.
     """
 
     def __init__(self, folder: Path):
-        path = folder / "metrics.jsonl"
-        records = jsonl.read(path)
-        train = [record for record in records if "loss/train" in record]
-        val = [record for record in records if "loss/val" in record]
-        if not train or not val:
+        train, val = report.records_of(folder)
+        if not train:
             raise ConfigError(
-                f"{path} has {len(train)} steps and {len(val)} evaluations; plots need both. "
-                "Continue the run to its first evaluation (--eval.every_steps)."
+                f"{folder}/metrics.jsonl has no steps. Start the run again, or plot another one."
             )
         self.name = folder.resolve().name
         self.tokens_per_step = train[-1]["tokens"] / train[-1]["step"]
@@ -56,6 +58,11 @@ class RunRecords:
         self.tokens = self.steps * self.tokens_per_step
         self.val_tokens = _column(val, "step") * self.tokens_per_step
         self.train = _column(train, "loss/cross_entropy")  # the counterpart of validation loss
+        self.gradient_norm, self.lr = _column(train, "grad_norm"), _column(train, "lr")
+        # The first step of a start is slower, as its buffers and kernels are new.
+        first = [start["step"] + 1 for start in jsonl.read(folder / "starts.jsonl")]
+        self.tokens_per_s = _column(train, "tokens_per_s")
+        self.tokens_per_s[np.isin(self.steps, first)] = np.nan
         self.val = _column(val, "loss/val")
         # Relative to the loss of a perfectly even load; None if that is 0.
         m = cli.load(folder / "config.toml").model
@@ -64,18 +71,19 @@ class RunRecords:
         self.val_balance = _column(val, "loss/val_balance")
         # [evaluations, MoE layers, experts], of a layer's routed tokens
         tokens = np.array([record["moe/tokens_per_expert"] for record in val], float)
-        tokens = tokens.reshape(len(val), -1, tokens.shape[-1] if tokens.size else 1)
+        experts = tokens.shape[-1] if tokens.size else 1
+        tokens = tokens.reshape(len(val), tokens.size // experts // max(1, len(val)), experts)
         self.share = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1.0)
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Return one key of all records; NaN, a gap in the plot, for null."""
-    return np.array([np.nan if r[name] is None else r[name] for r in records], float)
+    """Return one key of all records; NaN, a gap in the plot, for null and for missing ones."""
+    return np.array([np.nan if r.get(name) is None else r[name] for r in records], float)
 
 
 def _figure(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """Return a figure of panels over tokens, with common scales."""
-    size = (7.0, 4.4) if rows == columns == 1 else (1.0 + 3.4 * columns, 0.6 + 2.7 * rows)
+    size = (5.2, 3.6) if rows == columns == 1 else (1.0 + 3.4 * columns, 0.6 + 2.7 * rows)
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -86,9 +94,20 @@ def _marker(run: RunRecords) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3.5} if len(run.val) <= 40 else {}
 
 
+def _add_legend(figure: Figure, ax: Axes) -> None:
+    """Add a legend in the axes or, if it is long, below them."""
+    handles, labels = ax.get_legend_handles_labels()
+    if (lines := "\n".join(labels).count("\n") + 1) <= 5:
+        ax.legend().set_in_layout(False)
+    else:
+        figure.set_figheight(figure.get_figheight() + 0.16 * lines)
+        figure.legend(handles, labels, loc="outside lower center")
+
+
 def validation_loss(runs: list[RunRecords]) -> Figure:
     """Plot cross-entropy on held-out text over tokens; training loss is faint."""
-    lines = [(r.train, r.val, f"{r.name}: {r.val[-1]:.3f} at the end") for r in runs]
+    ends = [f": {r.val[-1]:.3f} at the end" if len(r.val) else "" for r in runs]
+    lines = [(r.train, r.val, r.name + end) for r, end in zip(runs, ends, strict=True)]
     return _losses(runs, lines, "Validation loss", "cross-entropy (nats per token)")
 
 
@@ -112,7 +131,35 @@ def _losses(
     if any(trained is not None for trained, _, _ in lines):
         ax.plot([], [], color="#888888", alpha=0.5, lw=0.8, label="in training")
     ax.set(xlabel="tokens", ylabel=ylabel, title=title)
-    ax.legend()
+    _add_legend(figure, ax)
+    return figure
+
+
+OF_STEPS = {  # attribute of RunRecords, title, label and scale of the axis
+    "training_loss": ("train", "Training loss", "cross-entropy (nats per token)", "linear"),
+    "gradient_norm": ("gradient_norm", "Gradient norm before clipping", "norm", "log"),
+    "learning_rate": ("lr", "Learning rate", "learning rate", "linear"),
+    "tokens_per_second": ("tokens_per_s", "Speed", "tokens per second", "linear"),
+}
+
+
+def of_steps(runs: list[RunRecords], name: str) -> Figure | None:
+    """Plot a value of every step over tokens; None if no run has recorded it."""
+    attribute, title, ylabel, scale = OF_STEPS[name]
+    values = [getattr(run, attribute) for run in runs]
+    if scale == "log":
+        values = [np.where(each > 0, each, np.nan) for each in values]
+    if all(np.isnan(each).all() for each in values):
+        return None
+    figure, [ax] = _figure()
+    for run, each in zip(runs, values, strict=True):
+        ax.plot(run.tokens, each, lw=1.0, alpha=0.8, label=run.name)
+    ax.set(xlabel="tokens", ylabel=ylabel, title=title, yscale=scale)
+    if name == "tokens_per_second":
+        ax.set_ylim(bottom=0.0)
+        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if len(runs) > 1:
+        _add_legend(figure, ax)
     return figure
 
 
@@ -143,30 +190,53 @@ def tokens_per_expert(run: RunRecords) -> Figure:
     return figure
 
 
-def plot_runs(folders: list[Path], out: Path | None = None) -> list[Path]:
-    """Write plots of all these runs together, and return their files.
+def plot_runs(folders: list[Path], out: Path | None = None, urls: Sequence[str] = ()) -> list[Path]:
+    """Write plots and a report of all these runs together, and return their files.
 
-    The balance of experts is not plotted for dense models, nor tokens per expert for several runs.
+    Left out are evaluations of runs without one, the balance of experts of dense models, and
+    tokens per expert of several runs.
 
-    out     RUN/plots by default, or A+B/plots beside the runs
-    Raises  ConfigError for a run without a step or an evaluation
+    out     for all files; by default RUN/plots and RUN, or A+B/plots and A+B beside the runs
+    urls    paths or URLs of the runs, where their files are copies
+    Raises  ConfigError for a run without a step
     """
     runs = [RunRecords(folder) for folder in folders]
-    together = folders[0].parent / "+".join(run.name for run in runs)
-    out = out or (together if len(runs) > 1 else folders[0]) / "plots"
-    out.mkdir(parents=True, exist_ok=True)
-    files = []
-    with matplotlib.rc_context(STYLE):
-        pictures = {"validation_loss": validation_loss(runs)}
+    names, urls = [run.name for run in runs], urls or [*map(str, folders)]
+    together = "+".join(names) if len(names) < 5 else f"{names[0]}+{len(names) - 1}"
+    target = folders[0].parent / together if len(runs) > 1 else folders[0]
+    names = names if len(set(names)) == len(names) else urls
+    configs = [cli.load(folder / "config.toml") for folder in folders]
+    for run, label in zip(runs, report.labels(names, configs), strict=True):
+        run.name = textwrap.fill(label, 48)
+    many = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, len(runs)))
+    colors = COLORS if len(runs) <= len(COLORS) else [*map(tuple, many)]
+    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=colors)}):
+        figures: dict[str, Figure | None] = {}
+        if any(len(run.val) for run in runs):
+            figures["validation_loss"] = validation_loss(runs)
         if any(run.share.size for run in runs):
-            pictures["load_loss"] = load_loss(runs)
+            figures["load_loss"] = load_loss(runs)
             if len(runs) == 1:
-                pictures["tokens_per_expert"] = tokens_per_expert(runs[0])
-        for name, picture in pictures.items():
-            picture.savefig(image := io.BytesIO(), dpi=150, format="png")
-            files.append(out / f"{name}.png")
-            storage.write_atomically(files[-1], image.getvalue())
-    return files
+                figures["tokens_per_expert"] = tokens_per_expert(runs[0])
+        needed = [name for name in OF_STEPS if name != "training_loss" or not figures]
+        figures |= {name: of_steps(runs, name) for name in needed}
+        pictures = {name: _png(figure) for name, figure in figures.items() if figure}
+    if len(runs) > 1:
+        named = dict(zip(names, folders, strict=True))
+        page = report.of_runs(named, f"{len(runs)} runs: {together}", pictures)
+    else:
+        page = report.of_run(folders[0], urls[0], pictures)
+    contents = {(out or target / "plots") / f"{name}.png": png for name, png in pictures.items()}
+    contents[(out or target) / "report.html"] = page
+    for file, content in contents.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        storage.write_atomically(file, content)
+    return [*contents]
+
+
+def _png(figure: Figure) -> bytes:
+    figure.savefig(image := io.BytesIO(), dpi=200, format="png")
+    return image.getvalue()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -174,23 +244,33 @@ def plot_runs(folders: list[Path], out: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Plot runs from their metrics.jsonl."""
+    """Plot runs from their metrics.jsonl, write a report of them, or list them."""
 
     run: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="FOLDER...")
-    ]  # one run, or several in the same plots
-    out: Path | None = None  # folder for the PNGs; RUN/plots, or A+B/plots beside the runs
+    ] = ()  # one run, or several in the same plots
+    # folder for the plots and the report; default: RUN, or A+B beside the runs
+    out: Path | None = None
+    runs: str | None = None  # print a table of all runs below this folder instead
+    json: bool = False  # print JSON instead of the table
 
 
 def main() -> None:
     arguments = cli.parse_flags(Arguments)
-    if not arguments.run:
-        raise ConfigError("--run names no folder. Give one or more, as --run runs/tiny.")
+    if bool(arguments.run) == bool(arguments.runs):
+        raise ConfigError(
+            "Give the folders of one or more runs, as --run runs/tiny, or a folder of runs, as "
+            "--runs runs."
+        )
+    if arguments.runs:
+        rows = report.facts_of(report.runs_below(arguments.runs))
+        print(json.dumps(rows) if arguments.json else report.aligned(report.table(rows)))
+        return
     if not arguments.out and any(storage.is_remote(run) for run in arguments.run):
         raise ConfigError("--run is in a bucket. Give a folder for the plots, as --out plots.")
     runs = map(run_directory.at, arguments.run)
     folders = [resume.config_file(run, "--run").parent for run in runs]
-    for file in plot_runs(folders, arguments.out):
+    for file in plot_runs(folders, arguments.out, arguments.run):
         print(file)
 
 

@@ -335,6 +335,7 @@ class Run:
     # the run stops with exit code 75 if they differ; 0: no comparisons
     check_replicas_every: int = 0
     tensorboard: bool = False  # also write the records to DIR/NAME/tensorboard
+    price_per_hour: float = 0.0  # of one device, in any currency, for the cost in the report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,10 +58,11 @@ class Validation:
     def __call__(self, w: Transformer) -> dict[str, Any]:
         """Return the record of an evaluation; of a mixture, the weighted mean and each loss."""
         records = {name: self._record(w, name, part) for name, part in self.data.parts.items()}
-        if not any(records):  # a single dataset, whose name is empty
-            return records[""]
-        mean = weighted_mean(self.data.shares, list(records.values()))
-        return mean | {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
+        record = records.get("")  # of a single dataset, whose name is empty
+        if record is None:
+            record = weighted_mean(self.data.shares, list(records.values()))
+            record |= {f"loss/val/{name}": r["loss/val"] for name, r in records.items()}
+        return record | {"bits_per_byte": with_perplexity(record, self.data)["bits_per_byte"]}
 
     def _record(self, w: Transformer, name: str, data: Dataset) -> dict[str, Any]:
         t = self.whole.train
@@ -145,15 +146,11 @@ def result(config: Config, data: Mixture | None) -> str:
         bits, others = with_perplexity(losses[-1], data)["bits_per_byte"], guesses(config, data)
         text += f": {bits:.2f} bits per byte of text. Guesses need "
         text += " and ".join(f"{bits:.2f} ({name})" for name, bits in others.items())
-    names = ["metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
+    names = ["report.html", "metrics.jsonl", "samples.jsonl", "plots", "config.toml"]
     paths = [f"{run}/{name}" for name in names if (run.files / name).exists()]
     if run.has_checkpoints():
         paths.append(str(run.checkpoints))
-        text += (
-            f"\nnext: ./run.sh python generate.py --run {run} --prompt 'def '"
-            f"\n      ./run.sh python convert.py export --run {run} --out exported --remote_code"
-            f"\n      ./run.sh python main.py --run.init_from {run} --run.name more"
-        )
+        text += "\nnext: " + "\n      ".join(resume.next_commands(run, config))
     return f"{text}\nfiles: {', '.join(paths)}"
 
 

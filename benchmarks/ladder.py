@@ -15,11 +15,9 @@ run with two other seeds.
 import functools
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -27,14 +25,13 @@ import numpy as np
 
 import depth
 from benchmarks.common import ROOT
-from runtime import cli, jsonl
+from runtime import cli, jsonl, processes
 from runtime.console import log
 from utils import ConfigError
 
 RECORDS = ROOT / "docs/ladder.jsonl"
 RUNS = ROOT / "runs/ladder"
 SEQ_LEN, TRIES, SEEDS = 256, 5, (0, 1, 2)
-POLL_S = 2.0
 START = {"muon": 2.5, "adamw": 0.9}  # first learning rate times width
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
 ENVIRONMENT["XLA_FLAGS"] = (
@@ -147,32 +144,18 @@ def needed(losses: Losses, series: Series, tries: int) -> Iterator[Run]:
 
 def make(seconds: float, cores: list[int]) -> None:
     """Make the missing runs, one per core. After `seconds` the others save and stop."""
-    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
-    deadline = time.monotonic() + seconds
     RUNS.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through `finally`
-    try:
-        while time.monotonic() < deadline:
-            for core in [
-                core for core, (_, process) in running.items() if process.poll() is not None
-            ]:
-                run, process = running.pop(core)
-                record(run, process.returncode)
-            losses = read()
-            todo = dict.fromkeys(run for series in PLAN for run in needed(losses, *series))
-            begun = losses.keys() | {run for run, _ in running.values()}
-            new = (run for run in todo if run not in begun)
-            for core, run in zip([c for c in cores if c not in running], new, strict=False):
-                log(f"{run.name} starts on core {core}")
-                running[core] = run, start(run, core)
-            if not running:
-                return
-            time.sleep(POLL_S)
-    finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            process.wait()
+
+    def missing(running: set[Run]) -> Iterator[Run]:
+        losses = read()
+        todo = dict.fromkeys(run for series in PLAN for run in needed(losses, *series))
+        return (run for run in todo if run not in losses.keys() | running)
+
+    def begin(run: Run, core: int) -> subprocess.Popen[bytes]:
+        log(f"{run.name} starts on core {core}")
+        return start(run, core)
+
+    processes.run_all(cores, missing, begin, record, seconds)
 
 
 def start(run: Run, core: int) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ def how_to_extend(run: run_directory.RunDirectory, begin: int) -> str:
         f"--run.init_from {run} --run.init_from_step {steps[-1]} --run.init_optimizer "
         "continues it, with another --optimizer.schedule_steps."
     )
+
+
+def next_commands(
+    run: run_directory.RunDirectory, config: Config, finished: bool = True
+) -> list[str]:
+    """Return commands that use the checkpoints of a run, or take more steps."""
+    name, file = shlex.quote(str(run)), f"--config {shlex.quote(f'{run}/config.toml')}"
+    commands = [f"generate.py --run {name} --prompt 'def '"]
+    commands += [f"validate.py --run {name}"] * (config.eval.sequences > 0)
+    commands.append(f"convert.py export --run {name} --out exported --remote_code")
+    if run.checkpoints == run.files / run_directory.CHECKPOINTS:  # not in a bucket
+        more = f" --train.steps {2 * config.train.steps}" * finished
+        # No steps follow a schedule that ends at 0.
+        commands += [f"main.py {file}{more}"] * (not finished or config.optimizer.min_lr_ratio > 0)
+    commands += [f"main.py --run.init_from {name} --run.name more"] * finished
+    return [f"./run.sh python {command}" for command in commands]
 
 
 def check_compatible(

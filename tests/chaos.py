@@ -146,7 +146,7 @@ def reported(run: Path) -> dict[str, object]:
         found |= {name: a.whole().tobytes() for name, a in saved.arrays(step).items()}
     found["pictures"] = sorted(p.name for p in (run / "plots").iterdir())
     for name, shown in vars(plot.RunRecords(run)).items():
-        if name != "name":
+        if name not in ("name", "tokens_per_s"):
             found[f"picture of {name}"] = repr(getattr(shown, "tolist", lambda v=shown: v)())
     return found
 

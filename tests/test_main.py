@@ -18,6 +18,7 @@ import main
 import metrics
 import model
 import optimizer
+import report
 import sharded_model
 import train
 import utils
@@ -90,8 +91,9 @@ def test_a_run_leaves_its_config_metrics_samples_checkpoints_and_plots(whole):
     assert np.array(evaluations[0]["moe/tokens_per_expert"]).sum(1).tolist() == [16 * 32 * 2] * 4
     recorded = [(s["step"], s["prompt"]) for s in jsonl.read(whole / "samples.jsonl")]
     assert recorded == [(step, prompt) for step in (4, 6) for prompt in ("def", "import")]
-    names = "load_loss.png tokens_per_expert.png validation_loss.png"
-    assert sorted(p.name for p in (whole / "plots").iterdir()) == names.split()
+    names = "gradient_norm learning_rate load_loss tokens_per_expert tokens_per_second "
+    names = f"{names}validation_loss".split()
+    assert sorted(p.stem for p in (whole / "plots").iterdir()) == names
     assert {p.name for p in (whole / "checkpoints").iterdir()} >= {"3", "6"}
     assert cli.load(whole / "config.toml").model.hidden_size == 32
     assert not (whole / "skipped.jsonl").exists()
@@ -160,6 +162,15 @@ def test_a_finished_run_started_again_prints_its_result_and_draws_a_missing_pict
     assert re.search(expected, printed)
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert sorted((whole / "plots").iterdir()) == files
+
+
+def test_a_report_that_fails_is_a_warning_of_a_run(whole, data, runs, monkeypatch, capsys):
+    monkeypatch.setattr(main, "Loop", None)
+    monkeypatch.setattr(report, "of_run", None)
+    start(data, runs, "whole")
+    printed = capsys.readouterr().out
+    assert "warning: no report, or an old one: TypeError: 'NoneType'" in printed
+    assert "6 steps, validation loss" in printed
 
 
 # --- the loop, without a model --------------------------------------------------------------------

@@ -16,6 +16,7 @@ def write_run(folder, *, every=2, layers=3, tokens_per_step=128, factor=0.5, ext
     lines = []
     for step in range(1, 7):
         loss = {"loss/train": 8.0 / step, "loss/cross_entropy": 7.0 / step}
+        loss |= {"grad_norm": 2.0 / step, "lr": 0.01, "tokens_per_s": 100.0 * step, "mfu": None}
         balance = {"loss/balance": factor * layers * 1.25}
         lines.append({"step": step, "tokens": step * tokens_per_step} | loss | balance)
         if step % every == 0:
@@ -36,9 +37,10 @@ def folder(tmp_path):
 
 def test_a_run_has_its_plots_which_are_replaced_atomically(folder, monkeypatch):
     files = plot.plot_runs([folder])
-    names = ["validation_loss.png", "load_loss.png", "tokens_per_expert.png"]
-    assert files == [folder / "plots" / name for name in names]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    names = ["validation_loss", "load_loss", "tokens_per_expert", *list(plot.OF_STEPS)[1:]]
+    pictures = [folder / "plots" / f"{name}.png" for name in names]
+    assert files == [*pictures, folder / "report.html"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in pictures)
     files[0].write_bytes(b"old")
     monkeypatch.setattr(os, "replace", None)  # a kill before the file is complete
     with pytest.raises(TypeError):
@@ -77,9 +79,13 @@ def test_several_runs_are_drawn_over_each_other(folder, tmp_path, monkeypatch, c
     plot.main()
     plots = tmp_path / "tiny+b" / "plots"
     assert capsys.readouterr().out.split()[0] == str(plots / "validation_loss.png")
-    assert len(list(plots.iterdir())) == 2
-    [file] = plot.plot_runs([write_run(tmp_path / "dense", layers=0)])
-    assert file.name == "validation_loss.png"
+    assert len(list(plots.iterdir())) == 5 and (tmp_path / "tiny+b" / "report.html").is_file()
+    files = plot.plot_runs([write_run(tmp_path / "dense", layers=0)])
+    assert {file.stem for file in files} & {
+        "validation_loss",
+        "load_loss",
+        "tokens_per_expert",
+    } == {"validation_loss"}
 
 
 def test_a_loss_that_was_not_finite_is_a_gap_and_a_truncated_line_is_skipped(tmp_path):
@@ -91,9 +97,35 @@ def test_a_loss_that_was_not_finite_is_a_gap_and_a_truncated_line_is_skipped(tmp
     plot.validation_loss([run])
 
 
-def test_a_folder_of_no_run_or_before_its_first_evaluation_is_refused(tmp_path, monkeypatch):
+def test_values_of_steps_are_drawn_but_for_the_slow_first_step_of_each_start(folder, tmp_path):
+    (folder / "starts.jsonl").write_text('{"step": 0}\n{"step": 3}\n')
+    longer = write_run(tmp_path / "longer", tokens_per_step=256)
+    runs = [plot.RunRecords(folder), plot.RunRecords(longer)]
+    values = [line.get_ydata() for line in plot.of_steps(runs, "tokens_per_second").axes[0].lines]
+    np.testing.assert_array_equal(values[0], [np.nan, 200, 300, np.nan, 500, 600])
+    np.testing.assert_array_equal(values[1], [100, 200, 300, 400, 500, 600])
+    [ax] = plot.of_steps(runs, "gradient_norm").axes
+    assert ax.get_yscale() == "log"
+    assert [line.get_xydata()[-1].tolist() for line in ax.lines] == [[768, 2 / 6], [1536, 2 / 6]]
+    runs[0].lr[:] = np.nan
+    assert plot.of_steps(runs[:1], "learning_rate") is None
+
+
+def test_a_run_without_an_evaluation_has_its_training_loss(tmp_path):
+    files = plot.plot_runs([write_run(tmp_path / "young", every=100)])
+    names = ["training_loss", "gradient_norm", "learning_rate", "tokens_per_second", "report"]
+    assert [file.stem for file in files] == names
+    plot.plot_runs([tmp_path / "young", write_run(tmp_path / "tiny")])
+
+
+def test_a_folder_of_no_run_or_before_its_first_step_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot.py", "--run", str(tmp_path)])
     with pytest.raises(ValueError, match=r"has no config.toml. Give the folder of a run"):
         plot.main()
-    with pytest.raises(ValueError, match="6 steps and 0 evaluations"):
-        plot.plot_runs([write_run(tmp_path / "young", every=100)])
+    (write_run(tmp_path / "new") / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"new/metrics.jsonl has no steps. Start the run again"):
+        plot.plot_runs([tmp_path / "new"])
+    for flags in ([], ["--run", "a", "--runs", "b"]):
+        monkeypatch.setattr(sys, "argv", ["plot.py", *flags])
+        with pytest.raises(ValueError, match="more runs, as --run runs/tiny, or a folder of runs"):
+            plot.main()

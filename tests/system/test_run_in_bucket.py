@@ -139,7 +139,9 @@ def test_a_resumed_run_in_a_bucket_equals_an_uninterrupted_one_on_a_disk(
     assert jsonl.read(done.files / "samples.jsonl") == jsonl.read(whole / "samples.jsonl")
     for a, b in zip(arrays(url, 6), arrays(whole, 6), strict=True):
         assert (a == b).all()
-    assert {"config.toml", "plots/validation_loss.png"} <= BucketFolder(url).files().keys()
+    files = {"config.toml", "plots/validation_loss.png", "report.html"}
+    assert files <= BucketFolder(url).files().keys()
+    assert f"generate.py --run {url} " in BucketFolder(url).read("report.html").decode()
     assert [start["step"] for start in jsonl.read(done.files / "starts.jsonl")] == [0, 3]
 
 
