@@ -33,6 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+import matrix
 import utils
 import weights
 from device_kernels.adapter import GPU_KERNELS, repeat_heads
@@ -238,7 +239,7 @@ class LatentAttention:
         kernel: str = "xla",
     ) -> Heads:
         """Equations 9-19 of the paper.  kernel: the attention kernel that reads the heads."""
-        if kernel in GPU_KERNELS and position_bT is None:
+        if kernel in GPU_KERNELS and position_bT is None and isinstance(self.kv_up, jax.Array):
             return self._heads_in_place(inputs_bTX, m, rope)
         q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
         kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
@@ -341,7 +342,11 @@ class KeyValue:
             return self
         heads = self.key.shape[-2]
         one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
-        return jax.tree.map(lambda w: lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2), self)
+
+        def of_rank(w: Any) -> Any:
+            return matrix.of_columns(w, lambda w: lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2))
+
+        return jax.tree.map(of_rank, self, is_leaf=matrix.is_matrix)
 
 
 @flax.struct.dataclass

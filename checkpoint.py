@@ -27,6 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
+import lora
 from model import Transformer
 from runtime import array_digests, distributed, run_directory, storage
 from runtime.console import is_primary, log
@@ -294,10 +295,19 @@ class Checkpoints:
         )
 
     def arrays(self, step: int) -> dict[str, StoredArray]:
-        """Return the arrays of a step by name, to read parts of them without devices."""
-        entries = self.record(step)["arrays"]
+        """Return the arrays of a step by name, to read parts of them without devices.
+
+        Adapters are merged with their base.
+
+        Raises  ConfigError if the base is not the one that the run started from
+        """
+        record = self.record(step)
         with self._reading(step):
-            return open_arrays(f"{self.folder}/{step}/state", entries)
+            own = open_arrays(f"{self.folder}/{step}/state", record["arrays"])
+        if not (base := record["config"].get("base")):
+            return own
+        _, arrays = open_base(base["run"], base["step"], base["digest"])
+        return own | lora.merge_arrays(arrays, own, base)
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -322,7 +332,9 @@ class Checkpoints:
         Raises    ConfigError with the arrays that are missing or of another shape or type; Damaged
         """
         entries, wanted = self.record(step)["arrays"], _named(abstract)
-        self._check_arrays(step, entries, wanted)
+        self.check_arrays(step, entries, wanted)
+        if not wanted:
+            return abstract
         try:
             restored = self._restored(step, entries, wanted)
         except Damaged:  # a bit may have flipped in transit: read once more
@@ -351,9 +363,10 @@ class Checkpoints:
             raise self._damaged(step, f"{_listed(differ)} does not have the values that were saved")
         return restored
 
-    def _check_arrays(
+    def check_arrays(
         self, step: int, entries: Mapping[str, Any], wanted: Mapping[str, Any]
     ) -> None:
+        """Raise ConfigError with the arrays that are missing or of another shape or type."""
         if self._writes and all(name.startswith("weights.") for name in entries):
             raise ConfigError(
                 f"{self.folder}/{step} holds weights alone, as imported. Start a run with them: "
@@ -462,5 +475,35 @@ def load_weights(
     """
     with Checkpoints(run.checkpoints) as saved:
         saved.step_or_newest(step)  # raises without checkpoints
-        step, state = saved.newest({"weights": shapes}, only=step)
-        return step, state["weights"], saved.record(step)["config"]
+        named = _named(plain := {"weights": shapes})
+        step, state = saved.newest(
+            lambda names: {} if lora.has_adapters(names) else plain, only=step
+        )
+        config = saved.record(step)["config"]
+        if not state:  # merged as they are read
+            arrays = saved.arrays(step)
+            entries = {n: {"shape": a.shape, "dtype": a.dtype.name} for n, a in arrays.items()}
+            saved.check_arrays(step, entries, named)
+            leaves = [arrays[name].onto(*wanted) for name, wanted in named.items()]
+            state = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+        return step, state["weights"], config
+
+
+def open_base(
+    folder: str, step: int, known: str = ""
+) -> tuple[dict[str, Any], Mapping[str, StoredArray]]:
+    """Return the record and the arrays of the base of adapters.
+
+    step    0 for the newest
+    known   its digest, if adapters were trained on it
+    Raises  ConfigError if it is not there, or has another digest
+    """
+    run = run_directory.at(folder)
+    with Checkpoints(run.checkpoints) as saved:
+        record = saved.record(step := saved.step_or_newest(step or None))
+        if known and lora.digest(record["arrays"]) != known:
+            raise ConfigError(
+                f"the weights of {folder} at step {step} are not those that the adapters were "
+                "trained on (run.init_from). Restore that run, or train new adapters."
+            )
+        return record | {"step": step}, saved.arrays(step)

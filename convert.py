@@ -19,7 +19,7 @@ from pathlib import Path
 
 import utils
 from checkpoint import Checkpoints
-from hf import export_checkpoint, import_checkpoint, safetensors_files, tensors
+from hf import export_adapter, export_checkpoint, import_checkpoint, safetensors_files, tensors
 from hf.export_checkpoint import Export
 from hf.model_config import HfModel
 from runtime import cli, errors, provenance, resume, run_directory
@@ -52,7 +52,14 @@ def export_run(flags: Export) -> None:
     config = resume.config_of(run, [], Export)
     with closing(Checkpoints(run.checkpoints)) as saved, _new_folder(flags.out):
         step = saved.step_or_newest(flags.step)
-        tokens, arrays = saved.record(step)["config"]["tokens"], saved.arrays(step)
+        stored, arrays = saved.record(step)["config"], saved.arrays(step)
+        if flags.adapter:
+            config = dataclasses.replace(config, lora=utils.Lora(**stored.get("lora", {})))
+            modules = export_adapter.write_folder(flags.out, config, flags.dtype, arrays)
+            log(f"step {step} of {flags.run}, adapters of {', '.join(modules)}: {flags.out}")
+            log(f"model = PeftModel.from_pretrained(base, {str(flags.out)!r})")
+            return
+        tokens = stored["tokens"]
         name = export_checkpoint.write_folder(flags, run, config, step, tokens, arrays)
     log(f"step {step} of {flags.run} as {name}: {flags.out}")
     log(f"model = AutoModelForCausalLM.from_pretrained({flags.arguments})")
@@ -100,7 +107,8 @@ def _run_config(hf_model: HfModel, flags: Import, rest: Sequence[str]) -> Config
     T = str(min(hf_model.max_length, MAX_SEQ_LEN))
     defaults = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
     defaults += ["--train.global_batch_size", "1", "--train.microbatches", "1"]
-    defaults += ["--train.seq_len", T, "--run.name", flags.out.name]
+    defaults += ["--train.seq_len", T, "--model.compute_dtype", "auto"]
+    defaults += ["--run.name", flags.out.name]
     defaults += ["--run.dir", str(flags.out.parent)]
     config = cli.parse([*defaults, *rest], Import, model=hf_model.model)
     resume.check_same_model(flags.folder, hf_model.model, config.model, "--folder")

@@ -35,8 +35,8 @@ import jax
 import utils
 import weights
 from attention import kind_of
-from model import Transformer
 from utils import ConfigError
+from weights import Tree
 
 GB, TERA = 10**9, 10**12
 GPUS_PER_HOST = 8  # of an HGX or DGX board, connected by NVLink
@@ -295,19 +295,24 @@ MFU_RULE = (
 )
 
 
-def palm_flops_per_token(m: utils.Model, declared: Transformer, sequence_length: int) -> float:
+def palm_flops_per_token(m: utils.Model, declared: Tree, sequence_length: int) -> float:
     """6 * active parameters + 6 * layers * heads * keys * (query width + value width).
 
-    An untied embedding is only looked up, and does not count. A tied one counts as the output
-    matrix. The source has 12 * layers * heads * head width * T for attention. Here queries and
-    values have their own widths, and keys are those that a query attends to on average: T / 2 under
+    A frozen parameter has 4 in place of 6, as it has no gradient. An untied embedding is only
+    looked up, and does not count. A tied one counts as the output matrix. The source has
+    12 * layers * heads * head width * T for attention. Here queries and values have their own
+    widths, and keys are those that a query attends to on average: T / 2 under
     the causal mask, and fewer with a sliding window.
 
-    Source  Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+    declared  those of a model.Transformer.
+    Source    Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     _, active = weights.count(declared)
+    _, frozen = weights.count(weights.frozen(declared, declared))
     lookup = 0 if m.tie_word_embeddings else declared.first.embedding.size
+    unused = lookup * declared.first.embedding.frozen
     window = min(m.sliding_window or sequence_length, sequence_length)
     keys = window * (1 - window / (2 * sequence_length))
     heads = m.num_hidden_layers * m.num_attention_heads
-    return 6.0 * (active - lookup) + 6.0 * heads * keys * sum(kind_of(m).widths(m))
+    products = 6.0 * (active - lookup) - 2.0 * (frozen - unused)
+    return products + 6.0 * heads * keys * sum(kind_of(m).widths(m))

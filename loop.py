@@ -20,6 +20,7 @@ import hardware
 import memory
 import sharded_model
 import train
+import weights
 from checkpoint import Checkpoints
 from dataset import Mixture
 from inference.sampling import as_log, make_sampler
@@ -51,6 +52,7 @@ class Job:
     val: Mixture | None
     directory: run_directory.RunDirectory
     saved: Checkpoints | None  # None if --checkpoint.every_steps is 0
+    settings: dict[str, Any]  # what checkpoints record: config, data, and the base of adapters
     watchdog: Phases
     stop: StopRequest
 
@@ -227,8 +229,8 @@ class Loop:
             self.recorder.sync()
             job.directory.upload()
 
-        settings = dataclasses.asdict(job.config) | job.data.stored()
-        job.saved.save(step, state, settings, before=records_first)
+        kept = state.replace(weights=weights.own(job.declared, state.weights))
+        job.saved.save(step, kept, job.settings, before=records_first)
 
     def _stop_if_requested(self, state: State, step: int, follows: Sequence[bool] = ()) -> None:
         """Save and raise Stopped, on all processes, after a request to stop, or if the time limit

@@ -25,6 +25,7 @@ import checkpoint
 import depth
 import fit
 import hardware
+import lora
 import model
 import optimizer
 import sharded_model
@@ -116,6 +117,24 @@ def load_initial(
     return utils.changed(config, {"run.init_from_step": step}), w, None
 
 
+def load_base(
+    config: Config, declared: Transformer, mesh: Mesh, data: Mixture
+) -> tuple[Config, Transformer, dict[str, Any]]:
+    """Load the frozen weights that adapters are trained on.
+
+    Returns  the config with the step of --run.init_from, the weights, of which adapters have their
+             initial values, and what checkpoints record of the base
+    """
+    r = config.run
+    record, arrays = checkpoint.open_base(r.init_from, r.init_from_step)
+    tokens, step = record["config"]["tokens"], record["step"]
+    resume.check_same_tokenizer(run_directory.at(r.init_from), tokens, data.folder, data.manifest)
+    config = utils.changed(config, {"run.init_from_step": step})
+    adapters = weights.initialize(weights.own(declared, declared), mesh, config.train.seed)
+    w = weights.filled(adapters, lora.load_base(declared, mesh, arrays))
+    return config, w, lora.described(config, declared, step, record["arrays"])
+
+
 def run(config: Config) -> None:
     """Start or resume a run and train to its last step. Every process of the job calls this."""
     r, w, state = config.run, None, None
@@ -128,6 +147,7 @@ def run(config: Config) -> None:
     ):
         watchdog.phase("opening of the data")
         with distributed.shared_errors():
+            lora.check(config)
             config, chosen = fit.for_devices(with_vocabulary(config), jax.devices())
             check_packages(config)
             config = resume.resolve(config)
@@ -141,7 +161,9 @@ def run(config: Config) -> None:
         stack.enter_context(fit.explained(config, mesh))
         watchdog.phase("initial weights" if is_new and not r.init_from else "restore")
         shapes = train.abstract_state(config, declared, mesh)
-        if r.init_from and is_new:
+        if config.lora.rank:
+            config, w, settings["base"] = load_base(config, declared, mesh, data)
+        elif r.init_from and is_new:
             config, w, state = load_initial(config, shapes, settings, data)
         directory.check_lock = stack.enter_context(writer_lock.held(str(directory), r.take_over))
         stack.enter_context(directory.synced() if is_primary() else nullcontext())
@@ -149,9 +171,12 @@ def run(config: Config) -> None:
         if c.every_steps:
             saved = Checkpoints(directory.checkpoints, c.keep, keep_every_steps=c.keep_every_steps)
         with saved or nullcontext():
-            job = Job(config, declared, mesh, data, val, directory, saved, watchdog, stop)
+            job = Job(config, declared, mesh, data, val, directory, saved, settings, watchdog, stop)
             if saved:
-                state = restore(directory, saved, shapes, settings) or state
+                own = shapes.replace(weights=weights.own(declared, shapes.weights))
+                state = restore(directory, saved, own, settings) or state
+                if state and config.lora.rank:
+                    state = state.replace(weights=weights.filled(state.weights, w))
             finished = state is not None and int(state.step) >= config.train.steps
             if not finished:
                 train_from(job, state, w, is_new)
@@ -206,13 +231,15 @@ def describe(job: Job) -> None:
     """Log the model, the mesh and the batch."""
     config, mesh = job.config, job.mesh
     total, active = weights.count(job.declared)
+    own, _ = weights.count(weights.trained(job.declared, job.declared))
+    trained = f", {own:,} of them trained" * bool(config.lora.rank)
     kernels = describe_kernels(config, sharded_model.platform(mesh))
     stages = f" with {config.mesh.virtual} virtual stages" * (config.mesh.virtual > 1)
     log(
-        f"{total:,} parameters, {active:,} active; {config.model.num_hidden_layers} layers; mesh "
-        f"{config.mesh}{stages} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
-        f"{kernels}; {config.train.global_batch_size} x {config.train.seq_len} tokens per "
-        "step"
+        f"{total:,} parameters{trained}, {active:,} active; "
+        f"{config.model.num_hidden_layers} layers; mesh {config.mesh}{stages} on "
+        f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, {kernels}; "
+        f"{config.train.global_batch_size} x {config.train.seq_len} tokens per step"
     )
     for note in hardware.notes(config, mesh.devices.flat[0]):
         log(note)

@@ -2,10 +2,10 @@
 
 Every layer is a function of (weights, activations) that runs inside `shard_map`. Its activations
 are this rank's slices. Its weights are already gathered over fsdp, by sharded_model.gather_params.
-Each collective over other axes is a line in the layer, or in experts.py, which has the dispatch of
-tokens to experts. vocabulary.py has embedding and loss. The conventions are those of DeepSeek-V3
-(arXiv:2412.19437), with Llama's rotary pairs. The order in which layers run is in sharded_model.py
-and pipeline.py.
+Each collective over other axes is a line in the layer, or in experts.py and dropless.py, which have
+the dispatch of tokens to experts. vocabulary.py has embedding and loss. The conventions are those
+of DeepSeek-V3 (arXiv:2412.19437), with Llama's rotary pairs. The order in which layers run is in
+sharded_model.py and pipeline.py.
 
 Letters. UPPER case is the global dimension, lower case this rank's slice of it:
     B sequences       T positions                       D model width       M microbatches
@@ -18,7 +18,7 @@ A value whose name starts with `partial_` is still to be reduced over ranks.
 
 Words with one meaning each:
     block         a group of consecutive layers, as Block declares it
-    tile          rows or positions that are multiplied at once: experts.py, device_kernels/
+    tile          rows or positions that are multiplied at once: dropless.py, device_kernels/
     model chunk   a virtual stage of a pipeline rank: schedule.py, where it is `chunk`
     chunk         in the loss, tokens whose logits exist at once: vocabulary.py
     schedule      of a pipeline; an optimizer has learning rates
@@ -34,14 +34,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import float8
+import lora
+import matrix
 import utils
 import weights
 from attention import Attention, attend, kind_of
+from dropless import dropless_experts
 from experts import (
     Experts,
     SharedExperts,
     capacity_experts,
-    dropless_experts,
     uses_expert_parallelism,
 )
 from routing import Routing, balance, route
@@ -190,6 +192,8 @@ def declare(config: utils.Config) -> Transformer:
         last=last.replace(output=None) if m.tie_word_embeddings else last,
     )
     tree = weights.named(tree)
+    if config.lora.rank:
+        tree = lora.adapted(config, tree)
     weights.check_divisible(tree, dict(zip(MESH_AXES, config.mesh.shape, strict=True)))
     return tree
 
@@ -313,7 +317,8 @@ def attention(
     else:
         y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, rope)
     # o is contracted: each tensor rank holds the partial sum of its heads.
-    partial_bTD = matmul("bTo,oD->bTD", lax.collapse(y_bTnW, 2), lax.collapse(w.out, 0, 2))
+    out_oD = matrix.of_rows(w.out, lambda rows: lax.collapse(rows, 0, 2))
+    partial_bTD = matmul("bTo,oD->bTD", lax.collapse(y_bTnW, 2), out_oD)
     y_btD = checkpoint_name(scatter_sequence(partial_bTD, "output", parallel), "attention_out")
     return x_btD + dropout(y_btD, options, position, 0), cached
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from pipeline import Functions, Parameters, Tree, index, zeros
 from utils import BATCH_AXES, MESH_AXES
-from weights import vary, varying
+from weights import trained, vary, varying
 
 
 def forward_backward(
@@ -28,12 +28,14 @@ def forward_backward(
     """
     numbers = range(len(jax.tree.leaves(w.blocks)[0]))
     w = w._replace(blocks=[jax.tree.map(itemgetter(i), w.blocks) for i in numbers])
+    declared = functions.declared._replace(blocks=[functions.declared.blocks for _ in numbers])
 
     def gradients(data: Tree) -> tuple[Parameters, tuple]:
         values, vjp, stats = jax.vjp(partial(losses, functions, data), w, w.outer, has_aux=True)
         # Each loss by itself: a sum would make the last one vary along all axes, and its gradient
         # would be summed over them.
         grads, d_outer = vjp(jax.tree.map(lambda a: vary(jnp.ones_like(a), varying(a)), values))
+        grads, d_outer = trained(declared, grads), trained(declared.outer, d_outer)
         # In float32, as a matrix of `first` and `last` has two gradients.
         wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32))
         outer = jax.tree.map(jnp.add, wide(grads.outer), wide(d_outer))

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 import depth
 from utils import MESH_AXES, Config
-from weights import Tree, Weight
+from weights import Tree, Weight, trained
 
 FAR_FACTOR = 10.0  # a learning rate that is off by this causes a warning
 # a, b and c of X <- (a + b A + c A^2) X with A = X X^T, for each step. Steep at zero rather
@@ -93,14 +93,17 @@ TUNING_WARNING = (
 def learning_rate_warning(config: Config) -> str:
     """Return a warning about a learning rate far outside the tuned range, or an empty string.
 
-    An optimizer that is not in depth.LR has no such range. For a run from given weights
-    (--run.init_from) the range is one of pretraining, which undoes what the weights have learned.
+    An optimizer that is not in depth.LR has no such range, nor have adapters. For a run from given
+    weights (--run.init_from) the range is one of pretraining, which undoes what the weights have
+    learned.
     """
     o = config.optimizer
     if o.name not in depth.LR:
         return ""
     best = depth.best_lr(config)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
+    if config.lora.rank:
+        return ""
     if config.run.init_from and not config.run.init_optimizer:
         return TUNING_WARNING.format(lr=o.lr, low=low) if o.lr >= low else ""
     if low <= o.lr <= high:
@@ -115,10 +118,12 @@ def learning_rate_warning(config: Config) -> str:
 def make_optimizer(config: Config, declared: Tree, mesh: Mesh) -> optax.GradientTransformation:
     """Return the optimizer, without the learning rate.
 
+    Its arguments are of the weights that are trained, with None for the others.
+
     It clips by the global norm, scales by AdamW (arXiv:1711.05101) or for matrices by Muon if
     selected, and applies weight decay as declared.
     """
-    o = config.optimizer
+    o, declared = config.optimizer, trained(declared, declared)
     decayed = jax.tree.map(
         lambda w: w.decay and (w.group != "embedding" or o.decay_embeddings), declared
     )

@@ -37,7 +37,17 @@ from jax import lax
 from runtime import errors
 from schedule import PHASES, Schedule
 from utils import BATCH_AXES, MESH_AXES
-from weights import Tree, vary
+from weights import Tree, trained, vary
+
+
+class Parameters(NamedTuple):
+    """Weights of the three functions, or their gradients.
+
+    `first` and `last` share `outer`, so that a matrix that both use has one gradient.
+    """
+
+    outer: Tree
+    blocks: Tree  # [blocks of this rank, ...], chunk by chunk
 
 
 class Functions(NamedTuple):
@@ -49,16 +59,7 @@ class Functions(NamedTuple):
     first: Callable[[Tree, Tree], jax.Array]
     block: Callable[[Tree, Tree, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Tree]]
     last: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]
-
-
-class Parameters(NamedTuple):
-    """Weights of the three functions, or their gradients.
-
-    `first` and `last` share `outer`, so that a matrix that both use has one gradient.
-    """
-
-    outer: Tree
-    blocks: Tree  # [blocks of this rank, ...], chunk by chunk
+    declared: Parameters  # the weights.Weight of each array; those not trained have no gradient
 
 
 class Carry(NamedTuple):
@@ -230,8 +231,10 @@ class Executor:
         def with_loss(grads: Tree, stats: Tree) -> tuple[jax.Array, Tree, Tree]:
             y = lax.psum(jnp.where(self.is_last_rank(), carry.x, 0), "pipeline")
             data = self.microbatch(m)
-            value_and_grad = jax.value_and_grad(self.functions.last, argnums=(0, 2), has_aux=True)
+            last = self.functions.last
+            value_and_grad = jax.value_and_grad(last, (0, 2), has_aux=True, allow_int=True)
             (_, new), (d_outer, d_y) = value_and_grad(self.w.outer, data, y)
+            d_outer = trained(self.functions.declared.outer, d_outer)
             grads = jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, d_outer)
             return vary(d_y), grads, jax.tree.map(jnp.add, stats, new)
 
@@ -265,6 +268,7 @@ class Executor:
             vjp.args_res[0] = inputs
             # The gradient with respect to a block's own loss is 1.
             (d_w, *_), d_x = vjp((d_x, vary(jnp.where(valid, 1.0, 0.0))))
+            d_w = trained(self.functions.declared.blocks, d_w)
             return (d_x, add_where(valid, grads, d_w, chunk * self.blocks_per_chunk + i)), None
 
         d_x = jnp.where(valid, carry.d_x, 0)
@@ -282,6 +286,7 @@ class Executor:
         def backward(grads: Tree) -> Tree:
             vjp = self.first_vjp(m)[1] if first_vjp is None else first_vjp
             (new,) = vjp(jnp.where(self.rank == 0, d_x, 0))
+            new = trained(self.functions.declared.outer, new)
             return jax.tree.map(lambda g, d: g + d.astype(g.dtype), grads, new)
 
         with jax.named_scope("first_backward"):
@@ -335,7 +340,8 @@ def forward_backward(
     run = Executor(functions, w, data, schedule)
     x = run.empty_x()
     ring, block_stats = run.empty_ring(x)
-    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), w)
+    with_gradient = trained(functions.declared, w)
+    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), with_gradient)
     carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x))
 
     def tick(forward: bool, backward: bool, carry: Carry, t: jax.Array) -> tuple[Carry, None]:

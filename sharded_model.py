@@ -109,6 +109,7 @@ def pipeline_functions(
         segments = data.segments if config.data.segments else None
 
         def layer(w: Any, x_btD: jax.Array, segments: Any, position: LayerPosition) -> Any:
+            w = weights.constant(declared, w)
             if config.fsdp.gather == "layer":
                 w, x_btD = in_turn(w, x_btD) if options.ordered else (w, x_btD)
                 w = weights.gather(declared, w)
@@ -123,7 +124,8 @@ def pipeline_functions(
 
     def first(outer: EmbeddingAndHead, data: Batch) -> jax.Array:
         w = outer.first
-        x_btD = reduced(vocabulary.embed(w.embedding, data.tokens), "pipeline")
+        embedding = weights.constant(declared.first.embedding, w.embedding)
+        x_btD = reduced(vocabulary.embed(embedding, data.tokens), "pipeline")
         if w.prefix is not None:
             run = layer_of(declared.first.prefix, data)
             x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
@@ -135,12 +137,16 @@ def pipeline_functions(
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
-    last = partial(last_loss, config, token_scale, options.fused_loss)
-    return pipeline.Functions(first, block, last)
+    parameters = pipeline.Parameters(
+        EmbeddingAndHead(declared.first, declared.last), declared.blocks
+    )
+    last = partial(last_loss, config, parameters.outer, token_scale, options.fused_loss)
+    return pipeline.Functions(first, block, last, parameters)
 
 
 def last_loss(
     config: Config,
+    declared: EmbeddingAndHead,
     token_scale: jax.Array,
     fused: bool,
     outer: EmbeddingAndHead,
@@ -148,14 +154,14 @@ def last_loss(
     y_btD: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
+    outer = outer._replace(last=weights.constant(declared.last, outer.last))
     h_bTD = final_hidden(config, outer, y_btD)
     # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
     h_nD = vary(h_bTD).reshape(data.targets.size, -1)
     inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
     chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
-    return vocabulary.chunked_loss(
-        config.model.vocab_size, config.model.z_loss, fused, outer.output, *chunks_cn
-    )
+    m, trained = config.model, declared.output.trained
+    return vocabulary.chunked_loss(m.vocab_size, m.z_loss, fused, trained, outer.output, *chunks_cn)
 
 
 @jax.named_scope("loss")
@@ -196,7 +202,8 @@ def gather_params(
 def reduce_gradients(
     config: Config, declared: Transformer, grads: pipeline.Parameters
 ) -> Transformer:
-    """Reduce partial gradients over ranks, to the layout of the weights."""
+    """Reduce partial gradients over ranks, to the layout of the weights that are trained."""
+    declared = weights.trained(declared, declared)
     stack = (config.mesh.virtual, 1, -1)  # [virtual, stage, block] of one pipeline rank
     first, last = grads.outer
     blocks = jax.tree.map(lambda g: g.reshape(*stack, *g.shape[1:]), grads.blocks)
@@ -299,6 +306,8 @@ def is_unrolled(config: Config, platform: str) -> bool:
     layers, single = config.train.layers, schedule_of(config).single_stage
     # XLA for CPUs would compute once what the backward pass of an unrolled layer repeats.
     auto = platform.startswith("gpu") or (platform == "cpu" and not recomputes(config))
+    # XLA would copy the frozen weights of all layers out of their stacks, at once.
+    auto = auto and not config.lora.rank
     return single and (layers == "unrolled" or (layers == "auto" and auto))
 
 
@@ -323,7 +332,8 @@ def loss_and_gradients(
 ) -> Callable[[Transformer, Batch, jax.Array], tuple[Transformer, Stats]]:
     """Return (weights, batch [M, B, T], step) -> (gradients, Stats).
 
-    Gradients are of the step's loss, float32, in the layout of the weights.
+    Gradients are of the step's loss, float32, in the layout of the weights, and None for weights
+    that are not trained.
     """
     m, chip = config.model, hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
@@ -344,7 +354,8 @@ def loss_and_gradients(
         grads = reduce_gradients(config, declared, grads)
         return grads, summarize(config, sums, routing, balance_scale)
 
-    return over_mesh(declared, mesh, local, P(), out=(weights.specs(declared), STATS_SPECS))
+    specs = weights.specs(weights.trained(declared, declared))
+    return over_mesh(declared, mesh, local, P(), out=(specs, STATS_SPECS))
 
 
 def evaluate(

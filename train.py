@@ -117,13 +117,13 @@ def abstract_state(config: Config, declared: Transformer, mesh: Mesh) -> State:
     def masked(a: Any) -> bool:  # an array of the other optimizer
         return isinstance(a, optax.MaskedNode)
 
-    w = jax.tree.map(lambda w: array(w.spec, w.shape), declared)
+    w = jax.tree.map(lambda w: array(w.spec, w.shape, w.dtype), declared)
     optimizer = make_optimizer(config, declared, mesh)
     optimizer_state = optax.tree.map_params(
         optimizer,
         lambda a, w: a if masked(a) else array(w.spec, a.shape, a.dtype),
-        jax.eval_shape(optimizer.init, w),
-        declared,
+        jax.eval_shape(optimizer.init, weights.trained(declared, w)),
+        weights.trained(declared, declared),
         transform_non_params=lambda a: array(P(), a.shape, a.dtype),
         is_leaf=masked,
     )
@@ -147,7 +147,8 @@ def initial_state(
     if w is None:
         w = weights.initialize(declared, mesh, config.train.seed)
     optimizer = make_optimizer(config, declared, mesh)
-    optimizer_state = jax.jit(optimizer.init, out_shardings=shardings.optimizer)(w)
+    with_gradient = weights.trained(declared, w)
+    optimizer_state = jax.jit(optimizer.init, out_shardings=shardings.optimizer)(with_gradient)
     step, skipped, in_row = (jax.device_put(np.int32(0), shardings.step) for _ in range(3))
     norms = initial_norms(shardings.norms) if shardings.norms else None
     return State(w, optimizer_state, step, skipped, in_row, norms)
@@ -177,14 +178,15 @@ def jitted_step(
     ) -> tuple[State, dict[str, jax.Array]]:
         grads, stats = loss_and_gradients(state.weights, batch, state.step)
         norm, lr = optax.tree.norm(grads), learning_rate(rates, state.step)
+        old = weights.trained(declared, state.weights)
         with jax.numpy_dtype_promotion("standard"):
-            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
-        new = jax.tree.map(lambda w, u: w - lr * u, state.weights, updates)
-        new = balance_router(config, new, stats.tokens_per_expert)
+            updates, optimizer_state = optimizer.update(grads, state.optimizer, old)
+        new = jax.tree.map(lambda w, u: w - lr * u, old, updates)
+        new = balance_router(config, weights.filled(new, state.weights), stats.tokens_per_expert)
         finite = jnp.isfinite(stats.loss) & jnp.isfinite(norm)
         applied, norms, spike = detect_spike(config.train.skip_spikes, state.norms, norm, finite)
         new, optimizer_state = jax.tree.map(
-            lambda after, before: jnp.where(applied, after, before),
+            lambda new, old: old if new is old else jnp.where(applied, new, old),
             (new, optimizer_state),
             (state.weights, state.optimizer),
         )

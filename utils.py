@@ -233,6 +233,19 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (arXiv:2106.09685) of the weights of --run.init_from."""
+
+    rank: int = setting(0, at_least=0)  # of the adapters; 0: all weights are trained
+    alpha: float = setting(32.0, above=0)  # the change of a matrix is A B, times alpha / rank
+    # matrices with adapters: attention, mlp (of dense layers and shared experts), experts
+    targets: tuple[str, ...] = ("attention", "mlp")
+    # type in which the frozen weights are stored; nf4 has 4 bits (arXiv:2305.14314), for matrices
+    # whose last dimension is a multiple of 16
+    base: Literal["float32", "bfloat16", "nf4"] = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     # of the matrices of layers; AdamW updates embedding, output, norms and router in either case
     name: Literal["adamw", "muon"] = "adamw"
@@ -272,7 +285,7 @@ class Train:
     # main.py chooses unless it is set
     remat: str = setting("none", resume="free")
     # without a pipeline: unrolled layers are faster, scanned ones compile sooner; auto: scanned on
-    # TPUs, on CPUs that recompute, and where the unrolled step does not fit
+    # TPUs, on CPUs that recompute, with adapters, and where the unrolled step does not fit
     layers: Literal["auto", "unrolled", "scanned"] = setting("auto", resume="free")
     loss_chunk_tokens: int = setting(2048, resume="free")  # most tokens with logits at a time
     # the run stops after this many skipped steps in a row; a step is skipped if its loss or
@@ -357,6 +370,7 @@ class Config:
     mesh: Mesh = field(default_factory=Mesh, metadata=rules(resume="free"))
     fsdp: Fsdp = field(default_factory=Fsdp, metadata=rules(resume="free"))
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
     data: Data = field(default_factory=Data)

@@ -136,11 +136,12 @@ def is_target(logits_nv: jax.Array, targets_n: jax.Array) -> jax.Array:
     return local_ids(logits_nv.shape[1])[None, :] == targets_n[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def chunked_loss(
     vocabulary: int,
     z_factor: float,
     fused: bool,
+    trained: bool,
     table_vD: jax.Array,
     h_cnD: jax.Array,
     targets_cn: jax.Array,
@@ -153,6 +154,7 @@ def chunked_loss(
 
     vocabulary  size without padding.
     fused       whether the gradient is that of a kernel: see device_kernels/choice.py, fuses_loss.
+    trained     whether the table has a gradient.
     """
 
     def sums_of(chunk: tuple[jax.Array, ...]) -> jax.Array:
@@ -199,26 +201,35 @@ def logits_gradient(
 
 
 def _chunked_loss_forward(
-    vocabulary: int, z_factor: float, fused: bool, table_vD: jax.Array, *chunks_cn: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    def body(d_table_vD: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    vocabulary: int,
+    z_factor: float,
+    fused: bool,
+    trained: bool,
+    table_vD: jax.Array,
+    *chunks_cn: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, jax.Array]]:
+    def body(d_table_vD: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, tuple]:
         h_nD, *_ = chunk
         d_logits_nv, sums = logits_gradient(vocabulary, z_factor, fused, table_vD, *chunk)
         with jax.named_scope("transpose(loss)"):
-            d_table_vD += float32_product("nv,nD->vD", d_logits_nv, h_nD)
+            if trained:
+                d_table_vD += float32_product("nv,nD->vD", d_logits_nv, h_nD)
             return d_table_vD, (sums, matmul("nv,vD->nD", d_logits_nv, table_vD))
 
-    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
+    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD)) if trained else None
     d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, chunks_cn)
     sums = sums.sum(0)
-    return (sums[0] + z_factor * sums[1], sums), (d_table_vD.astype(table_vD.dtype), d_h_cnD)
+    if trained:
+        d_table_vD = d_table_vD.astype(table_vD.dtype)
+    return (sums[0] + z_factor * sums[1], sums), (d_table_vD, d_h_cnD)
 
 
 def _chunked_loss_backward(
-    vocabulary: int, z_factor: float, fused: bool, grads: tuple, d_out: tuple
+    vocabulary: int, z_factor: float, fused: bool, trained: bool, grads: tuple, d_out: tuple
 ) -> tuple:
     scale = d_out[0]  # d_out[1] is of the sums, which are only reported
-    return *((g * scale.astype(g.dtype)) for g in grads), None, None
+    scaled = (None if g is None else g * scale.astype(g.dtype) for g in grads)
+    return *scaled, None, None
 
 
 chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)

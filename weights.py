@@ -62,6 +62,9 @@ class Weight:
     trained: bool
     float32: bool
     active: float  # share of its elements that a token uses
+    dtype: str = "float32"  # as stored
+    frozen: bool = False  # is that of --run.init_from, of which a run keeps no copy: lora.py
+    parameters: float = 1.0  # of the model, for each element
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class Declaration(NamedTuple):
     decay: bool = True  # whether weight decay applies
     group: str = ""  # of optimizer settings; by default "matrix" if there is a matrix, else "rest"
     matrix: str = ""  # "D x N A": letters of rows and of columns; others are batch dimensions
-    trained: bool = True  # whether it has a gradient; if not, not the optimizer updates it
+    trained: bool = True  # whether it has a gradient and state of the optimizer
     float32: bool = False  # whether it stays float32 in compute
     active: tuple[str, str] | None = None  # ("K", "E"): a token uses K of its E slices
 
@@ -210,6 +213,32 @@ def specs(declared: Tree) -> Tree:
     return jax.tree.map(lambda w: w.spec, declared)
 
 
+def trained(declared: Tree, tree: Tree) -> Tree:
+    """Return the tree with None in place of what belongs to weights without a gradient."""
+    return jax.tree.map(lambda w, part: part if w.trained else None, declared, tree)
+
+
+def frozen(declared: Tree, tree: Tree) -> Tree:
+    """Return the tree with None in place of what does not belong to frozen weights."""
+    return jax.tree.map(lambda w, part: part if w.frozen else None, declared, tree)
+
+
+def own(declared: Tree, tree: Tree) -> Tree:
+    """Return the tree with None in place of what belongs to frozen weights."""
+    return jax.tree.map(lambda w, part: None if w.frozen else part, declared, tree)
+
+
+def filled(tree: Tree, others: Tree) -> Tree:
+    """Return the tree with the parts of `others` where it has None."""
+    return jax.tree.map(
+        lambda part, other: other if part is None else part, tree, others, is_leaf=_is_none
+    )
+
+
+def _is_none(part: Any) -> bool:
+    return part is None
+
+
 def check_divisible(declared: Tree, ranks: Mapping[str, int]) -> None:
     """Check that every dimension divides into equal slices over its mesh axes.
 
@@ -265,8 +294,8 @@ def initialize(declared: Tree, mesh: Mesh, seed: int) -> Tree:
 
 def count(declared: Tree) -> tuple[int, int]:
     """Return the number of parameters, and of those that a token uses."""
-    leaves = jax.tree.leaves(declared)
-    return sum(w.size for w in leaves), round(sum(w.size * w.active for w in leaves))
+    sizes = [(w.size * w.parameters, w.active) for w in jax.tree.leaves(declared)]
+    return round(sum(n for n, _ in sizes)), round(sum(n * active for n, active in sizes))
 
 
 # --- inside shard_map -----------------------------------------------------------------------------
@@ -296,8 +325,17 @@ def reduced(x: jax.Array, axis: str) -> jax.Array:
 
 
 def cast(declared: Tree, arrays: Tree, dtype: jnp.dtype) -> Tree:
-    """Cast weights to the compute dtype, before they are gathered."""
-    return jax.tree.map(lambda w, a: a if w.float32 else a.astype(dtype), declared, arrays)
+    """Cast weights to the compute dtype, before they are gathered; not codes of 4 bits."""
+
+    def one(w: Weight, a: jax.Array) -> jax.Array:
+        return a if w.float32 or not jnp.issubdtype(a.dtype, jnp.floating) else a.astype(dtype)
+
+    return jax.tree.map(one, declared, arrays)
+
+
+def constant(declared: Tree, arrays: Tree) -> Tree:
+    """Return the arrays, of which those of weights without a gradient are constants of it."""
+    return jax.tree.map(lambda w, a: a if w.trained else lax.stop_gradient(a), declared, arrays)
 
 
 def gather(declared: Tree, arrays: Tree) -> Tree:
@@ -305,11 +343,16 @@ def gather(declared: Tree, arrays: Tree) -> Tree:
 
     Collectives  all_gather(fsdp) of each weight with a dimension sharded over fsdp alone.
     """
-    return jax.tree.map(
-        lambda w, a: a if w.gathered_dim is None else _gather(a, w.gathered_dim % a.ndim),
-        declared,
-        arrays,
-    )
+
+    def one(w: Weight, a: jax.Array) -> jax.Array:
+        if w.gathered_dim is None:
+            return a
+        dim = w.gathered_dim % a.ndim
+        if not w.trained:
+            return lax.all_gather(lax.stop_gradient(a), "fsdp", axis=dim, tiled=True)
+        return _gather(a, dim)
+
+    return jax.tree.map(one, declared, arrays)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -374,12 +417,16 @@ def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
 # --- in a layer ---------------------------------------------------------------------------------
 
 
-def matmul(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(formula: str, x: jax.Array, w: Any) -> jax.Array:
     """Multiply as einsum, in the arguments' dtype; float32 at full precision on every device.
+
+    w  an array, or what multiplies itself: matrix.Adapted and matrix.Quantized.
 
     The first two dimensions of x are flattened into one. Where the gradient of a weight sums over
     two dimensions, XLA for CPUs would first write transposed copies of both operands.
     """
+    if hasattr(w, "multiply"):
+        return w.multiply(matmul, formula, x)
     precision = "highest" if x.dtype == jnp.float32 else None
     x_dims, w_dims, y_dims = re.split(",|->", formula)
     if y_dims[:2] != x_dims[:2] or set(x_dims[:2]) & set(w_dims):

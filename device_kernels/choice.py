@@ -1,6 +1,6 @@
 """Which kernels run on a platform.
 
-attention.attend and experts.dropless_experts take a name, and vocabulary.chunked_loss a yes or no.
+attention.attend and dropless.dropless_experts take a name, and vocabulary.chunked_loss a yes or no.
 
 A tile is the positions that a kernel loads at once.
 """

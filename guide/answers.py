@@ -39,7 +39,8 @@ import utils
 from data import readers
 from data.settings import Prepare
 from data.tokenizer import load_tokenizer, token_bytes
-from experts import assign_slots, divide_load, expert_capacity, sort_choices
+from dropless import divide_load, sort_choices
+from experts import assign_slots, expert_capacity
 from hf import model_config, tensors
 from hf.families import FAMILIES
 from inference import decode

@@ -59,6 +59,8 @@ class Export:
     # export the modelling file too, for models that the classes of transformers do not support;
     # the folder then needs trust_remote_code=True
     remote_code: bool = False
+    # the adapters alone, in PEFT's format, instead of the merged model
+    adapter: bool = False
     # of the weights; float32 is exact
     dtype: Literal["float32", "bfloat16"] = "float32"
 

@@ -84,7 +84,9 @@ def weight_mappings(config: Config, kind: str, interleaved: bool = True) -> list
 
 
 def on_one_device(config: Config) -> Config:
-    return dataclasses.replace(config, mesh=utils.Mesh(fsdp=1, pipeline=1, tensor=1))
+    """Return the config of the merged model on one device."""
+    one = utils.Mesh(fsdp=1, pipeline=1, tensor=1)
+    return dataclasses.replace(config, mesh=one, lora=utils.Lora())
 
 
 def tensor_shapes(

@@ -23,10 +23,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import lora
 import model
 import utils
 from attention import MASKED, Attention, CacheArray, kind_of
-from experts import Experts, add_distinct, read_rows, sort_choices
+from dropless import add_distinct, sort_choices
+from experts import Experts, read_rows
 from model import ForwardOptions, LayerPosition, Transformer, swiglu
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
@@ -44,7 +46,7 @@ def decoding_config(config: Config, fsdp: int, tensor: int) -> Config:
     """Return the config on a mesh to decode on, with expert parallelism where experts divide it."""
     mesh = utils.Mesh(fsdp=fsdp, pipeline=1, tensor=tensor)
     m = dataclasses.replace(config.model, experts_layout="auto")
-    return dataclasses.replace(config, mesh=mesh, model=m)
+    return dataclasses.replace(config, mesh=mesh, model=m, lora=utils.Lora())  # merged
 
 
 def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Transformer:
@@ -92,13 +94,14 @@ def _transpose(w: Weight | jax.Array, order: tuple[int, ...]) -> Weight | jax.Ar
 def weight_converter(abstract: Transformer) -> Callable:
     """Return the function that converts weights to those of `abstract_weights`.
 
-    It takes weights on any mesh of the same devices in the same order.
+    It takes weights on any mesh of the same devices in the same order, and merges adapters.
     """
     leaves, structure = jax.tree.flatten(abstract)
 
     def convert(w: Any) -> Transformer:
         # By leaves, because the experts may have another layout.
-        pairs = zip(jax.tree.leaves(in_decoding_order(w)), leaves, strict=True)
+        w = in_decoding_order(lora.merged(w))
+        pairs = zip(jax.tree.leaves(w), leaves, strict=True)
         return structure.unflatten([a.reshape(to.shape).astype(to.dtype) for a, to in pairs])
 
     return jax.jit(convert, out_shardings=structure.unflatten([a.sharding for a in leaves]))

@@ -79,7 +79,8 @@ class Step:
         if m.moe_layers and not m.capacity_factor:
             even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
             shared = shared and even and (rough or self.experts_kernel != "tiles")
-        self.config, self.declared = config, declared(Config(model=config.model, mesh=mesh))
+        of_weights = Config(model=config.model, lora=config.lora, mesh=mesh)
+        self.config, self.declared = config, declared(of_weights)
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
         self.kernel = choose_kernel(config, platform)
@@ -88,9 +89,9 @@ class Step:
         self.bT = self.b * t.seq_len
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bT // mesh.tensor * config.model.hidden_size * self.byte
-        self.weights = local_weights(Config(model=config.model, mesh=mesh))
+        self.weights = local_weights(of_weights)
         unstaged = dataclasses.replace(mesh, virtual=1)  # the optimizer's layout ignores virtual
-        alone = Config(model=config.model, mesh=unstaged, optimizer=config.optimizer)
+        alone = dataclasses.replace(of_weights, mesh=unstaged, optimizer=config.optimizer)
         self.optimizer_bytes = optimizer_bytes(alone)
         self.update = update(alone)
         self.per_layer = config.fsdp.gather == "layer"
@@ -182,6 +183,8 @@ class LocalWeight(NamedTuple):
     gathered: int  # in use, after the gather along fsdp
     byte: int  # bytes of an element in use
     part: str  # block, prefix or end
+    bytes: int  # at rest
+    trained: bool
     replicated: tuple[str, ...]  # mesh axes that it is replicated over
 
 
@@ -198,7 +201,9 @@ def local_weights(config: Config) -> list[LocalWeight]:
         own = w.size // math.prod(ranks[a] for a in w.axes)
         whole = own if w.gathered_dim is None else own * ranks["fsdp"]
         replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
-        return LocalWeight(own, whole, FLOAT if w.float32 else byte, part, replicated)
+        rest = own * jnp.dtype(w.dtype).itemsize
+        used = FLOAT if w.float32 else 1 if w.dtype == "uint8" else byte
+        return LocalWeight(own, whole, used, part, rest, w.trained, replicated)
 
     return [local(w, part) for part, tree in parts.items() for w in jax.tree.leaves(tree)]
 
@@ -263,8 +268,11 @@ def model_flops(step: Step) -> float:
 @cache
 def update(config: Config) -> jaxpr.Program:
     """Return the update of the weights in a step. Its products are in a shard_map, if any."""
-    w = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared(config))
-    rule = optimizer.make_optimizer(config, declared(config), trace.abstract_mesh(config))
+    all_w = declared(config)
+    w = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), weights.trained(all_w, all_w)
+    )
+    rule = optimizer.make_optimizer(config, all_w, trace.abstract_mesh(config))
     with jax.numpy_dtype_promotion("standard"):
         closed = jax.make_jaxpr(rule.update)(w, jax.eval_shape(rule.init, w), w)
     return jaxpr.Reader(jaxpr.Sizes(), 1.0).read(closed)
@@ -278,8 +286,9 @@ def optimizer_bytes(config: Config) -> int:
     def shard(w: Weight) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, w.spec).shard_shape(w.shape), jnp.float32)
 
-    own = jax.tree.map(shard, declared(config))
-    state = jax.eval_shape(optimizer.make_optimizer(config, declared(config), mesh).init, own)
+    w = declared(config)
+    own = jax.tree.map(shard, weights.trained(w, w))
+    state = jax.eval_shape(optimizer.make_optimizer(config, w, mesh).init, own)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
 
 
@@ -342,12 +351,15 @@ def _weight_sends(step: Step, add: Callable[..., None], narrow: bool) -> None:
         forward, backward, parts = passes_of[w.part] if per_layer else (1, 1, 1)
         if w.gathered > w.own:
             add("weights", ("fsdp",), "all-gather", w.gathered // parts * w.byte, forward)
+        if not w.trained:
+            continue
+        if w.gathered > w.own:
             grad = w.byte if narrow and per_layer else FLOAT
             add("gradients", ("fsdp",), "reduce-scatter", w.own // parts * grad, backward)
         inside = tuple(axis for axis in w.replicated if axis != "replica")
         add("replicated gradients", inside, "all-reduce", w.own * FLOAT)
         add("gradients of replicas", ("replica",), "all-reduce", w.own * FLOAT)
-    add("gradient norm", MESH_AXES, "all-reduce", FLOAT * len(step.weights))
+    add("gradient norm", MESH_AXES, "all-reduce", FLOAT * sum(w.trained for w in step.weights))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -358,9 +370,10 @@ def memory(step: Step) -> dict[str, int]:
     parts: Counter = Counter()
     for w in step.weights:
         used = w.own if step.per_layer and w.part != "end" else w.gathered
-        parts["weights"] += w.own * FLOAT
-        parts["weights in use"] += used * w.byte
-        parts["gradients"] += used * FLOAT
+        parts["weights"] += w.bytes
+        # A frozen weight in the compute dtype, of which a rank holds all, is not copied.
+        parts["weights in use"] += used * w.byte * (w.trained or used * w.byte != w.bytes)
+        parts["gradients"] += used * FLOAT * w.trained
     parts["optimizer state"] = step.optimizer_bytes
     parts["batch"] = 4 * step.M * step.bT * FLOAT
     ring = step.schedule.ring_slots * step.chunk_blocks  # of residuals
@@ -385,9 +398,11 @@ def evaluation_memory(step: Step) -> int:
     if not c.eval.sequences:
         return 0
     in_use = sum(
-        w.byte * (w.own if step.per_layer and w.part != "end" else w.gathered) for w in step.weights
+        w.byte * (w.own if step.per_layer and w.part != "end" else w.gathered)
+        for w in step.weights
+        if w.trained or w.gathered > w.own
     )
-    state = sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
+    state = sum(w.bytes for w in step.weights) + step.optimizer_bytes
     rounds = -(-c.eval.sequences // c.train.global_batch_size)
     batch = 4 * rounds * step.M * step.bT * FLOAT
     temporary = in_use + 2 * step.x_bytes + step.evaluation_peak()
@@ -399,7 +414,7 @@ def sampling_memory(step: Step) -> int:
 
     Temporaries are not included. They are small, as a pass has few tokens.
     """
-    c, state = step.config, sum(w.own * FLOAT for w in step.weights) + step.optimizer_bytes
+    c, state = step.config, sum(w.bytes for w in step.weights) + step.optimizer_bytes
     if not c.sample.prompts:
         return 0
     prompts, ranks = len(c.sample.prompts), math.prod(c.mesh.shape[:-1])
@@ -440,7 +455,7 @@ def moved_bytes(step: Step) -> int:
 
     The optimizer reads weights, gradients and its state, and writes weights and state.
     """
-    total = 3 * FLOAT * sum(w.own for w in step.weights) + 2 * step.optimizer_bytes
+    total = sum(3 * FLOAT * w.own for w in step.weights if w.trained) + 2 * step.optimizer_bytes
     for op, _, times in step.executions:
         if op.flops is not None:
             total += times * step.count(op.moved_bytes)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import experts
+import dropless
 from device_kernels.adapter import GPU_TILE
 from device_kernels.grouped import counted_rows
 from utils import ConfigError
@@ -144,7 +144,7 @@ def executed(
 
         Left out are tiles of experts beyond those of an even load.
         """
-        if f"/{experts.OVERFLOW}/" in instruction.op_name:
+        if f"/{dropless.OVERFLOW}/" in instruction.op_name:
             return []
         body, condition = map(run, instruction.computations("body", "condition"))
         if not any((body + condition).values()):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-import experts
+import dropless
 from device_kernels.grouped import counted_rows
 from utils import LANES, ConfigError
 
@@ -226,7 +226,7 @@ class Reader:
             inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
             op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
-        elif name == "while" and part.split()[-1:] == [experts.OVERFLOW]:
+        elif name == "while" and part.split()[-1:] == [dropless.OVERFLOW]:
             inner = eqn.params["body_jaxpr"]
             op.overflow = Program([self._value(v.aval) for v in inner.jaxpr.invars])
             op.overflow.outputs = self._walk(inner, op.overflow.inputs, op.overflow.ops, scope)

@@ -21,6 +21,7 @@ import model
 import pipeline
 import sharded_model
 import utils
+import weights
 from device_kernels.choice import choose_experts_kernel, fuses_loss
 from planning import jaxpr
 from planning.jaxpr import Op, Program, Value
@@ -89,12 +90,15 @@ class TracedFunction:
 
 
 def trace_function(
-    reader: jaxpr.Reader, function: Callable, result: Any, w: Any, *x: Any
+    reader: jaxpr.Reader, function: Callable, result: Any, declared: Any, w: Any, *x: Any
 ) -> TracedFunction:
-    """Trace function(w, *x), which returns `result`, with its gradient."""
+    """Trace function(w, *x), which returns `result`, with its gradient.
+
+    declared  the Weights of w, of which those that are not trained have no gradient
+    """
 
     def both(w: Any, x: tuple, gradient: Any) -> Any:
-        y, backward = jax.vjp(function, w, *x)
+        y, backward = jax.vjp(of_trained(function, w), weights.trained(declared, w), *x)
         return y, backward(gradient)
 
     def gradient_of(a: jax.Array) -> Any:
@@ -106,6 +110,11 @@ def trace_function(
     known = frozenset((*program.inputs[:n], *program.constants))
     gradients = frozenset(program.inputs[both_n:])
     return TracedFunction(program, known, gradients)
+
+
+def of_trained(function: Callable, w: Any) -> Callable:
+    """Return function(w, *x) as a function of the weights that are trained."""
+    return lambda own, *x: function(weights.filled(own, w), *x)
 
 
 def with_executor(
@@ -134,7 +143,7 @@ def with_executor(
         )
         return jnp.zeros(())
 
-    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), declared)
+    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), declared)
     batch = sharded_model.abstract_batch(config, mesh)
     jax.eval_shape(sharded_model.over_mesh(declared, mesh, local, out=P()), shapes, batch)
     return results[0]
@@ -164,6 +173,12 @@ def stage_functions(
     layers: list[TracedFunction] = []
     numbers: dict[Any, int] = {}
 
+    def declared_of(w: Any) -> Any:
+        tree = model.declare(config)
+        if isinstance(w, model.MoeLayer):
+            return tree.blocks.moe
+        return tree.first.prefix if tree.blocks.dense is None else tree.blocks.dense
+
     def wrap(layer: Callable) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
             def one(w: Any, x: jax.Array) -> Any:
@@ -174,7 +189,7 @@ def stage_functions(
             one.__name__ = f"{LAYER}{number}"
             result = jax.jit(one)(w, x)
             if number == len(layers):
-                layers.append(trace_function(reader, one, result, w, x))
+                layers.append(trace_function(reader, one, result, declared_of(w), w, x))
             return result
 
         return call
@@ -193,7 +208,8 @@ def stage_functions(
         def first(w: Any) -> jax.Array:
             return vary(run.functions.first(w, run.microbatch(zero)))
 
-        traced = trace_function(outer, first, x, run.w.outer)
+        declared = run.functions.declared.outer
+        traced = trace_function(outer, first, x, declared, run.w.outer)
         return calls(outer.read(block).ops), calls(traced.passes[0]), traced
 
     return with_executor(config, kernel, wrap, visit)
@@ -210,11 +226,13 @@ def output_program(
     b = config.train.global_batch_size // config.mesh.fsdp
 
     def visit(run: pipeline.Executor) -> Program:
-        last = run.functions.last
-        last = jax.value_and_grad(last, argnums=(0, 2), has_aux=True) if trained else last
+        last, w = run.functions.last, run.w.outer
+        if trained:
+            last = jax.value_and_grad(of_trained(last, w), argnums=(0, 2), has_aux=True)
+            w = weights.trained(run.functions.declared.outer, w)
         y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
-        closed = jax.make_jaxpr(last)(run.w.outer, run.microbatch(0), y)
+        closed = jax.make_jaxpr(last)(w, run.microbatch(0), y)
         sizes = jaxpr.Sizes(b, batches) if b == PRIME else jaxpr.Sizes()
         return jaxpr.Reader(sizes, 1.0, same_type=platform[:3] != "tpu").read(closed)
 
@@ -246,4 +264,5 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
             loss_chunk_tokens=t.loss_chunk_tokens,
         ),
         data=utils.Data(segments=config.data.segments),
+        lora=config.lora,
     )

@@ -22,6 +22,11 @@ def after(tree: Tree, before: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.where(always, a, 0), tree)
 
 
+def _floating(grads: Tree) -> list[jax.Array]:
+    """Return the gradients without those of integers, which are no arrays."""
+    return [grad for grad in jax.tree.leaves(grads) if grad.dtype != jax.dtypes.float0]
+
+
 @jax.custom_vjp
 def in_turn(w: Tree, x: Tree) -> tuple[Tree, Tree]:
     """Return w `after` x, and x. Backward, the gradient of x comes after that of w.
@@ -34,5 +39,5 @@ def in_turn(w: Tree, x: Tree) -> tuple[Tree, Tree]:
 
 in_turn.defvjp(
     lambda w, x: (in_turn(w, x), None),
-    lambda _, grads: (grads[0], after(grads[1], grads[0])),
+    lambda _, grads: (grads[0], after(grads[1], _floating(grads[0]))),
 )

@@ -17,6 +17,8 @@ from utils import Config, ConfigError
 def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: type) -> Config:
     """Return the config of a run, with flags of main.py applied.
 
+    Its weights are those that checkpoint.load_weights returns: adapters are merged.
+
     flags   the dataclass of the command's own flags, for messages about unknown ones
     Raises  ConfigError if the folder is not a run's, and as cli.parse
     """
@@ -25,7 +27,8 @@ def config_of(run: run_directory.RunDirectory, arguments: Sequence[str], flags: 
             f"--config cannot be combined with --run, whose config is {run}/config.toml. "
             "Override it with single flags, such as --eval.sequences 64."
         )
-    return cli.parse(["--config", str(config_file(run, "--run")), *arguments], flags)
+    config = cli.parse(["--config", str(config_file(run, "--run")), *arguments], flags)
+    return utils.changed(config, {"lora.rank": 0})
 
 
 def config_file(run: run_directory.RunDirectory, flag: str) -> Path:
@@ -81,12 +84,14 @@ def resolve(config: Config) -> Config:
             "--checkpoint.every_steps 0 cannot continue. Use another --run.name, or omit these."
         )
     before = cli.load(directory.files / "config.toml")
-    if source not in ("", before.run.init_from):
+    if source not in ("", before.run.init_from) and not config.lora.rank:
         log(
             f"warning: --run.init_from {source} is not read: {directory} has checkpoints and "
             "resumes. Use another --run.name for a new run."
         )
     names = ("init_from", "init_from_step", "init_optimizer")
+    if config.lora.rank and source:  # the base, which may have moved
+        names = names[1:]
     first = {f"run.{name}": getattr(before.run, name) for name in names}
     config = with_schedule(utils.changed(config, first), before.optimizer.schedule_steps)
     check_compatible(dataclasses.asdict(before), dataclasses.asdict(config), directory, steps[-1])
@@ -161,8 +166,15 @@ def check_compatible(
         # An imported run has no tokens.train. Checkpoints.restore refuses it, with the fix.
         if name.startswith("tokens.") and (name != "tokens.train" or before is None):
             rule = "free"
+        if name.startswith("base."):  # lora.described; the folder may have moved
+            rule = "fixed" if name == "base.digest" else "free"
         if before == after or rule == "free" or (rule == "until_decay" and step <= before_decay):
             continue
+        if name == "base.digest":
+            raise ConfigError(
+                f"--run.init_from {saved['run']['init_from']} does not have the weights that the "
+                f"adapters of {run} were trained on. Restore it, or use another --run.name."
+            )
         if rule == "warned":
             log(f"warning: the run resumes with another {name} {before!r} -> {after!r}")
         else:

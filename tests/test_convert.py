@@ -46,7 +46,9 @@ def export(run, out, *flags):
 
 def import_(folder, out, *flags):
     convert.main(["import", "--folder", str(folder), "--out", str(out), *flags])
-    return cli.load(out / "config.toml").model
+    found = cli.load(out / "config.toml").model
+    assert found.compute_dtype == "auto"  # float32 on a CPU
+    return utils.changed(found, {"compute_dtype": utils.Model().compute_dtype})
 
 
 def settings(folder, name="config.json"):

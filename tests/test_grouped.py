@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import dropless
 import experts
 import utils
 from common import config_of, mesh_of
@@ -71,7 +72,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, la
 
     def local(h_btD, choice_btK, weight_btK, factor_btD, *w):
         w = experts.Experts(parallel, *w)
-        y_btD = experts.dropless_experts(w, h_btD, choice_btK, weight_btK, m, "triton")
+        y_btD = dropless.dropless_experts(w, h_btD, choice_btK, weight_btK, m, "triton")
         return y_btD, lax.psum((y_btD * factor_btD).sum(), MESH_AXES)
 
     specs = (tokens,) * 4 + w_specs
@@ -130,7 +131,7 @@ def test_a_kernel_multiplies_rows_with_the_matrix_of_their_tile(kernel, widths):
 
 def test_the_first_pass_has_all_choices_of_one_rank_and_some_more_than_the_mean_of_several():
     def passes(load, choices, experts_of_rank):
-        return experts.divide_into_passes("triton", load, choices, experts_of_rank)
+        return dropless.divide_into_passes("triton", load, choices, experts_of_rank)
 
     # 16,384 tokens of 6 experts out of 32: 24 tiles of each, and at most one more.
     alone = passes(3072, (16384, 6), 32)

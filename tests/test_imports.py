@@ -25,7 +25,7 @@ MOST_LINES, MOST_FLOORS = 600, 12
 # Of parts of the model.
 KERNELS_OF = {
     "routing": (),
-    "experts": ("device_kernels.grouped",),
+    "experts": ("matrix",),
     "vocabulary": ("device_kernels.cross_entropy",),
 }
 

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import experts
+import dropless
 import hf_case
 import model
 import reference
@@ -255,7 +255,7 @@ def test_experts_multiply_few_more_rows_than_are_chosen():
     n, D, G, E, K = 2048, 32, 48, 64, 6
 
     def run(*inputs):
-        y_rD = experts.local_experts(experts.divide_load(n * K / E, E), *inputs)
+        y_rD = dropless.local_experts(dropless.divide_load(n * K / E, E), *inputs)
         return (y_rD**2).sum()  # not linear, so that its gradient needs y
 
     shapes = [(n, D), (n, K), (n, K), (E, D, 2 * G), (E, G, D)]
@@ -355,7 +355,7 @@ def test_products_with_the_vocabulary_accumulate_in_float32():
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
         chunks = vocabulary.in_chunks((h, targets, token_weights), 16)
-        return vocabulary.chunked_loss(500, 0.01, False, table, *chunks)
+        return vocabulary.chunked_loss(500, 0.01, False, True, table, *chunks)
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh_of(config_of()), in_specs=specs, out_specs=P())

@@ -15,6 +15,7 @@ import pytest
 import model
 import optimizer
 import utils
+import weights
 from common import RUN_MESHES, config_of, mesh_of, put
 from planning import cost, hlo, jaxpr
 from test_training import copies
@@ -89,6 +90,7 @@ def updated(name, layout):
     """Return (declared, grads of three steps, w, updates of the last, state, program)."""
     config = muon_config(name, experts_layout=layout)
     declared, mesh = model.declare(config), mesh_of(config)
+    declared = weights.trained(declared, declared)
     w, *grads = (drawn(declared, seed) for seed in range(4))
     rule = optimizer.make_optimizer(config, declared, mesh)
 

@@ -3,6 +3,7 @@
 Letters: M microbatches, B sequences, D width, V outputs. The batch is sharded over FSDP ranks.
 """
 
+import dataclasses
 import re
 from functools import partial
 from typing import NamedTuple
@@ -65,7 +66,16 @@ def last(outer, data, y):
     return loss, {"loss": loss, "first": lax.psum(jnp.sum(data.gain), "tensor")}
 
 
-FUNCTIONS = pipeline.Functions(first, block, last)
+@dataclasses.dataclass
+class Declared:
+    """What the executor reads of a weights.Weight."""
+
+    trained: bool
+
+
+TRAINED = Declared(True)
+DECLARED = pipeline.Parameters(Outer(*[TRAINED] * 3), {"matrix": TRAINED, "bias": TRAINED})
+FUNCTIONS = pipeline.Functions(first, block, last, DECLARED)
 RECOMPUTED = FUNCTIONS._replace(block=jax.checkpoint(block))
 
 
@@ -150,10 +160,10 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_gradients_of_bfloat16_weights_accumulate_in_float32(unrolled):
     wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32))
-    cast = (lambda w, *rest, f=f: f(wide(w), *rest) for f in FUNCTIONS)
+    cast = (lambda w, *rest, f=f: f(wide(w), *rest) for f in FUNCTIONS[:3])
     w, data = inputs_of(schedule := Schedule(1, 1, 3))
     w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
-    run = train(schedule, pipeline.Functions(*cast), unrolled)
+    run = train(schedule, pipeline.Functions(*cast, DECLARED), unrolled)
     assert {g.dtype for g in jax.tree.leaves(jax.eval_shape(run, w, data)[0])} == {
         np.dtype("float32")
     }
