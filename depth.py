@@ -24,7 +24,9 @@ class TunedRate(NamedTuple):
     """The best peak learning rate at a width, and how it changes with the width D of a model.
 
     Below this width it is lr * (width / D) ** power, as measured; above, lr * width / D
-    (arXiv:2203.03466), which is extrapolated.
+    (arXiv:2203.03466), which is extrapolated. It is that of TUNED_STEPS steps of TUNED_BATCH
+    tokens. For others it changes as the square root of batch over steps (arXiv:2205.10287 for the
+    batch, arXiv:2310.07831 for the steps), which was measured at depth 2.
     """
 
     lr: float
@@ -32,7 +34,8 @@ class TunedRate(NamedTuple):
     power: float
 
 
-LR = {"adamw": TunedRate(0.0057, 160, 0.5), "muon": TunedRate(0.010, 384, 0.7)}
+TUNED_STEPS, TUNED_BATCH = 128, 4096
+LR = {"adamw": TunedRate(0.0040, 160, 0.5), "muon": TunedRate(0.010, 384, 0.7)}
 DECAY = 2.0  # best product of learning rate, weight decay and steps (arXiv:2405.13698)
 
 Rule = Callable[[Config, int], Any]
@@ -94,11 +97,14 @@ def nearest_power_of_two(number: float) -> int:
 
 
 def best_lr(config: Config) -> float:
-    """Return the best learning rate that is known for an optimizer and a width."""
+    """Return the best learning rate that is known for an optimizer, width, batch and steps."""
     if (name := config.optimizer.name) not in LR:
         raise ConfigError(f"No learning rate was tuned for {name}. Set --optimizer.lr.")
     tuned, ratio = LR[name], LR[name].width / config.model.hidden_size
-    return tuned.lr * ratio ** (tuned.power if ratio > 1 else 1)
+    t, steps = config.train, config.optimizer.schedule_steps or config.train.steps
+    batches = t.global_batch_size * t.seq_len / TUNED_BATCH
+    at_width = tuned.lr * ratio ** (tuned.power if ratio > 1 else 1)
+    return at_width * math.sqrt(batches * TUNED_STEPS / steps)
 
 
 def two_digits(number: float) -> float:

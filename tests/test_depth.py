@@ -99,12 +99,15 @@ def test_the_vocabulary_is_that_of_the_data(data, tmp_path, monkeypatch, capsys)
 
 
 def test_the_learning_rate_is_the_measured_one_and_falls_as_1_over_width_beyond():
-    def lr(width, name="muon"):
+    def lr(width, name="muon", steps=128, batch=16):
         values = {"optimizer.name": name, "model.hidden_size": width}
+        values |= {"train.steps": steps, "train.global_batch_size": batch, "train.seq_len": 256}
         return depth.best_lr(utils.changed(utils.Config(), values))
 
     assert lr(384) == 0.010 and lr(768) == 0.005  # docs/experiments.md
     assert lr(128) == pytest.approx(0.0216, rel=0.01) and lr(256) == pytest.approx(0.0133, rel=0.01)
-    assert lr(160, "adamw") == 0.0057 and lr(320, "adamw") == 0.0057 / 2
+    assert lr(160, "adamw") == 0.0040 and lr(320, "adamw") == 0.0020
+    assert lr(384, steps=512) == 0.005 and lr(384, batch=64) == 0.020
+    assert lr(384, steps=512, batch=64) == 0.010
     with pytest.raises(ValueError, match="No learning rate was tuned for lion"):
         lr(128, "lion")

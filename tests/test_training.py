@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import depth
 import fit
 import hardware
 import model
@@ -246,7 +247,7 @@ def test_a_spike_changes_only_the_counters():
 @pytest.mark.parametrize(
     ("name", "width", "rate", "source", "report"),
     [
-        ("adamw", 48, 0.2, "", "lr 0.2 is far .* adamw .*size 48 .* between 0.001 and 0.1, .*0.01"),
+        ("adamw", 48, 0.2, "", "lr 0.2 is far .* adamw .*size 48 .* between 0.00073 and 0.073"),
         ("muon", 48, 1e-4, "", "lr 0.0001 is far .* muon .* 0.0043 and 0.43, as .*lr 0.043"),
         ("muon", 1600, 0.15, "", "is far"),
         ("lion", 48, 1e9, "", None),  # has no tuned rate
@@ -257,7 +258,8 @@ def test_a_spike_changes_only_the_counters():
 def test_a_learning_rate_far_outside_the_tuned_range_causes_a_warning(
     name, width, rate, source, report
 ):
-    config = config_of(optimizer={"name": name, "lr": rate}, hidden_size=width)
+    tuned = {"steps": depth.TUNED_STEPS, "global_batch_size": depth.TUNED_BATCH // 16}
+    config = config_of(optimizer={"name": name, "lr": rate}, hidden_size=width, train=tuned)
     found = optimizer.learning_rate_warning(utils.changed(config, {"run.init_from": source}))
     assert re.search(report, found) if report else found == ""
 
