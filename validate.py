@@ -6,7 +6,8 @@
 Prints cross-entropy per token, perplexity, bits per byte of text and the balance of the experts.
 Flags of main.py override the run's config, for example --mesh.fsdp 8 --mesh.pipeline 1.
 --questions FILE evaluates multiple-choice questions instead (inference/multiple_choice.py).
---lm_eval TASK,TASK runs tasks of lm-evaluation-harness (inference/lm_eval_adapter.py).
+--lm_eval TASK,TASK runs tasks of lm-evaluation-harness (inference/lm_eval_adapter.py), and --core
+those of the CORE metric (inference/core_metric.py).
 Experts are dropless. With --model.eval_capacity_factor above 0 they drop tokens beyond a capacity.
 """
 
@@ -31,7 +32,7 @@ import train
 import utils
 from data.tokenizer import text_tokens
 from dataset import Dataset, Mixture
-from inference import multiple_choice
+from inference import core_metric, multiple_choice
 from model import Batch, Transformer
 from runtime import cli, distributed, errors, jsonl, resume, run_directory
 from runtime.console import log
@@ -165,6 +166,7 @@ class Flags:
     step: int | None = None  # step of a kept checkpoint; default: the newest valid one
     questions: Path | None = None  # JSON lines of prompt, choices and answer to evaluate instead
     lm_eval: str | None = None  # tasks of lm-evaluation-harness to run instead, comma-separated
+    core: bool = False  # the tasks of the CORE metric of lm-evaluation-harness, and their mean
     include_path: Path | None = None  # directory of your own task files, for --lm_eval
     # maximum number of examples per task of --lm_eval
     limit: int | None = setting(None, at_least=1)
@@ -180,21 +182,26 @@ def main(arguments: list[str] | None = None) -> None:
     questions = multiple_choice.read_questions(flags.questions) if flags.questions else []
     declared = model.declare(config)
     sharded_model.schedule_of(config)
-    data = None if questions or flags.lm_eval else dataset.open_validation(config)
+    data = None if questions or flags.lm_eval or flags.core else dataset.open_validation(config)
     with distributed.job(replicas=config.mesh.replica):
         config = utils.for_platform(config, hardware.platform_of_device(jax.devices()[0]))
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         step, w, stored = checkpoint.load_weights(run, flags.step, shapes)
-        if flags.lm_eval:
+        if flags.lm_eval or flags.core:
             from inference import lm_eval_adapter  # late: its packages are optional
 
             tokens = text_tokens(stored["tokens"], run)
             adapter = lm_eval_adapter.Model(config, declared, mesh, w, tokens)
-            results = lm_eval_adapter.evaluate(
-                adapter, flags.lm_eval, flags.include_path, flags.limit
-            )
-            text, record = lm_eval_adapter.report(results, step), {"results": results["results"]}
+            options = flags.include_path, flags.limit
+            evaluate = partial(lm_eval_adapter.evaluate, adapter, *options)
+            if flags.core:
+                record = core_metric.evaluate(evaluate)
+                text = core_metric.report(record, step)
+            else:
+                results = evaluate(flags.lm_eval)
+                text = lm_eval_adapter.report(results, step)
+                record = {"results": results["results"]}
         elif questions:
             tokenizer, begin, _ = text_tokens(stored["tokens"], run)
             record = multiple_choice.evaluate(
@@ -209,12 +216,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def check(flags: Flags) -> None:
     """Raises ConfigError for conflicting flags, or a missing package."""
-    if flags.questions and flags.lm_eval:
-        raise ConfigError("--questions and --lm_eval are two evaluations. Give one of them.")
-    if not flags.lm_eval and (flags.include_path or flags.limit is not None):
+    if bool(flags.questions) + bool(flags.lm_eval) + flags.core > 1:
+        raise ConfigError("--questions, --lm_eval and --core: each is an evaluation. Give one.")
+    harness = "--core" if flags.core else flags.lm_eval and "--lm_eval"
+    if not harness and (flags.include_path or flags.limit is not None):
         raise ConfigError("--include_path and --limit need --lm_eval. Add --lm_eval TASK.")
-    if flags.lm_eval:
-        cli.check_packages("--lm_eval", "-r requirements-hf.txt", "lm_eval")
+    if harness:
+        cli.check_packages(harness, "-r requirements-hf.txt", "lm_eval")
 
 
 def report(record: dict[str, Any], config: Config, data: Mixture) -> list[str]:

@@ -27,9 +27,15 @@ BATCH_SIZE = 8  # texts that are generated together
 
 
 def evaluate(
-    model: "Model", tasks: str, include_path: Path | None, limit: int | None
+    model: "Model",
+    include_path: Path | None,
+    limit: int | None,
+    tasks: str,
+    shots: int | None = None,
 ) -> dict[str, Any]:
     """Return the harness's results; the arguments are flags of validate.py.
+
+    shots  examples in the prompt; None for each task's own number
 
     Raises  ConfigError for an unknown task.
     """
@@ -41,9 +47,8 @@ def evaluate(
             "that `lm_eval ls tasks` prints, or your own task file with --include_path FOLDER."
         )
     matching = manager.match_tasks(names)
-    return lm_eval.simple_evaluate(
-        model, tasks=matching, limit=limit, task_manager=manager, log_samples=False
-    )
+    options = {"task_manager": manager, "log_samples": False, "num_fewshot": shots}
+    return lm_eval.simple_evaluate(model, tasks=matching, limit=limit, **options)
 
 
 def report(results: dict[str, Any], step: int) -> list[str]:

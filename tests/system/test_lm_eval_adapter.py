@@ -48,7 +48,9 @@ GREEDY = {"until": [], "max_gen_toks": 6}
     ("flags", "message"),
     [
         (["--lm_eval", "a"], "needs lm_eval, .* -r requirements-hf.txt"),
-        (["--lm_eval", "a", "--questions", "b"], "are two evaluations"),
+        (["--lm_eval", "a", "--questions", "b"], "each is an evaluation. Give one"),
+        (["--core", "--questions", "b"], "each is an evaluation. Give one"),
+        (["--core"], "--core needs lm_eval, .* -r requirements-hf.txt"),
         (["--limit", "3"], "need --lm_eval"),
         (["--lm_eval", "a", "--limit", "0"], "--limit 0 is out of range"),
     ],
