@@ -17,6 +17,8 @@ GPU figures are from NVIDIA's data sheets and the white papers of its architectu
 cards sum in float32 at half of the rate that their data sheets advertise. Memory is what nvidia-smi
 shows, and for GB10, which shares it with the CPU, what Linux does. Besides:
 
+- The data sheets of A10G, L4, RTX 6000 Ada and GeForce cards lack some figures. Theirs are
+  multiprocessors x boost clock x FLOPs per clock, as tests/test_hardware.py repeats.
 - T4 and V100 have no bfloat16: XLA multiplies it in float32 (github.com/openxla/xla/issues/12429).
 - NVIDIA gives only FP4 for GB10. FP8 is half of it without sparsity and bfloat16 a quarter, as in
   the table of its cudnn-frontend: 1,024 FLOPs per clock of a multiprocessor. float32 is from its

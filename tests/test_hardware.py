@@ -185,3 +185,28 @@ def test_mfu_counts_the_output_matrix_once_half_of_the_attention_and_experts_tha
     more = dataclasses.replace(MODEL, n_routed_experts=16)
     idle = per_token(more, 64) - per_token(MODEL, 64)
     assert idle == 6 * 3 * (40 * 8 + 8)  # only the routers' columns and biases
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "gigahertz", "per_clock"),
+    [
+        ("a10g", 80, 1.71, 512),
+        ("l4", 58, 2.04, 1024),
+        ("rtx3090", 82, 1.695, 512),
+        ("rtx4090", 128, 2.52, 512),
+        ("rtx5090", 170, 2.407, 512),
+        ("rtx6000-ada", 142, 2.505, 1024),
+        ("l40s", 142, 2.52, 1024),
+        ("a100", 108, 1.41, 2048),
+        ("h100", 132, 1.83, 4096),
+    ],
+)
+def test_figures_are_multiprocessors_by_clock_by_flops_per_clock(
+    name, multiprocessors, gigahertz, per_clock
+):
+    """A multiprocessor has 256 FLOPs per clock in float32 (A100: 128), in bfloat16 `per_clock`,
+    and in FP8 twice that."""
+    chip, clocks = hardware.CHIPS[name], multiprocessors * gigahertz * 1e9
+    assert chip.flops == pytest.approx(clocks * per_clock, rel=0.02)
+    assert chip.float32_flops == pytest.approx(clocks * (128 if name == "a100" else 256), rel=0.1)
+    assert chip.float8_flops in (0, pytest.approx(2 * clocks * per_clock, rel=0.02))
