@@ -292,12 +292,13 @@ def gradients(config: Config, device: jax.Device, initial: model.Transformer) ->
         run = jax.jit(loss, compiler_options=train.compiler_options(mesh))
         w = jax.device_put(jax.device_get(initial), device)
         grads, stats = jax.device_get(run(w, common.random_batch(config, mesh), jnp.int32(0)))
-    names = [declaration.name for declaration in jax.tree.leaves(declared)]
+    trained = weights.trained(declared, declared)
+    names = [declaration.name for declaration in jax.tree.leaves(trained)]
     return dict(zip(names, jax.tree.leaves(grads), strict=True)) | {"loss": stats.loss}
 
 
 def relative_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return |found - expected| / |expected| by name; 0 if both are 0, as the router's bias."""
+    """Return |found - expected| / |expected| by name; 0 if both are 0."""
     errors = {}
     for name, true in expected.items():
         error, norm = float(np.linalg.norm(found[name] - true)), float(np.linalg.norm(true))

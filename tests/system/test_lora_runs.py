@@ -23,30 +23,35 @@ ADAPTERS = "--lora.rank 2 --lora.alpha 8 --lora.targets attention experts --opti
 
 
 def loaded(folder):
-    """Return the weights of a run as commands load them, by name, and its validation loss."""
+    """Return the weights of a run as commands load them, and its config."""
     run = run_directory.at(folder)
     config = utils.for_platform(resume.config_of(run, [], validate.Flags), "cpu")
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, _ = checkpoint.load_weights(run, None, shapes)
-    _, val = main.open_datasets(config)
-    names = [leaf.name for leaf in jax.tree.leaves(declared)]
-    values = dict(zip(names, map(np.asarray, jax.tree.leaves(w)), strict=True))
-    return values, validate.Validation(config, declared, mesh, val)(w)["loss/val"]
+    return checkpoint.load_weights(run, None, shapes)[1], config
+
+
+def validation_loss(folder):
+    w, config = loaded(folder)
+    declared, mesh = model.declare(config), train.make_mesh(config)
+    val = main.open_datasets(config)[1]
+    return validate.Validation(config, declared, mesh, val)(w)["loss/val"]
 
 
 @pytest.fixture(scope="module")
 def adapters(whole, data, runs):
     """A run with adapters, stopped after three of six steps and resumed on another mesh."""
     flags = [*ADAPTERS.split(), "--run.init_from", str(whole)]
-    start(data, runs, "adapters", *flags, "--train.steps", "3", "--optimizer.schedule_steps", "6")
+    start(
+        data, runs, "lora-adapters", *flags, "--train.steps", "3", "--optimizer.schedule_steps", "6"
+    )
     mesh = ["--mesh.fsdp", "2", "--mesh.pipeline", "1", "--mesh.tensor", "2"]
-    return start(data, runs, "adapters", *flags, "--optimizer.schedule_steps", "6", *mesh)
+    return start(data, runs, "lora-adapters", *flags, "--optimizer.schedule_steps", "6", *mesh)
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(adapters, whole, data, runs):
     flags = [*ADAPTERS.split(), "--run.init_from", str(whole)]
-    other = start(data, runs, "unstopped", *flags, "--optimizer.schedule_steps", "6")
+    other = start(data, runs, "lora-unstopped", *flags, "--optimizer.schedule_steps", "6")
     assert np.allclose(losses(adapters), losses(other), rtol=1e-5)
 
 
@@ -62,7 +67,7 @@ def test_checkpoints_hold_the_adapters_alone(adapters):
 
 def test_merged_weights_have_the_loss_of_the_run(adapters):
     recorded = [r["loss/val"] for r in jsonl.read(adapters / "metrics.jsonl") if "loss/val" in r]
-    assert loaded(adapters)[1] == pytest.approx(recorded[-1], rel=1e-5)
+    assert validation_loss(adapters) == pytest.approx(recorded[-1], rel=1e-5)
     assert recorded[-1] < recorded[0] - 1e-3
 
 
@@ -70,36 +75,32 @@ def test_an_export_has_the_merged_weights(adapters, tmp_path):
     out = tmp_path / "exported"
     convert.main(["export", "--run", str(adapters), "--out", str(out), "--remote_code"])
     convert.main(["import", "--folder", str(out), "--out", str(tmp_path / "imported")])
-    merged, _ = loaded(adapters)
-    again, _ = loaded(tmp_path / "imported")
-    assert merged.keys() == again.keys()
-    for name, values in merged.items():
-        assert np.array_equal(values, again[name].reshape(values.shape)), name
+    merged, again = (loaded(folder)[0] for folder in (adapters, tmp_path / "imported"))
+    for one, other in zip(jax.tree.leaves(merged), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(one, np.reshape(other, one.shape))
 
 
 def test_a_run_can_start_from_merged_weights(adapters, data, runs):
-    more = start(data, runs, "after", "--run.init_from", str(adapters), "--train.steps", "1")
+    more = start(data, runs, "lora-after", "--run.init_from", str(adapters), "--train.steps", "1")
     first = next(r["loss/val"] for r in jsonl.read(more / "metrics.jsonl") if "loss/val" in r)
-    assert first == pytest.approx(loaded(adapters)[1], rel=1e-5)
+    assert first == pytest.approx(validation_loss(adapters), rel=1e-5)
 
 
 def test_a_base_that_has_changed_is_refused(whole, data, runs, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(whole, base)
     flags = [*ADAPTERS.split(), "--run.init_from", str(base), "--optimizer.schedule_steps", "6"]
-    folder = start(data, runs, "moved", *flags, "--train.steps", "3")
-    before, _ = loaded(folder)
+    folder = start(data, runs, "lora-moved", *flags, "--train.steps", "3")
     shutil.move(base, tmp_path / "elsewhere")
     flags[flags.index(str(base))] = str(tmp_path / "elsewhere")
-    start(data, runs, "moved", *flags, "--train.steps", "4")
-    other = start(data, runs, "other", "--train.seed", "5", "--train.steps", "6")
+    start(data, runs, "lora-moved", *flags, "--train.steps", "4")
+    other = start(data, runs, "lora-other", "--train.seed", "5", "--train.steps", "6")
     shutil.rmtree(tmp_path / "elsewhere")
     shutil.copytree(other, tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"does not have the weights that the adapters of"):
-        start(data, runs, "moved", *flags, "--train.steps", "5")
+        start(data, runs, "lora-moved", *flags, "--train.steps", "5")
     with pytest.raises(ConfigError, match=r"not those that the adapters were trained on"):
         loaded(folder)
-    assert before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 
@@ -21,11 +22,14 @@ FLAGS = """--train.steps 60 --train.global_batch_size 8 --eval.sequences 8 --eva
 def tree(tmp_path_factory):
     tree = tmp_path_factory.mktemp("recipe") / "tree"
     copy_tree(tree)
+    (tree / "text").mkdir()
+    for file in (tree / "runtime").glob("*.py"):  # and no compiled files
+        shutil.copy(file, tree / "text")
     return tree
 
 
 def start(tree, log):
-    small = {"TEXT": str(tree / "runtime"), "VOCAB": "400", "DEPTH": "1", "NAME": "small"}
+    small = {"TEXT": str(tree / "text"), "VOCAB": "400", "DEPTH": "1", "NAME": "small"}
     environment = os.environ | small | {"XLA_FLAGS": " ".join(FAST)}
     with log.open("w") as file:
         return subprocess.Popen(
@@ -48,8 +52,10 @@ def test_a_killed_recipe_resumes_ends_and_then_does_nothing_new(tree, tmp_path):
     process, run = start(tree, tmp_path / "first"), run_directory.at(tree / "runs" / "small")
     try:
         wait_for(lambda: run.saved_steps() or process.poll() is not None, 300)
+        assert process.poll() is None, (tmp_path / "first").read_text()
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert "== 3." not in (tmp_path / "first").read_text()
     for name in ("second", "third"):
