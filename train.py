@@ -246,10 +246,12 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
 def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> Transformer:
     """bias += speed * sign(mean load - load) for each expert (arXiv:2412.19437, equation 16).
 
+    A frozen bias stays as it is.
+
     count  [virtual, stage, block, E] choices of the step on all ranks, before any is dropped.
     """
     speed = config.model.router_bias_update_speed
-    if count is None or not speed:
+    if count is None or not speed or config.lora.rank:
         return w
     load = count.astype(jnp.float32)
     bias = w.blocks.moe.moe.bias + speed * jnp.sign(load.mean(-1, keepdims=True) - load)

@@ -20,7 +20,16 @@ import sharded_model
 import train
 import utils
 import weights
-from common import batch_of, config_of, mesh_of, on_mesh, relative_error, step_of, transformer_of
+from common import (
+    batch_of,
+    config_of,
+    jitted_step,
+    mesh_of,
+    on_mesh,
+    relative_error,
+    step_of,
+    transformer_of,
+)
 from utils import ConfigError
 
 RANK, ALPHA, BOUND = 3, 6.0, 2e-5
@@ -287,3 +296,15 @@ def test_adapters_of_experts_in_grouped_products_are_those_in_tiles():
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(mine, other) < 1e-5
     assert not np.asarray(found[1][0].gate.base).any()
+
+
+def test_a_step_changes_the_adapters_alone():
+    config = adapted(config_of((2, 1, 2), blocks=2, router_bias_update_speed=0.1), "bfloat16")
+    declared, mesh = model.declare(config), mesh_of(config)
+    w, _ = weights_of(config, tree_of(config.model))
+    before = jax.device_get(w)
+    state = train.initial_state(config, declared, mesh, w)
+    step = jitted_step(config, declared, mesh)
+    after = jax.device_get(step(state, on_mesh(config, mesh, batch_of(config)))[0].weights)
+    for d, one, other in zip(*map(jax.tree.leaves, (declared, before, after)), strict=True):
+        assert np.array_equal(one, other) != d.trained, d.name
