@@ -57,6 +57,22 @@ def check(config: Config) -> None:
         problem = "adapters have no products in FP8. Use --model.matmul_dtype compute"
     if problem:
         raise ConfigError(f"--lora.rank {lora.rank}: {problem}.")
+    if lora.rank:
+        check_targets(config)
+
+
+def check_targets(config: Config) -> None:
+    """Raise ConfigError for targets that the model does not have."""
+    m, there = config.model, {"attention"}
+    if m.dense_layers or m.first_k_dense_replace or (m.moe_layers and m.n_shared_experts):
+        there.add("mlp")
+    if m.moe_layers:
+        there.add("experts")
+    if missing := [target for target in config.lora.targets if target not in there]:
+        raise ConfigError(
+            f"--lora.targets {' '.join(missing)}: the model has no such matrices. Use some of "
+            f"{' '.join(target for target in TARGETS if target in there)}."
+        )
 
 
 def adapted(config: Config, declared: Tree) -> Tree:
@@ -64,29 +80,15 @@ def adapted(config: Config, declared: Tree) -> Tree:
 
     Raises  ConfigError if the model has no matrix of a target.
     """
+    check_targets(config)
     lora = config.lora
-    if unknown := [target for target in lora.targets if target not in TARGETS]:
-        raise ConfigError(
-            f"--lora.targets {' '.join(unknown)}: unknown. Use some of {' '.join(TARGETS)}."
-        )
-    words = {target: TARGETS[target] for target in lora.targets}
-    found = set()
+    words = {word for target in lora.targets for word in TARGETS[target]}
 
     def one(w: Weight) -> Any:
-        path = w.name.split(".")
-        target = next((t for t, names in words.items() if set(names) & set(path[:-1])), "")
-        if not w.matrix or not target:
-            return _frozen(w, lora.base)
-        found.add(target)
-        return _with_adapter(w, lora)
+        is_target = bool(w.matrix) and not words.isdisjoint(w.name.split(".")[:-1])
+        return _with_adapter(w, lora) if is_target else _frozen(w, lora.base)
 
-    tree = jax.tree.map(one, declared)
-    if missing := [target for target in words if target not in found]:
-        raise ConfigError(
-            f"--lora.targets {' '.join(missing)}: the model has no such matrices. Use some of "
-            f"{' '.join(found) or 'attention mlp'}."
-        )
-    return tree
+    return jax.tree.map(one, declared)
 
 
 def _frozen(w: Weight, base: str) -> Any:
