@@ -12,6 +12,7 @@ TOKENIZER=${TOKENIZER:-}      # a name of tiktoken's, or a folder; empty: train 
 VOCAB=${VOCAB:-4096}          # ids of that one
 MAX_TOKENS=${MAX_TOKENS:-0}   # of the text; 0: all
 DEPTH=${DEPTH:-2}             # layers, from which other settings follow
+STEPS=${STEPS-500}            # of pretraining; empty: as many as depth.py gives, 1,000 here
 TUNE_LR=${TUNE_LR:-6e-4}      # of tuning: a tenth of AdamW's rate in depth.py
 DATA=${DATA:-data/$NAME} RUNS=${RUNS:-runs} # folders, also of a bucket
 NEEDED_GB=${NEEDED_GB:-1}     # free disk space
@@ -37,7 +38,8 @@ prepare() { ./run.sh python data/prepare.py --tokenizer "$TOKENIZER" --source "$
 prepare "$TEXT" --max-tokens "$MAX_TOKENS" --out "$DATA/text"
 
 echo "== 2. pretraining"
-on_devices main.py --depth "$DEPTH" --data.train "$DATA/text/train" --data.val "$DATA/text/val" \
+on_devices main.py --depth "$DEPTH" ${STEPS:+--train.steps "$STEPS"} \
+  --data.train "$DATA/text/train" --data.val "$DATA/text/val" \
   --run.dir "$RUNS" --run.name "$NAME" "$@"
 
 echo "== 3. conversations as tokens"

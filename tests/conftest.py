@@ -35,7 +35,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
-NEEDS = {"huggingface": ("torch", "transformers", "safetensors", "lm_eval"), "ray": ("ray",)}
+NEEDS = {
+    "huggingface": ("torch", "transformers", "safetensors", "lm_eval"),
+    "notebooks": ("nbclient", "ipykernel"),
+    "ray": ("ray",),
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which import these packages

@@ -1,0 +1,54 @@
+"""The notebooks, in a small size: a model is trained, exported, tuned and asked."""
+
+import json
+
+import pytest
+
+from mutants import copy_tree
+from processes import FAST, ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FLAGS = """--train.steps 2 --train.global_batch_size 8 --eval.sequences 8 --sample.every_steps 0
+--mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1"""
+SMALL = {  # notebook -> settings in place of its own
+    "train": {"DEPTH": 1, "STEPS": "2", "TEXT": "runtime", "FLAGS": " ".join(FLAGS.split())},
+    "tune": {"FOLDER": "exported/notebook", "FLAGS": " ".join(FLAGS.split())},
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_no_results(path):
+    for cell in json.loads(path.read_text())["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.notebooks
+def test_the_notebooks_run_from_text_to_a_tuned_export(tmp_path, monkeypatch):
+    import nbclient
+    import nbformat
+
+    tree = tmp_path / "tree"
+    copy_tree(tree)
+    monkeypatch.setenv("XLA_FLAGS", " ".join(FAST))
+    monkeypatch.setenv("VOCAB", "400")
+    # The kernel's backend of pictures, which the environment of run.sh need not have.
+    monkeypatch.setenv("MPLBACKEND", "module://not_installed")
+    for name, settings in SMALL.items():
+        notebook = nbformat.read(tree / "notebooks" / f"{name}.ipynb", as_version=4)
+        cells = []
+        for cell in notebook.cells:
+            tags = cell.metadata.get("tags", [])
+            if cell.cell_type == "code" and "download" not in tags:
+                cells.append(cell)
+                after = "assert globals().get('_exit_code', 0) == 0"
+                if "parameters" in tags:
+                    after = "\n".join(f"{key} = {value!r}" for key, value in settings.items())
+                cells.append(nbformat.v4.new_code_cell(after))
+        notebook.cells = cells
+        kernel = {"metadata": {"path": str(tree / "notebooks")}}
+        nbclient.NotebookClient(notebook, timeout=600, resources=kernel).execute()
+        shown = [output for cell in cells for output in cell.outputs]
+        assert sum("image/png" in output.get("data", {}) for output in shown) == 1
+        text = "".join(output.get("text", "") for output in shown)
+        assert text.count("tokens: the first after") == 2, text[-3000:]
+    assert (tree / "exported" / "tuned" / "config.json").exists()
