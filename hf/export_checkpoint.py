@@ -133,7 +133,10 @@ def _write_weights(
     with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
         for mapping in mappings:
             for index, w in arrays[f"weights.{mapping.name}"].parts(mapping.stack_dims):
-                if name := mapping.tensor_names.get(index):
+                names = [mapping.tensor_names.get(index)]
+                if mapping.name == "first.embedding" and m.tie_word_embeddings:
+                    names.append(tensors.OUTSIDE_LAYERS["last.output"])
+                for name in filter(files.get, names):
                     files[name].write(mapping.to_hf(w).astype(files[name].dtype))
                 bar.update(w.nbytes)
 

@@ -13,6 +13,7 @@ from data import hf_tokenizer
 from data.progress import progress
 from data.tokenizer import RANKS, begin_of_text, keep_files, load_tokenizer, table_sha256
 from hf import model_config
+from hf.families import V2, V3
 from hf.model_config import HfModel
 from hf.safetensors_files import Tensor
 from hf.tensors import OUTSIDE_LAYERS, WeightMapping
@@ -43,16 +44,17 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n if n.startswith("lm_head.") else f"{PREFIX}{n}": t for n, t in tensors.items()}
 
 
-def untied(hf_model: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
+def with_ties(hf_model: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:
     """Return the model with an output matrix of its own if its files have one that differs from the
-    embedding. transformers then ignores `tie_word_embeddings`, too.
+    embedding. transformers then ignores `tie_word_embeddings`, too. A tied model of DeepSeek's
+    classes has the same matrix twice (hf/tensors.py).
     """
+    m, kind = hf_model.model, hf_model.kind
     output, embedding = (tensors.get(OUTSIDE_LAYERS[n]) for n in ("last.output", "first.embedding"))
-    if not hf_model.model.tie_word_embeddings or not (output and embedding):
+    if not (output and embedding) or not (m.tie_word_embeddings or kind in (V2, V3)):
         return hf_model
-    if output.shape == embedding.shape and np.array_equal(output.read(), embedding.read()):
-        return hf_model
-    return hf_model._replace(model=dataclasses.replace(hf_model.model, tie_word_embeddings=False))
+    tied = output.shape == embedding.shape and np.array_equal(output.read(), embedding.read())
+    return hf_model._replace(model=dataclasses.replace(m, tie_word_embeddings=tied))
 
 
 def check_tensors(

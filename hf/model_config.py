@@ -150,6 +150,8 @@ def _latent_to_hf(m: utils.Model, kind: str, yarn: dict[str, Any] | None) -> dic
         "rope_scaling": yarn,
         "first_k_dense_replace": layers - m.blocks if m.moe_layers else layers,
         "n_shared_experts": max(1, m.n_shared_experts),
+        # vLLM ignores it for these classes, so the export has the output matrix too.
+        "tie_word_embeddings": False,
     }
 
 

@@ -94,12 +94,15 @@ def tensor_shapes(
 ) -> list[TensorShape]:
     """Return the tensors of a checkpoint, layer by layer.
 
-    The classes of transformers require a shared expert: a model without one gets zeros.
+    DeepSeek's classes require a shared expert, which is zeros in a model without one, and an output
+    matrix, which is the embedding in a model with tied ones.
     """
     out = []
     for mapping in mappings:
         own_dtype = np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
         out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
+        if mapping.name == "first.embedding" and m.tie_word_embeddings and kind in (V2, V3):
+            out.append((OUTSIDE_LAYERS["last.output"], dtype, mapping.hf_shape))
     if kind in (V2, V3) and m.moe_layers and not m.n_shared_experts:
         D, F = m.hidden_size, m.moe_intermediate_size
         routers = [name for name, *_ in out if name.endswith(".mlp.gate.weight")]
