@@ -133,13 +133,12 @@ class Generator:
         self.number = np.resize(np.asarray(numbers, np.int32), self.B)
         self.key = jax.random.key(seed)
         self.cache = decode.empty_cache(self.abstract_cache)
-        self.length = np.zeros(self.B, np.int32)  # positions in the cache
-        self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
+        self.rewind(0)
 
     def rewind(self, length: int) -> None:
         """Keep this many positions of each text in the cache."""
-        self.length = np.full(self.B, length, np.int32)
-        self.last = np.full(self.B, ENDED, np.int32)
+        self.length = np.full(self.B, length, np.int32)  # positions in the cache
+        self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
 
     def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""
