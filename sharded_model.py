@@ -136,7 +136,8 @@ def pipeline_functions(
         return (x_btD, vary(loss)), routing
 
     declared_outer = EmbeddingAndHead(declared.first, declared.last)
-    of_loss = m.vocab_size, m.z_loss, options.fused_loss, declared_outer.output.trained
+    trained = declared_outer.output.trained
+    of_loss = vocabulary.LossOptions(m.vocab_size, m.z_loss, options.fused_loss, trained)
 
     def last(outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the loss of the last block's output, and its sums: vocabulary.chunked_loss."""
@@ -146,7 +147,7 @@ def pipeline_functions(
         h_nD = vary(h_bTD).reshape(data.targets.size, -1)
         inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
         chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
-        return vocabulary.chunked_loss(vocabulary.LossOptions(*of_loss), outer.output, *chunks_cn)
+        return vocabulary.chunked_loss(of_loss, outer.output, *chunks_cn)
 
     return pipeline.Functions(
         first, block, last, pipeline.Parameters(declared_outer, declared.blocks)

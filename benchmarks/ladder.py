@@ -209,17 +209,16 @@ def table(losses: Losses) -> str:
     columns = ["series", "tokens", "losses by learning rate", "best", "best of a parabola"]
     columns += ["by depth.py", "above the parabola's best", "above the best, as run"]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for series, _ in PLAN:
-        runs = {run: loss for run, loss in losses.items() if run.series == series}
+    for s, _ in PLAN:
+        runs = {run: loss for run, loss in losses.items() if run.series == s}
         if not runs:
             continue
         first = {run.lr: loss for run, loss in runs.items() if run.seed == 0}
         best = min(first, key=first.__getitem__)
-        rule = series.rule()
-        pairs = [(Run(series, rule, seed), Run(series, best, seed)) for seed in SEEDS]
+        rule = s.rule()
+        pairs = [(Run(s, rule, seed), Run(s, best, seed)) for seed in SEEDS]
         above = [runs[a] - runs[b] for a, b in pairs if a in runs and b in runs]
         difference = f"{statistics.fmean(above):+.4f}" if above else ""
-        s = series
         name = f"{s.optimizer}, {'dense ' * s.dense}depth {s.depth}, {s.steps} steps"
         name += f", decay {s.decay:g}" * (s.decay != Series.decay)
         each = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(first.items()))
