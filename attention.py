@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec
 import matrix
 import utils
 import weights
-from device_kernels.adapter import GPU_KERNELS, repeat_heads
+from device_kernels.adapter import GPU_KERNELS, Inputs, repeat_heads
 from device_kernels.cudnn import cudnn
 from device_kernels.splash import splash
 from device_kernels.triton import triton
@@ -343,10 +343,12 @@ class KeyValue:
         heads = self.key.shape[-2]
         one = lax.axis_index("tensor") * heads // lax.axis_size("tensor")
 
-        def of_rank(w: Any) -> Any:
-            return matrix.of_columns(w, lambda w: lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2))
+        def of_rank(w: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(w, one, 1, w.ndim - 2)
 
-        return jax.tree.map(of_rank, self, is_leaf=matrix.is_matrix)
+        return jax.tree.map(
+            lambda w: matrix.of_side(w, "b", of_rank), self, is_leaf=matrix.is_matrix
+        )
 
 
 @flax.struct.dataclass
@@ -449,38 +451,22 @@ MASKED = -1e30  # score of a masked position; finite, so that the softmax of suc
 
 
 @jax.named_scope("scores")
-def attend(
-    q_bTnA: jax.Array,
-    k_bSyA: jax.Array,
-    v_bSyW: jax.Array,
-    segments_bS: jax.Array | None,
-    kernel: str,
-    scale: float,
-    window: int = 0,
-) -> jax.Array:
+def attend(kernel: str, inputs: Inputs) -> jax.Array:
     """softmax(scale q k^T) v over this and earlier positions of a segment -> [b, T, n, W].
 
     For train.remat, the result and the other residuals of a kernel have the name "attention".
 
-    segments_bS  index of each position's document; None if a window is one document.
-    kernel       xla, or what device_kernels/choice.py has chosen.
-    window       positions that a query attends to, with its own; 0 for all earlier ones.
+    kernel  xla, or what device_kernels/choice.py has chosen.
     """
-    arrays = q_bTnA, k_bSyA, v_bSyW, segments_bS
     if kernel != "xla":  # kernels need arrays that vary along the same mesh axes
-        arrays = vary(arrays, varying(arrays))
-    return KERNELS[kernel](*arrays, scale, window)
+        *arrays, scale, window = inputs
+        inputs = Inputs(*vary(arrays, varying(arrays)), scale, window)
+    return KERNELS[kernel](inputs)
 
 
-def xla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    scale: float,
-    window: int,
-) -> jax.Array:
+def xla(inputs: Inputs) -> jax.Array:
     """Run `attend` as operations that XLA compiles, with all scores in memory."""
+    q, k, v, segments, scale, window = inputs
     k, v = repeat_heads(q, k, v)
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(

@@ -31,7 +31,7 @@ import lora
 from model import Transformer
 from runtime import array_digests, distributed, run_directory, storage
 from runtime.console import is_primary, log
-from runtime.errors import JobFailed, one_line
+from runtime.errors import JobFailed, listed, one_line
 from runtime.run_directory import CheckpointDirectory
 from runtime.stored_array import Damaged, StoredArray, is_damage, open_arrays
 from utils import ConfigError
@@ -42,7 +42,6 @@ FILE_BYTES = 256 << 20  # size of Orbax's files; it holds one in memory while wr
 CHUNK_BYTES = 64 << 20  # of an array that is saved from a file, which may exceed the memory
 READ_AT_ONCE = 8  # arrays
 POLL_S = 0.2  # interval of checks whether a save is complete
-MAX_NAMED = 10  # arrays in one message
 
 
 # --- the arrays of a checkpoint -------------------------------------------------------------------
@@ -360,7 +359,7 @@ class Checkpoints:
         digests = _digests({name: (restored[name], stages) for name, (_, stages) in wanted.items()})
         differ = [name for name in restored if digests[name] != tuple(entries[name]["digest"])]
         if differ:
-            raise self._damaged(step, f"{_listed(differ)} does not have the values that were saved")
+            raise self._damaged(step, f"{listed(differ)} does not have the values that were saved")
         return restored
 
     def check_arrays(
@@ -382,7 +381,7 @@ class Checkpoints:
         ]
         if differ:
             raise ConfigError(
-                f"checkpoint {self.folder}/{step} is of another model: {_listed(differ)}. Use the "
+                f"checkpoint {self.folder}/{step} is of another model: {listed(differ)}. Use the "
                 f"config it was saved with ({self._run}/config.toml)."
             )
 
@@ -406,11 +405,6 @@ class Checkpoints:
 
 def _crc32(record: Any) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - MAX_NAMED} more" * (len(texts) > MAX_NAMED)
-    return ", ".join(texts[:MAX_NAMED]) + more
 
 
 # --- what is written ------------------------------------------------------------------------------
@@ -476,11 +470,12 @@ def load_weights(
     with Checkpoints(run.checkpoints) as saved:
         saved.step_or_newest(step)  # raises without checkpoints
         named = _named(plain := {"weights": shapes})
+        # Adapters are merged with their base as they are read.
         step, state = saved.newest(
-            lambda names: {} if lora.has_adapters(names) else plain, only=step
+            lambda names: {} if any(n.endswith(".a") for n in names) else plain, only=step
         )
         config = saved.record(step)["config"]
-        if not state:  # merged as they are read
+        if not state:
             arrays = saved.arrays(step)
             entries = {n: {"shape": a.shape, "dtype": a.dtype.name} for n, a in arrays.items()}
             saved.check_arrays(step, entries, named)

@@ -104,12 +104,11 @@ def _run_config(hf_model: HfModel, flags: Import, rest: Sequence[str]) -> Config
 
     Raises  ConfigError if they change the model.
     """
-    T = str(min(hf_model.max_length, MAX_SEQ_LEN))
-    defaults = ["--mesh.fsdp", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
-    defaults += ["--train.global_batch_size", "1", "--train.microbatches", "1"]
-    defaults += ["--train.seq_len", T, "--model.compute_dtype", "auto"]
-    defaults += ["--run.name", flags.out.name]
-    defaults += ["--run.dir", str(flags.out.parent)]
+    ones = "mesh.fsdp", "mesh.pipeline", "mesh.tensor"
+    ones += "train.global_batch_size", "train.microbatches"
+    defaults = [*(f"--{name}=1" for name in ones), "--model.compute_dtype", "auto"]
+    defaults += ["--train.seq_len", str(min(hf_model.max_length, MAX_SEQ_LEN))]
+    defaults += ["--run.name", flags.out.name, "--run.dir", str(flags.out.parent)]
     config = cli.parse([*defaults, *rest], Import, model=hf_model.model)
     resume.check_same_model(flags.folder, hf_model.model, config.model, "--folder")
     return config

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +33,25 @@ PERIOD = 1 << 16  # sequences after which the order of datasets in a mixture rep
 EXAMPLE = "--data.mixture 'web 0.7 data/web' 'code 0.3 data/code'"
 
 
+@dataclass(eq=False)
 class Dataset:
-    """Windows of one folder of shards.
+    """Windows of one folder of shards."""
 
-    batch_size  sequences of this folder in each step's global batch
-    order       of windows: "windows" is `permute`, "blocks" is `striped`
-    segments    number the documents within each window, for document masking; otherwise all are 0
-    vocab_size  of the model, which must cover all ids
-    """
+    folder: str | Path
+    seq_len: int
+    batch_size: int = 1  # sequences of this folder in each step's global batch
+    seed: int = 0
+    order: str = "windows"  # `permute`, or blocks, which is `striped`
+    segments: bool = False  # number the documents of a window, to mask them; otherwise all are 0
+    vocab_size: int | None = None  # of the model, which must cover all ids
 
-    def __init__(
-        self,
-        folder: str | Path,
-        seq_len: int,
-        *,
-        batch_size: int = 1,
-        seed: int = 0,
-        order: str = "windows",
-        segments: bool = False,
-        vocab_size: int | None = None,
-    ):
-        self.folder = str(folder).rstrip("/")
-        self.seq_len, self.batch_size = seq_len, batch_size
-        self.seed, self.order, self.segments = seed, order, segments
+    def __post_init__(self) -> None:
+        self.folder = str(self.folder).rstrip("/")
         self.manifest = read_manifest(self.folder)
-        self.windows = (self.manifest.tokens - 1) // seq_len
-        check_fits(self, vocab_size)
+        self.windows = (self.manifest.tokens - 1) // self.seq_len
+        check_fits(self)
         pages = sum(-(-shard.bytes // PAGE_BYTES) for shard in self.manifest.shards)
-        in_pages = order == "blocks" or pages <= CACHED_PAGES
+        in_pages = self.order == "blocks" or pages <= CACHED_PAGES
         # Files of tokens, then of loss weights unless all are 1.
         self.files = open_files(self.folder, self.manifest, PAGE_BYTES if in_pages else None)
         for files in self.files:
@@ -121,9 +113,9 @@ class Dataset:
         return spans
 
 
-def check_fits(data: Dataset, vocab_size: int | None) -> None:
+def check_fits(data: Dataset) -> None:
     """Raise ConfigError if the model has no embedding for an id, or the data has no window."""
-    m, longest = data.manifest, data.manifest.tokens - 1
+    m, longest, vocab_size = data.manifest, data.manifest.tokens - 1, data.vocab_size
     if vocab_size is not None and m.vocab_size > vocab_size:
         raise ConfigError(
             f"{data.folder} has token ids up to {m.vocab_size - 1} (tokenizer {m.tokenizer}), but "

@@ -92,10 +92,6 @@ def tokens(depth: int) -> int:
     return TOKENS_PER_PARAMETER * 51_200 * depth**3
 
 
-def nearest_power_of_two(number: float) -> int:
-    return 2 ** round(math.log2(number))
-
-
 def best_lr(config: Config) -> float:
     """Return the best learning rate that is known for an optimizer, width, batch and steps."""
     if (name := config.optimizer.name) not in LR:
@@ -140,7 +136,7 @@ TRAINING: dict[str, Rule] = {
     "train.seq_len": lambda c, n: min(2048, 2 ** int(math.log2(128 * max(2, n)))),
     # The best batch grows as tokens^0.57 (arXiv:2503.04715).
     "train.global_batch_size": lambda c, n: max(
-        8, nearest_power_of_two(tokens(n) ** 0.571 / c.train.seq_len)
+        8, 2 ** round(math.log2(tokens(n) ** 0.571 / c.train.seq_len))
     ),
     "train.steps": lambda c, n: max(
         1, round(tokens(n) / c.train.global_batch_size / c.train.seq_len)

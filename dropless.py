@@ -10,7 +10,7 @@ Letters as in experts.py, and:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,18 +40,14 @@ OVERFLOW = "overflow"  # scope of tiles beyond those of the first pass; the plan
 
 
 def dropless_experts(
-    w: Experts,
-    h_btD: jax.Array,
-    choice_btK: jax.Array,
-    weight_btK: jax.Array,
-    m: utils.Model,
-    kernel: str,
+    w: Experts, h_btD: jax.Array, choices: Sequence[jax.Array], m: utils.Model, kernel: str
 ) -> jax.Array:
     """Sum weight * expert(h) over each token's choices.
 
     Every rank of `axes` gets the tokens of all of them, and adds what its experts, or its slices of
     all experts, contribute. So no rank can receive more tokens than there are.
 
+    choices      choice_btK and weight_btK.
     kernel       tiles, a kernel of device_kernels/grouped.py, or batched: see divide_load.
     Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
                  the result; axes are fsdp and tensor with expert parallelism, else tensor.
@@ -60,9 +56,7 @@ def dropless_experts(
     axes = EXPERT_AXES if w.expert_parallel else ("tensor",)
     with jax.named_scope("dispatch"):
         gather = partial(lax.all_gather, axis_name=axes, tiled=True)
-        h_rD, choice_rK, weight_rK = (
-            gather(a.reshape(b * t, -1)) for a in (h_btD, choice_btK, weight_btK)
-        )
+        h_rD, choice_rK, weight_rK = (gather(a.reshape(b * t, -1)) for a in (h_btD, *choices))
     h_rD = checkpoint_name(h_rD, "expert_in")
     experts = len(jax.tree.leaves(w)[0])
     if w.expert_parallel:
@@ -120,7 +114,7 @@ def divide_into_passes(kernel: str, load: float, choices: tuple[int, int], exper
 def grouped_experts(passes: Passes, *inputs: jax.Array) -> jax.Array:
     """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
 
-    inputs  h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD.
+    inputs  here and below: h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD.
     """
     h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD = inputs
     numbers_e = jnp.arange(down_eGD.shape[0])
@@ -134,17 +128,9 @@ def grouped_experts(passes: Passes, *inputs: jax.Array) -> jax.Array:
     return add_later_passes(passes, y_rD, *inputs) if passes.later else y_rD
 
 
-def run_tiles(
-    passes: Passes,
-    begin: jax.Array,
-    count: int,
-    h_rD: jax.Array,
-    choice_rK: jax.Array,
-    weight_rK: jax.Array,
-    gate_up_eDZ: jax.Array,
-    down_eGD: jax.Array,
-) -> jax.Array:
+def run_tiles(passes: Passes, begin: jax.Array, count: int, *inputs: jax.Array) -> jax.Array:
     """Sum weight * expert(h) over the choices in `count` tiles from `begin` on."""
+    h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD = inputs
     K = choice_rK.shape[1]
     row_rK, choice_p, tiles = assign_rows(passes.tile, begin, count, choice_rK, down_eGD.shape[0])
     x_pD = take_rows(h_rD, choice_p // K, row_rK)
@@ -313,28 +299,19 @@ def sort_choices(choice_rK: jax.Array, experts: int, skip: int, tile: int) -> So
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def local_experts(
-    load: Load,
-    h_rD: jax.Array,
-    choice_rK: jax.Array,
-    weight_rK: jax.Array,
-    gate_up_eDZ: jax.Array,
-    down_eGD: jax.Array,
-) -> jax.Array:
+def local_experts(load: Load, *inputs: jax.Array) -> jax.Array:
     """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
 
     The first choices of each expert are one batched product. The others are tiles of one expert
     each. `load.tiles` of them run in any case, so compilers and the planner know them. A second
     loop runs only where these experts have more.
     """
-    inputs = h_rD, choice_rK, weight_rK, gate_up_eDZ, down_eGD
     return _local_experts_forward(load, *inputs)[0]
 
 
 @jax.named_scope("experts")
-def _local_experts_forward(
-    load: Load, h_rD: jax.Array, choice_rK: jax.Array, *weights: jax.Array
-) -> tuple[jax.Array, tuple]:
+def _local_experts_forward(load: Load, *inputs: jax.Array) -> tuple[jax.Array, tuple]:
+    h_rD, choice_rK, *weights = inputs
     weight_rK, gate_up_eDZ, down_eGD = weights
     choices = sort_choices(choice_rK, down_eGD.shape[0], load.batched, load.tile)
     batched = partial(batched_experts, load.batched, choices)
@@ -410,14 +387,10 @@ def product_gradients(x: jax.Array, w: Any, d_y: jax.Array) -> tuple[jax.Array, 
 
 
 def batched_experts(
-    J: int,
-    choices: SortedChoices,
-    h_rD: jax.Array,
-    weight_rK: jax.Array,
-    gate_up_eDZ: jax.Array,
-    down_eGD: jax.Array,
+    J: int, choices: SortedChoices, h_rD: jax.Array, *weights: jax.Array
 ) -> jax.Array:
     """Sum weight * expert(h) over the first J choices of each expert."""
+    weight_rK, gate_up_eDZ, down_eGD = weights
     choice_eJ = choices.read(choices.first_e[:-1], choices.first_e[1:], J)
     token_eJ = choice_eJ // weight_rK.shape[1]
     weight_eJ = read_rows(weight_rK.reshape(-1), choice_eJ, unique_indices=True)

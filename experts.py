@@ -13,7 +13,7 @@ A value whose name starts with `partial_` is still to be reduced over ranks.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,19 +79,16 @@ def concatenate_gate_up(w: Experts, dtype: jnp.dtype) -> Any:
 
 
 def capacity_experts(
-    w: Experts,
-    h_btD: jax.Array,
-    choice_btK: jax.Array,
-    weight_btK: jax.Array,
-    m: utils.Model,
-    factor: float,
+    w: Experts, h_btD: jax.Array, choices: Sequence[jax.Array], m: utils.Model, factor: float
 ) -> tuple[jax.Array, jax.Array]:
     """Sum weight * expert(h) over each token's choices within the capacity of their experts.
 
+    choices      choice_btK and weight_btK.
     Returns      the sum [b, t, D], and the number of choices that are dropped.
     Collectives  those of run_slots.
     """
     (b, t, D), E = h_btD.shape, m.n_routed_experts
+    choice_btK, weight_btK = choices
     J = expert_capacity(m, b * t, factor)
     slot_nK, choice_s = assign_slots(choice_btK, E, J)
     dropped = slot_nK.size - (slot_nK < E * J).sum(dtype=jnp.int32)

@@ -51,7 +51,7 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     problems = []
     for count in counts(config, len(devices), slices):
         try:
-            config, why = choose(config, devices[0], count, left_open)
+            config, why = choose(config, devices[0], count)
         except TooLarge:
             raise
         except ConfigError as error:
@@ -73,12 +73,10 @@ def for_chip(config: Config, chip: Chip | None, count: int) -> Config:
     chip  None for simulated devices
     Raises  ConfigError if nothing fits the settings that are set
     """
-    left_open = utils.left_open(config)
-    if "mesh.replica" in left_open:
-        config = changed(config, {"mesh.replica": 1})
+    config = changed(config, {"mesh.replica": config.mesh.replica or 1})
     if chip is None:
-        return by_rule(config, count, left_open, simulated=True)
-    return by_plan(config, chip, count, left_open)[0]
+        return by_rule(config, count, simulated=True)
+    return by_plan(config, chip, count)[0]
 
 
 def counts(config: Config, devices: int, slices: int) -> list[int]:
@@ -114,37 +112,33 @@ def describe(config: Config, names: frozenset[str]) -> str:
     return "chosen: " + " ".join(f"--{name} {get(config, name)}" for name in shown)
 
 
-def choose(
-    config: Config, device: jax.Device, count: int, left_open: frozenset[str]
-) -> tuple[Config, str]:
+def choose(config: Config, device: jax.Device, count: int) -> tuple[Config, str]:
     """Return the config on this number of devices, and why it is chosen."""
     chip = hardware.chip_of_kind(device.device_kind)
     if device.platform == "cpu":
-        made = by_rule(config, count, left_open, simulated=True)
+        made = by_rule(config, count, simulated=True)
         return made, "as many axes as possible have ranks"
     if chip is None:
         why = f"no figures of {device.device_kind} are known, so this takes least memory"
-        return by_rule(config, count, left_open), why
+        return by_rule(config, count), why
     try:
-        return by_plan(config, chip, count, left_open)
+        return by_plan(config, chip, count)
     except ConfigError:
         raise
     except Exception as error:  # training does not depend on the planner
         problem = f"{type(error).__name__}: {error}"
         why = f"the planner failed ({problem}), so this takes least memory"
-        return by_rule(config, count, left_open), why
+        return by_rule(config, count), why
 
 
-def by_plan(
-    config: Config, chip: Chip, count: int, left_open: frozenset[str]
-) -> tuple[Config, str]:
+def by_plan(config: Config, chip: Chip, count: int) -> tuple[Config, str]:
     """Return the fastest config that fits by the plan, and its memory and time."""
     from planning import search  # late: it traces the model
 
     try:
-        best, tried = search.fastest(config, chip, count, left_open)
+        best, tried = search.fastest(config, chip, count)
     except TooLarge as error:
-        need = smallest_number(config, chip, count, left_open)
+        need = smallest_number(config, chip, count)
         text = f"By the plan it fits {need} of them." if need else "More of them do not help."
         raise TooLarge(f"{count} x {chip.name} are too few. {text} {error}") from None
     p = best.predicted
@@ -154,27 +148,23 @@ def by_plan(
     )
 
 
-def smallest_number(
-    config: Config, chip: Chip, count: int, left_open: frozenset[str]
-) -> int | None:
+def smallest_number(config: Config, chip: Chip, count: int) -> int | None:
     """Return how many times `count` doubles until what takes least memory fits; None: never."""
     from planning import cost
 
     while (count := 2 * count) <= MAX_DEVICES:
         try:
-            least = by_rule(config, count, left_open)
+            least = by_rule(config, count)
         except ConfigError:
             continue
-        if "fsdp.gather" in left_open:
+        if "fsdp.gather" in utils.left_open(config):
             least = changed(least, {"fsdp.gather": "layer"})
         if cost.predict(least, chip).fits:
             return count
     return None
 
 
-def by_rule(
-    config: Config, count: int, left_open: frozenset[str], simulated: bool = False
-) -> Config:
+def by_rule(config: Config, count: int, simulated: bool = False) -> Config:
     """Return a config without a plan.
 
     simulated  devices of a CPU: the mesh whose largest axis is smallest, to exercise every axis,
@@ -182,20 +172,18 @@ def by_rule(
                communicate least, and what takes least memory.
     """
     problem = ""
-    for mesh in meshes(config, count, left_open, simulated):
-        for microbatches in microbatch_counts(config, left_open, mesh, simulated):
+    for mesh in meshes(config, count, simulated):
+        for microbatches in microbatch_counts(config, mesh, simulated):
             values: dict[str, Any] = mesh | {"train.microbatches": microbatches}
             values |= {"fsdp.gather": "step", "train.remat": "none" if simulated else "full"}
-            one = changed(config, {name: values[name] for name in left_open})
+            one = changed(config, {name: values[name] for name in utils.left_open(config)})
             if not (found := why_not(one)):
                 return one
             problem = problem or found
     raise ConfigError(problem or set_mesh_problem(config, count))
 
 
-def meshes(
-    config: Config, count: int, left_open: frozenset[str], simulated: bool
-) -> Iterator[dict[str, int]]:
+def meshes(config: Config, count: int, simulated: bool) -> Iterator[dict[str, int]]:
     """Yield the meshes over this many devices that agree with what is set, best first."""
     each = count // config.mesh.replica
     sizes = [size for size in range(1, each + 1) if each % size == 0]
@@ -213,11 +201,9 @@ def meshes(
                 yield values
 
 
-def microbatch_counts(
-    config: Config, left_open: frozenset[str], mesh: dict[str, int], simulated: bool
-) -> list[int]:
+def microbatch_counts(config: Config, mesh: dict[str, int], simulated: bool) -> list[int]:
     """Return the numbers of microbatches to try, best first."""
-    if "train.microbatches" not in left_open:
+    if config.train.microbatches:
         return [config.train.microbatches]
     sequences = config.train.global_batch_size // (mesh["mesh.replica"] * mesh["mesh.fsdp"])
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]

@@ -141,11 +141,8 @@ TOPOLOGIES = {
 }
 
 
-# Figures of a chip that is not in CHIPS, with their units, and whether they must be given.
-FIGURES = {
-    "flops": (TERA, True), "memory": (2**30, True), "bandwidth": (GB, True), "link": (GB, True),
-    "float32": (TERA, False), "float8": (TERA, False), "network": (GB, False),
-}  # fmt: skip
+# Figures of a chip that is not in CHIPS. The first four must be given.
+FIGURES = ("flops", "memory", "bandwidth", "link", "float32", "float8", "network")
 EXAMPLE = "--chip name=mycard,flops=165,memory=24,bandwidth=1008,link=32,capability=8.9"
 
 
@@ -179,13 +176,13 @@ def chip_of_figures(text: str) -> Chip:
     words = (word.partition("=") for word in text.split(","))
     given = {key.strip(): value.strip() for key, _, value in words}
     figures, problem = {}, ""
-    for key in sorted(given.keys() - FIGURES.keys() - {"name", "capability"}):
+    for key in sorted(given.keys() - {*FIGURES, "name", "capability"}):
         problem = f"{key or 'an empty word'} is none of name, capability, {', '.join(FIGURES)}"
-    for key, (unit, needed) in FIGURES.items():
+    for key in FIGURES:
         try:
-            figures[key] = float(given[key]) * unit
+            figures[key] = float(given[key])
         except KeyError:
-            problem = f"{key} is missing" if needed else problem
+            problem = f"{key} is missing" if key in FIGURES[:4] else problem
         except ValueError:
             figures[key] = math.nan
         if not 0 < figures.get(key, 1) < math.inf:
@@ -198,18 +195,10 @@ def chip_of_figures(text: str) -> Chip:
         problem = f"name {name} is that of a known chip"
     if problem:
         raise ConfigError(f"--chip {text}: {problem}. Use for example {EXAMPLE}.")
-    return Chip(
-        name,
-        (),
-        figures["flops"],
-        figures.get("float32", figures["flops"]),
-        round(figures["memory"]),
-        figures["bandwidth"],
-        figures["link"],
-        capability=capability,
-        network_bandwidth=figures.get("network", figures["link"]),
-        float8_flops=figures.get("float8", 0.0),
-    )
+    flops, memory, bandwidth, link = (figures[key] for key in FIGURES[:4])
+    products, memory = (capability, flops, figures.get("float32", flops)), round(1024 * memory)
+    network, float8 = figures.get("network", link), figures.get("float8", 0.0)
+    return _gpu(name, "", *products, memory, bandwidth, link, network, float8)
 
 
 def platform_of(chip: Chip | None) -> str:
@@ -310,11 +299,11 @@ def palm_flops_per_token(m: utils.Model, declared: Tree, sequence_length: int) -
     Source    Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     _, active = weights.count(declared)
-    _, frozen = weights.count(weights.frozen(declared, declared))
+    _, own = weights.count(weights.own(declared, declared))
     lookup = 0 if m.tie_word_embeddings else declared.first.embedding.size
     unused = lookup * declared.first.embedding.frozen
     window = min(m.sliding_window or sequence_length, sequence_length)
     keys = window * (1 - window / (2 * sequence_length))
     heads = m.num_hidden_layers * m.num_attention_heads
-    products = 6.0 * (active - lookup) - 2.0 * (frozen - unused)
+    products = 6.0 * (active - lookup) - 2.0 * (active - own - unused)
     return products + 6.0 * heads * keys * sum(kind_of(m).widths(m))

@@ -19,8 +19,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -220,41 +220,46 @@ def change(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
     return (a.reshape(*batch, -1, rank) @ b.reshape(*batch, rank, -1)).reshape(shape)
 
 
-class MergedArray:
+class MergedArray(NamedTuple):
     """An array of a run with adapters, merged as it is read; as runtime.stored_array.StoredArray.
 
     It has the values that the run multiplied by: those of the base in its --lora.base.
     """
 
-    def __init__(self, base: Any, dtype: str, scale: float, a: Any = None, b: Any = None):
-        """base, a, b  stored arrays; a and b are None for an array without adapters.
-        dtype       of the base in the run: float32, bfloat16 or nf4
-        """
-        self.shape, self.dtype = base.shape, np.dtype(np.float32)
-        self._base, self._dtype, self._scale = base, dtype, scale
-        self._ab = None if a is None else [_whole(part) for part in (a, b)]
+    base: Any  # stored arrays; a and b are None for an array without adapters
+    base_dtype: str  # in the run: float32, bfloat16 or nf4
+    scale: float
+    a: Any = None
+    b: Any = None
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
 
     def parts(self, dims: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """Yield (index, values) of each element of the first `dims` dimensions."""
-        for index, values in self._base.parts(dims):
-            values = in_dtype(values, self._dtype)
-            if self._ab is not None:
-                a, b = (part[index] for part in self._ab)
-                values = values + self._scale * change(a, b, values.shape)
+        sides = [whole(side) for side in (self.a, self.b) if side]
+        for index, values in self.base.parts(dims):
+            values = in_dtype(values, self.base_dtype)
+            if sides:
+                a, b = (side[index] for side in sides)
+                values = values + self.scale * change(a, b, values.shape)
             yield index, values
 
     def whole(self) -> np.ndarray:
         """Return the array."""
-        return _whole(self)
+        return whole(self)
 
-    def onto(self, like: jax.ShapeDtypeStruct, stages: tuple[int, ...]) -> jax.Array:
+    def onto(self, like: jax.ShapeDtypeStruct, _: tuple[int, ...]) -> jax.Array:
         """Return the array on devices, in the shape and sharding of `like`."""
         values = self.whole().reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, values.__getitem__)
 
 
-def _whole(array: Any) -> np.ndarray:
-    [(_, values)] = array.parts(0)  # which compares them with their digest
+def whole(array: Any) -> np.ndarray:
+    """Return the values of a stored or merged array, compared with their digest."""
+    [(_, values)] = array.parts(0)
     return values
 
 
@@ -276,11 +281,6 @@ def described(config: Config, declared: Tree, step: int, arrays: Mapping[str, An
     scale = config.lora.alpha / config.lora.rank
     found = {"run": config.run.init_from, "step": step, "digest": digest(arrays)}
     return found | {"scale": scale, "dtypes": quantized | others}
-
-
-def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether arrays of a checkpoint are adapters, by their names."""
-    return any(name.endswith(".a") for name in names)
 
 
 def merge_arrays(

@@ -90,14 +90,11 @@ def restore(
     """
     replicated = shapes.step.sharding
     norms = jax.ShapeDtypeStruct((train.NORMS,), np.float32, sharding=replicated)
-
-    def stored_shapes(names: frozenset[str]) -> State:
-        return shapes.replace(norms=norms if "norms" in names else None)
-
-    def check(config: dict[str, Any], step: int) -> None:
-        resume.check_compatible(config, settings, run, step)
-
-    _, state = saved.newest(stored_shapes, check, only=step) or (0, None)
+    _, state = saved.newest(
+        lambda names: shapes.replace(norms=norms if "norms" in names else None),
+        lambda config, step: resume.check_compatible(config, settings, run, step),
+        only=step,
+    ) or (0, None)
     if state is None:
         return None
     norms = train.initial_norms(replicated) if state.norms is None else state.norms

@@ -89,17 +89,11 @@ def expanded(w: Any, dtype: jnp.dtype) -> Any:
     return w.expanded(dtype) if isinstance(w, Quantized) else w
 
 
-def of_rows(w: Any, function: Callable) -> Any:
-    """Apply a function that reshapes the rows of a matrix and no other dimension."""
+def of_side(w: Any, side: str, function: Callable) -> Any:
+    """Apply a function of the rows of a matrix (side a) or of its columns (b), and nothing else."""
     if isinstance(w, Adapted):
-        return w.replace(base=jax.tree.map(function, w.base), a=function(w.a))
-    return jax.tree.map(function, w)
-
-
-def of_columns(w: Any, function: Callable) -> Any:
-    """Apply a function that slices the columns of a matrix and no other dimension."""
-    if isinstance(w, Adapted):
-        return w.replace(base=jax.tree.map(function, w.base), b=function(w.b))
+        changed = {side: function(getattr(w, side))}
+        return w.replace(base=jax.tree.map(function, w.base), **changed)
     return jax.tree.map(function, w)
 
 

@@ -38,14 +38,9 @@ import lora
 import matrix
 import utils
 import weights
-from attention import Attention, attend, kind_of
+from attention import Attention, Inputs, attend, kind_of
 from dropless import dropless_experts
-from experts import (
-    Experts,
-    SharedExperts,
-    capacity_experts,
-    uses_expert_parallelism,
-)
+from experts import Experts, SharedExperts, capacity_experts, uses_expert_parallelism
 from routing import Routing, balance, route
 from utils import BATCH_AXES, MESH_AXES, ConfigError
 from vocabulary import vocab_table
@@ -313,11 +308,11 @@ def attention(
         kernel = options.attention_kernel
         heads = w.heads(inputs_bTX, m, None, rope, kernel)
         # attend names its own residuals "attention".
-        y_bTnW, cached = attend(*heads, context, kernel, w.scale(m), m.sliding_window), None
+        y_bTnW, cached = attend(kernel, Inputs(*heads, context, w.scale(m), m.sliding_window)), None
     else:
         y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, rope)
     # o is contracted: each tensor rank holds the partial sum of its heads.
-    out_oD = matrix.of_rows(w.out, lambda rows: lax.collapse(rows, 0, 2))
+    out_oD = matrix.of_side(w.out, "a", lambda rows: lax.collapse(rows, 0, 2))
     partial_bTD = matmul("bTo,oD->bTD", lax.collapse(y_bTnW, 2), out_oD)
     y_btD = checkpoint_name(scatter_sequence(partial_bTD, "output", parallel), "attention_out")
     return x_btD + dropout(y_btD, options, position, 0), cached
@@ -385,15 +380,14 @@ def moe(
     h_btD = rms_norm(x_btD, w.norm, m.rms_norm_eps)
     share_btE, *choices = route(w.router, w.bias, h_btD, m)
     if options.run_experts is not None:
-        y_btD, routing = options.run_experts(w.experts, h_btD, *choices), None
+        y_btD, routing = options.run_experts(w.experts, h_btD, choices), None
     else:
         partial_balance, tokens_per_expert = balance(share_btE, choices[0], m)
         if options.capacity_factor:
-            y_btD, dropped = capacity_experts(
-                w.experts, h_btD, *choices, m, options.capacity_factor
-            )
+            factor = options.capacity_factor
+            y_btD, dropped = capacity_experts(w.experts, h_btD, choices, m, factor)
         else:
-            y_btD = dropless_experts(w.experts, h_btD, *choices, m, options.experts_kernel)
+            y_btD = dropless_experts(w.experts, h_btD, choices, m, options.experts_kernel)
             dropped = jnp.zeros_like(tokens_per_expert[0])
         routing = Routing(partial_balance, tokens_per_expert, dropped)
     if w.shared is not None:

@@ -84,12 +84,6 @@ def learning_rate(rates: LearningRates, step: jax.Array) -> jax.Array:
     return jnp.where(done < warmup, peak * done / warmup, low + (peak - low) * left)
 
 
-TUNING_WARNING = (
-    "warning: --optimizer.lr {lr:g} is in the range of pretraining, and this run starts from "
-    "trained weights. To tune them, use a rate below {low:.2g}, as configs/tune.toml does."
-)
-
-
 def learning_rate_warning(config: Config) -> str:
     """Return a warning about a learning rate far outside the tuned range, or an empty string.
 
@@ -98,14 +92,16 @@ def learning_rate_warning(config: Config) -> str:
     learned.
     """
     o = config.optimizer
-    if o.name not in depth.LR:
+    if o.name not in depth.LR or config.lora.rank:
         return ""
     best = depth.best_lr(config)
     low, high = best / FAR_FACTOR, best * FAR_FACTOR
-    if config.lora.rank:
-        return ""
     if config.run.init_from and not config.run.init_optimizer:
-        return TUNING_WARNING.format(lr=o.lr, low=low) if o.lr >= low else ""
+        return (
+            f"warning: --optimizer.lr {o.lr:g} is in the range of pretraining, and this run starts "
+            f"from trained weights. To tune them, use a rate below {low:.2g}, as configs/tune.toml "
+            "does."
+        ) * (o.lr >= low)
     if low <= o.lr <= high:
         return ""
     return (

@@ -220,7 +220,11 @@ def plot_runs(folders: list[Path], out: Path | None = None, urls: Sequence[str] 
                 figures["tokens_per_expert"] = tokens_per_expert(runs[0])
         needed = [name for name in OF_STEPS if name != "training_loss" or not figures]
         figures |= {name: of_steps(runs, name) for name in needed}
-        pictures = {name: _png(figure) for name, figure in figures.items() if figure}
+        pictures = {}
+        for name, figure in figures.items():
+            if figure:
+                figure.savefig(image := io.BytesIO(), dpi=200, format="png")
+                pictures[name] = image.getvalue()
     if len(runs) > 1:
         named = dict(zip(names, folders, strict=True))
         page = report.of_runs(named, f"{len(runs)} runs: {together}", pictures)
@@ -232,11 +236,6 @@ def plot_runs(folders: list[Path], out: Path | None = None, urls: Sequence[str] 
         file.parent.mkdir(parents=True, exist_ok=True)
         storage.write_atomically(file, content)
     return [*contents]
-
-
-def _png(figure: Figure) -> bytes:
-    figure.savefig(image := io.BytesIO(), dpi=200, format="png")
-    return image.getvalue()
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {  # heading and forma
     "goodput": ("goodput", "{:.1%}".format),
     "cost": ("cost", "{:,.2f}".format),
 }
-OF_ONE = "active", "layers", "mfu", "goodput", "cost"  # not in tables of several runs
+OF_SEVERAL = [n for n in COLUMNS if n not in ("active", "layers", "mfu", "goodput", "cost")]
 
 
 def records_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -52,25 +52,27 @@ def facts(folder: Path, name: str) -> dict[str, Any]:
 
     Speed and MFU are medians of steps. Wall time includes that between starts, which has no cost.
     """
+    found = dict.fromkeys(COLUMNS) | {"run": name, "state": "of another version"}
     try:
         config = cli.load(folder / "config.toml")
         one_device = {"mesh": utils.Mesh(fsdp=1, pipeline=1, tensor=1)}
         total, active = weights.count(model.declare(utils.changed(config, one_device)))
     except ConfigError:
-        return dict.fromkeys(COLUMNS) | {"run": name, "state": "of another version"}
+        return found
     train, evaluations = records_of(folder)
     last, evaluation = (records[-1] if records else {} for records in (train, evaluations))
     spent = phases.total_seconds(lines) if (lines := phases.read(folder)) else {"steps": 0.0}
     done, steps, wall_s = last.get("step", 0), config.train.steps, sum(spent.values())
     paid_s = (wall_s - spent.get("down", 0.0)) * math.prod(config.mesh.shape)
-    found = {"run": name, "state": "finished" if done >= steps else f"{done} of {steps}"}
+    found["state"] = "finished" if done >= steps else f"{done} of {steps}"
     found |= {"parameters": total, "active": active, "layers": config.model.num_hidden_layers}
-    found |= {"tokens": last.get("tokens")}
     found |= {key: evaluation.get(key) for key in ("loss/val", "bits_per_byte")}
+    found["tokens"] = last.get("tokens")
     for key in ("tokens_per_s", "mfu"):
-        values = [r[key] for r in train if r.get(key) is not None]
-        found[key] = statistics.median(values) if values else None
-    found |= {"wall_s": wall_s or None, "goodput": spent["steps"] / wall_s if wall_s else None}
+        if values := [r[key] for r in train if r.get(key) is not None]:
+            found[key] = statistics.median(values)
+    if wall_s:
+        found |= {"wall_s": wall_s, "goodput": spent["steps"] / wall_s}
     return found | {"cost": paid_s / 3600 * config.run.price_per_hour or None}
 
 
@@ -92,14 +94,10 @@ def runs_below(folder: str) -> dict[str, Path]:
     return found
 
 
-def cells(found: dict[str, Any], names: Iterable[str]) -> list[str]:
-    return ["-" if found[n] is None else COLUMNS[n][1](found[n]) for n in names]
-
-
-def table(rows: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """Return the heading and the cells of facts of several runs."""
-    names = [name for name in COLUMNS if name not in OF_ONE]
-    return [[COLUMNS[n][0] for n in names], *(cells(row, names) for row in rows)]
+def table(rows: Iterable[dict[str, Any]], names: Sequence[str] = OF_SEVERAL) -> list[list[str]]:
+    """Return the heading and the cells of these facts of runs."""
+    texts = [["-" if row[n] is None else COLUMNS[n][1](row[n]) for n in names] for row in rows]
+    return [[COLUMNS[n][0] for n in names], *texts]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -193,7 +191,7 @@ def of_run(folder: Path, url: str, pictures: Mapping[str, bytes]) -> bytes:
     """Return the page of one run, whose path or URL is `url`, with PNGs by their names."""
     config, found = cli.load(folder / "config.toml"), facts(folder, url)
     names = [name for name in COLUMNS if name != "run" and found[name] is not None]
-    boxes = zip((COLUMNS[name][0] for name in names), cells(found, names), strict=True)
+    boxes = zip(*table([found], names), strict=True)
     boxes = "".join(f"<div>{heading}<b>{escape(text)}</b></div>" for heading, text in boxes)
     goodput = [phases.summary(lines)] if (lines := phases.read(folder)) else []
     starts = jsonl.read(folder / "starts.jsonl")

@@ -92,17 +92,15 @@ def pipeline_functions(
     declared: Transformer,
     options: ForwardOptions,
     step: jax.Array,
-    token_scale: jax.Array,
-    balance_scale: float,
+    factors: tuple[jax.Array, float],
     wrap: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> pipeline.Functions:
     """Return the model as the pipeline's three functions, over weights from `gather_params`.
 
-    token_scale    factor on a token's cross-entropy.
-    balance_scale  factor on a sequence's balance loss.
-    wrap           wrapper of each layer, such as `remat`.
+    factors  on a token's cross-entropy and on a sequence's balance loss, as from `scales`.
+    wrap     wrapper of each layer, such as `remat`.
     """
-    m = config.model
+    m, (token_scale, balance_scale) = config.model, factors
 
     def layer_of(declared: Any, data: Batch) -> Callable:
         """Return (w, x, index) -> model.layer under `wrap`, which gathers weights if configured."""
@@ -137,31 +135,23 @@ def pipeline_functions(
         loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
-    parameters = pipeline.Parameters(
-        EmbeddingAndHead(declared.first, declared.last), declared.blocks
+    declared_outer = EmbeddingAndHead(declared.first, declared.last)
+    trained = declared_outer.output.trained
+    of_loss = vocabulary.LossOptions(m.vocab_size, m.z_loss, options.fused_loss, trained)
+
+    def last(outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the loss of the last block's output, and its sums: vocabulary.chunked_loss."""
+        outer = outer._replace(last=weights.constant(declared.last, outer.last))
+        h_bTD = final_hidden(config, outer, y_btD)
+        # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
+        h_nD = vary(h_bTD).reshape(data.targets.size, -1)
+        inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
+        chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
+        return vocabulary.chunked_loss(of_loss, outer.output, *chunks_cn)
+
+    return pipeline.Functions(
+        first, block, last, pipeline.Parameters(declared_outer, declared.blocks)
     )
-    last = partial(last_loss, config, parameters.outer, token_scale, options.fused_loss)
-    return pipeline.Functions(first, block, last, parameters)
-
-
-def last_loss(
-    config: Config,
-    declared: EmbeddingAndHead,
-    token_scale: jax.Array,
-    fused: bool,
-    outer: EmbeddingAndHead,
-    data: Batch,
-    y_btD: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return a microbatch's loss from the output of the last block, and its sums (chunked_loss)."""
-    outer = outer._replace(last=weights.constant(declared.last, outer.last))
-    h_bTD = final_hidden(config, outer, y_btD)
-    # Varying over pipeline from here on: each rank multiplies h by its slice of the vocabulary.
-    h_nD = vary(h_bTD).reshape(data.targets.size, -1)
-    inputs_n = h_nD, data.targets.reshape(-1), data.loss_weights.reshape(-1) * token_scale
-    chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
-    m, trained = config.model, declared.output.trained
-    return vocabulary.chunked_loss(m.vocab_size, m.z_loss, fused, trained, outer.output, *chunks_cn)
 
 
 @jax.named_scope("loss")
@@ -344,7 +334,7 @@ def loss_and_gradients(
         data = with_microbatch_index(data)
         factors = _, balance_scale = scales(data, m.aux_loss_alpha)
         wrap = remat(config, unrolled)
-        run = pipeline_functions(config, declared, options, step, *factors, wrap)
+        run = pipeline_functions(config, declared, options, step, factors, wrap)
         w = gather_params(config, declared, w, options.ordered)
         if unrolled:
             grads, routing, sums = one_stage.forward_backward(run, w, data)
@@ -369,10 +359,8 @@ def evaluate(
     options = forward_options(config, mesh, m.eval_capacity_factor)
 
     def local(w: Transformer, data: Batch) -> Stats:
-        token_scale, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
-        run = pipeline_functions(
-            config, declared, options, jnp.int32(0), token_scale, balance_scale
-        )
+        factors = _, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
+        run = pipeline_functions(config, declared, options, jnp.int32(0), factors)
         w = gather_params(config, declared, w, options.ordered)
         routing, sums = pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))
         routing = after(routing, sums) if options.ordered else routing
@@ -394,7 +382,7 @@ def after_layers(
         def last(outer: EmbeddingAndHead, data: Batch, y_btD: jax.Array) -> tuple[None, jax.Array]:
             return None, make(outer, data, final_hidden(config, outer, y_btD))
 
-        run = pipeline_functions(config, declared, options, jnp.int32(0), jnp.float32(1), 0.0)
+        run = pipeline_functions(config, declared, options, jnp.int32(0), (jnp.float32(1), 0.0))
         run, w = run._replace(last=last), gather_params(config, declared, w, options.ordered)
         return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))[1]
 

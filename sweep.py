@@ -57,15 +57,6 @@ def take_grid(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]
     return grid, rest
 
 
-def parse(arguments: list[str]) -> Config:
-    """Return the config of a run, as main.py does before it knows the devices."""
-    config = depth.parse_open(arguments)
-    if source := config.run.init_from:
-        file = resume.config_file(run_directory.at(source), "--run.init_from")
-        config = depth.parse_open(arguments, model=cli.load(file).model)
-    return dataset.with_vocabulary(config)
-
-
 def runs_of(grid: dict[str, list[str]], rest: list[str]) -> dict[str, tuple[list[str], Config]]:
     """Return the flags of main.py and the config of each run, by its name."""
     runs, base = {}, depth.parse_open(rest).run.name
@@ -76,7 +67,11 @@ def runs_of(grid: dict[str, list[str]], rest: list[str]) -> dict[str, tuple[list
         flags = [*rest, *flags, "--run.name", name]
         if name in runs:
             raise ConfigError(f"two runs would have the name {name}. Change a value of the grid.")
-        runs[name] = flags, parse(flags)
+        config = depth.parse_open(flags)
+        if source := config.run.init_from:  # as in main.parse
+            file = resume.config_file(run_directory.at(source), "--run.init_from")
+            config = depth.parse_open(flags, model=cli.load(file).model)
+        runs[name] = flags, dataset.with_vocabulary(config)
     return runs
 
 

@@ -362,7 +362,7 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
 
     With `--train.layers auto` layers are scanned after all if the unrolled step does not fit.
     """
-    step = errors.compile_program(jitted_step(config, declared, mesh), *arguments)
+    step = errors.compile_lowered(jitted_step(config, declared, mesh).lower(*arguments))
     unrolled = sharded_model.is_unrolled(config, sharded_model.platform(mesh))
     usable = memory.usable_bytes(mesh)
     if config.train.layers != "auto" or not unrolled or not usable:
@@ -376,4 +376,4 @@ def compile_step(config: Config, declared: Transformer, mesh: Mesh, *arguments: 
         "device, so the layers are scanned (--train.layers)"
     )
     scanned = utils.changed(config, {"train.layers": "scanned"})
-    return errors.compile_program(jitted_step(scanned, declared, mesh), *arguments)
+    return errors.compile_lowered(jitted_step(scanned, declared, mesh).lower(*arguments))

@@ -188,11 +188,12 @@ def main(arguments: list[str] | None = None) -> None:
         mesh = train.make_mesh(config)
         shapes = train.abstract_state(config, declared, mesh).weights
         step, w, stored = checkpoint.load_weights(run, flags.step, shapes)
+        scores = partial(multiple_choice.log_likelihoods, config, declared, mesh, w)
         if flags.lm_eval or flags.core:
             from inference import lm_eval_adapter  # late: its packages are optional
 
             tokens = text_tokens(stored["tokens"], run)
-            adapter = lm_eval_adapter.Model(config, declared, mesh, w, tokens)
+            adapter = lm_eval_adapter.Model(config, mesh, w, scores, tokens)
             options = flags.include_path, flags.limit
             evaluate = partial(lm_eval_adapter.evaluate, adapter, *options)
             if flags.core:
@@ -204,9 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
                 record = {"results": results["results"]}
         elif questions:
             tokenizer, begin, _ = text_tokens(stored["tokens"], run)
-            record = multiple_choice.evaluate(
-                config, declared, mesh, w, questions, tokenizer, begin
-            )
+            record = multiple_choice.evaluate(scores, questions, tokenizer, begin)
             text = multiple_choice.report({"step": step} | record, flags.questions)
         else:
             record = with_perplexity(Validation(config, declared, mesh, data)(w), data)

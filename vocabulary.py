@@ -10,7 +10,7 @@ A value whose name starts with `partial_` is still to be reduced over ranks.
 """
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,34 +136,34 @@ def is_target(logits_nv: jax.Array, targets_n: jax.Array) -> jax.Array:
     return local_ids(logits_nv.shape[1])[None, :] == targets_n[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+class LossOptions(NamedTuple):
+    """What is known of a loss when it is traced."""
+
+    vocabulary: int  # size without padding
+    z_factor: float
+    fused: bool  # whether the gradient is that of a kernel: see device_kernels/choice.py
+    trained: bool  # whether the table has a gradient
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_loss(
-    vocabulary: int,
-    z_factor: float,
-    fused: bool,
-    trained: bool,
-    table_vD: jax.Array,
-    h_cnD: jax.Array,
-    targets_cn: jax.Array,
-    weights_cn: jax.Array,
+    options: LossOptions, table_vD: jax.Array, *chunks_cn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return cross-entropy + z_factor * z-loss, and both sums [2].
 
     Only the logits of one chunk of tokens exist at a time. The gradient is computed with the value,
     chunk by chunk, so that logits are neither residuals nor recomputed.
 
-    vocabulary  size without padding.
-    fused       whether the gradient is that of a kernel: see device_kernels/choice.py, fuses_loss.
-    trained     whether the table has a gradient.
+    chunks_cn  h_cnD, targets_cn and weights_cn.
     """
 
     def sums_of(chunk: tuple[jax.Array, ...]) -> jax.Array:
         h_nD, targets_n, weights_n = chunk
-        logits_nv = local_logits(table_vD, h_nD, vocabulary)
+        logits_nv = local_logits(table_vD, h_nD, options.vocabulary)
         return weighted_sums(*target_logits(logits_nv, targets_n), weights_n)
 
-    sums = lax.map(sums_of, (h_cnD, targets_cn, weights_cn)).sum(0)
-    return sums[0] + z_factor * sums[1], sums
+    sums = lax.map(sums_of, chunks_cn).sum(0)
+    return sums[0] + options.z_factor * sums[1], sums
 
 
 def weighted_sums(target_n: jax.Array, logsumexp_n: jax.Array, weights_n: jax.Array) -> jax.Array:
@@ -173,16 +173,15 @@ def weighted_sums(target_n: jax.Array, logsumexp_n: jax.Array, weights_n: jax.Ar
 
 
 def logits_gradient(
-    vocabulary: int,
-    z_factor: float,
-    fused: bool,
-    table_vD: jax.Array,
-    h_nD: jax.Array,
-    targets_n: jax.Array,
-    weights_n: jax.Array,
+    options: LossOptions, table_vD: jax.Array, *chunk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradient of logits [n, v], in the dtype of h_nD, and the weighted sums [2]."""
-    if fused:
+    """Return the gradient of logits [n, v], in the dtype of h_nD, and the weighted sums [2].
+
+    chunk  h_nD, targets_n and weights_n.
+    """
+    h_nD, targets_n, weights_n = chunk
+    vocabulary, z_factor, *_ = options
+    if options.fused:
         with jax.named_scope("loss"):
             arrays = float32_product("nD,vD->nv", h_nD, table_vD), targets_n, weights_n
             arrays = vary(arrays, varying(arrays))
@@ -201,32 +200,27 @@ def logits_gradient(
 
 
 def _chunked_loss_forward(
-    vocabulary: int,
-    z_factor: float,
-    fused: bool,
-    trained: bool,
-    table_vD: jax.Array,
-    *chunks_cn: jax.Array,
+    options: LossOptions, table_vD: jax.Array, *chunks_cn: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, jax.Array]]:
     def body(d_table_vD: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, tuple]:
         h_nD, *_ = chunk
-        d_logits_nv, sums = logits_gradient(vocabulary, z_factor, fused, table_vD, *chunk)
+        d_logits_nv, sums = logits_gradient(options, table_vD, *chunk)
         with jax.named_scope("transpose(loss)"):
-            if trained:
+            if options.trained:
                 d_table_vD += float32_product("nv,nD->vD", d_logits_nv, h_nD)
             return d_table_vD, (sums, matmul("nv,vD->nD", d_logits_nv, table_vD))
 
-    zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD)) if trained else None
+    zero = None
+    if options.trained:
+        zero = vary(jnp.zeros(table_vD.shape, jnp.float32), varying(table_vD))
     d_table_vD, (sums, d_h_cnD) = lax.scan(body, zero, chunks_cn)
     sums = sums.sum(0)
-    if trained:
+    if options.trained:
         d_table_vD = d_table_vD.astype(table_vD.dtype)
-    return (sums[0] + z_factor * sums[1], sums), (d_table_vD, d_h_cnD)
+    return (sums[0] + options.z_factor * sums[1], sums), (d_table_vD, d_h_cnD)
 
 
-def _chunked_loss_backward(
-    vocabulary: int, z_factor: float, fused: bool, trained: bool, grads: tuple, d_out: tuple
-) -> tuple:
+def _chunked_loss_backward(options: LossOptions, grads: tuple, d_out: tuple) -> tuple:
     scale = d_out[0]  # d_out[1] is of the sums, which are only reported
     scaled = (None if g is None else g * scale.astype(g.dtype) for g in grads)
     return *scaled, None, None

@@ -218,11 +218,6 @@ def trained(declared: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda w, part: part if w.trained else None, declared, tree)
 
 
-def frozen(declared: Tree, tree: Tree) -> Tree:
-    """Return the tree with None in place of what does not belong to frozen weights."""
-    return jax.tree.map(lambda w, part: part if w.frozen else None, declared, tree)
-
-
 def own(declared: Tree, tree: Tree) -> Tree:
     """Return the tree with None in place of what belongs to frozen weights."""
     return jax.tree.map(lambda w, part: None if w.frozen else part, declared, tree)
@@ -230,13 +225,11 @@ def own(declared: Tree, tree: Tree) -> Tree:
 
 def filled(tree: Tree, others: Tree) -> Tree:
     """Return the tree with the parts of `others` where it has None."""
-    return jax.tree.map(
-        lambda part, other: other if part is None else part, tree, others, is_leaf=_is_none
-    )
 
+    def fill(part: Any, other: Any) -> Any:
+        return other if part is None else part
 
-def _is_none(part: Any) -> bool:
-    return part is None
+    return jax.tree.map(fill, tree, others, is_leaf=lambda part: part is None)
 
 
 def check_divisible(declared: Tree, ranks: Mapping[str, int]) -> None:

@@ -8,17 +8,10 @@
 machine  versions, and the FLOP/s of a bfloat16 product.
 check    loss and gradients of a small model, compared with float32 on the CPU.
 
-The other rows are MODEL-VARIANT. Their steps have the tokens of configs/MODEL.toml.
-
-none           without rematerialization; compare the other variants with it
-scanned        the same with scanned layers
-fp8            the same with FP8 products in feed-forward layers
-dropless       the same with experts without a capacity
-capacity       the same with a capacity factor of 1.5, where the config is dropless
-microbatchN    the same with N sequences in a microbatch
-triton         the same with Triton's matrix products in place of cuBLAS's
-names, full    the same with names (all of utils.REMAT_NAMES) or full rematerialization
-profile        the time of a step of `none` by layer and kernel
+The other rows are MODEL-VARIANT: steps with the tokens of configs/MODEL.toml. `none` has no
+rematerialization. The others are `none` with one change: that of SETTINGS, N sequences in a
+microbatch (microbatchN), or Triton's matrix products in place of cuBLAS's (triton). `profile` is
+the time of a step of `none` by layer and kernel.
 
 The first rows decide most. Each has a limit, which fits nine of them into 9.5 minutes. A row that
 its limit stops starts anew in the next call, and the last row may take all the time that is left. A

@@ -53,19 +53,15 @@ class Series:
     @functools.cache  # noqa: B019  there are few
     def rule(self) -> float:
         """Return the learning rate that depth.py gives."""
-        flags = [word for name, value in self.settings().items() for word in (name, str(value))]
-        return depth.parse([*self.base(), *flags]).optimizer.lr
+        return depth.parse(self.flags()).optimizer.lr
 
-    def base(self) -> list[str]:
-        return ["--depth", str(self.depth), *["--dense"] * self.dense]
-
-    def settings(self) -> dict[str, object]:
-        return {
-            "--optimizer.name": self.optimizer,
-            "--train.seq_len": SEQ_LEN,
-            "--train.global_batch_size": self.batch,
-            "--train.steps": self.steps,
-        }
+    def flags(self) -> list[str]:
+        """Return the flags of main.py that all runs of the series have."""
+        return [
+            *("--depth", str(self.depth), *["--dense"] * self.dense),
+            *("--optimizer.name", self.optimizer, "--train.seq_len", str(SEQ_LEN)),
+            *("--train.global_batch_size", str(self.batch), "--train.steps", str(self.steps)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,12 @@ class Run:
         )
 
     def flags(self) -> list[str]:
-        s, settings = self.series, self.series.settings()
-        decay = depth.two_digits(s.decay / (self.lr * s.steps))
-        settings |= {"--optimizer.lr": self.lr, "--optimizer.weight_decay": decay}
-        settings |= {"--train.seed": self.seed, "--data.seed": self.seed}
-        return [*s.base(), *(str(word) for pair in settings.items() for word in pair)]
+        decay = depth.two_digits(self.series.decay / (self.lr * self.series.steps))
+        return [
+            *self.series.flags(),
+            *("--optimizer.lr", str(self.lr), "--optimizer.weight_decay", str(decay)),
+            *("--train.seed", str(self.seed), "--data.seed", str(self.seed)),
+        ]
 
 
 Losses = dict[Run, float]  # validation loss at the end
@@ -151,14 +148,11 @@ def make(seconds: float, cores: list[int]) -> None:
         todo = dict.fromkeys(run for series in PLAN for run in needed(losses, *series))
         return (run for run in todo if run not in losses.keys() | running)
 
-    def begin(run: Run, core: int) -> subprocess.Popen[bytes]:
-        log(f"{run.name} starts on core {core}")
-        return start(run, core)
-
-    processes.run_all(cores, missing, begin, record, seconds)
+    processes.run_all(cores, missing, start, record, seconds)
 
 
 def start(run: Run, core: int) -> subprocess.Popen[bytes]:
+    log(f"{run.name} starts on core {core}")
     every = str(max(1, run.series.steps // 8))
     output = ["--run.dir", str(RUNS), "--run.name", run.name, "--eval.every_steps", every]
     output += ["--checkpoint.every_steps", every, "--sample.prompts"]
@@ -172,7 +166,7 @@ def start(run: Run, core: int) -> subprocess.Popen[bytes]:
 def record(run: Run, code: int) -> None:
     """Append a run that has ended. One that diverged has a loss of null."""
     folder = RUNS / run.name
-    records = jsonl.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    records = jsonl.read(folder / "metrics.jsonl")
     log_text = (RUNS / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")
     diverged = code == 2 and "steps in a row" in log_text.splitlines()[-1]
     if code and not diverged:
@@ -190,10 +184,9 @@ def record(run: Run, code: int) -> None:
 
 def read() -> Losses:
     """Return the recorded runs. A run that diverged has an infinite loss."""
-    lines = jsonl.read(RECORDS) if RECORDS.exists() else []
     return {
         Run(Series(**line["series"]), line["lr"], line["seed"]): line["loss"] or math.inf
-        for line in lines
+        for line in jsonl.read(RECORDS)
     }
 
 
@@ -216,17 +209,16 @@ def table(losses: Losses) -> str:
     columns = ["series", "tokens", "losses by learning rate", "best", "best of a parabola"]
     columns += ["by depth.py", "above the parabola's best", "above the best, as run"]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for series, _ in PLAN:
-        runs = {run: loss for run, loss in losses.items() if run.series == series}
+    for s, _ in PLAN:
+        runs = {run: loss for run, loss in losses.items() if run.series == s}
         if not runs:
             continue
         first = {run.lr: loss for run, loss in runs.items() if run.seed == 0}
         best = min(first, key=first.__getitem__)
-        rule = series.rule()
-        pairs = [(Run(series, rule, seed), Run(series, best, seed)) for seed in SEEDS]
+        rule = s.rule()
+        pairs = [(Run(s, rule, seed), Run(s, best, seed)) for seed in SEEDS]
         above = [runs[a] - runs[b] for a, b in pairs if a in runs and b in runs]
         difference = f"{statistics.fmean(above):+.4f}" if above else ""
-        s = series
         name = f"{s.optimizer}, {'dense ' * s.dense}depth {s.depth}, {s.steps} steps"
         name += f", decay {s.decay:g}" * (s.decay != Series.decay)
         each = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(first.items()))

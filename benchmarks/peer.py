@@ -34,13 +34,7 @@ from rich.table import Table
 import model
 import train
 import weights
-from benchmarks.common import (
-    ONE_DEVICE,
-    compile_step,
-    random_batch,
-    reference_config,
-    spread,
-)
+from benchmarks.common import ONE_DEVICE, compile_step, random_batch, reference_config, spread
 from checkpoint import Checkpoints
 from convert import Export, export_run
 from runtime import cli

@@ -10,6 +10,7 @@ Opening a folder checks that all files exist with the right size; data/verify.py
 import functools
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,23 +33,18 @@ class Span(NamedTuple):
     end: int
 
 
+@dataclass(eq=False)
 class Files:
-    """The files of a folder with its tokens, or those with its loss weights.
+    """The files of a folder with its tokens, or those with its loss weights."""
 
-    page_bytes  granularity of reading and caching from a bucket; None reads exact ranges and
-                caches nothing
-    """
+    folder: str
+    manifest: Manifest
+    shards: list[Shard]
+    dtype: np.dtype
+    page_bytes: int | None  # of a read of a bucket, which is cached; None: exact ranges, no cache
 
-    def __init__(
-        self,
-        folder: str,
-        manifest: Manifest,
-        shards: list[Shard],
-        dtype: np.dtype,
-        page_bytes: int | None,
-    ):
-        self.folder, self.manifest, self.shards, self.dtype = folder, manifest, shards, dtype
-        self.storage, self.page_bytes = storage.at(folder), page_bytes
+    def __post_init__(self) -> None:
+        self.storage = storage.at(self.folder)
         self._mapped = functools.lru_cache(MAX_MAPPED)(self._map)
         self._cache: dict[Range, bytes] = {}  # least recently used first
         self._lock = threading.Lock()

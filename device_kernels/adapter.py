@@ -46,6 +46,17 @@ def private(name: str) -> Any:
         ) from error
 
 
+class Inputs(NamedTuple):
+    """What attention takes: see attention.attend."""
+
+    q: jax.Array  # [b, T, n, A]
+    k: jax.Array  # [b, S, y, A]
+    v: jax.Array  # [b, S, y, W]
+    segments: jax.Array | None  # [b, S] index of a position's document; None if it is the only one
+    scale: float
+    window: int = 0  # positions that a query attends to, with its own; 0 for all earlier ones
+
+
 class Kernel(NamedTuple):
     """An attention kernel and its gradient.
 
@@ -60,27 +71,24 @@ class Kernel(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def call(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
-) -> jax.Array:
-    [out] = foreign_p.bind(q, k, v, *extra, function=kernel.plain)
+def call(kernel: Kernel, *inputs: jax.Array) -> jax.Array:
+    """Run a kernel on q, k, v[, segments]."""
+    [out] = foreign_p.bind(*inputs, function=kernel.plain)
     return out
 
 
-def _call_forward(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, extra: tuple[jax.Array, ...]
-) -> tuple[jax.Array, Any]:
-    out, logsumexp = foreign_p.bind(q, k, v, *extra, function=kernel.forward)
+def _call_forward(kernel: Kernel, *inputs: jax.Array) -> tuple[jax.Array, Any]:
+    q, k, v, *segments = inputs
+    out, logsumexp = foreign_p.bind(*inputs, function=kernel.forward)
     # Saved with its heads concatenated, because a TPU pads the last dimension to 128.
     out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
     out = out.reshape(*q.shape[:3], v.shape[-1])
-    return out, (q, k, v, out, logsumexp, extra)
+    return out, (q, k, v, out, logsumexp, *segments)
 
 
 def _call_backward(kernel: Kernel, residuals: Any, grad: jax.Array) -> Any:
-    q, k, v, out, logsumexp, extra = residuals
-    arrays = grad, q, k, v, out, logsumexp
-    return *foreign_p.bind(*arrays, *extra, function=kernel.backward), None
+    gradients = foreign_p.bind(grad, *residuals, function=kernel.backward)
+    return *gradients, *[None] * (len(residuals) - 5)  # of segments
 
 
 call.defvjp(_call_forward, _call_backward)

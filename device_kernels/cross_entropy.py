@@ -19,12 +19,7 @@ BLOCK, WARPS = 8192, 32
 
 
 def cross_entropy(
-    vocabulary: int,
-    z_factor: float,
-    dtype: Any,
-    logits_nv: jax.Array,
-    targets_n: jax.Array,
-    weights_n: jax.Array,
+    vocabulary: int, z_factor: float, dtype: Any, *arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradient of logits, and of each token its target's logit and logsumexp [n].
 
@@ -36,10 +31,11 @@ def cross_entropy(
     multiprocessor: 26 MB of 50 on an H100 for 50,432 ids. It reads backward, so that the end of a
     row that is too long for that is still in the cache.
 
+    arrays  logits_nv, targets_n and weights_n.
     Source  arXiv:1805.02867, algorithm 3, here for each position of a block by itself.
     """
     function = row_kernel(vocabulary, z_factor, jnp.dtype(dtype).name)
-    return tuple(foreign_p.bind(logits_nv, targets_n, weights_n, function=function))
+    return tuple(foreign_p.bind(*arrays, function=function))
 
 
 @cache

@@ -9,24 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from device_kernels.adapter import CUDNN, Kernel, call, private, repeat_heads
+from device_kernels.adapter import CUDNN, Inputs, Kernel, call, private, repeat_heads
 
 
-def cudnn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    scale: float,
-    window: int,
-) -> jax.Array:
+def cudnn(inputs: Inputs) -> jax.Array:
     """Attention by NVIDIA's library, called as jax.nn.dot_product_attention calls it.
 
     That function rejects values narrower than queries, which cuDNN 9.10 and later support on
     Hopper.
     """
+    q, k, v, segments, scale, window = inputs
     assert segments is None, "see choice.choose_kernel"
-    return call(cudnn_kernel(scale, window), q, k, v, ())
+    return call(cudnn_kernel(scale, window), q, k, v)
 
 
 @cache

@@ -8,26 +8,20 @@ from typing import Any
 
 import jax
 
-from device_kernels.adapter import SPLASH_BACKWARD, Kernel, call, private, swapped
+from device_kernels.adapter import SPLASH_BACKWARD, Inputs, Kernel, call, private, swapped
 from utils import LANES
 
 TILE = 512  # positions of a tile, where that divides the sequence
 
 
-def splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    scale: float,
-    window: int,
-) -> jax.Array:
+def splash(inputs: Inputs) -> jax.Array:
     """Attention by splash. Queries and keys may be wider than values, and have more heads."""
+    q, k, v, segments, scale, window = inputs
     T = k.shape[1]
     assert q.shape[1] == T and T % LANES == 0, "see choice.choose_kernel"
     # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
     extra = () if segments is None else (segments,)
-    return call(splash_kernel(q.shape[2], T, window), q * scale, k, v, extra)
+    return call(splash_kernel(q.shape[2], T, window), q * scale, k, v, *extra)
 
 
 def tile_size(T: int) -> int:

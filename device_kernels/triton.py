@@ -11,26 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from device_kernels.adapter import GPU_TILE, TRITON_BACKWARD, Kernel, call, private, repeat_heads
+from device_kernels import adapter
+from device_kernels.adapter import Inputs, Kernel, call, private, repeat_heads
 
 
-def triton(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    scale: float,
-    window: int,
-) -> jax.Array:
+def triton(inputs: Inputs) -> jax.Array:
     """Attention by the kernel, with segments.
 
     It has one head width, so values are zero-padded, and as many heads of keys as of queries.
     """
+    q, k, v, segments, scale, window = inputs
     assert not window, "see choice.choose_kernel"
     k, v = repeat_heads(q, k, v)
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
     extra = () if segments is None else (segments,)
-    return call(triton_kernel(scale, q.shape[-1]), q, k, padded, extra)[..., : v.shape[-1]]
+    return call(triton_kernel(scale, q.shape[-1]), q, k, padded, *extra)[..., : v.shape[-1]]
 
 
 @cache
@@ -41,7 +36,7 @@ def triton_kernel(scale: float, width: int) -> Kernel:
         from jax.experimental.pallas.ops.gpu import attention as library
 
     # Tiles of the forward pass that fit in shared memory, even where it has only 100 KiB.
-    size = GPU_TILE if width <= 64 else GPU_TILE // 2
+    size = adapter.GPU_TILE if width <= 64 else adapter.GPU_TILE // 2
     tiles = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
     options = {
         "sm_scale": scale,
@@ -65,7 +60,7 @@ def triton_kernel(scale: float, width: int) -> Kernel:
     def triton_backward(grad: Any, *residuals: jax.Array, interpret: bool) -> Any:
         # JAX has no public backward pass, as with splash.
         q, k, v, out, logsumexp, *segments = residuals
-        gradients = private(TRITON_BACKWARD)(
+        gradients = private(adapter.TRITON_BACKWARD)(
             interpret=interpret,
             return_residuals=False,
             res=(q, k, v, *(segments or [None]), out, logsumexp),

@@ -3,7 +3,6 @@
 PEFT stores A as [r, inputs] and B as [outputs, r], under the name of the adapted matrix.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hf import model_config, safetensors_files, tensors
+from hf.export_checkpoint import write_json
 from utils import Config, ConfigError
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
@@ -56,6 +56,5 @@ def write_folder(out: Path, config: Config, dtype: str, arrays: Mapping[str, Any
         "base_model_name_or_path": config.run.init_from,
         "inference_mode": True,
     }
-    text = json.dumps(table, indent=2) + "\n"
-    (out / "adapter_config.json").write_text(text, encoding="utf-8")
+    write_json(out / "adapter_config.json", table)
     return modules

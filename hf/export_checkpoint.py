@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import model
-import utils
 import weights
+from data.hf_tokenizer import read_settings
 from data.progress import progress
 from data.tokenizer import text_tokens
 from hf import model_config, safetensors_files, tensors
@@ -97,10 +97,13 @@ def write_folder(
         end_of_text = ends if len(ends) > 1 else ends[0]
     mappings = tensors.weight_mappings(config, kind)
     _check_arrays(run, mappings, arrays, kind)
-    _write_weights(flags, mappings, config.model, kind, arrays)
+    dtype = np.dtype(getattr(jnp, flags.dtype))
+    shapes = tensors.tensor_shapes(mappings, config.model, kind, dtype)
+    _write_weights(flags.out, mappings, shapes, arrays)
     if kind == OWN:
         shutil.copy(MODELING_FILE, flags.out)
-    base, generation = (_kept(run, name) for name in ("config.json", "generation_config.json"))
+    hf = run.folder(run_directory.HF)  # of the imported base that the run was started from
+    base, generation = (read_settings(hf / n) for n in ("config.json", "generation_config.json"))
     table = model_config.to_hf(config, kind, flags.dtype, end_of_text)
     table = model_config.with_base(table, base, config.train.seq_len)
     is_chat = False
@@ -121,30 +124,22 @@ def write_folder(
 
 
 def _write_weights(
-    flags: Export,
+    folder: Path,
     mappings: list[tensors.WeightMapping],
-    m: utils.Model,
-    kind: str,
+    shapes: list[tensors.TensorShape],
     arrays: Mapping[str, Any],
 ) -> None:
-    dtype = np.dtype(getattr(jnp, flags.dtype))
-    shapes = tensors.tensor_shapes(mappings, m, kind, dtype)
-    files = safetensors_files.make_folder(flags.out, shapes, FILE_BYTES)
+    files = safetensors_files.make_folder(folder, shapes, FILE_BYTES)
+    tied = all(mapping.name != "last.output" for mapping in mappings)
     with progress(sum(mapping.size * 4 for mapping in mappings)) as bar:
         for mapping in mappings:
             for index, w in arrays[f"weights.{mapping.name}"].parts(mapping.stack_dims):
                 names = [mapping.tensor_names.get(index)]
-                if mapping.name == "first.embedding" and m.tie_word_embeddings:
+                if mapping.name == "first.embedding" and tied:
                     names.append(tensors.OUTSIDE_LAYERS["last.output"])
                 for name in filter(files.get, names):
                     files[name].write(mapping.to_hf(w).astype(files[name].dtype))
                 bar.update(w.nbytes)
-
-
-def _kept(run: run_directory.RunDirectory, name: str) -> dict[str, Any]:
-    """Return a file of the imported base that the run was started from; empty if none."""
-    file = run.folder(run_directory.HF) / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _check_arrays(
@@ -180,8 +175,7 @@ def model_card(
     if step:
         trained = f"Trained for {step:,} steps of {t.global_batch_size * t.seq_len:,} tokens"
         trained += f", from the weights of {config.run.init_from}." if config.run.init_from else "."
-    file = run.files / "metrics.jsonl"
-    for record in jsonl.read(file) if file.is_file() else []:
+    for record in jsonl.read(run.files / "metrics.jsonl"):
         if record.get("loss/val") is not None and record["step"] <= step:
             loss = f" The validation loss after {record['step']:,} steps was "
             loss += f"{record['loss/val']:.4f} nats per token."

@@ -23,8 +23,8 @@ class Family:
 # --- names of weights -----------------------------------------------------------------------------
 
 
-def projections(ours: str, theirs: str, names: tuple[str, ...] = ("gate", "up", "down")) -> dict:
-    return {f"{ours}.{name}": f"{theirs}.{name}_proj.weight" for name in names}
+def projections(ours: str, theirs: str) -> dict[str, str]:
+    return {f"{ours}.{n}": f"{theirs}.{n}_proj.weight" for n in ("gate", "up", "down")}
 
 
 DENSE = {

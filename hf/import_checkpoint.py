@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from hf.families import V2, V3
 from hf.model_config import HfModel
 from hf.safetensors_files import Tensor
 from hf.tensors import OUTSIDE_LAYERS, WeightMapping
+from runtime.errors import listed
 from utils import ConfigError
 
 PREFIX = "model."  # of all weights but the output matrix
-MAX_NAMES = 10  # in an error message
 ADAPTER = "adapter_config.json"
 SCALE = "_scale_inv"  # suffix of the scales of a float8 tensor
 
@@ -69,9 +69,9 @@ def check_tensors(
     problems, fix = [], "Download the folder again."
     if missing:
         lacks = f"lacks {len(missing)} of {len(expected)} tensors of its config"
-        problems.append(f"{lacks}: {_listed(missing)}")
+        problems.append(f"{lacks}: {listed(missing)}")
     if extra:
-        problems.append(f"has {len(extra)} tensors that are not in its config: {_listed(extra)}")
+        problems.append(f"has {len(extra)} tensors that are not in its config: {listed(extra)}")
         fix = "They belong to another model, or to another layout of it."
     if problems:
         raise ConfigError(f"{folder} {'. It '.join(problems)}. {fix}")
@@ -100,10 +100,6 @@ def _is_unused(name: str, hf_model: HfModel) -> bool:
     skipped = tuple(f"model.layers.{first + i}." for i in range(hf_model.skipped_layers))
     tied = hf_model.model.tie_word_embeddings and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(skipped)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
 def read_arrays(

@@ -54,13 +54,10 @@ def evaluate(run: Callable[[str, int], Mapping[str, Any]]) -> dict[str, Any]:
         tasks = [task for task in TASKS if task.shots == shots]
         results = run(",".join(task.name for task in tasks), shots)["results"]
         for task in tasks:
-            centered[f"{task.name}, {shots} shots"] = _centered(task, results[task.name])
+            result = results[task.name]
+            accuracy = next(result[f"{m},none"] for m in METRICS if f"{m},none" in result)
+            centered[f"{task.name}, {shots} shots"] = (accuracy - task.guess) / (1 - task.guess)
     return centered | {"core": sum(centered.values()) / len(centered)}
-
-
-def _centered(task: Task, result: Mapping[str, Any]) -> float:
-    accuracy = next(result[f"{m},none"] for m in METRICS if f"{m},none" in result)
-    return (accuracy - task.guess) / (1 - task.guess)
 
 
 def report(found: Mapping[str, Any], step: int) -> list[str]:

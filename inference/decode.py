@@ -107,10 +107,6 @@ def weight_converter(abstract: Transformer) -> Callable:
     return jax.jit(convert, out_shardings=structure.unflatten([a.sharding for a in leaves]))
 
 
-def cache_arrays(config: Config) -> tuple[CacheArray, ...]:
-    return kind_of(config.model).cache(config.model, config.mesh.tensor)
-
-
 def abstract_cache(
     config: Config, mesh: Mesh, sequences: int, length: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -122,7 +118,7 @@ def abstract_cache(
         layout = NamedSharding(mesh, array.spec)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
 
-    return tuple(map(one, cache_arrays(config)))
+    return tuple(map(one, kind_of(m).cache(m, config.mesh.tensor)))
 
 
 def empty_cache(abstract: tuple[jax.ShapeDtypeStruct, ...]) -> Cache:
@@ -221,22 +217,17 @@ def attend(
 
 
 def run_experts(
-    experts: Experts,
-    m: utils.Model,
-    block: jax.Array,
-    _: Experts,
-    h_bTD: jax.Array,
-    choice_bTK: jax.Array,
-    weight_bTK: jax.Array,
+    experts: Experts, m: utils.Model, block: jax.Array, _: Experts, h_bTD: jax.Array, choices: tuple
 ) -> jax.Array:
     """Sum weight * expert(h) over each token's choices; a rank sums in float32.
 
     experts      of all blocks, stacked; the block's own, which would be a copy, are not used.
+    choices      choice_bTK and weight_bTK.
     Collectives  psum(tensor) of [b, T, D]; with expert parallelism, all_gather(fsdp) of all tokens
                  and psum_scatter(fsdp) of the output of this rank's experts.
     A loop over tiles of one expert each reads the weights of chosen experts only, once per tile.
     """
-    h_nD, choice_nK, weight_nK = (lax.collapse(a, 0, 2) for a in (h_bTD, choice_bTK, weight_bTK))
+    h_nD, choice_nK, weight_nK = (lax.collapse(a, 0, 2) for a in (h_bTD, *choices))
     if experts.expert_parallel:
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
         h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
@@ -333,7 +324,8 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
             logits_nv = local_logits(table, lax.collapse(h_bPD, 0, 2), m.vocab_size)
         return logits_nv.reshape(*at_bP.shape, -1), cache
 
-    batch, cache = P(BATCH_AXES), tuple(array.spec for array in cache_arrays(config))
+    arrays = kind_of(m).cache(m, config.mesh.tensor)
+    batch, cache = P(BATCH_AXES), tuple(array.spec for array in arrays)
     specs = jax.tree.map(lambda a: a.sharding.spec, abstract_weights(config, declared, mesh))
     return jax.shard_map(
         local,

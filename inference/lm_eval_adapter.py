@@ -4,8 +4,8 @@ Prompt and continuation are tokenized together, and a text longer than the model
 start, as in the harness's own models. Needs the packages of requirements-hf.txt.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from data.tokenizer import TextTokens, text_of
-from inference.multiple_choice import log_likelihoods
 from inference.sampling import ENDED, Generator, SamplingOptions, generation_mesh
 from model import Transformer
 from utils import Config, ConfigError
@@ -59,16 +58,11 @@ class Model(TemplateLM):
     """The harness's model interface. Every process gets the same requests and computes together."""
 
     def __init__(
-        self,
-        config: Config,
-        declared: Transformer,
-        mesh: Mesh,
-        w: Transformer,
-        tokens: TextTokens,
+        self, config: Config, mesh: Mesh, w: Transformer, scores: Callable, tokens: TextTokens
     ):
+        """scores  log_likelihoods of multiple_choice.py, as a function of pairs."""
         super().__init__()
-        self.config, self.mesh, self.w = config, mesh, w
-        self.scores = partial(log_likelihoods, config, declared, mesh, w)
+        self.config, self.mesh, self.w, self.scores = config, mesh, w, scores
         self.codec, self.begin, self.ends = tokens  # the harness has its own `tokenizer`
         self.context = config.train.seq_len
 

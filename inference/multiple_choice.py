@@ -11,7 +11,7 @@ length-normalised, it is the choice of the highest log-probability per byte.
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,12 +72,11 @@ def parse(line: str, where: str) -> Question:
     return q
 
 
+Pair = tuple[list[int], list[int]]  # tokens of a context, and of the text after it
+
+
 def log_likelihoods(
-    config: Config,
-    declared: Transformer,
-    mesh: Mesh,
-    w: Transformer,
-    pairs: list[tuple[list[int], list[int]]],
+    config: Config, declared: Transformer, mesh: Mesh, w: Transformer, pairs: list[Pair]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log p(text | context) of each (context, text), and whether greedy decoding gives the
     text. Runs batches of global_batch_size.
@@ -121,17 +120,12 @@ def log_likelihoods(
 
 
 def evaluate(
-    config: Config,
-    declared: Transformer,
-    mesh: Mesh,
-    w: Transformer,
-    questions: list[Question],
-    tokenizer: Tokenizer,
-    begin: Sequence[int] = (),
+    scores: Callable, questions: list[Question], tokenizer: Tokenizer, begin: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return accuracy and its standard error, without and with length normalisation.
 
-    begin  tokens that begin a document of the training data.
+    scores  log_likelihoods of a model, as a function of pairs.
+    begin   tokens that begin a document of the training data.
     """
     pairs = []
     for q in questions:
@@ -139,8 +133,8 @@ def evaluate(
         # A choice without a prompt begins a text.
         encode = partial(encode_continuation, tokenizer) if q.prompt else tokenizer.encode_ordinary
         pairs += [(context, encode(choice)) for choice in q.choices]
-    scores = iter(log_likelihoods(config, declared, mesh, w, pairs)[0].tolist())
-    by_question = [list(itertools.islice(scores, len(q.choices))) for q in questions]
+    found = iter(scores(pairs)[0].tolist())
+    by_question = [list(itertools.islice(found, len(q.choices))) for q in questions]
     right: dict[str, list[bool]] = {"accuracy": [], "accuracy_norm": []}
     for q, s in zip(questions, by_question, strict=True):
         sizes = [len(choice.encode()) for choice in q.choices]

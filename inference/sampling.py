@@ -6,6 +6,7 @@ inference/decode.py runs the model. Letters: B sequences, T positions, V vocabul
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -111,14 +112,10 @@ class Generator:
 
     def lower(self, T: int) -> Any:
         """Lower the program that appends T tokens to each text."""
-
-        def ids(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
-
+        array = partial(jax.ShapeDtypeStruct, sharding=self.replicated)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
-        B = ids(self.B)
-        rows = ids(self.B, T) if T > 1 else B, B, B, key, B, B
+        key, B = array(key.shape, key.dtype), array((self.B,), jnp.int32)
+        rows = array((self.B, T), jnp.int32) if T > 1 else B, B, B, key, B, B
         return self._append.lower(self.abstract_weights, self.abstract_cache, *rows)
 
     def _run(self, w: Transformer, tokens: Any, start_B: Any, count_B: Any, token_B: Any) -> Any:
@@ -133,13 +130,12 @@ class Generator:
         self.number = np.resize(np.asarray(numbers, np.int32), self.B)
         self.key = jax.random.key(seed)
         self.cache = decode.empty_cache(self.abstract_cache)
-        self.length = np.zeros(self.B, np.int32)  # positions in the cache
-        self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
+        self.rewind(0)
 
     def rewind(self, length: int) -> None:
         """Keep this many positions of each text in the cache."""
-        self.length = np.full(self.B, length, np.int32)
-        self.last = np.full(self.B, ENDED, np.int32)
+        self.length = np.full(self.B, length, np.int32)  # positions in the cache
+        self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
 
     def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""

@@ -50,22 +50,13 @@ def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float
             found.append((time, scale * size, values))
     if not found:
         return "By the plan no other setting fits: use more devices, a smaller model or seq_len."
-    fits = [
-        f"{flags(values)} ({size / GIB:.3g} GiB, {time / usual:.2f} of the step time)"
-        for time, size, values in cheapest(found)
-    ]
+    found.sort(key=lambda one: one[:2])
+    others = [one for one in found if one[2].keys() != found[0][2].keys()]  # of other settings
+    fits = []
+    for time, size, values in [found[0], *others[:1]]:
+        flags = " ".join(f"--{name} {value}" for name, value in values.items())
+        fits.append(f"{flags} ({size / GIB:.3g} GiB, {time / usual:.2f} of the step time)")
     return f"By the plan these fit: {' or '.join(fits)}."
-
-
-def cheapest(found: list[tuple[float, float, dict[str, Any]]]) -> Iterator[tuple]:
-    """Yield the fastest change, and the fastest of other settings."""
-    found = sorted(found, key=lambda one: one[:2])
-    yield found[0]
-    yield from [one for one in found if one[2].keys() != found[0][2].keys()][:1]
-
-
-def flags(values: dict[str, Any]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in values.items())
 
 
 def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:

@@ -484,13 +484,8 @@ def product_seconds(step: Step, chip: Chip | None, op: jaxpr.Op) -> float:
     flops, moved = step.count(op.flops), step.count(op.moved_bytes)
     if chip is None:
         return flops
-    return sum(chip_seconds(step, chip, flops, moved, flops * is_float8(op.part)).values())
-
-
-def chip_seconds(
-    step: Step, chip: Chip, flops: float, moved: float, float8_flops: float
-) -> dict[str, float]:
-    return rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, flops, moved, float8_flops)
+    counts = flops, moved, flops * is_float8(op.part)
+    return sum(rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, *counts).values())
 
 
 def is_float8(part: str) -> bool:
@@ -545,7 +540,8 @@ def predict(
     parameters, active = weights.count(step.declared)
     seconds: Counter | None = None
     if chip:
-        seconds = Counter(chip_seconds(step, chip, total, moved_bytes(step), in_float8))
+        counts = total, moved_bytes(step), in_float8
+        seconds = Counter(rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, *counts))
         for sent in sends:
             link_s = link_seconds(step, chip, sent)
             seconds["+".join(sent.axes)] += link_s

@@ -43,7 +43,8 @@ def estimate(text: str, chip: Chip, branch_share: BranchShare | None = None) -> 
     program = hlo.parse(text)
 
     def cost(instruction: Instruction, computation: Computation) -> hlo.Cost:
-        if instruction.opcode in NO_KERNEL or _is_collective(instruction):
+        kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+        if kind in hlo.COLLECTIVES or instruction.opcode in NO_KERNEL:
             return {}
         moved = kernel_bytes(instruction, computation, program)
         compute_s = product_seconds(instruction, computation, chip)
@@ -63,10 +64,6 @@ def product_seconds(instruction: Instruction, computation: Computation, chip: Ch
         return flops / (FLOAT8_COMPUTE * chip.float8_flops)
     operand, _ = computation[instruction.operands[0]].shapes[0] if flops else ("", ())
     return flops / (COMPUTE * (chip.float32_flops if operand == "f32" else chip.flops))
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode.removesuffix("-start").removesuffix("-done") in hlo.COLLECTIVES
 
 
 def kernel_bytes(kernel: Instruction, computation: Computation, program: Program) -> int:

@@ -167,16 +167,13 @@ def time_table(plan: Plan) -> Group:
 def compiled_table(plan: Plan) -> Group:
     p, c = plan.predicted, plan.compiled
     by_axes, ours = c.collective_bytes_per_chip, p.collective_bytes_per_chip
+    memory = {
+        "memory, GiB": (p.memory_bytes_per_chip, c.memory_bytes_per_chip),
+        "memory of an evaluation, GiB": (p.evaluation_bytes, c.evaluation_bytes),
+        "memory of sampling, GiB": (p.sampling_bytes, c.sampling_bytes),
+    }
     figures = [
-        ("memory, GiB", GIB, p.memory_bytes_per_chip, c.memory_bytes_per_chip),
-        *(
-            (f"memory of {name}, GiB", GIB, planned, compiled)
-            for name, planned, compiled in (
-                ("an evaluation", p.evaluation_bytes, c.evaluation_bytes),
-                ("sampling", p.sampling_bytes, c.sampling_bytes),
-            )
-            if compiled
-        ),
+        *((name, GIB, *sizes) for name, sizes in memory.items() if sizes[1]),
         ("TFLOPs", 1e12, p.flops_per_chip, c.flops_per_chip),
         *(
             (f"collectives along {axes}, GB", 1e9, ours.get(axes, 0.0), size)
@@ -185,8 +182,7 @@ def compiled_table(plan: Plan) -> Group:
         ("collectives, GB", 1e9, sum(ours.values()), sum(by_axes.values())),
     ]
     if c.kernels:
-        time = "ms without collectives", 1e-3, p.chip_s, c.kernels["seconds"]
-        figures.append(time)
+        figures.append(("ms without collectives", 1e-3, p.chip_s, c.kernels["seconds"]))
     rows = [
         (name, f"{a / unit:,.3f}", f"{b / unit:,.3f}", f"{a / b:.3f}" if b else "")
         for name, unit, a, b in figures

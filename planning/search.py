@@ -31,6 +31,9 @@ from planning.results import (
 from runtime import cli
 from utils import Config, ConfigError, TooLarge, get
 
+# Settings on which `remat_policies` does not depend, with a value.
+SAME_POLICIES = {"mesh.virtual": 1, "train.remat": "full", "fsdp.gather": "step"}
+
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
     """Return the config with other settings, checked as a run does."""
@@ -116,14 +119,12 @@ def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
     return min(found, key=lambda one: one.order).config.mesh.fsdp != groups[-1]
 
 
-def fastest(
-    config: Config, chip: Chip, chips: int, left_open: frozenset[str]
-) -> tuple[Candidate, int]:
+def fastest(config: Config, chip: Chip, chips: int) -> tuple[Candidate, int]:
     """Return the best candidate for settings that are left open, and how many were tried.
 
     Raises  ConfigError as `search`.
     """
-    fixed = frozenset(SEARCHED_FLAGS) - left_open
+    fixed = frozenset(SEARCHED_FLAGS) - (left_open := utils.left_open(config))
     if "train.remat" in left_open:
         config = utils.changed(config, {"train.remat": "none"})
     result = search(config, chip, chips, fixed, quick=True)
@@ -164,7 +165,7 @@ def candidates_on(
             if not keep and not one.predicted.fits:  # else nothing is faster
                 one = candidate(chosen, chip, "full", rough)  # else nothing fits
                 if one.predicted.fits:
-                    policies = remat_policies(chosen, chip, rough)[1:-1]
+                    policies = remat_policies(changed(chosen, SAME_POLICIES), chip, rough)[1:-1]
                     others = [candidate(chosen, chip, p, rough) for p in policies]
                     one = best_of([*others, one])
             candidates.append(one)
@@ -207,17 +208,12 @@ def best_of(candidates: list[Candidate]) -> Candidate:
     return min(candidates, key=lambda one: one.predicted.most_bytes)
 
 
+@cache
 def remat_policies(config: Config, chip: Chip | None, rough: bool = False) -> list[str]:
     """Return policies that save from everything to nothing.
 
     Each omits one more residual: the one that saves least time for its bytes.
     """
-    free = {"mesh.virtual": 1, "train.remat": "full", "fsdp.gather": "step"}
-    return _remat_policies(changed(config, free), chip, rough)
-
-
-@cache
-def _remat_policies(config: Config, chip: Chip | None, rough: bool) -> list[str]:
     step = cost.Step(config, platform_of(chip), True, rough)
     saved, held = Counter(), Counter()
     for layer, count in step.block:

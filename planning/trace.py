@@ -133,9 +133,9 @@ def with_executor(
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
         data = sharded_model.with_microbatch_index(data)
-        scales = sharded_model.scales(data, m.aux_loss_alpha)
+        factors = sharded_model.scales(data, m.aux_loss_alpha)
         functions = sharded_model.pipeline_functions(
-            config, declared, options, jnp.int32(0), *scales, wrap=wrap
+            config, declared, options, jnp.int32(0), factors, wrap
         )
         w = sharded_model.gather_params(config, declared, w)
         results.append(

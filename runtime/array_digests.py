@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from runtime import distributed
-from runtime.errors import compile_program
+from runtime.errors import compile_lowered
 from utils import MESH_AXES
 
 Digest = tuple[int, int]
@@ -205,7 +205,7 @@ def _compiled(shapes: list[jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
     of_each = jax.shard_map(
         local, mesh=mesh, in_specs=(specs,), out_specs=P(*MESH_AXES), check_vma=True
     )
-    return compile_program(jax.jit(of_each, out_shardings=NamedSharding(mesh, P())), shapes)
+    return compile_lowered(jax.jit(of_each, out_shardings=NamedSharding(mesh, P())).lower(shapes))
 
 
 def _varying(a: jax.Array) -> jax.Array:

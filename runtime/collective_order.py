@@ -17,14 +17,10 @@ Tree = Any
 
 def after(tree: Tree, before: Tree) -> Tree:
     """Return the tree. Each array of it is computed after all arrays of `before`."""
-    firsts = [a.reshape(-1)[0] for a in jax.tree.leaves(before)]
+    # Gradients of integers are no arrays.
+    firsts = [a.reshape(-1)[0] for a in jax.tree.leaves(before) if a.dtype != jax.dtypes.float0]
     always = jnp.stack([(a == a) | (a != a) for a in firsts]).all()  # nan too
     return jax.tree.map(lambda a: jnp.where(always, a, 0), tree)
-
-
-def _floating(grads: Tree) -> list[jax.Array]:
-    """Return the gradients without those of integers, which are no arrays."""
-    return [grad for grad in jax.tree.leaves(grads) if grad.dtype != jax.dtypes.float0]
 
 
 @jax.custom_vjp
@@ -39,5 +35,5 @@ def in_turn(w: Tree, x: Tree) -> tuple[Tree, Tree]:
 
 in_turn.defvjp(
     lambda w, x: (in_turn(w, x), None),
-    lambda _, grads: (grads[0], after(grads[1], _floating(grads[0]))),
+    lambda _, grads: (grads[0], after(grads[1], grads[0])),
 )

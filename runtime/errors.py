@@ -15,6 +15,7 @@ from runtime import console
 from utils import ConfigError
 
 # Statuses of devices and networks that may be transient.
+MAX_NAMED = 10  # in one message
 TRANSIENT = "INTERNAL|UNAVAILABLE|DATA_LOSS|ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNKNOWN"
 
 
@@ -69,11 +70,6 @@ def code_of(error: BaseException) -> int:
     return Exit.CONFIG if fixable else Exit.BUG
 
 
-def compile_program(program: Any, *arguments: Any) -> Any:
-    """Compile a jitted function for arguments of these shapes and layouts, as `compile_lowered`."""
-    return compile_lowered(program.lower(*arguments))
-
-
 def compile_lowered(lowered: Any, name: str = "") -> Any:
     """Compile a program.
 
@@ -108,6 +104,12 @@ def run_command(function: Callable[[], None]) -> None:
         raise SystemExit(int(code_of(error))) from None
     finally:
         console.report_lost()
+
+
+def listed(texts: list[str]) -> str:
+    """Return the first texts, and how many more there are."""
+    more = f" and {len(texts) - MAX_NAMED} more" * (len(texts) > MAX_NAMED)
+    return ", ".join(texts[:MAX_NAMED]) + more
 
 
 def one_line(error: BaseException) -> str:

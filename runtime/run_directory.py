@@ -135,7 +135,7 @@ class RunDirectory:
         self._uploaded.clear()
         for name, (content, version) in zip(names, contents, strict=True):
             (self.files / name).write_bytes(content)
-            self._uploaded[name] = _hash(content), version
+            self._uploaded[name] = hashlib.sha256(content).digest(), version
 
     def _upload_all(self) -> None:
         try:
@@ -154,7 +154,7 @@ class RunDirectory:
         for file in sorted(filter(Path.is_file, files or self.files.iterdir())):
             name, content = file.relative_to(self.files).as_posix(), file.read_bytes()
             uploaded, version = self._uploaded.get(name, (b"", storage.ABSENT))
-            if uploaded != (new := _hash(content)):
+            if uploaded != (new := hashlib.sha256(content).digest()):
                 try:
                     version = self._folder.write(name, content, version)
                 except storage.Changed:  # also by this request, if its response was lost
@@ -164,10 +164,6 @@ class RunDirectory:
     def _delete_copy(self, process: int) -> None:
         if os.getpid() == process:  # not in a forked child
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _hash(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 _remote = cache(RunDirectory)

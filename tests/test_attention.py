@@ -83,7 +83,9 @@ def test_attention_and_its_gradient_match_plain_attention(kernel, T, segments, w
     expected, gradients = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*inputs, ids)
 
     def attend(q, k, v, ids):
-        return attention.attend(q, k, v, ids if segments else None, kernel, SCALE, window)
+        return attention.attend(
+            kernel, attention.Inputs(q, k, v, ids if segments else None, SCALE, window)
+        )
 
     def local(*args):
         return lax.psum(twice(attend, remat)(*args), ("fsdp", "tensor"))
@@ -103,7 +105,7 @@ def test_attention_and_its_gradient_match_plain_attention(kernel, T, segments, w
 def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
     def gradients(kernel, dtype):
         def loss(q, k, v):
-            out = attention.attend(q, k, v, None, kernel, SCALE)
+            out = attention.attend(kernel, attention.Inputs(q, k, v, None, SCALE))
             return (out.astype(jnp.float32) * factors).sum()
 
         *inputs, factors = arrays(256)
@@ -120,7 +122,9 @@ def test_in_bfloat16_a_kernel_is_as_close_to_float32_as_xla_is(kernel):
 @pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
 def test_a_saved_result_of_a_kernel_is_not_recomputed(kernel):
     def kernels(remat):
-        step = jax.grad(twice(lambda *a: attention.attend(*a[:3], None, kernel, SCALE), remat))
+        step = jax.grad(
+            twice(lambda *a: attention.attend(kernel, attention.Inputs(*a[:3], None, SCALE)), remat)
+        )
         return str(jax.make_jaxpr(step)(*arrays(128), None)).count("foreign_kernel[")
 
     # One in the scan and one after it, forward and backward; with full remat that of the scan once
@@ -157,7 +161,11 @@ def test_a_kernel_lowers_without_its_device(kernel, platform, call, count):
     """Forward and backward. JAX's primitives of kernels have other parameters in other versions."""
 
     def loss(*arrays):
-        return attention.attend(*arrays, None, kernel, SCALE).astype(jnp.float32).sum()
+        return (
+            attention.attend(kernel, attention.Inputs(*arrays, None, SCALE))
+            .astype(jnp.float32)
+            .sum()
+        )
 
     inputs = [a.astype(jnp.bfloat16) for a in arrays(128)[:3]]
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*inputs)

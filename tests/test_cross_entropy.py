@@ -44,7 +44,7 @@ def test_the_kernel_has_the_loss_and_the_gradients_of_a_plain_softmax(fsdp):
     def local(table, h, *rest):
         table, h = weights.vary((table, h))
         chunks = vocabulary.in_chunks((h, *rest), 8)  # the last one is padded
-        loss = vocabulary.chunked_loss(IDS, Z, True, True, table, *chunks)
+        loss = vocabulary.chunked_loss(vocabulary.LossOptions(IDS, Z, True, True), table, *chunks)
         return lax.psum(loss, utils.BATCH_AXES)
 
     tokens = P("fsdp")

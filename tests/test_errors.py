@@ -66,9 +66,8 @@ def test_a_compiler_that_fails_internally_is_a_bug(status, code):
     def fails():
         raise jax.errors.JaxRuntimeError(f"{status}: during something")
 
-    program = SimpleNamespace(lower=lambda _: SimpleNamespace(compile=fails))
     with pytest.raises(RuntimeError) as failed:
-        errors.compile_program(program, 1)
+        errors.compile_lowered(SimpleNamespace(compile=fails))
     assert errors.code_of(failed.value) == code
 
 

@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, la
 
     def local(h_btD, choice_btK, weight_btK, factor_btD, *w):
         w = experts.Experts(parallel, *w)
-        y_btD = dropless.dropless_experts(w, h_btD, choice_btK, weight_btK, m, "triton")
+        y_btD = dropless.dropless_experts(w, h_btD, (choice_btK, weight_btK), m, "triton")
         return y_btD, lax.psum((y_btD * factor_btD).sum(), MESH_AXES)
 
     specs = (tokens,) * 4 + w_specs

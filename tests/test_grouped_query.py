@@ -44,7 +44,8 @@ def test_loss_and_gradients_match_the_one_device_reference():
 def test_a_head_of_keys_is_cached_once_per_head_and_token():
     """The point of fewer heads (arXiv:2305.13245): a cache of Y / N of the size."""
     for heads in (2, 4):
-        cached = decode.cache_arrays(config_for(num_key_value_heads=heads))
+        config = config_for(num_key_value_heads=heads)
+        cached = attention.kind_of(config.model).cache(config.model, config.mesh.tensor)
         assert sum(array.heads * array.width for array in cached) == 2 * heads * 10
 
 

@@ -281,7 +281,7 @@ def test_adapters_of_experts_in_grouped_products_are_those_in_tiles():
 
     def gradients(kernel):
         def local(w, h, choice, share):
-            return dropless.dropless_experts(w, h, choice, share, m, kernel)
+            return dropless.dropless_experts(w, h, (choice, share), m, kernel)
 
         spec = jax.P(utils.BATCH_AXES, "tensor")
         out = jax.P((*utils.BATCH_AXES, "pipeline"), "tensor")

@@ -355,7 +355,9 @@ def test_products_with_the_vocabulary_accumulate_in_float32():
     def local(table, h, targets, token_weights):
         table, h = weights.vary((table, h), utils.VOCABULARY_AXES)
         chunks = vocabulary.in_chunks((h, targets, token_weights), 16)
-        return vocabulary.chunked_loss(500, 0.01, False, True, table, *chunks)
+        return vocabulary.chunked_loss(
+            vocabulary.LossOptions(500, 0.01, False, True), table, *chunks
+        )
 
     specs = (P(utils.VOCABULARY_AXES), P(), P(), P())
     run = jax.shard_map(local, mesh=mesh_of(config_of()), in_specs=specs, out_specs=P())

@@ -80,25 +80,25 @@ def test_a_greedy_text_is_recognized(loaded):
     assert found.tolist() == [True, False, False, False]
 
 
-def test_a_prompt_begins_as_documents_of_the_training_data_do(monkeypatch, tmp_path):
+def test_a_prompt_begins_as_documents_of_the_training_data_do(tmp_path):
     write_sentencepiece(tmp_path / "pieces", "segment")
     tokenizer, asked = load_tokenizer(str(tmp_path / "pieces")), []
-    scored = np.zeros(2), None
-    monkeypatch.setattr(
-        multiple_choice, "log_likelihoods", lambda *given: asked.extend(given[-1]) or scored
-    )
+
+    def scores(pairs):
+        asked.extend(pairs)
+        return np.zeros(2), None
+
     questions = [multiple_choice.Question(prompt, [" a"], 0) for prompt in ("def", "")]
-    multiple_choice.evaluate(*[None] * 4, questions, tokenizer, [7])
+    multiple_choice.evaluate(scores, questions, tokenizer, [7])
     first, after = tokenizer.encode_ordinary(" a"), encode_continuation(tokenizer, " a")
     assert first != after  # SentencePiece puts a space before a text
     assert asked == [([7, *tokenizer.encode_ordinary("def")], after), ([7], first)]
 
 
-def test_a_choice_is_normalised_by_its_bytes(monkeypatch):
-    scores = np.array([-4.0, -3.3]), None
-    monkeypatch.setattr(multiple_choice, "log_likelihoods", lambda *given: scores)
+def test_a_choice_is_normalised_by_its_bytes():
+    scores = lambda pairs: (np.array([-4.0, -3.3]), None)  # noqa: E731
     question = multiple_choice.Question("a", ["\u00e9\u00e9", "abc"], 0)
-    found = multiple_choice.evaluate(*[None] * 4, [question], load_tokenizer("sample"))
+    found = multiple_choice.evaluate(scores, [question], load_tokenizer("sample"))
     assert (found["accuracy"], found["accuracy_norm"]) == (0, 1)
 
 

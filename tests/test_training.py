@@ -322,8 +322,9 @@ def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
     plan = SimpleNamespace(argument_size_in_bytes=2**20, temp_size_in_bytes=0)
     plan.output_size_in_bytes = plan.alias_size_in_bytes = 0
     step = SimpleNamespace(memory_analysis=lambda: plan)
-    monkeypatch.setattr(train, "jitted_step", lambda config, *_: compiled.append(config))
-    monkeypatch.setattr(train.errors, "compile_program", lambda *_: step)
+    jitted = SimpleNamespace(lower=lambda: None)
+    monkeypatch.setattr(train, "jitted_step", lambda one, *_: compiled.append(one) or jitted)
+    monkeypatch.setattr(train.errors, "compile_lowered", lambda _: step)
     assert train.compile_step(config, declared, mesh) is step
     assert sharded_model.is_unrolled(compiled[-1], "cpu") != scanned
     report = "needs 0.0 GiB of 0.0 per device, so the layers are scanned"

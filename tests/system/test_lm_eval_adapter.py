@@ -75,12 +75,13 @@ def harness():
 
 @pytest.fixture(scope="module")
 def known(whole):
-    """(config, declared, mesh, weights, TextTokens) of the tiny run."""
+    """(config, mesh, weights, log_likelihoods of pairs, TextTokens) of the tiny run."""
     config = resume.config_of(run_directory.at(whole), [], validate.Flags)
     declared, mesh = model.declare(config), train.make_mesh(config)
     shapes = train.abstract_state(config, declared, mesh).weights
     _, w, stored = checkpoint.load_weights(run_directory.at(whole), None, shapes)
-    return config, declared, mesh, w, text_tokens(stored["tokens"], run_directory.at(whole))
+    scores = partial(multiple_choice.log_likelihoods, config, declared, mesh, w)
+    return config, mesh, w, scores, text_tokens(stored["tokens"], run_directory.at(whole))
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +132,9 @@ def test_tasks_give_the_accuracy_of_the_same_questions(harness, whole, texts, tm
 @pytest.mark.huggingface
 def test_likelihoods_are_those_of_questions_after_the_begin_of_a_document(harness, adapter, known):
     pairs = of(*((q["prompt"], c) for q in QUESTIONS for c in q["choices"]))
-    config, declared, mesh, w, tokens = known
+    *_, scores, tokens = known
     given = [multiple_choice.Question(**q) for q in QUESTIONS]
-    ours = multiple_choice.evaluate(config, declared, mesh, w, given, tokens.tokenizer)
+    ours = multiple_choice.evaluate(scores, given, tokens.tokenizer)
     expected = [score for scores in ours["log_likelihoods"] for score in scores]
     found = [score for score, _ in adapter.loglikelihood(pairs, True)]
     assert found == pytest.approx(expected, rel=1e-5)
