@@ -64,8 +64,8 @@ def search(
     """Find the best candidate of each mesh of `chips` chips.
 
     fixed   flags of SEARCHED_FLAGS that keep the config's value.
-    quick   without a progress bar, by rough predictions, and only until fewer fsdp ranks are
-            slower. They communicate least, so that is usually after the first few meshes.
+    quick   without a progress bar, by rough predictions, and without meshes that are likely slower
+            (`is_slower`).
     Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
     sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
@@ -86,7 +86,7 @@ def search(
     console = Console(stderr=True, quiet=quick)
     for mesh in track(shapes, "meshes", console=console, transient=True):
         if quick and is_slower(best, mesh):
-            break
+            continue
         candidates, reason = candidates_on(config, chip, mesh, fixed, quick)
         tried += len(candidates)
         if not candidates:
@@ -107,16 +107,18 @@ def search(
 
 
 def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
-    """Return whether the best of `found` is not in the last group of meshes.
+    """Return whether an axis of a mesh has as many ranks as made another mesh of `found` slower.
 
-    A group has equal fsdp, and first the meshes with one more axis.
-    mesh  the next one. It begins a group, or the meshes of a group with two more axes.
+    fsdp communicates least, so that is a mesh with half of the ranks on the axis, and more on fsdp.
     """
-    fsdp, pipeline, tensor = mesh
-    groups = [one.config.mesh.fsdp for one in found]
-    if not groups or (groups[-1] == fsdp and 1 in (pipeline, tensor)):
-        return False
-    return min(found, key=lambda one: one.order).config.mesh.fsdp != groups[-1]
+    orders = {one.config.mesh.shape[1:]: one.order for one in found}
+    for fsdp, pipeline, tensor in orders:
+        for more in ((fsdp // 2, 2 * pipeline, tensor), (fsdp // 2, pipeline, 2 * tensor)):
+            slower = more in orders and orders[more] > orders[fsdp, pipeline, tensor]
+            axis = 1 if more[2] == tensor else 2
+            if slower and mesh[axis] >= more[axis]:
+                return True
+    return False
 
 
 def fastest(config: Config, chip: Chip, chips: int) -> tuple[Candidate, int]:

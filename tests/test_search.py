@@ -120,17 +120,18 @@ def test_a_search_without_a_chip_ranks_by_flops():
     assert {candidate.config.train.remat for candidate in found.best} == {"none"}
 
 
-def test_a_quick_search_ends_when_fewer_fsdp_ranks_were_slower():
+def test_a_quick_search_leaves_out_axes_with_as_many_ranks_as_were_slower():
     def found(*pairs):
-        return [SimpleNamespace(config=config_of((f, 1, 1)), order=seconds) for f, seconds in pairs]
+        return [SimpleNamespace(config=config_of(mesh), order=order) for mesh, order in pairs]
 
-    assert not search.is_slower([], (8, 1, 1))
-    assert not search.is_slower(found((8, 2)), (4, 2, 1))  # nothing to compare with
-    assert not search.is_slower(found((8, 2), (4, 3)), (4, 1, 2))  # the group is not complete
-    assert not search.is_slower(found((8, 2), (4, 3), (4, 1)), (2, 4, 1))
-    assert search.is_slower(found((8, 2), (4, 3), (4, 4)), (2, 4, 1))
-    assert not search.is_slower(found((8, 2), (4, 1)), (4, 2, 2))  # two more axes
-    assert search.is_slower(found((8, 2), (4, 3)), (4, 2, 2))
+    one, pipeline, tensor = (8, 1, 1), (4, 2, 1), (4, 1, 2)
+    assert not search.is_slower([], one)
+    assert not search.is_slower(found((one, 2)), pipeline)  # nothing to compare with
+    both = found((one, 2), (pipeline, 1), (tensor, 3))
+    left_out = {mesh for mesh in search.meshes(8) if search.is_slower(both, mesh)}
+    assert left_out == {tensor, (2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 2, 4), (1, 4, 2)}
+    assert search.is_slower(found((pipeline, 2), ((2, 4, 1), 3)), (1, 8, 1))
+    assert not search.is_slower(found((pipeline, 2), ((2, 4, 1), 3)), (1, 2, 4))
 
 
 def test_where_the_best_rough_candidate_does_not_fit_another_one_is_found():
