@@ -232,6 +232,24 @@ def test_arrays_are_merged_with_the_values_that_were_multiplied(dtype):
         assert np.allclose(values, expected[index], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [("attention", {"attention"}), ("mlp", {"mlp", "shared"}), ("experts", {"experts"})],
+)
+def test_the_targets_alone_have_adapters_that_change_nothing_at_first(target, parts):
+    config = adapted(config_of(blocks=1, dense_layers=1, n_shared_experts=1), targets=(target,))
+    declared = model.declare(config)
+    w = weights.initialize(declared, mesh_of(config), 0)
+    found = jax.tree.leaves(w, is_leaf=matrix.is_matrix)
+    adapters = [w for w in found if isinstance(w, matrix.Adapted)]
+    assert all(np.asarray(w.a).any() and not np.asarray(w.b).any() for w in adapters)
+    names = [w.name for w in jax.tree.leaves(weights.trained(declared, declared))]
+    matrices = {w.name for w in jax.tree.leaves(declared) if w.matrix}
+    assert {name[: -len(".a")] for name in names} == {
+        name for name in matrices if parts & {*name.split(".")}
+    }
+
+
 def test_targets_that_are_unknown_or_not_there_are_refused():
     dense = config_of(moe_layers=0, dense_layers=1)
     with pytest.raises(ConfigError, match=r"targets experts: the model has no such .*attention"):
