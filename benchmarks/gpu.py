@@ -234,14 +234,21 @@ def profile(program: Program, folder: Path) -> Record:
 # --- the check ------------------------------------------------------------------------------------
 
 # Largest allowed error of a weight's gradient relative to its norm, and of the loss. On one CPU,
-# bfloat16 differs from float32 by 0.026 and 6e-6.
-BOUNDS = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-3)}
+# bfloat16 differs from float32 by 0.026 and 1e-5, and FP8 products by 0.2 and 4e-5.
+BOUNDS = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-3), "float8": (0.3, 1e-2)}
+# Dropless experts have their kernel in bfloat16. No capacity drops a token either.
+CHECKED = {
+    "float32": {},
+    "bfloat16": {"model.compute_dtype": "bfloat16", "model.capacity_factor": 0.0},
+}
+CHECKED["float8"] = CHECKED["bfloat16"] | {"model.matmul_dtype": "float8"}
 
 
 def check(device: jax.Device, toy: bool) -> Iterator[Record]:
     """Compare loss and gradients of a small model on the device with float32 on the CPU.
 
-    In float32 they differ by rounding only. bfloat16 is what is timed, with its own kernels.
+    In float32 they differ by rounding only. bfloat16 is what is timed, with its own kernels, and
+    with FP8 products where the device has them.
     """
     config = on_one_device(toy_config() if toy else common.reference_config(), 4, 2)
     # Every token uses every expert: otherwise rounding could change the routing and hide an error.
@@ -252,11 +259,14 @@ def check(device: jax.Device, toy: bool) -> Iterator[Record]:
     with jax.default_device(cpu):
         initial = weights.initialize(model.declare(config), train.make_mesh(config, [cpu]), 0)
     expected, lines = gradients(config, cpu, initial), ["against float32 on the CPU"]
-    for dtype in BOUNDS:
-        # Dropless experts have their kernel in bfloat16. Here no capacity drops a token either.
-        factor = 0.0 if dtype == "bfloat16" else config.model.capacity_factor
-        values = {"model.compute_dtype": dtype, "model.capacity_factor": factor}
+    chip, platform = hardware.chip_of_kind(device.device_kind), hardware.platform_of_device(device)
+    for dtype, values in CHECKED.items():
         typed = changed(config, values)
+        try:
+            hardware.uses_float8(typed, platform, chip)
+        except ConfigError as error:
+            lines.append(str(error))
+            continue
         errors = relative_errors(gradients(typed, device, initial), expected)
         loss_error = errors.pop("loss")
         yield {f"{dtype}_loss_error": loss_error, f"{dtype}_gradient_errors": errors}

@@ -111,7 +111,7 @@ def compile_template(text: str) -> Any:
 def render(special: Special, messages: list[Message], prompt: bool = False) -> list[Chunk]:
     """Return the chunks of a conversation: special tokens of the template, and text.
 
-    prompt  end with what precedes an answer; answers may change when others follow
+    prompt  end with what precedes an answer; the template may rewrite earlier answers
 
     Placeholders stand for the messages until special tokens are recognized, so a message stays text
     even if it looks like one.
@@ -139,9 +139,14 @@ def render(special: Special, messages: list[Message], prompt: bool = False) -> l
         chunks = [Chunk(contents.get(p, p), weight, p in special.ids) for p, weight in parts]
         if "".join(chunk.text for chunk in chunks) == text:
             return chunks
+    given = [content for role, content in messages if role != ASSISTANT]
+    if prompt and not any(name in content for name in names for content in given):
+        # All special tokens are the template's or generated ones.
+        return [Chunk(part, 0, part in special.ids) for part in pattern.split(text)]
+    fix = "Write no names of special tokens" if prompt else "Use --chat-template plain"
     raise ConfigError(
         "the chat template does not keep messages as they are, so its special tokens cannot be "
-        "distinguished from text that looks like them. Use --chat-template plain."
+        f"distinguished from text that looks like them. {fix}."
     )
 
 

@@ -172,7 +172,9 @@ def executed(
 def trip_count(loop: Instruction, computation: Computation, program: Program) -> int:
     """Return how often a loop's body runs: as the compiler noted, else from its condition.
 
-    Raises  ConfigError for a loop that does not count up by one to a constant.
+    From the condition the step is taken to be one.
+
+    Raises  ConfigError for a loop that does not count from a constant to a constant.
     """
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     if noted:
@@ -184,21 +186,27 @@ def trip_count(loop: Instruction, computation: Computation, program: Program) ->
     limits = {int(i.argument) for i in inside if i.opcode == "constant" and _is_integer(i)}
     compares = [i for i in inside if i.opcode == "compare" and "direction=LT" in i.attributes]
     counters = [i for i in inside if i.opcode == "get-tuple-element" and _is_integer(i)]
-    if len(limits) != 1 or len(compares) != 1 or len(counters) != 1:
+    one_each = len(limits) == len(compares) == len(counters) == 1
+    first = first_count(loop, counters[0], computation) if one_each else None
+    if first is None:
         raise ConfigError(
-            f"Loop {loop.name} (op_name {loop.op_name!r}) has no known trip count: its condition "
-            "does not compare a counter with one constant. Write it as a lax.scan."
+            f"Loop {loop.name} (op_name {loop.op_name!r}) has no known trip count: it does not "
+            "count from one constant to another. Write it as a lax.scan."
         )
-    return limits.pop() - first_count(loop, counters[0], computation)
+    return limits.pop() - first
 
 
-def first_count(loop: Instruction, counter: Instruction, computation: Computation) -> int:
-    """Return the counter's value before the loop; 0, as in every lax.scan, if not a constant."""
+def first_count(loop: Instruction, counter: Instruction, computation: Computation) -> int | None:
+    """Return the counter's value before the loop: None if it is an argument of the program, and 0,
+    as in every lax.scan, if it is another that is not constant.
+    """
     index = int(re.search(r"index=(\d+)", counter.attributes)[1])
     source = computation[loop.operands[0]]
     while source.opcode in ("tuple", "copy", "bitcast"):
         operands = source.operands
         source = computation[operands[index] if source.opcode == "tuple" else operands[0]]
+    if source.opcode == "parameter" and _is_integer(source):
+        return None
     return int(source.argument) if source.opcode == "constant" else 0
 
 

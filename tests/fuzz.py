@@ -6,7 +6,8 @@
 
 A case is a config and two meshes. Three checks are made of it:
 
-    step    loss, its parts and every gradient, against tests/reference.py
+    step    loss, its parts and every gradient, against tests/reference.py; of a fifth of the cases
+            with low-rank adapters, whose reference is the merged model
     decode  logits of incremental decoding, against the full forward pass
     resume  a state saved on the first mesh and restored on the second: the same bits, and the same
             next step
@@ -18,6 +19,7 @@ Exit code: 0 if no case fails; else 1.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -38,6 +40,7 @@ import numpy as np  # noqa: E402
 import common  # noqa: E402
 import conftest  # noqa: E402, F401  before jax
 import hf_case  # noqa: E402
+import lora  # noqa: E402
 import model  # noqa: E402
 import reference  # noqa: E402
 import sharded_model  # noqa: E402
@@ -47,6 +50,8 @@ from checkpoint import Checkpoints  # noqa: E402
 from common import jitted_step, mesh_of, relative_error, transformer_of  # noqa: E402
 from inference import decode  # noqa: E402
 from runtime import cli, jsonl  # noqa: E402
+from test_lora import as_stored, by_name, in_pairs, weights_of  # noqa: E402
+from test_lora import merged as merged_model  # noqa: E402
 
 BOUND = 2e-5  # relative, of a loss or of the largest gradient of an array
 LOGITS = 1e-4
@@ -68,10 +73,24 @@ def draw_shape(r: random.Random, devices: int) -> list[int]:
 def draw(seed: int) -> dict[str, Any]:
     """Return a valid case. The same seed always gives the same one."""
     r = random.Random(seed)
+    while not is_valid(case := draw_any(r)):
+        pass
+    # From a stream of their own, so that the other settings of a seed do not depend on them.
+    return case | draw_adapters(random.Random(f"lora {seed}"), case)
+
+
+def draw_adapters(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    """Return {"lora": settings} for a fifth of all cases, else nothing."""
+    if r.random() >= 0.2:
+        return {}
     while True:
-        case = draw_any(r)
-        if is_valid(case):
-            return case
+        adapters = {
+            "rank": r.choice((1, 2, 5)), "alpha": r.choice((2.0, 8.0)),
+            "targets": [target for target in lora.TARGETS if r.random() < 0.6],
+            "base": r.choice(("float32", "bfloat16", "nf4")),
+        }  # fmt: skip
+        if adapters["targets"] and is_valid(case | {"lora": adapters}):
+            return {"lora": adapters}
 
 
 def draw_any(r: random.Random) -> dict[str, Any]:
@@ -114,7 +133,7 @@ def draw_any(r: random.Random) -> dict[str, Any]:
 
 NOT_OF_MODEL = {
     *("shape", "other_shape", "virtual", "other_virtual", "gather", "segments", "remat", "yarn"),
-    *("llama3", "layers"),
+    *("llama3", "layers", "lora"),
     *("microbatches", "optimizer", "loss_chunk_tokens", "seq_len", "sequences", "dropless"),
 }
 
@@ -144,6 +163,12 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
     )
 
 
+def adapted(case: dict[str, Any]) -> utils.Config:
+    """Return the config of a case on its first mesh, with its adapters."""
+    rule = {f"lora.{name}": value for name, value in case.get("lora", {}).items()}
+    return utils.changed(config(case), rule)
+
+
 def is_valid(case: dict[str, Any]) -> bool:
     """Whether both configs are accepted. Only a ConfigError refuses one.
 
@@ -158,8 +183,7 @@ def is_valid(case: dict[str, Any]) -> bool:
     if biased and case["moe_layers"] and not case["rope_in_moe_layers"]:
         return False
     try:
-        for other in (False, True):
-            c = config(case, other)
+        for c in (adapted(case), config(case, other=True)):
             cli.check(c)
             model.declare(c)
             sharded_model.schedule_of(c)
@@ -180,16 +204,27 @@ def check_step(case: dict[str, Any]) -> str:
 
 
 def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
-    c, mesh = config(case), mesh_of(config(case))
+    c, mesh = adapted(case), mesh_of(config(case))
     tree, batch = hf_case.weights(c.model, seed), common.batch_of(c, seed)
     run = sharded_model.loss_and_gradients(c, model.declare(c), mesh)
     step = jax.jit(lambda w, data: run(w, data, jnp.int32(0)))
-    grads, stats = step(transformer_of(c, mesh, tree), common.on_mesh(c, mesh, batch))
+    if c.lora.rank:
+        w, trained = weights_of(c, tree)
+        scale = c.lora.alpha / c.lora.rank
+        merged = functools.partial(merged_model, as_stored(c, tree), scale=scale)
+    else:
+        w, trained, merged = transformer_of(c, mesh, tree), tree, lambda tree: tree
+    grads, stats = step(w, common.on_mesh(c, mesh, batch))
     if not c.data.segments:
         batch["segments"] = np.zeros_like(batch["segments"])
-    wanted = jax.jit(jax.value_and_grad(reference.loss, has_aux=True), static_argnums=2)
-    (loss, parts), wanted_grads = wanted(tree, batch, c.model)
-    found = common.errors(common.canonical(c, grads), wanted_grads)
+
+    def loss_of(trained: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return reference.loss(merged(trained), batch, c.model)
+
+    wanted = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    (loss, parts), wanted_grads = wanted(trained, batch)
+    arrays = in_pairs(by_name(grads)) if c.lora.rank else common.canonical(c, grads)
+    found = common.errors(arrays, wanted_grads)
     found |= {f"{name} loss": relative_error(getattr(stats, name), parts[name])
               for name in ("cross_entropy", "balance", "z")}  # fmt: skip
     found["loss"] = relative_error(stats.loss, loss)

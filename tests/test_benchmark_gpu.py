@@ -196,3 +196,12 @@ def test_one_wrong_gradient_of_many_and_nan_do_not_pass_the_check():
     for loss, gradient in ((0.0, 0.5), (math.nan, 0.0), (0.0, math.nan), (0.5, 0.0)):
         with pytest.raises(ValueError, match="does not compute what the CPU does"):
             gpu.check_errors("bfloat16", loss, {"a": 0.0, "b": gradient})
+
+
+def test_a_gpu_without_fp8_products_is_checked_without_them(monkeypatch):
+    monkeypatch.setattr(gpu, "gradients", lambda *_: {"loss": 1.0, "gate": np.ones(5)})
+    kind = {"device_kind": "NVIDIA A100-SXM4-80GB", "platform": "gpu", "compute_capability": "8.0"}
+    found = [*gpu.check(types.SimpleNamespace(**kind), toy=True)]
+    assert any("bfloat16_loss_error" in part for part in found)
+    assert not any("float8_loss_error" in part for part in found)
+    assert "float8: no FP8 products on a100" in found[-1]["text"]

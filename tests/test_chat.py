@@ -14,6 +14,7 @@ import tiktoken
 from tokenizers import AddedToken, Tokenizer
 
 import dataset
+import generate
 import validate
 from data import chat, verify
 from data.encode import Encoder, encoder_of, resize
@@ -336,6 +337,27 @@ def test_a_prompt_has_the_ids_of_training_and_ends_where_the_answer_begins(
         assert prompt == ids[: len(prompt)] and weights[len(prompt)] == 1
         assert (sum(weights[: len(prompt)]) > 0) == (asked == 4)
     assert (found.text, tokenizer.special.chat_template) == (template, template)
+
+
+# As templates of models that reason: earlier messages begin after what they thought.
+REASONING = CHATML.replace(
+    "m.content", "(m.content if loop.last else m.content.split('</think>')[-1])"
+)
+
+
+def test_a_second_prompt_has_the_first_answer_as_the_template_rewrites_it(talker):
+    folder = talker(REASONING)
+    encoder = Encoder(Prepare(source="", out="", tokenizer=str(folder)))
+    template = chat.template_of_run(None, encoder.tokenizer)
+    one = [("user", "a"), ("assistant", "<think>hm</think>b")]
+    context = SimpleNamespace(max_length=200)
+    talk = generate.Conversation(context, None, encoder, template, 8, [], turns=[one])
+    expected = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    expected += "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    table = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert talk.prompt("c")[0] == table.encode(expected, add_special_tokens=False).ids
+    with pytest.raises(ValueError, match=r"does not keep messages .*Write no names of special"):
+        talk.prompt("c<|im_end|>")
 
 
 def test_the_template_of_a_run_is_that_of_its_data_then_of_its_tokenizer(talker):

@@ -131,6 +131,27 @@ def test_a_chat_appends_to_the_cache_only_what_is_new(conversation, capsys):
     assert talk.generator.length[0] == fresh.generator.length[0]
 
 
+# Earlier answers lose their first character.
+SHORTENED = """{% for m in messages %}[{{ m.role }}]
+{%- if m.role == 'user' or loop.last %}{{ m.content }}{% else %}{{ m.content[1:] }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def test_a_chat_appends_what_follows_an_answer_that_the_template_rewrites(
+    conversation, monkeypatch
+):
+    given = chat.Template(SHORTENED, Special({}, {}, None, False, SHORTENED, []))
+    monkeypatch.setattr(chat, "template_of_run", lambda stored, tokenizer: given)
+    talk, fresh = conversation(*LONG), conversation(*LONG)
+    said, _ = appended(talk, "import jax")
+    assert said == appended(fresh, "import jax")[0]
+    text = talk.encoder.tokenizer.decode(talk.prompt("def test")[0])
+    assert text == f"[user]import jax[assistant]{said[1:]}[user]def test[assistant]"
+    fresh.cached = []
+    (said, few), (same, many) = appended(talk, "def test"), appended(fresh, "def test")
+    assert said == same and few < many
+
+
 def test_a_chat_drops_its_oldest_turns_where_the_context_is_full(conversation, capsys):
     talk = conversation(*LONG, "--system", "Be brief.")
     messages = [f"message {n}" for n in range(8)]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from conftest import ROOT
 from planning import hlo
+from utils import ConfigError
 
 PRODUCT = 2 * 8 * 16 * 16  # FLOPs of [8, 16] @ [16, 16]
 
@@ -75,6 +76,24 @@ def test_a_loop_of_unknown_length_is_refused_if_it_multiplies_and_ignored_if_not
         hlo.dot_flops(compiled(lambda x: until_small(lambda x: x @ x, x), (16, 16)))
     text = compiled(lambda x: until_small(lambda x: x / 2, x @ x), (16, 16))
     assert hlo.dot_flops(text) == 2 * 16**3
+
+
+def test_a_loop_counts_from_a_constant_to_a_constant_or_is_refused():
+    def loop(first, last, step):
+        def run(x, w, n):
+            first_, last_ = (n if at is None else at for at in (first, last))
+            go = lambda s: s[0] < last_ if step > 0 else s[0] > last_  # noqa: E731
+            return lax.while_loop(go, lambda s: (s[0] + step, jnp.tanh(s[1] @ w)), (first_, x))[1]
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+        n = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.jit(run).lower(*shapes, n).compile().as_text()
+
+    for limits, trips in (((0, 9, 2), 5), ((3, 9, 1), 6), ((9, 0, -1), 9)):
+        assert hlo.dot_flops(loop(*limits)) == trips * PRODUCT
+    for limits in ((None, 9, 1), (0, None, 1)):
+        with pytest.raises(ConfigError, match=r"no known trip count.*lax.scan"):
+            hlo.dot_flops(loop(*limits))
 
 
 def test_a_loop_of_a_tpu_takes_its_trips_from_the_condition_and_the_first_count():

@@ -48,19 +48,19 @@ def by_name(tree):
     return {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def merged(tree, adapters):
+def merged(tree, adapters, scale=ALPHA / RANK):
     """Return a canonical tree with the change of each matrix, by its name, added."""
 
     def one(path, w):
         if (name := path_of(path)) not in adapters:
             return w
         a, b = adapters[name]
-        rows = 2 if name.endswith(".out") else 1
+        rank, rows = a.shape[-1], 2 if name.endswith(".out") else 1
         batch = a.ndim - rows - 1
-        a = a.reshape(*a.shape[:batch], -1, RANK)
-        b = b.reshape(*b.shape[:batch], RANK, -1)
+        a = a.reshape(*a.shape[:batch], -1, rank)
+        b = b.reshape(*b.shape[:batch], rank, -1)
         change = jnp.einsum("...ir,...ro->...io", a, b, precision="highest")
-        return w + ALPHA / RANK * change.reshape(w.shape)
+        return w + scale * change.reshape(w.shape)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -76,13 +76,10 @@ def weights_of(config, tree):
     """
     mesh, declared, random = mesh_of(config), model.declare(config), np.random.default_rng(7)
     plain = transformer_of(utils.changed(config, {"lora.rank": 0}), mesh, tree)
-    adapters = {}
+    drawn = {}
 
     def part(w):
-        a = random.standard_normal(w.shape).astype(np.float32) * 0.1
-        blocks = w.name.startswith("blocks.")
-        flat = a.reshape(-1, *w.shape[3:]) if blocks else a
-        adapters.setdefault(canonical_name(w.name), []).append(flat)
+        a = drawn[w.name] = random.standard_normal(w.shape).astype(np.float32) * 0.1
         return jax.device_put(a, jax.NamedSharding(mesh, w.spec))
 
     def one(w, base):
@@ -97,7 +94,17 @@ def weights_of(config, tree):
         layouts = (jax.NamedSharding(mesh, leaf.spec) for leaf in (w.codes, w.scales))
         return matrix.Quantized(*map(jax.device_put, values, layouts))
 
-    return jax.tree.map(one, declared, plain, is_leaf=matrix.is_matrix), adapters
+    w = jax.tree.map(one, declared, plain, is_leaf=matrix.is_matrix)
+    return w, in_pairs(drawn)
+
+
+def in_pairs(arrays):
+    """Return [A, B] in the canonical order of blocks, by the name of their matrix, from by_name."""
+    found = {}
+    for name, a in arrays.items():
+        a = a.reshape(-1, *a.shape[3:]) if name.startswith("blocks.") else a
+        found.setdefault(canonical_name(name), []).append(np.asarray(a))
+    return found
 
 
 WIDE = {
@@ -117,12 +124,12 @@ CASES = {
         (2, 1, 2), blocks=2, gather="layer", experts_layout="sharded", tie_word_embeddings=False,
         train={"remat": "full"},
     ),
-    "heads of several ranks": config_of(
+    "heads of several ranks, bfloat16": config_of(
         (2, 1, 4), blocks=2, attention="gqa", num_key_value_heads=2, head_dim=16,
-        capacity_factor=0.0,
+        attention_bias=True, capacity_factor=0.0,
     ),
-    "4 bits": config_of((2, 2, 2), blocks=2, n_shared_experts=2, **WIDE),
-    "4 bits, each layer": config_of((2, 1, 2), blocks=2, gather="layer", **WIDE),
+    "nf4": config_of((2, 2, 2), blocks=2, n_shared_experts=2, **WIDE),
+    "nf4, each layer": config_of((2, 1, 2), blocks=2, gather="layer", **WIDE),
 }  # fmt: skip
 
 
@@ -133,40 +140,37 @@ def tree_of(fields):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_matches_the_merged_model_on_one_device(name):
-    base = "nf4" if name.startswith("4 bits") else "float32"
+    base = next((base for base in ("nf4", "bfloat16") if base in name), "float32")
     config = adapted(CASES[name], base)
     tree, batch = tree_of(config.model), batch_of(config)
     w, adapters = weights_of(config, tree)
     grads, stats = step_of(config)(w, on_mesh(config, mesh_of(config), batch))
     batch["segments"] = np.zeros_like(batch["segments"])
-    if base == "nf4":
-        tree = expanded(config, tree)
+    tree = as_stored(config, tree)
 
     def loss(adapters):
         return reference.loss(merged(tree, adapters), batch, config.model)[0]
 
     expected_loss, expected = jax.value_and_grad(loss)(adapters)
     assert relative_error(stats.loss, expected_loss) <= BOUND
-    found = {}
-    for path, grad in by_name(grads).items():
-        blocks = grad.reshape(-1, *grad.shape[3:]) if path.startswith("blocks.") else grad
-        found.setdefault(canonical_name(path), []).append(np.asarray(blocks))
+    found = in_pairs(by_name(grads))
     assert found.keys() == expected.keys(), "only adapters have gradients"
     for path, pair in expected.items():
         for mine, other in zip(found[path], pair, strict=True):
             assert relative_error(mine, other) <= BOUND, path
 
 
-def expanded(config, tree):
-    """Return a canonical tree as NF4 represents its matrices."""
+def as_stored(config, tree):
+    """Return a canonical tree with the values that it has in --lora.base."""
     plain = model.declare(utils.changed(config, {"lora.rank": 0}))
     matrices = {canonical_name(w.name) for w in jax.tree.leaves(plain) if w.matrix}
 
     def one(path, w):
-        if path_of(path) in matrices:
+        name = path_of(path)
+        if config.lora.base == "nf4" and name in matrices and w.shape[-1] % 16 == 0:
             return nearest(w)
-        other = path_of(path).endswith(("norm", "bias", "router"))
-        return w if other else np.asarray(jnp.asarray(w, jnp.bfloat16), np.float32)
+        kept = config.lora.base == "float32" or name.endswith(("norm", ".bias", "router"))
+        return w if kept else np.asarray(jnp.asarray(w, jnp.bfloat16), np.float32)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -226,6 +230,24 @@ def test_arrays_are_merged_with_the_values_that_were_multiplied(dtype):
     assert np.allclose(found.whole(), expected, atol=1e-5)
     for index, values in found.parts(1):
         assert np.allclose(values, expected[index], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [("attention", {"attention"}), ("mlp", {"mlp", "shared"}), ("experts", {"experts"})],
+)
+def test_the_targets_alone_have_adapters_that_change_nothing_at_first(target, parts):
+    config = adapted(config_of(blocks=1, dense_layers=1, n_shared_experts=1), targets=(target,))
+    declared = model.declare(config)
+    w = weights.initialize(declared, mesh_of(config), 0)
+    found = jax.tree.leaves(w, is_leaf=matrix.is_matrix)
+    adapters = [w for w in found if isinstance(w, matrix.Adapted)]
+    assert all(np.asarray(w.a).any() and not np.asarray(w.b).any() for w in adapters)
+    names = [w.name for w in jax.tree.leaves(weights.trained(declared, declared))]
+    matrices = {w.name for w in jax.tree.leaves(declared) if w.matrix}
+    assert {name[: -len(".a")] for name in names} == {
+        name for name in matrices if parts & {*name.split(".")}
+    }
 
 
 def test_targets_that_are_unknown_or_not_there_are_refused():

@@ -61,6 +61,8 @@ def test_rows_are_measured_in_toy_sizes_without_optional_packages(tmp_path, monk
     errors = check["bfloat16_gradient_errors"]
     assert "blocks.moe.moe.experts.gate" in errors and "first.embedding" in errors
     assert 1e-4 < max(errors.values()) < 0.1
+    float8, name = check["float8_gradient_errors"], "blocks.dense.mlp.gate"
+    assert 2 * errors[name] < float8[name] <= max(float8.values()) < 0.3
 
     # Toy rows of different models have the same config.
     programs, compile_step = {}, common.compile_step

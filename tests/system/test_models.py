@@ -1,9 +1,22 @@
 """Further models and meshes against the one-device reference: each option where it is sharded."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import hf_case
-from common import check_step, config_of
+import model
+import sharded_model
+from common import (
+    batch_of,
+    canonical,
+    check_step,
+    config_of,
+    errors,
+    mesh_of,
+    on_mesh,
+    transformer_of,
+)
 
 GQA = {"attention": "gqa", "head_dim": 10, "capacity_factor": 0.0}
 CASES = {
@@ -35,3 +48,25 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_routing_match_the_one_device_reference(name):
     check_step(CASES[name], hf_case.weights(CASES[name].model, seed=3))
+
+
+@pytest.mark.parametrize(("shape", "remat"), [((1, 1, 1), "none"), ((2, 1, 2), "full")], ids=str)
+def test_unrolled_layers_have_the_dropout_of_scanned_ones(shape, remat):
+    """Forward, and where the backward pass repeats it."""
+    fields = {"prefix_layers": 1, "dense_layers": 1, "blocks": 2, "dropout": 0.3}
+
+    def step(layers):
+        config = config_of(
+            shape, train={"microbatches": 2, "remat": remat, "layers": layers}, **fields
+        )
+        mesh = mesh_of(config)
+        assert sharded_model.is_unrolled(config, "cpu") == (layers == "unrolled")
+        run = jax.jit(sharded_model.loss_and_gradients(config, model.declare(config), mesh))
+        w = transformer_of(config, mesh, hf_case.weights(config.model, seed=3))
+        data = on_mesh(config, mesh, batch_of(config))
+        (grads, stats), (_, later) = (run(w, data, jnp.int32(number)) for number in (3, 4))
+        assert abs(stats.loss - later.loss) > 1e-3, "dropout differs between steps"
+        return canonical(config, grads) | {"loss": stats.loss}
+
+    found = errors(step("unrolled"), step("scanned"))
+    assert not {leaf: error for leaf, error in found.items() if error > 2e-5}
