@@ -125,16 +125,14 @@ def softmax_scale(m: utils.Model, width: int) -> float:
 
 
 def rotate(
-    x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array | None, sign: float = 1.0
+    x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array, sign: float = 1.0
 ) -> jax.Array:
     """Rotate each pair (i, i + R/2) by position * frequency (arXiv:2104.09864).
 
     In float32, because bfloat16 cannot hold large positions.
 
-    position_bT  None: 0, 1, ...
+    position_bT  of each token, or [1, T] for all sequences.
     """
-    if position_bT is None:
-        position_bT = jnp.arange(x_bTnR.shape[1])[None]
     frequency = rope_frequencies(m, x_bTnR.shape[-1])
     angle_bTi = position_bT.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     angle = angle_bTi[:, :, None, :]
@@ -145,16 +143,19 @@ def rotate(
     return jnp.concatenate(rotated, axis=-1).astype(x_bTnR.dtype)
 
 
-def rotate_last(x_bTnA: jax.Array, m: utils.Model, R: int) -> jax.Array:
+def rotate_last(x_bTnA: jax.Array, m: utils.Model, position_bT: jax.Array, R: int) -> jax.Array:
     """Rotate the last R columns in place; the gradient is rotated back, in place too."""
 
-    def put(x: jax.Array, sign: float) -> jax.Array:
-        part = rotate(x[..., -R:], m, None, sign)
+    def put(x: jax.Array, position: jax.Array, sign: float) -> jax.Array:
+        part = rotate(x[..., -R:], m, position, sign)
         return lax.dynamic_update_slice_in_dim(x, part, x.shape[-1] - R, 3)
 
-    run = jax.custom_vjp(lambda x: put(x, 1.0))
-    run.defvjp(lambda x: (put(x, 1.0), None), lambda _, g: (put(g, -1.0),))
-    return run(x_bTnA)
+    run = jax.custom_vjp(lambda x, position: put(x, position, 1.0))
+    run.defvjp(
+        lambda x, position: (put(x, position, 1.0), position),
+        lambda position, g: (put(g, position, -1.0), None),
+    )
+    return run(x_bTnA, position_bT)
 
 
 # --- latent attention -----------------------------------------------------------------------------
@@ -234,13 +235,13 @@ class LatentAttention:
         self,
         inputs_bTX: jax.Array,
         m: utils.Model,
-        position_bT: jax.Array | None,
+        position_bT: jax.Array,
         rope: bool,
         kernel: str = "xla",
     ) -> Heads:
         """Equations 9-19 of the paper.  kernel: the attention kernel that reads the heads."""
-        if kernel in GPU_KERNELS and position_bT is None and isinstance(self.kv_up, jax.Array):
-            return self._heads_in_place(inputs_bTX, m, rope)
+        if kernel in GPU_KERNELS and isinstance(self.kv_up, jax.Array):
+            return self._heads_in_place(inputs_bTX, m, position_bT, rope)
         q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
         kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
         k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
@@ -248,7 +249,9 @@ class LatentAttention:
         q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
         return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
 
-    def _heads_in_place(self, inputs_bTX: jax.Array, m: utils.Model, rope: bool) -> Heads:
+    def _heads_in_place(
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+    ) -> Heads:
         """Return the same heads, of which nothing is copied.
 
         Queries are rotated in place. The rotary key passes through an identity beside the matrix
@@ -259,8 +262,8 @@ class LatentAttention:
         H, R = m.qk_nope_head_dim, m.qk_rope_head_dim
         q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
         if rope:
-            q_bTnA = rotate_last(q_bTnA, m, R)
-            key_bTR = rotate(key_bTR[:, :, None, :], m, None)[:, :, 0, :]
+            q_bTnA = rotate_last(q_bTnA, m, position_bT, R)
+            key_bTR = rotate(key_bTR[:, :, None, :], m, position_bT)[:, :, 0, :]
         to_key_CnH, to_value_CnW = jnp.split(self.kv_up, [H], axis=-1)
         identity_RnR = jnp.broadcast_to(jnp.eye(R)[:, None], (R, to_key_CnH.shape[1], R))
         identity_RnR = vary(identity_RnR.astype(to_key_CnH.dtype), varying(to_key_CnH))
@@ -280,7 +283,7 @@ class LatentAttention:
         return jnp.split(inputs_bTX, [query, query + m.kv_lora_rank], axis=-1)
 
     def _project(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array | None, rope: bool
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Return queries without and with position, the key-value latent and the rotary key."""
         query_bTQ, latent_bTC, key_bTR = self._split(inputs_bTX, m)
@@ -396,7 +399,7 @@ class GroupedQueryAttention:
         self,
         h_bTD: jax.Array,
         m: utils.Model,
-        position_bT: jax.Array | None,
+        position_bT: jax.Array,
         rope: bool,
         kernel: str = "xla",
     ) -> Heads:

@@ -214,6 +214,13 @@ class Batch:
     microbatch: jax.Array | None = None  # microbatch index: [M], or a scalar
 
 
+class Context(NamedTuple):
+    """What attention knows of the tokens of a microbatch."""
+
+    positions: jax.Array  # [b, T], or [1, T] for all sequences
+    segments: jax.Array | None  # [b, T] index of the document; None if a window is one document
+
+
 class LayerPosition(NamedTuple):
     """The step, microbatch and layer from which a dropout key is derived."""
 
@@ -297,7 +304,7 @@ def attention(
     """x + attention of x, and what decoding caches.
 
     x_btD    [B/replica+fsdp, T/tensor, D]; so is the result.
-    context  segments [b, T] or None; what options.attend_to takes instead, if it is set.
+    context  Context, or what options.attend_to takes instead, if it is set.
     Collectives  all_gather(tensor) of the kind's inputs [b, T, X]; psum_scatter(tensor) of
                  [b, T, D].
     """
@@ -306,9 +313,9 @@ def attention(
     inputs_bTX = checkpoint_name(gather_sequence(inputs_btX, "latents", parallel), "latents")
     if options.attend_to is None:
         kernel = options.attention_kernel
-        heads = w.heads(inputs_bTX, m, None, rope, kernel)
-        # attend names its own residuals "attention".
-        y_bTnW, cached = attend(kernel, Inputs(*heads, context, w.scale(m), m.sliding_window)), None
+        heads = w.heads(inputs_bTX, m, context.positions, rope, kernel)
+        inputs = Inputs(*heads, context.segments, w.scale(m), m.sliding_window)
+        y_bTnW, cached = attend(kernel, inputs), None  # it names its own residuals "attention"
     else:
         y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, rope)
     # o is contracted: each tensor rank holds the partial sum of its heads.

@@ -26,7 +26,15 @@ import pipeline
 import vocabulary
 import weights
 from device_kernels.choice import choose_experts_kernel, choose_kernel, fuses_loss
-from model import Batch, Block, EmbeddingAndHead, ForwardOptions, LayerPosition, Transformer
+from model import (
+    Batch,
+    Block,
+    Context,
+    EmbeddingAndHead,
+    ForwardOptions,
+    LayerPosition,
+    Transformer,
+)
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config, ConfigError
@@ -104,19 +112,19 @@ def pipeline_functions(
 
     def layer_of(declared: Any, data: Batch) -> Callable:
         """Return (w, x, index) -> model.layer under `wrap`, which gathers weights if configured."""
-        segments = data.segments if config.data.segments else None
 
-        def layer(w: Any, x_btD: jax.Array, segments: Any, position: LayerPosition) -> Any:
+        def layer(w: Any, x_btD: jax.Array, segments: jax.Array, position: LayerPosition) -> Any:
             w = weights.constant(declared, w)
             if config.fsdp.gather == "layer":
                 w, x_btD = in_turn(w, x_btD) if options.ordered else (w, x_btD)
                 w = weights.gather(declared, w)
-            return model.layer(w, x_btD, segments, options, position)
+            context = context_of(config, segments)  # here, as it would be a residual otherwise
+            return model.layer(w, x_btD, context, options, position)
 
         run = wrap(layer)
 
         def at(w: Any, x_btD: jax.Array, number: jax.Array) -> Any:
-            return run(w, x_btD, segments, LayerPosition(step, data.microbatch, number))
+            return run(w, x_btD, data.segments, LayerPosition(step, data.microbatch, number))
 
         return at
 
@@ -152,6 +160,19 @@ def pipeline_functions(
     return pipeline.Functions(
         first, block, last, pipeline.Parameters(declared_outer, declared.blocks)
     )
+
+
+def context_of(config: Config, segments_bT: jax.Array) -> Context:
+    """Return positions and segments as `config.data` has them.
+
+    segments_bT  index of each token's document within the window.
+    """
+    number_1T = jnp.arange(segments_bT.shape[1], dtype=jnp.int32)[None]
+    positions = number_1T
+    if config.data.positions == "document":
+        is_first = segments_bT != jnp.roll(segments_bT, 1, axis=1)
+        positions = number_1T - lax.cummax(jnp.where(is_first, number_1T, 0), axis=1)
+    return Context(positions, segments_bT if config.data.segments else None)
 
 
 @jax.named_scope("loss")

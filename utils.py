@@ -306,6 +306,8 @@ class Data:
     seed: int = 0  # of the order of windows
     order: Literal["windows", "blocks"] = "windows"  # blocks: fewer requests to a bucket
     segments: bool = False  # attention within documents only
+    # of a token in the window, or in its document, which needs --data.segments
+    positions: Literal["window", "document"] = "window"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,9 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
     def layer(w: model.DenseLayer, x_btD: jax.Array) -> jax.Array:
         if part == "mlp":
             return model.mlp(w.mlp, x_btD, options, here)
-        return model.attention(w.attention, x_btD, None, options, here, rope=True)[0]
+        positions = jnp.arange(config.train.seq_len, dtype=jnp.int32)[None]
+        context = model.Context(positions, segments=None)
+        return model.attention(w.attention, x_btD, context, options, here, rope=True)[0]
 
     def run(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
         if not backward:

@@ -263,6 +263,6 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
             microbatches=1,
             loss_chunk_tokens=t.loss_chunk_tokens,
         ),
-        data=utils.Data(segments=config.data.segments),
+        data=utils.Data(segments=config.data.segments, positions=config.data.positions),
         lora=config.lora,
     )

@@ -310,6 +310,11 @@ def check(config: Config) -> None:
             f"--train.remat {t.remat}: {', '.join(map(repr, unknown))} cannot be saved. Use none, "
             f"full, or some of {', '.join(utils.REMAT_NAMES)}, separated by commas."
         )
+    if config.data.positions == "document" and not config.data.segments:
+        raise ConfigError(
+            "--data.positions document needs --data.segments, as attention across documents would "
+            "see equal positions. Set both, or use --data.positions window."
+        )
     if config.run.time_limit:
         seconds(config.run.time_limit)
 

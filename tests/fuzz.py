@@ -75,7 +75,9 @@ def draw(seed: int) -> dict[str, Any]:
     r = random.Random(seed)
     while not is_valid(case := draw_any(r)):
         pass
-    # From a stream of their own, so that the other settings of a seed do not depend on them.
+    # From streams of their own, so that the other settings of a seed do not depend on them.
+    restart = case["segments"] and random.Random(f"positions {seed}").random() < 0.5
+    case["positions"] = "document" if restart else "window"
     return case | draw_adapters(random.Random(f"lora {seed}"), case)
 
 
@@ -133,7 +135,7 @@ def draw_any(r: random.Random) -> dict[str, Any]:
 
 NOT_OF_MODEL = {
     *("shape", "other_shape", "virtual", "other_virtual", "gather", "segments", "remat", "yarn"),
-    *("llama3", "layers", "lora"),
+    *("llama3", "layers", "lora", "positions"),
     *("microbatches", "optimizer", "loss_chunk_tokens", "seq_len", "sequences", "dropless"),
 }
 
@@ -148,7 +150,7 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
         fields |= hf_case.YARN
         if case["llama3"]:
             fields |= {"rope_rope_type": "llama3", "rope_low_freq_factor": 0.5}
-    return common.config_of(
+    made = common.config_of(
         case["other_shape"] if other else case["shape"],
         virtual=case["other_virtual"] if other else case["virtual"],
         gather=case["gather"],
@@ -161,6 +163,7 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
         optimizer={"name": case["optimizer"], "lr": 1e-3, "warmup_steps": 3},
         **fields,
     )
+    return utils.changed(made, {"data.positions": case.get("positions", "window")})
 
 
 def adapted(case: dict[str, Any]) -> utils.Config:
@@ -234,7 +237,7 @@ def differences_of_step(case: dict[str, Any], seed: int) -> dict[str, float]:
 
 def check_decode(case: dict[str, Any]) -> str:
     decode.KEY_BLOCK = 8  # so that there are several blocks
-    case = case | {"segments": False, "microbatches": 1}
+    case = case | {"segments": False, "positions": "window", "microbatches": 1}
     if not is_valid(case):
         return ""
     c, mesh = config(case), mesh_of(config(case))

@@ -290,9 +290,10 @@ def test_heads_that_are_written_in_place_equal_those_that_are_concatenated(rope)
         kv_up=draw(m.kv_lora_rank, N, wide),
     )  # fmt: skip
     inputs = draw(B, T, m.hidden_size + m.kv_lora_rank + m.qk_rope_head_dim)
+    at = random.integers(0, 100, (B, T), dtype=np.int32)
     found = {}
     for kernel in ("xla", "cudnn"):
-        heads, back = jax.vjp(lambda w, x, k=kernel: w.heads(x, m, None, rope, k), w, inputs)
+        heads, back = jax.vjp(lambda w, x, k=kernel: w.heads(x, m, at, rope, k), w, inputs)
         gradient = tuple(
             np.cos(np.arange(a.size, dtype=np.float32)).reshape(a.shape) for a in heads
         )

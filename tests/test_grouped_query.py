@@ -84,8 +84,6 @@ class Alibi(attention.GroupedQueryAttention):
     def heads(self, h_bTD, m, position_bT, rope, kernel="xla"):
         q, k, v = super().heads(h_bTD, m, position_bT, rope=False)
         b, T, n, _ = q.shape
-        if position_bT is None:
-            position_bT = jnp.arange(T)[None]
         first = jax.lax.axis_index("tensor") * n
         number_n = (first + jnp.arange(n, dtype=jnp.int32)).astype(jnp.float32)
         slope_n = 2.0 ** (-1.0 - number_n) / self.scale(m)

@@ -59,10 +59,24 @@ CASES = {
 }  # fmt: skip
 
 
+CASES["virtual"] = utils.changed(CASES["virtual"], {"data.positions": "document"})
+
+
 @functools.cache
 def tree_of(fields):
     """Return weights with norms other than 1 and biases other than 0."""
     return hf_case.weights(fields, seed=3)
+
+
+def test_positions_are_those_in_the_window_or_in_the_document():
+    segments = jnp.asarray([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]], jnp.int32)
+    by_window = sharded_model.context_of(CASES["layer"], segments)
+    assert by_window.segments is None
+    np.testing.assert_array_equal(by_window.positions, [range(5)])
+    by_document = sharded_model.context_of(CASES["virtual"], segments)
+    np.testing.assert_array_equal(by_document.segments, segments)
+    expected = [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], range(5)]
+    np.testing.assert_array_equal(by_document.positions, [[*row] for row in expected])
 
 
 @pytest.mark.parametrize("name", CASES)
