@@ -1,20 +1,6 @@
 """Attention, and its kinds: latent (MLA) and grouped-query (GQA).
 
-A kind is a class of weights. Training (model.py) and decoding (inference/decode.py) use these parts
-of it, and nothing else:
-
-    FLAGS               of Model, for each letter of its layouts
-    declare(...)        its weights
-    norm, out           the norm of its input, and the projection of its heads to the output
-    inputs(...)         what is gathered over tensor: [b, T, X]
-    heads(...)          queries, keys and values of this rank
-    scale(m)            the factor on scores
-    widths(m)           of a query and key head, and of a value head
-    cache(...)          the arrays that hold earlier positions
-    cached_width(m)     of a cached value
-    cached_heads(...)   queries over cached keys, and the values to cache
-    values(...)         heads from weighted sums of cached values
-    DECODING_ORDER      dimensions of weights that decoding transposes
+A kind is a class of weights with the methods of `Attention`.
 
 Letters as in model.py. A rank has b sequences, n query heads, and y heads of keys and values; there
 are T query and S key positions. In latent attention:
@@ -24,7 +10,7 @@ are T query and S key positions. In latent attention:
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import flax
 import jax
@@ -63,10 +49,62 @@ class CacheArray(NamedTuple):
     heads: int
     width: int
     axis: str | None  # mesh axis that heads are sharded over
+    values: int = 0  # first columns of the last array, which are values
 
     @property
     def spec(self) -> PartitionSpec:
         return PartitionSpec(None, BATCH_AXES, None, self.axis)
+
+
+class Attention(Protocol):
+    """What training, decoding and planning use of a kind of attention, and nothing else."""
+
+    FLAGS: ClassVar[Mapping[str, str]]  # of Model, for each letter of its layouts
+    # dimensions of weights in the order in which decoding contracts them
+    DECODING_ORDER: ClassVar[Mapping[str, tuple[int, ...]]]
+    norm: jax.Array  # of the input
+    out: jax.Array  # [n, W, D], from heads to the output
+
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> Self:
+        """Return the Weights."""
+
+    @staticmethod
+    def widths(m: utils.Model) -> tuple[int, int]:
+        """Return the widths of a query and key head, and of a value head."""
+
+    @classmethod
+    def scale(cls, m: utils.Model) -> float:
+        """Return the factor on scores."""
+
+    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
+        """Return what is gathered over tensor, [b, t, X], from the input after the norm."""
+
+    def heads(
+        self,
+        inputs_bTX: jax.Array,
+        m: utils.Model,
+        position_bT: jax.Array,
+        rope: bool,
+        kernel: str = "xla",
+    ) -> Heads:
+        """Return queries, keys and values of this rank.
+
+        rope    whether heads are rotated by their positions.
+        kernel  the attention kernel that reads them.
+        """
+
+    @staticmethod
+    def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
+        """Return the arrays that hold earlier positions: keys first, and values last."""
+
+    def cached_heads(
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Return queries over cached keys, and what to cache of these positions."""
+
+    def values(self, y_bTnC: jax.Array, m: utils.Model) -> jax.Array:
+        """Return heads [b, T, n, W] from weighted sums of cached values."""
 
 
 # --- rotary embedding -----------------------------------------------------------------------------
@@ -239,7 +277,7 @@ class LatentAttention:
         rope: bool,
         kernel: str = "xla",
     ) -> Heads:
-        """Equations 9-19 of the paper.  kernel: the attention kernel that reads the heads."""
+        """Equations 9-19 of the paper."""
         if kernel in GPU_KERNELS and isinstance(self.kv_up, jax.Array):
             return self._heads_in_place(inputs_bTX, m, position_bT, rope)
         q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
@@ -297,11 +335,7 @@ class LatentAttention:
     @staticmethod
     def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
         """The latent and the rotary key, for all heads and on every tensor rank."""
-        return (CacheArray(1, m.kv_lora_rank + m.qk_rope_head_dim, None),)
-
-    @staticmethod
-    def cached_width(m: utils.Model) -> int:
-        return m.kv_lora_rank
+        return (CacheArray(1, m.kv_lora_rank + m.qk_rope_head_dim, None, m.kv_lora_rank),)
 
     def cached_heads(
         self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
@@ -418,11 +452,7 @@ class GroupedQueryAttention:
     def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
         """Keys and values of each head; a head that several tensor ranks use has several copies."""
         heads = max(m.num_key_value_heads, tensor)
-        return (CacheArray(heads, m.head_dim, "tensor"),) * 2
-
-    @staticmethod
-    def cached_width(m: utils.Model) -> int:
-        return m.head_dim
+        return (CacheArray(heads, m.head_dim, "tensor", m.head_dim),) * 2
 
     def cached_heads(
         self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
@@ -439,11 +469,10 @@ def _project(h_bTD: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Arra
     return y_bTnA if bias is None else y_bTnA + jnp.expand_dims(bias, (0, 1))
 
 
-KINDS: dict[str, Any] = {"mla": LatentAttention, "gqa": GroupedQueryAttention}
-Attention = LatentAttention | GroupedQueryAttention
+KINDS: dict[str, type[Attention]] = {"mla": LatentAttention, "gqa": GroupedQueryAttention}
 
 
-def kind_of(m: utils.Model) -> Any:
+def kind_of(m: utils.Model) -> type[Attention]:
     """Return the class of the model's attention."""
     return KINDS[m.attention]
 

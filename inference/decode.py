@@ -146,7 +146,8 @@ def attend_to_cache(
     """Return the heads [b, T, n, W], and the values to cache: [b, T, heads, width] each."""
     position_bT = positions(past, inputs_bTX.shape[1])
     q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, rope)
-    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, w.cached_width(m), m.sliding_window)
+    [*_, cached] = w.cache(m, lax.axis_size("tensor"))
+    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, cached.values, m.sliding_window)
     return w.values(y_bTnC, m), new
 
 
