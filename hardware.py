@@ -302,8 +302,9 @@ def palm_flops_per_token(m: utils.Model, declared: Tree, sequence_length: int) -
     _, own = weights.count(weights.own(declared, declared))
     lookup = 0 if m.tie_word_embeddings else declared.first.embedding.size
     unused = lookup * declared.first.embedding.frozen
-    window = min(m.sliding_window or sequence_length, sequence_length)
-    keys = window * (1 - window / (2 * sequence_length))
-    heads = m.num_hidden_layers * m.num_attention_heads
+    keys = 0.0
+    for run, times in (*((run, 1) for run in m.prefix), *((run, m.blocks) for run in m.runs)):
+        window = min(run.window or sequence_length, sequence_length)
+        keys += times * run.layers * window * (1 - window / (2 * sequence_length))
     products = 6.0 * (active - lookup) - 2.0 * (active - own - unused)
-    return products + 6.0 * heads * keys * sum(kind_of(m).widths(m))
+    return products + 6.0 * m.num_attention_heads * keys * sum(kind_of(m).widths(m))

@@ -42,7 +42,7 @@ from attention import Attention, Inputs, attend, kind_of
 from dropless import dropless_experts
 from experts import Experts, SharedExperts, capacity_experts, uses_expert_parallelism
 from routing import Routing, balance, route
-from utils import BATCH_AXES, MESH_AXES, ConfigError
+from utils import BATCH_AXES, MESH_AXES, ConfigError, LayerRun
 from vocabulary import vocab_table
 from weights import RESIDUAL_SCALE, Size, matmul, normal, ones, rms_norm, weight, zeros
 
@@ -85,12 +85,9 @@ class MoeLayer:
     moe: Moe
 
 
-@flax.struct.dataclass
-class Block:
-    """Stacked dense layers, then at most one layer with experts."""
-
-    dense: DenseLayer | None
-    moe: MoeLayer | None
+# Weights of the layers of a block, by the name of their run: a stack, but for a single layer with
+# experts (utils.LayerRun.stacked).
+Block = dict[str, DenseLayer | MoeLayer]
 
 
 @flax.struct.dataclass
@@ -142,11 +139,11 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
     out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
     stages = mesh.virtual * mesh.pipeline
     if m.blocks % stages:
-        layers = m.first_k_dense_replace + -(-m.blocks // stages) * stages * m.decoder_sparse_step
+        layers = m.first_k_dense_replace + -(-m.blocks // stages) * stages * m.period
         fit = [str(n) for n in range(1, m.blocks + 1) if m.blocks % (n * mesh.virtual) == 0]
         raise ConfigError(
             f"--model.num_hidden_layers {m.num_hidden_layers} is {m.blocks} blocks of "
-            f"{m.decoder_sparse_step}, which are not divisible by --mesh.pipeline {mesh.pipeline} "
+            f"{m.period}, which are not divisible by --mesh.pipeline {mesh.pipeline} "
             f"x --mesh.virtual {mesh.virtual}. Use --model.num_hidden_layers {layers}, or "
             f"--mesh.pipeline {' or '.join(fit) or '1 --mesh.virtual 1'}."
         )
@@ -161,7 +158,6 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
         "virtual": Size(mesh.virtual, "mesh.virtual"),
         "stage": Size(mesh.pipeline, "mesh.pipeline"),
         "block": Size(m.blocks // stages, "model.num_hidden_layers"),
-        "dense": Size(m.dense_layers, "model.decoder_sparse_step"),
     }
 
 
@@ -175,10 +171,12 @@ def declare(config: utils.Config) -> Transformer:
     m, size = config.model, sizes(config)
     attention = kind_of(m).declare(config, size)
     dense = DenseLayer(attention=attention, mlp=weights.declare(Mlp, size))
-    block = Block(
-        dense=weights.stacked(dense, "dense", size) if m.dense_layers else None,
-        moe=MoeLayer(attention, declare_moe(config, size)) if m.moe_layers else None,
-    )
+    moe = MoeLayer(attention, declare_moe(config, size)) if m.moe_layers else None
+    block: Block = {}
+    for run in m.runs:
+        layers = {"layer": Size(run.layers, "model.num_hidden_layers")}
+        one = moe if run.experts else dense
+        block[run.name] = weights.stacked(one, "layer", layers) if run.stacked else one
     prefix = weights.stacked(dense, "prefix", size) if m.first_k_dense_replace else None
     last = weights.declare(OutputLayers, size)
     tree = Transformer(
@@ -299,7 +297,7 @@ def attention(
     context: Any,
     options: ForwardOptions,
     position: LayerPosition,
-    rope: bool,
+    run: LayerRun,
 ) -> tuple[jax.Array, Any]:
     """x + attention of x, and what decoding caches.
 
@@ -313,11 +311,11 @@ def attention(
     inputs_bTX = checkpoint_name(gather_sequence(inputs_btX, "latents", parallel), "latents")
     if options.attend_to is None:
         kernel = options.attention_kernel
-        heads = w.heads(inputs_bTX, m, context.positions, rope, kernel)
-        inputs = Inputs(*heads, context.segments, w.scale(m), m.sliding_window)
+        heads = w.heads(inputs_bTX, m, context.positions, run.rope, kernel)
+        inputs = Inputs(*heads, context.segments, w.scale(m), run.window)
         y_bTnW, cached = attend(kernel, inputs), None  # it names its own residuals "attention"
     else:
-        y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, rope)
+        y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, run)
     # o is contracted: each tensor rank holds the partial sum of its heads.
     out_oD = matrix.of_side(w.out, "a", lambda rows: lax.collapse(rows, 0, 2))
     partial_bTD = matmul("bTo,oD->bTD", lax.collapse(y_bTnW, 2), out_oD)
@@ -409,51 +407,63 @@ def layer(
     context: Any,
     options: ForwardOptions,
     position: LayerPosition,
+    run: LayerRun,
 ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
     """Return x after the layer, what decoding caches, and the routing if it has experts."""
-    dense = isinstance(w, DenseLayer)
-    rope = dense or options.model.rope_in_moe_layers
-    x_btD, cached = attention(w.attention, x_btD, context, options, position, rope)
-    if dense:
+    x_btD, cached = attention(w.attention, x_btD, context, options, position, run)
+    if not run.experts:
         return mlp(w.mlp, x_btD, options, position), (cached, None)
     x_btD, routing = moe(w.moe, x_btD, options, position)
     return x_btD, (cached, routing)
 
 
-def dense_layers(
-    w: Any, x_btD: jax.Array, first: jax.Array, run: Callable
-) -> tuple[jax.Array, Any]:
-    """Run layers with the stacked weights, or indices of them, and return what decoding caches.
+def stacked_layers(
+    w: Any, x_btD: jax.Array, first: jax.Array, layer: Callable
+) -> tuple[jax.Array, tuple[Any, Routing | None]]:
+    """Run layers with stacked weights, or indices of them. Return what `layer` does, stacked.
 
-    run  `layer`, as (weights, x, index of the layer).
+    first  number of the first layer in the model.
+    layer  `layer`, as (weights, x, number of the layer).
     """
 
     def body(x_btD: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
         w, i = one
-        x_btD, (cached, _) = run(w, x_btD, first + i)
-        return x_btD, cached
+        return layer(w, x_btD, first + i)
 
     numbers = jnp.arange(len(jax.tree.leaves(w)[0]), dtype=jnp.int32)
     return lax.scan(body, x_btD, (w, numbers))
 
 
 def block(
-    w: Block, x_btD: jax.Array, number: jax.Array, m: utils.Model, dense: Callable, moe: Callable
+    w: Mapping[str, Any],
+    x_btD: jax.Array,
+    number: jax.Array,
+    m: utils.Model,
+    layers: Mapping[str, Callable],
 ) -> tuple[jax.Array, Any, Routing | None]:
-    """Run the dense layers of a block, then its layer with experts.
+    """Run the layers of a block.
 
-    dense, moe  `layer` for both kinds, as (weights, x, index of the layer).
-    Returns     x, what decoding caches of each layer, and the routing.
+    w, layers  weights and `layer` by the name of the run, as (weights, x, number of the layer).
+    Returns    x, what decoding caches of each layer, and the routing, which has a dimension for
+               layers with experts if there are several.
     """
-    first = m.first_k_dense_replace + number * m.decoder_sparse_step
-    cached, routing = [], None
-    if w.dense is not None:
-        x_btD, new = dense_layers(w.dense, x_btD, first, dense)
+    cached, routings = [], []
+    for run in m.runs:
+        first = m.first_k_dense_replace + number * m.period + run.first
+        if run.stacked:
+            x_btD, (new, routing) = stacked_layers(w[run.name], x_btD, first, layers[run.name])
+        else:
+            x_btD, (new, routing) = layers[run.name](w[run.name], x_btD, first)
+            new = with_dimension(new)
+            routing = with_dimension(routing) if m.moe_layers > 1 else routing
         cached.append(new)
-    if w.moe is not None:
-        x_btD, (new, routing) = moe(w.moe, x_btD, first + m.dense_layers)
-        cached.append(jax.tree.map(lambda a: a[None], new))
+        routings += [routing] if routing is not None else []
+    routing = concatenated(routings) if len(routings) > 1 else (*routings, None)[0]
     return x_btD, concatenated(cached), routing
+
+
+def with_dimension(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[None], tree)
 
 
 def concatenated(parts: list) -> Any:

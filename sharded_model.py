@@ -8,7 +8,6 @@ Letters as in model.py and, in the loss, vocabulary.py.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import flax
@@ -37,7 +36,7 @@ from model import (
 )
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
-from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config, ConfigError
+from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config, ConfigError, LayerRun
 from weights import reduced, vary
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -79,12 +78,12 @@ def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
     return "fsdp" not in axes and params["axis_size"] > 1
 
 
-def remat(config: Config, unrolled: bool) -> Callable[[Callable], Callable]:
+def remat(config: Config, unrolled: bool) -> Callable[[Callable, LayerRun], Callable]:
     """Return a wrapper that applies `policy` to a layer."""
     # Scanned layers run forward and backward in different loops, so XLA cannot undo the
     # recomputation. Unrolled ones share a loop.
-    prevent_cse = unrolled and recomputes(config)
-    return partial(jax.checkpoint, policy=policy(config.train.remat), prevent_cse=prevent_cse)
+    prevent_cse, saved = unrolled and recomputes(config), policy(config.train.remat)
+    return lambda layer, run: jax.checkpoint(layer, policy=saved, prevent_cse=prevent_cse)
 
 
 def recomputes(config: Config) -> bool:
@@ -101,7 +100,7 @@ def pipeline_functions(
     options: ForwardOptions,
     step: jax.Array,
     factors: tuple[jax.Array, float],
-    wrap: Callable[[Callable], Callable] = lambda layer: layer,
+    wrap: Callable[[Callable, LayerRun], Callable] = lambda layer, run: layer,
 ) -> pipeline.Functions:
     """Return the model as the pipeline's three functions, over weights from `gather_params`.
 
@@ -110,8 +109,8 @@ def pipeline_functions(
     """
     m, (token_scale, balance_scale) = config.model, factors
 
-    def layer_of(declared: Any, data: Batch) -> Callable:
-        """Return (w, x, index) -> model.layer under `wrap`, which gathers weights if configured."""
+    def layer_of(declared: Any, data: Batch, run: LayerRun) -> Callable:
+        """Return (w, x, number) -> model.layer under `wrap`, which may gather weights."""
 
         def layer(w: Any, x_btD: jax.Array, segments: jax.Array, position: LayerPosition) -> Any:
             w = weights.constant(declared, w)
@@ -119,12 +118,12 @@ def pipeline_functions(
                 w, x_btD = in_turn(w, x_btD) if options.ordered else (w, x_btD)
                 w = weights.gather(declared, w)
             context = context_of(config, segments)  # here, as it would be a residual otherwise
-            return model.layer(w, x_btD, context, options, position)
+            return model.layer(w, x_btD, context, options, position, run)
 
-        run = wrap(layer)
+        wrapped = wrap(layer, run)
 
         def at(w: Any, x_btD: jax.Array, number: jax.Array) -> Any:
-            return run(w, x_btD, data.segments, LayerPosition(step, data.microbatch, number))
+            return wrapped(w, x_btD, data.segments, LayerPosition(step, data.microbatch, number))
 
         return at
 
@@ -132,15 +131,15 @@ def pipeline_functions(
         w = outer.first
         embedding = weights.constant(declared.first.embedding, w.embedding)
         x_btD = reduced(vocabulary.embed(embedding, data.tokens), "pipeline")
-        if w.prefix is not None:
-            run = layer_of(declared.first.prefix, data)
-            x_btD, _ = model.dense_layers(w.prefix, vary(x_btD), jnp.int32(0), run)
+        for run in m.prefix:
+            layer = layer_of(declared.first.prefix, data, run)
+            x_btD, _ = model.stacked_layers(w.prefix, vary(x_btD), jnp.int32(0), layer)
         return x_btD
 
     def block(w: Block, data: Batch, number: jax.Array, x_btD: jax.Array) -> tuple[tuple, Any]:
-        dense, moe = (layer_of(d, data) for d in (declared.blocks.dense, declared.blocks.moe))
-        x_btD, _, routing = model.block(w, x_btD, number, m, dense, moe)
-        loss = balance_scale * routing.partial_balance if routing else jnp.zeros(())
+        layers = {run.name: layer_of(declared.blocks[run.name], data, run) for run in m.runs}
+        x_btD, _, routing = model.block(w, x_btD, number, m, layers)
+        loss = balance_scale * routing.partial_balance.sum() if routing else jnp.zeros(())
         return (x_btD, vary(loss)), routing
 
     declared_outer = EmbeddingAndHead(declared.first, declared.last)

@@ -248,15 +248,22 @@ def balance_router(config: Config, w: Transformer, count: jax.Array | None) -> T
 
     A frozen bias stays as it is.
 
-    count  [virtual, stage, block, E] choices of the step on all ranks, before any is dropped.
+    count  [virtual, stage, layer with experts, E] choices of the step on all ranks, before any is
+           dropped.
     """
     speed = config.model.router_bias_update_speed
     if count is None or not speed or config.lora.rank:
         return w
-    load = count.astype(jnp.float32)
-    bias = w.blocks.moe.moe.bias + speed * jnp.sign(load.mean(-1, keepdims=True) - load)
-    layer = w.blocks.moe
-    return w.replace(blocks=w.blocks.replace(moe=layer.replace(moe=layer.moe.replace(bias=bias))))
+    load, m = count.astype(jnp.float32), config.model
+    load = load.reshape(*load.shape[:2], -1, m.moe_layers, load.shape[-1])
+    blocks, first = dict(w.blocks), 0
+    for run in (run for run in m.runs if run.experts):
+        layer, end = blocks[run.name], first + run.layers
+        here = load[..., first:end, :].reshape(layer.moe.bias.shape)
+        bias = layer.moe.bias + speed * jnp.sign(here.mean(-1, keepdims=True) - here)
+        blocks[run.name] = layer.replace(moe=layer.moe.replace(bias=bias))
+        first = end
+    return w.replace(blocks=blocks)
 
 
 # --- batches --------------------------------------------------------------------------------------

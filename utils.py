@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 GIB = 2**30
 LANES = 128  # of a TPU's vector registers; the blocks of splash attention are multiples of it
@@ -71,6 +71,25 @@ def rules(**named: Any) -> dict[str, Setting]:
 def setting(default: Any = dataclasses.MISSING, **named: Any) -> Any:
     """Declare a setting with a range or another rule, by the names of Setting."""
     return field(default=default, metadata=rules(**named))
+
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # of model.layer_types
+
+
+class LayerRun(NamedTuple):
+    """Consecutive layers of a block, or the layers before the blocks, that are alike."""
+
+    name: str  # of their weights in Transformer.blocks
+    first: int  # number of the first one in the block
+    layers: int
+    experts: bool
+    window: int  # positions that a query attends to, with its own; 0: all earlier ones
+    rope: bool  # whether queries and keys are rotated by their positions
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weights have a dimension for the layers of the run."""
+        return self.layers > 1 or not self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +171,9 @@ class Model:
     qk_norm: bool = False  # RMSNorm of each head of queries and keys, as in Qwen3 (gqa)
     attention_bias: bool = False  # biases of queries, keys and values, as in Qwen2 (gqa)
     sliding_window: int = 0  # positions that a query attends to, with its own; 0: all earlier ones
+    # of each layer, repeated: full_attention or sliding_attention, of which only the second has the
+    # window; without any, all layers have it
+    layer_types: tuple[str, ...] = ()
     q_lora_rank: int = 0  # Q: width of the query latent; 0: queries without a latent
     kv_lora_rank: int = 64  # C: width of the key-value latent
     qk_nope_head_dim: int = 64  # H: width of a query and key head without position
@@ -161,6 +183,8 @@ class Model:
     rope_theta: float = setting(10000.0, above=1)  # longest rotary wavelength, in tokens / 2 pi
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
+    # layer i has no position if (i + 1) % no_rope_layer_interval is 0 (arXiv:2501.18795); 0: none
+    no_rope_layer_interval: int = setting(0, at_least=0)
     intermediate_size: int = 688  # F of the dense layers' SwiGLU
     moe_intermediate_size: int = 688  # G of each expert's SwiGLU
     n_routed_experts: int = setting(8, at_least=0)  # E: experts of each MoE layer; 0: a dense model
@@ -217,19 +241,55 @@ class Model:
         return -(-self.vocab_size // 256) * 256
 
     @property
+    def period(self) -> int:
+        """Layers of a block, after which all settings of layers repeat."""
+        types, interval = len(self.layer_types) or 1, self.no_rope_layer_interval or 1
+        return math.lcm(self.decoder_sparse_step, types, interval)
+
+    @property
     def blocks(self) -> int:
-        """Blocks of decoder_sparse_step layers, which the pipeline distributes."""
-        return (self.num_hidden_layers - self.first_k_dense_replace) // self.decoder_sparse_step
+        """Blocks of layers, which the pipeline distributes."""
+        return (self.num_hidden_layers - self.first_k_dense_replace) // self.period
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts in each block: 0 or 1."""
-        return int(self.n_routed_experts > 0)
+        """Layers with experts in each block."""
+        return self.period // self.decoder_sparse_step if self.n_routed_experts else 0
 
     @property
     def dense_layers(self) -> int:
         """Dense layers in each block."""
-        return self.decoder_sparse_step - self.moe_layers
+        return self.period - self.moe_layers
+
+    @property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """The layers of a block, in their order."""
+        found: list[LayerRun] = []
+        for i in range(self.period):
+            experts = self.n_routed_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
+            here = experts, *self._attention(self.first_k_dense_replace + i, experts)
+            if found and found[-1][3:] == here:
+                found[-1] = found[-1]._replace(layers=found[-1].layers + 1)
+                continue
+            kind = "moe" if experts else "dense"
+            others = sum(run.experts == experts for run in found)
+            found.append(LayerRun(f"{kind}_{others + 1}" if others else kind, i, 1, *here))
+        return tuple(found)
+
+    @property
+    def prefix(self) -> tuple[LayerRun, ...]:
+        """The layers before the blocks, at most one run: runtime/cli.py refuses several."""
+        kinds = dict.fromkeys(self._attention(i, False) for i in range(self.first_k_dense_replace))
+        layers = self.first_k_dense_replace
+        return tuple(LayerRun("prefix", 0, layers, False, *kind) for kind in kinds)
+
+    def _attention(self, layer: int, experts: bool) -> tuple[int, bool]:
+        """Return window and rope of a layer, by its number in the model."""
+        types, interval = self.layer_types, self.no_rope_layer_interval
+        full = bool(types) and types[layer % len(types)] == FULL_ATTENTION
+        nope = bool(interval) and (layer + 1) % interval == 0
+        nope |= experts and not self.rope_in_moe_layers
+        return 0 if full else self.sliding_window, not nope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,10 @@ class Validation:
             "moe/dropped": None,
         }
         if stats.tokens_per_expert is not None:
-            choices = rows * t.seq_len * m.num_experts_per_tok * m.blocks
+            counts = stats.tokens_per_expert.reshape(-1, m.n_routed_experts)
+            choices = rows * t.seq_len * m.num_experts_per_tok * len(counts)
             record["loss/val_balance"] = float(stats.balance)
-            record["moe/tokens_per_expert"] = stats.tokens_per_expert.reshape(m.blocks, -1).tolist()
+            record["moe/tokens_per_expert"] = counts.tolist()
             record["moe/dropped"] = int(stats.dropped) / choices
         return record
 

@@ -82,7 +82,7 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return OLD_GPU
     wide, narrow = kind_of(m).widths(m)
     if kernel == "triton":
-        if window(config):
+        if has_window(config):
             return "it does not support --model.sliding_window"
         if T % GPU_TILE:
             return f"sequences of {T} are not a multiple of {GPU_TILE}"
@@ -168,14 +168,13 @@ def describe_experts(config: utils.Config, platform: str) -> str:
     return f"{kernel} ({own}: {why})" if why else kernel
 
 
-def window(config: utils.Config) -> int:
-    """Return the positions that a query attends to; 0 for all earlier ones."""
-    size = config.model.sliding_window
-    return size if size < config.train.seq_len else 0
+def has_window(config: utils.Config) -> bool:
+    """Return whether a layer attends to fewer positions than there are."""
+    return any(0 < run.window < config.train.seq_len for run in config.model.runs)
 
 
-def computed_share(config: utils.Config, platform: str) -> float:
-    """Return the share of the T x T scores that is computed.
+def computed_share(config: utils.Config, platform: str, window: int = 0) -> float:
+    """Return the share of the T x T scores that is computed in layers with a window.
 
     Kernels skip the tiles that the mask covers completely.
     """
@@ -183,6 +182,12 @@ def computed_share(config: utils.Config, platform: str) -> float:
     size = T if kernel == "xla" else tile_size(T) if kernel == "splash" else GPU_TILE
     tiles = -(-T // size)
     # A tile is as far from the diagonal as the window and its own size reach.
-    farthest = (window(config) or T) + size - 2
+    farthest = min(window or T, T) + size - 2
     computed = sum(min(i, farthest // size) + 1 for i in range(tiles))
     return computed / tiles**2
+
+
+def window_shares(config: utils.Config, platform: str) -> tuple[tuple[int, float], ...]:
+    """Return `computed_share` of each window in the model."""
+    windows = {run.window for run in (*config.model.prefix, *config.model.runs)}
+    return tuple((window, computed_share(config, platform, window)) for window in sorted(windows))

@@ -125,7 +125,7 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
     """
     config = config_of("jaxformer_1b", tensor=2)
     mesh = train.make_mesh(config, jax.devices()[:2])
-    declared = model.declare(config).blocks.dense  # stacked [virtual, stage, block, layer, ...]
+    declared = model.declare(config).blocks["dense"]  # stacked [virtual, stage, block, layer, ...]
     options = sharded_model.forward_options(config, mesh, None)
     here = model.LayerPosition(*[jnp.int32(0)] * 3)
 
@@ -134,7 +134,7 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
             return model.mlp(w.mlp, x_btD, options, here)
         positions = jnp.arange(config.train.seq_len, dtype=jnp.int32)[None]
         context = model.Context(positions, segments=None)
-        return model.attention(w.attention, x_btD, context, options, here, rope=True)[0]
+        return model.attention(w.attention, x_btD, context, options, here, config.model.runs[0])[0]
 
     def run(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:
         if not backward:

@@ -86,6 +86,11 @@ def write_folder(
     """
     kind = OWN if flags.remote_code else model_config.kind_of(config.model)
     hf_class = FAMILIES[kind].hf_class
+    if reasons := model_config.patterns(config.model):
+        raise ConfigError(
+            f"--run {flags.run} has {'; '.join(reasons)}, which exports do not support yet. Use "
+            "generate.py and validate.py, which do."
+        )
     if kind != OWN and (reasons := model_config.unsupported(config.model)):
         raise ConfigError(
             f"--run {flags.run} has {'; '.join(reasons)}, which {hf_class} does not support. Use "

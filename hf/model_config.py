@@ -88,6 +88,13 @@ def unsupported(m: utils.Model) -> list[str]:
     return [f"model.{name} {utils.get(m, name)}" for name, is_so in is_unsupported.items() if is_so]
 
 
+def patterns(m: utils.Model) -> list[str]:
+    """Return settings of layers that no export has."""
+    found = [f"model.layer_types {' '.join(m.layer_types)}"] * bool(m.layer_types)
+    interval = m.no_rope_layer_interval
+    return found + [f"model.no_rope_layer_interval {interval}"] * bool(interval)
+
+
 def _fixed(kind: str, has_experts: bool) -> dict[str, Any]:
     """Return the settings of [model] that all models of a family have."""
     fixed = FAMILIES[kind].fixed

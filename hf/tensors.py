@@ -125,9 +125,10 @@ def _mapping(
         rows = 0 if name == "last.norm" else m.vocab_size
         return WeightMapping(name, shape, 0, {(): OUTSIDE_LAYERS[name]}, rows=rows)
     where, part, in_layer = name.split(".", 2)
+    [run] = [run for run in (*m.prefix, *m.runs) if run.name == part]
     if where == "blocks":
         shape = (m.blocks, *shape[3:])  # [virtual, stage, block, ...] in the model
-    stack_dims = 1 + (part == "dense") + in_layer.startswith("moe.experts.")
+    stack_dims = (where == "blocks") + run.stacked + in_layer.startswith("moe.experts.")
     is_matrix = len(shape) - stack_dims > 1 and not in_layer.endswith("_bias")
     is_rotary = interleaved and in_layer in ("attention.query.up", "attention.kv_down")
     pattern = FAMILIES[kind].names.get(in_layer)
@@ -136,16 +137,10 @@ def _mapping(
     tensor_names = {}
     if pattern:
         for index in itertools.product(*map(range, shape[:stack_dims])):
-            layer = f"model.layers.{_layer(part, index, m)}."
-            tensor_names[index] = layer + pattern.format(index[-1])
+            layer = index[-1 - in_layer.startswith("moe.experts.")] if run.stacked else 0
+            if where == "blocks":
+                layer += m.first_k_dense_replace + index[0] * m.period + run.first
+            tensor_names[index] = f"model.layers.{layer}.{pattern.format(index[-1])}"
     input_dims = is_matrix * (2 if in_layer == "attention.out" else 1)
     rotary = is_rotary * m.qk_rope_head_dim
     return WeightMapping(name, shape, stack_dims, tensor_names, input_dims, rotary)
-
-
-def _layer(part: str, index: tuple[int, ...], m: utils.Model) -> int:
-    """Return the number of a layer in the model."""
-    if part == "prefix":
-        return index[0]
-    first = m.first_k_dense_replace + index[0] * m.decoder_sparse_step
-    return first + (index[1] if part == "dense" else m.dense_layers)

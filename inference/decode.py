@@ -31,7 +31,7 @@ from dropless import add_distinct, sort_choices
 from experts import Experts, read_rows
 from model import ForwardOptions, LayerPosition, Transformer, swiglu
 from pipeline import index
-from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config
+from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config, LayerRun
 from vocabulary import local_logits, lookup
 from weights import Weight, matmul, rms_norm, vary, varying
 
@@ -141,13 +141,13 @@ def attend_to_cache(
     past: Past,
     m: utils.Model,
     layer: jax.Array,
-    rope: bool,
+    run: LayerRun,
 ) -> tuple[jax.Array, Cache]:
     """Return the heads [b, T, n, W], and the values to cache: [b, T, heads, width] each."""
     position_bT = positions(past, inputs_bTX.shape[1])
-    q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, rope)
+    q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, run.rope)
     [*_, cached] = w.cache(m, lax.axis_size("tensor"))
-    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, cached.values, m.sliding_window)
+    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, cached.values, run.window)
     return w.values(y_bTnC, m), new
 
 
@@ -218,11 +218,17 @@ def attend(
 
 
 def run_experts(
-    experts: Experts, m: utils.Model, block: jax.Array, _: Experts, h_bTD: jax.Array, choices: tuple
+    experts: Experts,
+    m: utils.Model,
+    place: tuple[jax.Array, ...],
+    _: Experts,
+    h_bTD: jax.Array,
+    choices: tuple,
 ) -> jax.Array:
     """Sum weight * expert(h) over each token's choices; a rank sums in float32.
 
-    experts      of all blocks, stacked; the block's own, which would be a copy, are not used.
+    experts      of all layers, stacked; the layer's own, which would be a copy, are not used.
+    place        index of the layer in the stack.
     choices      choice_bTK and weight_bTK.
     Collectives  psum(tensor) of [b, T, D]; with expert parallelism, all_gather(fsdp) of all tokens
                  and psum_scatter(fsdp) of the output of this rank's experts.
@@ -233,17 +239,17 @@ def run_experts(
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
         h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
         # Relative to this rank's first expert; experts of other ranks are skipped.
-        choice_nK -= lax.axis_index(EXPERT_AXES) * experts.gate.shape[1]
+        choice_nK -= lax.axis_index(EXPERT_AXES) * experts.gate.shape[len(place)]
     n, K = choice_nK.shape
     # About twice an even share. A few tokens are one tile, so an expert's weights are read once.
     share = 2 * n * K // m.n_routed_experts
     tile = max(min(n, 8), 1 << max(0, share.bit_length() - 1))
-    choices = sort_choices(choice_nK, experts.gate.shape[1], 0, tile)
+    choices = sort_choices(choice_nK, experts.gate.shape[len(place)], 0, tile)
 
     def body(i: jax.Array, y_nD: jax.Array) -> jax.Array:
         e, choice_t = choices.tile(i, tile)
         token_t = choice_t // K
-        one = index(experts, block, e)
+        one = index(experts, *place, e)
         y_tD = swiglu(read_rows(h_nD, token_t)[None], one.gate, one.up, one.down)[0]
         weight_t = read_rows(weight_nK.reshape(-1), choice_t)
         y_tD = y_tD.astype(jnp.float32) * weight_t[:, None]
@@ -263,32 +269,34 @@ def apply_layers(
     w: Transformer, x_bTD: jax.Array, past: Past, m: utils.Model
 ) -> tuple[jax.Array, Cache]:
     """Return x after all layers, and the values to cache, [L, b, T, heads, width] each."""
-    blocks, zero = w.blocks, jnp.int32(0)
     options = ForwardOptions(m, 0, 0.0, sequence_parallel=False, attend_to=attend_to_cache)
 
     # Weights are indexed once, where they are used: a slice of a slice would be copied.
-    def dense(stack: Any, *block: jax.Array) -> Callable:
-        def run(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
-            position = LayerPosition(zero, zero, layer)
-            return model.layer(index(stack, *block, i), x_bTD, past, options, position)
+    def layer_of(stack: Any, run: LayerRun, *block: jax.Array) -> Callable:
+        def layer(i: Any, x_bTD: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
+            place, here = (*block, i) if run.stacked else block, options
+            if run.experts:
+                here = options._replace(
+                    run_experts=partial(run_experts, stack.moe.experts, m, place)
+                )
+            position = LayerPosition(jnp.int32(0), jnp.int32(0), number)
+            return model.layer(index(stack, *place), x_bTD, past, here, position, run)
 
-        return run
+        return layer
 
-    def moe(i: jax.Array, x_bTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Any]:
-        here = options._replace(run_experts=partial(run_experts, blocks.moe.moe.experts, m, i))
-        position = LayerPosition(zero, zero, layer)
-        return model.layer(index(blocks.moe, i), x_bTD, past, here, position)
+    def numbers(run: LayerRun) -> jax.Array | None:
+        return jnp.arange(run.layers, dtype=jnp.int32) if run.stacked else None
 
     def block(x_bTD: jax.Array, i: jax.Array) -> tuple[jax.Array, Cache]:
-        numbers = jnp.arange(m.dense_layers, dtype=jnp.int32) if m.dense_layers else None
-        here = model.Block(dense=numbers, moe=i if m.moe_layers else None)
-        x_bTD, new, _ = model.block(here, x_bTD, i, m, dense(blocks.dense, i), moe)
+        here = {run.name: numbers(run) for run in m.runs}
+        layers = {run.name: layer_of(w.blocks[run.name], run, i) for run in m.runs}
+        x_bTD, new, _ = model.block(here, x_bTD, i, m, layers)
         return x_bTD, new
 
     parts = []
-    if w.first.prefix is not None:
-        numbers = jnp.arange(m.first_k_dense_replace, dtype=jnp.int32)
-        x_bTD, new = model.dense_layers(numbers, x_bTD, zero, dense(w.first.prefix))
+    for run in m.prefix:
+        layer = layer_of(w.first.prefix, run)
+        x_bTD, (new, _) = model.stacked_layers(numbers(run), x_bTD, jnp.int32(0), layer)
         parts.append(new)
     x_bTD, new = lax.scan(block, x_bTD, jnp.arange(m.blocks, dtype=jnp.int32))
     parts.append(jax.tree.map(lambda a: lax.collapse(a, 0, 2), new))

@@ -32,7 +32,7 @@ import sharded_model
 import utils
 import vocabulary
 import weights
-from device_kernels.choice import choose_experts_kernel, choose_kernel, computed_share
+from device_kernels.choice import choose_experts_kernel, choose_kernel, window_shares
 from hardware import Chip, platform_of
 from inference import decode
 from memory import bytes_of
@@ -126,11 +126,11 @@ class Step:
         self._last = partial(trace.output_program, self.last_config, self.platform, lasts)
         self.last = self._last()
         mesh = dataclasses.replace(c.mesh, replica=1, pipeline=1)
-        share = computed_share(c, self.platform)
+        shares = window_shares(c, self.platform)
 
         def stage(c: Config) -> tuple[trace.Layers, trace.Layers, TracedFunction]:
             alone = trace.one_microbatch(c, mesh, trace.PRIME if shared else self.b)
-            return trace.stage_functions(alone, self.kernel, share, batches)
+            return trace.stage_functions(alone, self.kernel, shares, batches)
 
         self.block, self.prefix, self.first = stage(c)
         self._stage = lambda changes: stage(utils.changed(c, changes))

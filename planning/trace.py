@@ -158,28 +158,27 @@ Layers = list[tuple[TracedFunction, int]]  # each with its number of calls
 
 @cache
 def stage_functions(
-    config: Config, kernel: str, share: float, batches: tuple[int, ...]
+    config: Config, kernel: str, shares: tuple[tuple[int, float], ...], batches: tuple[int, ...]
 ) -> tuple[Layers, Layers, TracedFunction]:
     """Trace the layers of a block and of the prefix, and what runs before them.
 
     config   a result of `one_microbatch`.
-    share    share of attention's scores that the kernel computes.
+    shares   (window, share of attention's scores that the kernel computes) of all layers.
     batches  sequences of a microbatch and rank that counts are for: the config's, or any if the
              config has PRIME.
     """
     sizes = jaxpr.Sizes(config.train.global_batch_size // config.mesh.fsdp, batches)
-    reader = jaxpr.Reader(sizes, share)
+    reader = jaxpr.Reader(sizes, 1.0)
     outer = dataclasses.replace(reader, skipped=LAYER)
     layers: list[TracedFunction] = []
     numbers: dict[Any, int] = {}
 
     def declared_of(w: Any) -> Any:
         tree = model.declare(config)
-        if isinstance(w, model.MoeLayer):
-            return tree.blocks.moe
-        return tree.first.prefix if tree.blocks.dense is None else tree.blocks.dense
+        layers = [*tree.blocks.values(), tree.first.prefix]
+        return next(declared for declared in layers if type(declared) is type(w))
 
-    def wrap(layer: Callable) -> Callable:
+    def wrap(layer: Callable, run: utils.LayerRun) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
             def one(w: Any, x: jax.Array) -> Any:
                 return layer(w, x, *rest, **options)
@@ -189,7 +188,8 @@ def stage_functions(
             one.__name__ = f"{LAYER}{number}"
             result = jax.jit(one)(w, x)
             if number == len(layers):
-                layers.append(trace_function(reader, one, result, declared_of(w), w, x))
+                at = dataclasses.replace(reader, kernel_share=dict(shares)[run.window])
+                layers.append(trace_function(at, one, result, declared_of(w), w, x))
             return result
 
         return call
@@ -237,7 +237,7 @@ def output_program(
         return jaxpr.Reader(sizes, 1.0, same_type=platform[:3] != "tpu").read(closed)
 
     fused = fuses_loss(config, platform)
-    return with_executor(config, "xla", lambda layer: layer, visit, fused)
+    return with_executor(config, "xla", lambda layer, run: layer, visit, fused)
 
 
 def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
@@ -253,7 +253,7 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
         slots = PRIME * experts.expert_capacity(m, tokens, m.capacity_factor) - 0.5
         factor = slots * m.n_routed_experts / (m.num_experts_per_tok * PRIME * tokens)
         m = dataclasses.replace(m, capacity_factor=factor)
-    layers = m.first_k_dense_replace + mesh.pipeline * m.decoder_sparse_step
+    layers = m.first_k_dense_replace + mesh.pipeline * m.period
     return Config(
         mesh=dataclasses.replace(mesh, virtual=1),
         model=dataclasses.replace(m, num_hidden_layers=layers),

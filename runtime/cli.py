@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import utils
-from utils import Config, ConfigError, Model, Setting, changed, get, settings_of
+from utils import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Config,
+    ConfigError,
+    Model,
+    Setting,
+    changed,
+    get,
+    settings_of,
+)
 
 # Names of other programs for our settings.
 FOREIGN = {
@@ -342,12 +352,27 @@ def _check_divisible(config: Config) -> None:
 
 
 def _check_model(m: Model) -> None:
-    first, step = m.first_k_dense_replace, m.decoder_sparse_step
+    if unknown := sorted({*m.layer_types} - {FULL_ATTENTION, SLIDING_ATTENTION}):
+        raise ConfigError(
+            f"--model.layer_types {' '.join(unknown)}: there is no such attention. Use "
+            f"{FULL_ATTENTION} and {SLIDING_ATTENTION}."
+        )
+    if SLIDING_ATTENTION in m.layer_types and not m.sliding_window:
+        raise ConfigError(
+            f"--model.layer_types has {SLIDING_ATTENTION}, which needs --model.sliding_window: the "
+            "positions that a query attends to. Set it, for example to 512."
+        )
+    if len(m.prefix) > 1:
+        raise ConfigError(
+            f"--model.first_k_dense_replace {m.first_k_dense_replace}: these layers differ by "
+            "--model.layer_types or --model.no_rope_layer_interval. Use as many as are alike."
+        )
+    first, step = m.first_k_dense_replace, m.period
     rest = m.num_hidden_layers - first
     if rest < 1 or rest % step:
         raise ConfigError(
             f"--model.num_hidden_layers {m.num_hidden_layers} is not --model.first_k_dense_replace "
-            f"{first} and a multiple of --model.decoder_sparse_step {step}. Use "
+            f"{first} and a multiple of {step} layers, after which {_what_repeats(m)}. Use "
             f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
     rope, usual = m.rope_scaling, utils.RopeScaling()
@@ -370,6 +395,15 @@ def _check_model(m: Model) -> None:
             raise ConfigError(
                 f"--model.{name} {value} is above {limit}, {what}. Use {limit} or less."
             )
+
+
+def _what_repeats(m: Model) -> str:
+    """Return the flags that decide after how many layers all settings repeat."""
+    flags = [f"--model.decoder_sparse_step {m.decoder_sparse_step}"]
+    flags += [f"--model.layer_types of {len(m.layer_types)}"] * bool(m.layer_types)
+    interval = m.no_rope_layer_interval
+    flags += [f"--model.no_rope_layer_interval {interval}"] * bool(interval)
+    return f"{' and '.join(flags)} repeat{'s' * (len(flags) == 1)}"
 
 
 def check_writable(name: str, path: Path) -> None:

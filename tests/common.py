@@ -115,6 +115,8 @@ def to_dict(node):
     """Convert nested dataclasses of arrays to nested dicts of NumPy arrays."""
     if node is None:
         return None
+    if isinstance(node, dict):
+        return {name: to_dict(child) for name, child in node.items()}
     if dataclasses.is_dataclass(node):
         return {name: to_dict(getattr(node, name)) for name in children(node)}
     return np.asarray(node)
@@ -140,8 +142,10 @@ def canonical(config, transformer):
 
 def like(declared, tree):
     """Convert nested dicts of arrays to the classes and shapes of declared weights."""
-    if isinstance(declared, dict | None):
+    if declared is None:
         return tree
+    if isinstance(declared, dict):
+        return {name: like(child, tree[name]) for name, child in declared.items()}
     if hasattr(declared, "spec"):
         return np.asarray(tree).reshape(declared.shape)
     return declared.replace(
@@ -228,7 +232,8 @@ def check_step(config, tree, bound=2e-5):
 def check_routing(config, stats, parts):
     """Every choice of an expert is counted as in the reference, and none is dropped."""
     if config.model.moe_layers:
-        counts = np.asarray(stats.tokens_per_expert).reshape(config.model.blocks, -1)
+        counts = np.asarray(stats.tokens_per_expert)
+        counts = counts.reshape(-1, config.model.n_routed_experts)
         assert counts.tolist() == parts["tokens_per_expert"].tolist()
     assert stats.dropped == 0
 

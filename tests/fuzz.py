@@ -21,6 +21,7 @@ Exit code: 0 if no case fails; else 1.
 import argparse
 import functools
 import json
+import math
 import os
 import random
 import sys
@@ -78,7 +79,24 @@ def draw(seed: int) -> dict[str, Any]:
     # From streams of their own, so that the other settings of a seed do not depend on them.
     restart = case["segments"] and random.Random(f"positions {seed}").random() < 0.5
     case["positions"] = "document" if restart else "window"
+    case |= draw_pattern(random.Random(f"pattern {seed}"), case)
     return case | draw_adapters(random.Random(f"lora {seed}"), case)
+
+
+def draw_pattern(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of layers that differ within a block, for a third of all cases."""
+    step = case["dense_layers"] + case["moe_layers"]
+    if r.random() >= 1 / 3:
+        return {}
+    kinds = utils.FULL_ATTENTION, utils.SLIDING_ATTENTION
+    pattern = {
+        "layer_types": [r.choice(kinds) for _ in range(r.choice((2, 3)))],
+        "no_rope_layer_interval": r.choice((0, 2, 3)), "sliding_window": r.choice((3, 5)),
+    }  # fmt: skip
+    period = math.lcm(step, len(pattern["layer_types"]), pattern["no_rope_layer_interval"] or 1)
+    layers = case["prefix_layers"] + max(1, case["blocks"] * step // period) * period
+    pattern |= {"num_hidden_layers": layers}
+    return pattern if period <= 6 and is_valid(case | pattern) else {}
 
 
 def draw_adapters(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +164,7 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
     for_all = fields["n_routed_experts"] / fields["num_experts_per_tok"]  # drops nothing
     fields["capacity_factor"] = 0.0 if case["dropless"] else for_all
     fields |= {"router_bias_update_speed": 0.0}
+    fields["layer_types"] = tuple(fields.get("layer_types", ()))
     if case["yarn"]:
         fields |= hf_case.YARN
         if case["llama3"]:
@@ -183,7 +202,8 @@ def is_valid(case: dict[str, Any]) -> bool:
     if constant and not case["aux_loss_alpha"]:
         return False
     biased = case["attention"] == "gqa" and case["attention_bias"] and not case["qk_norm"]
-    if biased and case["moe_layers"] and not case["rope_in_moe_layers"]:
+    in_moe_layers = case["rope_in_moe_layers"] or not case["moe_layers"]
+    if biased and not (in_moe_layers and not case.get("no_rope_layer_interval")):
         return False
     try:
         for c in (adapted(case), config(case, other=True)):

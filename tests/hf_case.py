@@ -86,14 +86,16 @@ def weights(model, seed, dtype=np.float32):
     """Return random weights; norms are not 1, the router and its bias are large."""
     make = Maker(np.random.default_rng(seed), dtype)
     table = -(-model.vocab_size // 256) * 256, model.hidden_size
-    prefix, stack = model.first_k_dense_replace, (model.blocks, model.dense_layers)
+    prefix = model.first_k_dense_replace
     tied = model.tie_word_embeddings
     return {
         "embedding": make.normal((), *table, std=1.0),
         "prefix": make.dense(model, (prefix,)) if prefix else None,
         "blocks": {
-            "dense": make.dense(model, stack) if model.dense_layers else None,
-            "moe": make.expert(model, (model.blocks,)) if model.moe_layers else None,
+            run.name: (make.expert if run.experts else make.dense)(
+                model, (model.blocks, *[run.layers] * run.stacked)
+            )
+            for run in model.runs
         },
         "final_norm": make.norm((), model.hidden_size),
         "output": None if tied else make.normal((), *table, std=model.hidden_size**-0.5),
@@ -282,8 +284,9 @@ def hf_tensors(model, tree, kind="deepseek_v3", interleaved=True):
     V = model.vocab_size
     layers = [take(tree["prefix"], i) for i in range(model.first_k_dense_replace)]
     for b in range(model.blocks):
-        layers += [take(tree["blocks"]["dense"], b, i) for i in range(model.dense_layers)]
-        layers += [take(tree["blocks"]["moe"], b)] * model.moe_layers
+        for run in model.runs:
+            stack = take(tree["blocks"][run.name], b)
+            layers += [take(stack, i) for i in range(run.layers)] if run.stacked else [stack]
     names = {"model.embed_tokens.weight": tree["embedding"][:V]}
     for i, w in enumerate(layers):
         named = layer_tensors(w, model, kind, interleaved)

@@ -8,6 +8,7 @@ Letters as in model.py; F is the hidden width of a dense layer or an expert, Z t
 side.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -215,10 +216,9 @@ def layers(weights, model):
     for i in range(model.first_k_dense_replace):
         yield take(weights["prefix"], i)
     for block in range(model.blocks):
-        for i in range(model.dense_layers):
-            yield take(weights["blocks"]["dense"], block, i)
-        if model.moe_layers:
-            yield take(weights["blocks"]["moe"], block)
+        for run in model.runs:  # only for how the weights are stacked
+            for i in range(run.layers):
+                yield take(weights["blocks"][run.name], block, *[i] * run.stacked)
 
 
 def forward(weights, tokens_BT, model, segments_BT):
@@ -226,9 +226,14 @@ def forward(weights, tokens_BT, model, segments_BT):
     weights = jax.tree.map(jnp.asarray, weights)
     x_BTD = weights["embedding"][tokens_BT]
     counts, balances = [], jnp.zeros((), x_BTD.dtype)
-    for w in layers(weights, model):
+    for number, w in enumerate(layers(weights, model)):
         rotary = "mlp" in w or model.rope_in_moe_layers
-        x_BTD += attention(w["attention"], x_BTD, model, segments_BT, rotary)
+        if model.no_rope_layer_interval:
+            rotary = rotary and (number + 1) % model.no_rope_layer_interval != 0
+        here = model
+        if model.layer_types and model.layer_types[number % len(model.layer_types)][0] == "f":
+            here = dataclasses.replace(model, sliding_window=0)
+        x_BTD += attention(w["attention"], x_BTD, here, segments_BT, rotary)
         if "mlp" in w:
             x_BTD += mlp(w["mlp"], x_BTD, model)
         else:

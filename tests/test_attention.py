@@ -272,9 +272,14 @@ def test_kernels_skip_blocks_above_the_diagonal_and_before_the_window():
     assert choice.computed_share(config(), "cpu") == 1
     behind = np.arange(1024)[:, None] - np.arange(1024)[None, :]
     for window in (1, 128, 129, 130, 700, 4096):
-        share = choice.computed_share(config(**WINDOW | {"sliding_window": window}), "gpu9.0")
+        share = choice.computed_share(config(**WINDOW), "gpu9.0", window)
         visible = (behind >= 0) & (behind < window)
         assert share == visible.reshape(8, 128, 8, 128).any((1, 3)).mean()
+    # Five of six layers with a window of 512, and 8,192 positions.
+    types = (utils.SLIDING_ATTENTION,) * 5 + (utils.FULL_ATTENTION,)
+    pattern = config(seq_len=8192, **WINDOW | {"sliding_window": 512, "layer_types": types})
+    shares = dict(choice.window_shares(pattern, "tpu"))
+    assert (5 * shares[512] + shares[0]) / 6 <= 0.36 * shares[0]
 
 
 @pytest.mark.parametrize("rope", [True, False])

@@ -456,6 +456,11 @@ def test_a_run_that_its_class_cannot_represent_is_refused(tmp_path):
         (softmax, r"moe.bias that is not zero .*Use --remote_code"),
         (text.replace("size = 20", "size = 22"), r"of another model than its config"),
         (text.replace("moe_layers = true", "moe_layers = false"), r"in_moe_layers.*--remote_code"),
+        (text.replace("types = []", 'types = ["full_attention"]'), "layer_types full_attention"),
+        (
+            text.replace("_interval = 0", "_interval = 1"),
+            r"no_rope_layer_interval 1, .*not support",
+        ),
     ):
         assert changed != text
         file.write_text(changed)

@@ -59,6 +59,12 @@ def test_model_flops_count_the_positions_in_the_window():
     # The rule leaves out half of the diagonal.
     expected = 6 * heads * 20 * ((pairs - window / 2) / T - T / 2)
     assert windowed - full == pytest.approx(expected, rel=1e-6)
+    types = (utils.FULL_ATTENTION, utils.SLIDING_ATTENTION, utils.SLIDING_ATTENTION)
+    third = config_for(sliding_window=5, layer_types=types, num_hidden_layers=6)
+    six = config_for(sliding_window=0, num_hidden_layers=6)
+    some, none = (hardware.palm_flops_per_token(c.model, declared, T) for c in (third, six))
+    layers = 6 / config.model.num_hidden_layers
+    assert some - none == pytest.approx(2 / 3 * layers * expected, rel=1e-6)
 
 
 # --- a third attention ----------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_choices_beyond_capacity_are_dropped_in_order_of_position_and_counted(la
     m, mesh = config.model, mesh_of(config)
     declared = jax.tree.map(
         lambda w: dataclasses.replace(w, dim_axes=w.dim_axes[3:], sizes=w.sizes[3:]),
-        model.declare(config).blocks.moe.moe,
+        model.declare(config).blocks["moe"].moe,
     )
     how = model.ForwardOptions(m, 0, m.capacity_factor)
     at = model.LayerPosition(*[jnp.int32(0)] * 3)

@@ -60,6 +60,18 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         (f"{ROPE}.low_freq_factor 9", "is not below .*Use 1.0 and 4.0"),
         (f"{ROPE}.beta_slow 0", "Use a finite number above 0, or the default 1.0"),
         ("model.num_hidden_layers 7", "Use --model.num_hidden_layers 8"),
+        (
+            "model.layer_types slide",
+            "slide: there is no such .*full_attention and sliding_attention",
+        ),
+        ("model.layer_types sliding_attention", "needs --model.sliding_window"),
+        (
+            "model.layer_types full_attention full_attention full_attention",
+            "multiple of 6 layers, after which --model.decoder_sparse_step 2 and "
+            "--model.layer_types of 3 repeat. Use --model.num_hidden_layers 12",
+        ),
+        ("model.no_rope_layer_interval 2 --model.first_k_dense_replace 2", "these layers differ"),
+        ("data.positions document", "needs --data.segments"),
         ("run.peer_seconds 0", "0.0 is out of range. Use a finite number above 0, or"),
         ("run.time_limit soon", "'soon' is not a time"),
         ("train.skip_spikes 0.5", "0.5 is out .*at least 1, or the default 0.0"),

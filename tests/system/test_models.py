@@ -19,7 +19,23 @@ from common import (
 )
 
 GQA = {"attention": "gqa", "head_dim": 10, "capacity_factor": 0.0}
+PATTERN = {"sliding_window": 5, "layer_types": ("sliding_attention",) * 2 + ("full_attention",)}
 CASES = {
+    # Blocks of dense, experts, dense, experts, dense, experts. The third and last have no window.
+    "pattern": config_of(
+        (2, 2, 2), gather="layer", num_hidden_layers=12, dense_layers=1, **GQA, **PATTERN,
+    ),
+    # Blocks of two layers with experts and a window, of which the second has no position, and one
+    # without a window, as the dense layer before the blocks.
+    "pattern of experts": config_of(
+        (2, 1, 2), num_hidden_layers=7, prefix_layers=1, dense_layers=0, capacity_factor=0.0,
+        train={"layers": "scanned"}, layer_types=("full_attention",) + ("sliding_attention",) * 2,
+        sliding_window=5, no_rope_layer_interval=3,
+    ),
+    "pattern, unrolled": config_of(
+        num_hidden_layers=8, moe_layers=0, dense_layers=2, layer_types=("sliding_attention",) * 3
+        + ("full_attention",), sliding_window=3, no_rope_layer_interval=4,
+    ),
     "dense": config_of(
         (2, 2, 2), tie_word_embeddings=False, moe_layers=0, dense_layers=2, prefix_layers=2,
         blocks=2, train={"microbatches": 3, "global_batch_size": 12, "loss_chunk_tokens": 7},
