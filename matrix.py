@@ -85,7 +85,9 @@ def is_quantized(w: Any) -> bool:
 
 
 def expanded(w: Any, dtype: jnp.dtype) -> Any:
-    """Return an array for a Quantized; anything else as it is."""
+    """Return an array for a Quantized, also if it is adapted; anything else as it is."""
+    if isinstance(w, Adapted):
+        return w.replace(base=expanded(w.base, dtype))
     return w.expanded(dtype) if isinstance(w, Quantized) else w
 
 

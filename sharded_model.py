@@ -192,7 +192,9 @@ def gather_params(
 
     Because replicated weights are varying here, their gradients accumulate locally and are reduced
     once, in `reduce_gradients`. With `fsdp.gather = "layer"`, blocks and prefix stay sharded and
-    each layer gathers its own. Output and embedding are gathered in any case, if `ordered` in turn.
+    each layer gathers its own. Output and embedding are gathered in any case.
+
+    ordered  whether the embedding, which layers need first, comes after all other weights.
 
     Collectives  as weights.gather.
     """
@@ -200,10 +202,12 @@ def gather_params(
     if config.fsdp.gather == "step":
         w = weights.gather(declared, w)
     else:
-        last = weights.gather(declared.last, w.last)
-        embedding = after(w.first.embedding, last) if ordered else w.first.embedding
-        embedding = weights.gather(declared.first.embedding, embedding)
-        w = w.replace(first=w.first.replace(embedding=embedding), last=last)
+        embedding = weights.gather(declared.first.embedding, w.first.embedding)
+        first = w.first.replace(embedding=embedding)
+        w = w.replace(first=first, last=weights.gather(declared.last, w.last))
+    if ordered:
+        embedding = after(w.first.embedding, (w.first.prefix, w.blocks, w.last))
+        w = w.replace(first=w.first.replace(embedding=embedding))
     w = vary(w)
     blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), w.blocks)
     return pipeline.Parameters(EmbeddingAndHead(w.first, w.last), blocks)

@@ -129,7 +129,9 @@ CASES = {
         attention_bias=True, capacity_factor=0.0,
     ),
     "nf4": config_of((2, 2, 2), blocks=2, n_shared_experts=2, **WIDE),
-    "nf4, each layer": config_of((2, 1, 2), blocks=2, gather="layer", **WIDE),
+    "nf4, each layer": config_of(
+        (2, 1, 2), blocks=2, gather="layer", capacity_factor=0.0, **WIDE
+    ),
 }  # fmt: skip
 
 
