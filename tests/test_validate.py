@@ -71,7 +71,8 @@ def test_other_shards_have_the_loss_of_the_one_device_reference(whole, printed, 
 def test_the_dropped_share_is_of_the_choices_of_all_layers(whole):
     config, declared, mesh, _ = load(whole)
     validation = validate.Validation(config, declared, mesh, dataset.open_validation(config))
-    stats = {"cross_entropy": 1.0, "balance": 1.0, "tokens_per_expert": np.ones(16), "dropped": 8}
+    counts = np.ones((1, 1, 4, config.model.n_routed_experts))
+    stats = {"cross_entropy": 1.0, "balance": 1.0, "tokens_per_expert": counts, "dropped": 8}
     validation.program = lambda w, batch: SimpleNamespace(**stats)
     choices = 16 * 32 * 2 * 4  # windows, tokens, experts of a token, layers
     assert validation(None)["moe/dropped"] == 8 / choices
