@@ -51,7 +51,7 @@ def test_the_recipe_of_a_laptop_calls_each_command_and_prints_how_to_chat(recipe
     assert scripts == [*first, *chat, "main.py", "validate.py", "convert.py"]
     trained = [call for call in calls if "main.py" in call]
     assert all(call.endswith("--train.steps 7") for call in trained)
-    assert "--depth 2 --data.train data/laptop/text/train" in trained[0]
+    assert "--depth 2 --train.steps 500 --data.train data/laptop/text/train" in trained[0]
     assert "--run.init_from runs/laptop --data.train data/laptop/chat/train" in trained[1]
     assert all("--chat-template tokenizer" in call for call in calls[4:6])
 
@@ -60,7 +60,8 @@ def test_own_data_take_the_place_of_those_of_the_hub(recipe):
     done, calls = recipe("eight_gpus.sh")
     assert done.returncode == 0, done.stderr
     assert f"--source hf:HuggingFaceFW/fineweb-edu --max-tokens {1100000 * 20**3} " in calls[1]
-    assert "--depth 20 " in calls[2] and "--source hf:HuggingFaceTB/smol-smoltalk" in calls[3]
+    assert "--depth 20 --data" in calls[2], "its steps are those of the depth"
+    assert "--source hf:HuggingFaceTB/smol-smoltalk" in calls[3]
     own = {"TEXT": "/notes", "CHAT": "/chat.jsonl", "DEPTH": "3", "TOKENIZER": "gpt2"}
     done, calls = recipe("one_gpu.sh", **own)
     assert "prepare.py --tokenizer gpt2 --source /notes --max-tokens 29700000 " in calls[0]
