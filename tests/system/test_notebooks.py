@@ -1,6 +1,8 @@
 """The notebooks, in a small size: a model is trained, exported, tuned and asked."""
 
 import json
+import os
+import shutil
 
 import pytest
 
@@ -11,7 +13,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FLAGS = """--train.steps 2 --train.global_batch_size 8 --eval.sequences 8 --sample.every_steps 0
 --mesh.fsdp 1 --mesh.pipeline 1 --mesh.tensor 1 --train.microbatches 1"""
 SMALL = {  # notebook -> settings in place of its own
-    "train": {"DEPTH": 1, "STEPS": "2", "TEXT": "runtime", "FLAGS": " ".join(FLAGS.split())},
+    "train": {"DEPTH": 1, "STEPS": "2", "TEXT": "text", "FLAGS": " ".join(FLAGS.split())},
     "tune": {"FOLDER": "exported/notebook", "FLAGS": " ".join(FLAGS.split())},
 }
 
@@ -29,6 +31,12 @@ def test_the_notebooks_run_from_text_to_a_tuned_export(tmp_path, monkeypatch):
 
     tree = tmp_path / "tree"
     copy_tree(tree)
+    (tree / "text").mkdir()
+    for file in (tree / "runtime").glob("*.py"):  # and no compiled files
+        shutil.copy(file, tree / "text")
+    for name in [*os.environ]:  # other tests, and recipes, have variables of their own
+        if name not in ("PATH", "HOME", "TMPDIR", "LANG") and not name.startswith(("UV_", "PIP_")):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_FLAGS", " ".join(FAST))
     monkeypatch.setenv("VOCAB", "400")
     # The kernel's backend of pictures, which the environment of run.sh need not have.
