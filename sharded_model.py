@@ -244,7 +244,7 @@ class Stats:
     z: jax.Array
     balance: jax.Array
     dropped: jax.Array  # choices beyond an expert's capacity
-    # [virtual, stage, block, E], before any is dropped; None in a dense model
+    # [virtual, stage, layer with experts, E], before any is dropped; None in a dense model
     tokens_per_expert: jax.Array | None
 
     @property

@@ -20,6 +20,12 @@ CASES = {  # shape, model
         {"attention": "gqa", "head_dim": 10, "num_key_value_heads": 2, "attention_bias": True,
          "qk_norm": True, "sliding_window": 7, "scoring_func": "softmax", "n_routed_experts": 6},
     ),
+    "two layers with experts, a window and positions, and one without any of the last two": (
+        (2, 1, 1),
+        {"layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+         "sliding_window": 5, "no_rope_layer_interval": 3, "num_hidden_layers": 6,
+         "dense_layers": 0},
+    ),
 }  # fmt: skip
 
 

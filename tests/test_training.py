@@ -134,6 +134,20 @@ def test_the_router_bias_moves_by_the_sign_of_mean_load_minus_load():
     assert np.abs(bias).max() > 5e-3
 
 
+def test_each_layer_of_a_pattern_moves_its_own_router_bias():
+    """Blocks of two layers with experts that are alike, and a third."""
+    types = ("sliding_attention", "sliding_attention", "full_attention")
+    fields = {"layer_types": types, "sliding_window": 5, "dense_layers": 0, "num_hidden_layers": 6}
+    config = config_of((1, 1, 1), router_bias_update_speed=SPEED, **fields)
+    state = train.initial_state(config, model.declare(config), mesh_of(config))
+    counts = np.random.default_rng(0).integers(0, 9, (1, 1, 6, 8)).astype(np.int32)
+    w = train.balance_router(config, state.weights, jax.numpy.asarray(counts)).blocks
+    first = np.asarray(w["moe"].moe.bias).reshape(2, 2, 8)
+    bias = np.concatenate([first, np.asarray(w["moe_2"].moe.bias).reshape(2, 1, 8)], axis=1)
+    expected = SPEED * np.sign(counts.mean(-1, keepdims=True) - counts)
+    np.testing.assert_allclose(bias.reshape(6, 8), expected[0, 0], rtol=1e-6)
+
+
 # --- one step ----------------------------------------------------------------------------------
 
 
