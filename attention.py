@@ -10,7 +10,7 @@ are T query and S key positions. In latent attention:
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import flax
 import jax
@@ -26,7 +26,7 @@ from device_kernels.adapter import GPU_KERNELS, Inputs, repeat_heads
 from device_kernels.cudnn import cudnn
 from device_kernels.splash import splash
 from device_kernels.triton import triton
-from utils import BATCH_AXES
+from utils import BATCH_AXES, Rope
 from weights import (
     RESIDUAL_SCALE,
     Size,
@@ -62,8 +62,11 @@ class Attention(Protocol):
     FLAGS: ClassVar[Mapping[str, str]]  # of Model, for each letter of its layouts
     # dimensions of weights in the order in which decoding contracts them
     DECODING_ORDER: ClassVar[Mapping[str, tuple[int, ...]]]
-    norm: jax.Array  # of the input
+    norm: jax.Array | None  # [D], of the input
+    norm_after: jax.Array | None  # [D], of the output
     out: jax.Array  # [n, W, D], from heads to the output
+    out_bias: jax.Array | None  # [D], of the output
+    sinks: jax.Array | None  # [n], as in Inputs
 
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> Self:
@@ -74,7 +77,7 @@ class Attention(Protocol):
         """Return the widths of a query and key head, and of a value head."""
 
     @classmethod
-    def scale(cls, m: utils.Model) -> float:
+    def scale(cls, m: utils.Model, rope: Rope | None) -> float:
         """Return the factor on scores."""
 
     def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
@@ -85,12 +88,12 @@ class Attention(Protocol):
         inputs_bTX: jax.Array,
         m: utils.Model,
         position_bT: jax.Array,
-        rope: bool,
+        rope: Rope | None,
         kernel: str = "xla",
     ) -> Heads:
         """Return queries, keys and values of this rank.
 
-        rope    whether heads are rotated by their positions.
+        rope    how heads are rotated by their positions, if they are.
         kernel  the attention kernel that reads them.
         """
 
@@ -99,7 +102,7 @@ class Attention(Protocol):
         """Return the arrays that hold earlier positions: keys first, and values last."""
 
     def cached_heads(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return queries over cached keys, and what to cache of these positions."""
 
@@ -107,10 +110,20 @@ class Attention(Protocol):
         """Return heads [b, T, n, W] from weighted sums of cached values."""
 
 
+def norm_weight() -> Any:
+    """Declare the scale of an RMSNorm of a layer's input or output."""
+    return weight("D", ones, decay=False, float32=True)
+
+
+def with_norms(w: Any, m: utils.Model) -> Any:
+    """Return the weights of a layer with the norms that `--model.norms` has."""
+    return weights.kept(w, norm=m.norms != "after", norm_after=m.norms != "before")
+
+
 # --- rotary embedding -----------------------------------------------------------------------------
 
 
-def rope_frequencies(m: utils.Model, R: int) -> jax.Array:
+def rope_frequencies(m: Rope | utils.Model, R: int) -> jax.Array:
     """Return [R/2] angles between neighbouring positions: theta^(-2i/R) for pair i.
 
     YaRN (arXiv:2309.00071, section 3.2) divides the frequency by `factor` for pairs that rotate
@@ -123,6 +136,8 @@ def rope_frequencies(m: utils.Model, R: int) -> jax.Array:
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.factor == 1:
         return frequency
+    if scaling.rope_type == "linear":
+        return frequency / scaling.factor
 
     def pair(rotations: float) -> float:
         """The i, as a real number, that rotates this often in the original context."""
@@ -134,22 +149,23 @@ def rope_frequencies(m: utils.Model, R: int) -> jax.Array:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         slowed = (high - rotations) / (high - low)
     else:
-        # Rounded and bounded as in DeepSeek's code, with which the published weights were trained.
-        first, last = math.floor(pair(scaling.beta_fast)), math.ceil(pair(scaling.beta_slow))
+        first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.truncate:  # as in DeepSeek's code, with which the published weights were trained
+            first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, R - 1)
         slowed = (jnp.arange(half, dtype=jnp.float32) - first) / (last - first or 0.001)
     slowed = jnp.clip(slowed, 0.0, 1.0)
     return frequency * (1 - slowed) + frequency / scaling.factor * slowed
 
 
-def yarn_mscale(m: utils.Model, mscale: float) -> float:
+def yarn_mscale(m: Rope | utils.Model, mscale: float) -> float:
     """1 + mscale / 10 * log(factor): YaRN's sqrt(1/t) (arXiv:2309.00071, section 3.4)."""
     if m.rope_scaling.rope_type != "yarn":
         return 1.0
     return 1 + 0.1 * mscale * math.log(m.rope_scaling.factor)
 
 
-def rope_magnitude(m: utils.Model) -> float:
+def rope_magnitude(m: Rope | utils.Model) -> float:
     """The factor on rotated queries and keys."""
     yarn = m.rope_scaling
     if yarn.mscale and yarn.mscale_all_dim:
@@ -157,13 +173,13 @@ def rope_magnitude(m: utils.Model) -> float:
     return yarn_mscale(m, 1.0)
 
 
-def softmax_scale(m: utils.Model, width: int) -> float:
+def softmax_scale(m: Rope | utils.Model, width: float) -> float:
     """The factor on attention scores: 1 / sqrt(width), times YaRN's 1/t."""
     return width**-0.5 * yarn_mscale(m, m.rope_scaling.mscale_all_dim) ** 2
 
 
 def rotate(
-    x_bTnR: jax.Array, m: utils.Model, position_bT: jax.Array, sign: float = 1.0
+    x_bTnR: jax.Array, m: Rope | utils.Model, position_bT: jax.Array, sign: float = 1.0
 ) -> jax.Array:
     """Rotate each pair (i, i + R/2) by position * frequency (arXiv:2104.09864).
 
@@ -181,7 +197,7 @@ def rotate(
     return jnp.concatenate(rotated, axis=-1).astype(x_bTnR.dtype)
 
 
-def rotate_last(x_bTnA: jax.Array, m: utils.Model, position_bT: jax.Array, R: int) -> jax.Array:
+def rotate_last(x_bTnA: jax.Array, m: Rope, position_bT: jax.Array, R: int) -> jax.Array:
     """Rotate the last R columns in place; the gradient is rotated back, in place too."""
 
     def put(x: jax.Array, position: jax.Array, sign: float) -> jax.Array:
@@ -223,12 +239,15 @@ class LatentAttention:
     """
 
     query: Query | LowRankQuery
-    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    norm: jax.Array | None = norm_weight()
     kv_down: jax.Array = weight("D/fsdp C+R", normal("D"), matrix="D x C+R")
     kv_norm: jax.Array = weight("C", ones, decay=False, float32=True)
     kv_up: jax.Array = weight("C/fsdp N/tensor H+W", normal("C"), matrix="C x N H+W")
     out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL_SCALE), matrix="N W x D")
+    norm_after: jax.Array | None = norm_weight()
 
+    out_bias: ClassVar[None] = None
+    sinks: ClassVar[None] = None
     FLAGS: ClassVar[dict[str, str]] = {
         "Q": "q_lora_rank",
         "C": "kv_lora_rank",
@@ -242,15 +261,15 @@ class LatentAttention:
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "LatentAttention":
         query = weights.declare(LowRankQuery if config.model.q_lora_rank else Query, size)
-        return weights.declare(cls, size, query=query)
+        return with_norms(weights.declare(cls, size, query=query), config.model)
 
     @staticmethod
     def widths(m: utils.Model) -> tuple[int, int]:
         return m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
 
     @classmethod
-    def scale(cls, m: utils.Model) -> float:
-        return softmax_scale(m, cls.widths(m)[0])
+    def scale(cls, m: utils.Model, rope: Rope | None) -> float:
+        return softmax_scale(rope or m, cls.widths(m)[0])
 
     def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
         """Return the inputs of the query and key-value up-projections, and the rotary key.
@@ -274,7 +293,7 @@ class LatentAttention:
         inputs_bTX: jax.Array,
         m: utils.Model,
         position_bT: jax.Array,
-        rope: bool,
+        rope: Rope | None,
         kernel: str = "xla",
     ) -> Heads:
         """Equations 9-19 of the paper."""
@@ -288,7 +307,7 @@ class LatentAttention:
         return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
 
     def _heads_in_place(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> Heads:
         """Return the same heads, of which nothing is copied.
 
@@ -300,8 +319,8 @@ class LatentAttention:
         H, R = m.qk_nope_head_dim, m.qk_rope_head_dim
         q_bTnA = matmul("bTQ,QnA->bTnA", query_bTQ, self.query.up)
         if rope:
-            q_bTnA = rotate_last(q_bTnA, m, position_bT, R)
-            key_bTR = rotate(key_bTR[:, :, None, :], m, position_bT)[:, :, 0, :]
+            q_bTnA = rotate_last(q_bTnA, rope, position_bT, R)
+            key_bTR = rotate(key_bTR[:, :, None, :], rope, position_bT)[:, :, 0, :]
         to_key_CnH, to_value_CnW = jnp.split(self.kv_up, [H], axis=-1)
         identity_RnR = jnp.broadcast_to(jnp.eye(R)[:, None], (R, to_key_CnH.shape[1], R))
         identity_RnR = vary(identity_RnR.astype(to_key_CnH.dtype), varying(to_key_CnH))
@@ -321,7 +340,7 @@ class LatentAttention:
         return jnp.split(inputs_bTX, [query, query + m.kv_lora_rank], axis=-1)
 
     def _project(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Return queries without and with position, the key-value latent and the rotary key."""
         query_bTQ, latent_bTC, key_bTR = self._split(inputs_bTX, m)
@@ -329,7 +348,10 @@ class LatentAttention:
         q_bTnH, q_bTnR = jnp.split(q_bTnA, [m.qk_nope_head_dim], axis=-1)
         key_bT1R = key_bTR[:, :, None, :]
         if rope:
-            q_bTnR, key_bT1R = rotate(q_bTnR, m, position_bT), rotate(key_bT1R, m, position_bT)
+            q_bTnR, key_bT1R = (
+                rotate(q_bTnR, rope, position_bT),
+                rotate(key_bT1R, rope, position_bT),
+            )
         return q_bTnH, q_bTnR, latent_bTC, key_bT1R
 
     @staticmethod
@@ -338,7 +360,7 @@ class LatentAttention:
         return (CacheArray(1, m.kv_lora_rank + m.qk_rope_head_dim, None, m.kv_lora_rank),)
 
     def cached_heads(
-        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+        self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Keys and values are not materialized.
 
@@ -369,6 +391,7 @@ class KeyValue:
     value: jax.Array = weight("D/fsdp Y/tensor A | D/fsdp Y A", normal("D"), matrix="D x Y A")
     key_bias: jax.Array | None = weight("Y/tensor A | Y A", zeros, decay=False)
     value_bias: jax.Array | None = weight("Y/tensor A | Y A", zeros, decay=False)
+    norm: jax.Array | None = weight("Y/tensor A | Y A", ones, decay=False, float32=True)
 
     def of_rank(self) -> "KeyValue":
         """Return the heads that this rank's queries use: those it holds, or one of all.
@@ -393,16 +416,20 @@ class GroupedQueryAttention:
     """Grouped-query attention (arXiv:2305.13245): Y heads of keys and values for N of queries.
 
     Multi-head attention if Y = N. The norms of queries and keys are those of Qwen3
-    (arXiv:2505.09388), the biases those of Qwen2.
+    (arXiv:2505.09388), over each head, or of OLMo 2 (arXiv:2501.00656), over all heads. The biases
+    are those of Qwen2, and those of the output and the sinks of gpt-oss (arXiv:2508.10925).
     """
 
     key_value: KeyValue
-    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    norm: jax.Array | None = norm_weight()
     query: jax.Array = weight("D/fsdp N/tensor A", normal("D"), matrix="D x N A")
     query_bias: jax.Array | None = weight("N/tensor A", zeros, decay=False)
-    query_norm: jax.Array | None = weight("A", ones, decay=False, float32=True)
+    query_norm: jax.Array | None = weight("A | N/tensor A", ones, decay=False, float32=True)
     key_norm: jax.Array | None = weight("A", ones, decay=False, float32=True)
     out: jax.Array = weight("N/tensor A D/fsdp", normal("N A", RESIDUAL_SCALE), matrix="N A x D")
+    out_bias: jax.Array | None = weight("D", zeros, decay=False)
+    sinks: jax.Array | None = weight("N/tensor", zeros, decay=False, float32=True)
+    norm_after: jax.Array | None = norm_weight()
 
     FLAGS: ClassVar[dict[str, str]] = {"A": "head_dim", "Y": "num_key_value_heads"}
     DECODING_ORDER: ClassVar[dict[str, tuple[int, ...]]] = {}
@@ -412,19 +439,27 @@ class GroupedQueryAttention:
         m, tensor = config.model, config.mesh.tensor
         replicated = m.num_key_value_heads < tensor and tensor % m.num_key_value_heads == 0
         key_value = weights.declare(KeyValue, size, layout=int(replicated), replicated=replicated)
-        w = weights.declare(cls, size, key_value=key_value)
-        if not m.attention_bias:
-            key_value = key_value.replace(key_bias=None, value_bias=None)
-            w = w.replace(query_bias=None, key_value=key_value)
-        return w if m.qk_norm else w.replace(query_norm=None, key_norm=None)
+        all_heads = m.qk_norm and m.qk_norm_all_heads
+        biases = {"key_bias": m.attention_bias, "value_bias": m.attention_bias}
+        key_value = weights.kept(key_value, **biases, norm=all_heads)
+        w = weights.declare(cls, size, layout=int(all_heads), key_value=key_value)
+        w = weights.kept(
+            w,
+            query_bias=m.attention_bias,
+            query_norm=m.qk_norm,
+            key_norm=m.qk_norm and not all_heads,
+            out_bias=m.attention_out_bias,
+            sinks=m.attention_sinks,
+        )
+        return with_norms(w, m)
 
     @staticmethod
     def widths(m: utils.Model) -> tuple[int, int]:
         return m.head_dim, m.head_dim
 
     @classmethod
-    def scale(cls, m: utils.Model) -> float:
-        return softmax_scale(m, m.head_dim)
+    def scale(cls, m: utils.Model, rope: Rope | None) -> float:
+        return softmax_scale(rope or m, m.query_pre_attn_scalar or m.head_dim)
 
     def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
         return h_btD
@@ -434,7 +469,7 @@ class GroupedQueryAttention:
         h_bTD: jax.Array,
         m: utils.Model,
         position_bT: jax.Array,
-        rope: bool,
+        rope: Rope | None,
         kernel: str = "xla",
     ) -> Heads:
         kv = self.key_value.of_rank()
@@ -442,10 +477,11 @@ class GroupedQueryAttention:
         k_bTyA = _project(h_bTD, kv.key, kv.key_bias)
         v_bTyA = _project(h_bTD, kv.value, kv.value_bias)
         if m.qk_norm:
-            q_bTnA = rms_norm(q_bTnA, self.query_norm, m.rms_norm_eps)
-            k_bTyA = rms_norm(k_bTyA, self.key_norm, m.rms_norm_eps)
+            norm = norm_over_heads if m.qk_norm_all_heads else rms_norm
+            q_bTnA = norm(q_bTnA, self.query_norm, m.rms_norm_eps)
+            k_bTyA = norm(k_bTyA, kv.norm if m.qk_norm_all_heads else self.key_norm, m.rms_norm_eps)
         if rope:
-            q_bTnA, k_bTyA = rotate(q_bTnA, m, position_bT), rotate(k_bTyA, m, position_bT)
+            q_bTnA, k_bTyA = rotate(q_bTnA, rope, position_bT), rotate(k_bTyA, rope, position_bT)
         return q_bTnA, k_bTyA, v_bTyA
 
     @staticmethod
@@ -455,13 +491,20 @@ class GroupedQueryAttention:
         return (CacheArray(heads, m.head_dim, "tensor", m.head_dim),) * 2
 
     def cached_heads(
-        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array, rope: bool
+        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         q_bTnA, *keys_and_values = self.heads(h_bTD, m, position_bT, rope)
         return q_bTnA, tuple(keys_and_values)
 
     def values(self, y_bTnA: jax.Array, m: utils.Model) -> jax.Array:
         return y_bTnA
+
+
+def norm_over_heads(x_bTnA: jax.Array, scale_nA: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm over the heads of all tensor ranks.  Collectives: psum(tensor) of [b, T]."""
+    x32 = x_bTnA.astype(jnp.float32)
+    mean = lax.pmean(jnp.mean(x32 * x32, axis=(2, 3), keepdims=True), "tensor")
+    return (x32 * lax.rsqrt(mean + epsilon) * scale_nA[None, None]).astype(x_bTnA.dtype)
 
 
 def _project(h_bTD: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -491,14 +534,16 @@ def attend(kernel: str, inputs: Inputs) -> jax.Array:
     kernel  xla, or what device_kernels/choice.py has chosen.
     """
     if kernel != "xla":  # kernels need arrays that vary along the same mesh axes
-        *arrays, scale, window = inputs
-        inputs = Inputs(*vary(arrays, varying(arrays)), scale, window)
+        q, k, v, segments, scale, window, sinks = inputs
+        arrays = q, k, v, segments, sinks
+        *arrays, sinks = vary(arrays, varying(arrays))
+        inputs = Inputs(*arrays, scale, window, sinks)
     return KERNELS[kernel](inputs)
 
 
 def xla(inputs: Inputs) -> jax.Array:
     """Run `attend` as operations that XLA compiles, with all scores in memory."""
-    q, k, v, segments, scale, window = inputs
+    q, k, v, segments, scale, window, sinks = inputs
     k, v = repeat_heads(q, k, v)
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(
@@ -514,7 +559,11 @@ def xla(inputs: Inputs) -> jax.Array:
     # Added rather than selected, because the backward pass of an addition needs no mask.
     bias = jnp.where(mask, 0.0, MASKED)
     # In float32, for the sum of up to S exponentials.
-    probs_bnTS = jax.nn.softmax(scores_bnTS * scale + bias).astype(v.dtype)
+    scores_bnTS = scores_bnTS * scale + bias
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores_bnTS.shape[:3], 1))
+        scores_bnTS = jnp.concatenate([scores_bnTS, sinks], axis=-1)
+    probs_bnTS = jax.nn.softmax(scores_bnTS)[..., :T].astype(v.dtype)
     # Transposed after the product: XLA for CPUs would fuse it in, and run at half the speed.
     out_bnTW = jnp.einsum("bnTS,bSnW->bnTW", probs_bnTS, v, precision=precision)
     return checkpoint_name(out_bnTW.swapaxes(1, 2), "attention")

@@ -23,14 +23,15 @@ import matrix
 import utils
 from device_kernels import grouped
 from experts import (
+    Activation,
     Experts,
     add_rows,
     concatenate_gate_up,
-    expert_swiglu,
     read_rows,
+    run_expert,
     slot_product,
     take_rows,
-    weighted_swiglu,
+    weighted_hidden,
     with_transpose,
 )
 from utils import EXPERT_AXES
@@ -63,12 +64,12 @@ def dropless_experts(
         choice_rK -= lax.axis_index(axes) * experts
     matrices = concatenate_gate_up(w, h_rD.dtype), matrix.expanded(w.down, h_rD.dtype)
     inputs = vary((h_rD, choice_rK, weight_rK, *matrices))
-    even = choice_rK.size / m.n_routed_experts
+    even, act = choice_rK.size / m.n_routed_experts, Activation.of(m)
     if kernel in ("tiles", "batched"):
         load = divide_load(even, experts, 1.0 if kernel == "batched" else 0.5)
-        partial_rD = local_experts(load, *inputs)
+        partial_rD = local_experts(load, act, *inputs)
     else:
-        passes = divide_into_passes(kernel, even, choice_rK.shape, experts)
+        passes = divide_into_passes(kernel, even, choice_rK.shape, experts)._replace(act=act)
         partial_rD = grouped_experts(passes, *inputs)
     with jax.named_scope("return"):
         return lax.psum_scatter(partial_rD, axes, tiled=True).reshape(b, t, D)
@@ -88,6 +89,7 @@ class Passes(NamedTuple):
     tile: int  # rows of a tile
     first: int  # tiles of the first pass
     later: int  # tiles of each later pass; 0 if the first one has all choices in any case
+    act: Activation = Activation()
 
 
 def divide_into_passes(kernel: str, load: float, choices: tuple[int, int], experts: int) -> Passes:
@@ -136,12 +138,20 @@ def run_tiles(passes: Passes, begin: jax.Array, count: int, *inputs: jax.Array) 
     x_pD = take_rows(h_rD, choice_p // K, row_rK)
     weight_p = take_rows(weight_rK.reshape(-1), choice_p, row_rK.reshape(-1, 1))
     product = partial(grouped_product, passes, tiles)
-    y_pD = expert_swiglu(product, gate_up_eDZ, down_eGD, x_pD, weight_p)
+    y_pD = run_expert(product, passes.act, gate_up_eDZ, down_eGD, x_pD, weight_p)
     return add_rows(y_pD, row_rK, choice_p // K)
 
 
 def grouped_product(passes: Passes, tiles: grouped.Tiles, x_pD: jax.Array, w: Any) -> jax.Array:
     """Multiply each row with the matrix of its tile's expert, and with its adapter."""
+    if isinstance(w, matrix.Biased):
+        y_pZ, bias_iZ = (
+            grouped_product(passes, tiles, x_pD, w.base),
+            read_rows(w.bias, tiles.expert_i),
+        )
+        return (y_pZ.reshape(len(bias_iZ), -1, y_pZ.shape[-1]) + bias_iZ[:, None]).reshape(
+            y_pZ.shape
+        )
     if not isinstance(w, matrix.Adapted):
         return grouped.product(passes.kernel, tiles, x_pD, w)
     y_pZ = grouped.product(passes.kernel, tiles, x_pD, lax.stop_gradient(w.base))
@@ -298,30 +308,33 @@ def sort_choices(choice_rK: jax.Array, experts: int, skip: int, tile: int) -> So
     return SortedChoices(order_c, first_e, rest_e, last_e)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def local_experts(load: Load, *inputs: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def local_experts(load: Load, act: Activation, *inputs: jax.Array) -> jax.Array:
     """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
 
     The first choices of each expert are one batched product. The others are tiles of one expert
     each. `load.tiles` of them run in any case, so compilers and the planner know them. A second
     loop runs only where these experts have more.
     """
-    return _local_experts_forward(load, *inputs)[0]
+    return _local_experts_forward(load, act, *inputs)[0]
 
 
 @jax.named_scope("experts")
-def _local_experts_forward(load: Load, *inputs: jax.Array) -> tuple[jax.Array, tuple]:
+def _local_experts_forward(
+    load: Load, act: Activation, *inputs: jax.Array
+) -> tuple[jax.Array, tuple]:
     h_rD, choice_rK, *weights = inputs
     weight_rK, gate_up_eDZ, down_eGD = weights
     choices = sort_choices(choice_rK, down_eGD.shape[0], load.batched, load.tile)
-    batched = partial(batched_experts, load.batched, choices)
+    batched = partial(batched_experts, load.batched, act, choices)
     y_rD, pull_back = jax.vjp(batched, h_rD, *weights)
 
     def run(y_rD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         e, choice_p = choices.tile(i, load.tile)
         token_p = choice_p // weight_rK.shape[1]
         both_pZ = matmul("pD,DZ->pZ", read_rows(h_rD, token_p), of_expert(gate_up_eDZ, e))
-        weighted_pG = weighted_swiglu(both_pZ, read_rows(weight_rK.reshape(-1), choice_p))
+        weight_p = read_rows(weight_rK.reshape(-1), choice_p)
+        weighted_pG = weighted_hidden(act, both_pZ, weight_p)
         y_pD = matmul("pG,GD->pD", weighted_pG, of_expert(down_eGD, e))
         return add_distinct(y_rD, token_p, y_pD), both_pZ
 
@@ -334,7 +347,7 @@ def _local_experts_forward(load: Load, *inputs: jax.Array) -> tuple[jax.Array, t
 
 
 @jax.named_scope("experts")
-def _local_experts_backward(load: Load, saved: tuple, d_y_rD: jax.Array) -> tuple:
+def _local_experts_backward(load: Load, act: Activation, saved: tuple, d_y_rD: jax.Array) -> tuple:
     choices, h_rD, (weight_rK, gate_up_eDZ, down_eGD), pull_back, both_ipZ = saved
 
     def run(grads: tuple, i: jax.Array, both_pZ: jax.Array | None) -> tuple:
@@ -346,7 +359,7 @@ def _local_experts_backward(load: Load, saved: tuple, d_y_rD: jax.Array) -> tupl
         if both_pZ is None:
             both_pZ = matmul("pD,DZ->pZ", x_pD, gate_up_DZ)
         weight_p = read_rows(weight_rK.reshape(-1), choice_p)
-        weighted_pG, to_inputs = jax.vjp(weighted_swiglu, both_pZ, weight_p)
+        weighted_pG, to_inputs = jax.vjp(partial(weighted_hidden, act), both_pZ, weight_p)
         d_weighted_pG, d_down_GD = product_gradients(weighted_pG, down_GD, d_y_pD)
         d_both_pZ, d_weight_p = to_inputs(d_weighted_pG)
         d_x_pD, d_gate_up_DZ = product_gradients(x_pD, gate_up_DZ, d_both_pZ)
@@ -380,6 +393,9 @@ def of_expert(w: Any, e: jax.Array) -> Any:
 
 def product_gradients(x: jax.Array, w: Any, d_y: jax.Array) -> tuple[jax.Array, Any]:
     """Return the gradients of x [p, A] and, in float32, of w [A, B], from that of x w."""
+    if isinstance(w, matrix.Biased):
+        d_x, d_base = product_gradients(x, w.base, d_y)
+        return d_x, w.replace(base=d_base, bias=d_y.astype(jnp.float32).sum(0))
     if isinstance(w, matrix.Adapted):
         d_x, d_w = jax.vjp(partial(matmul, "pA,AB->pB"), x, w)[1](d_y)
         return d_x, jax.tree.map(lambda d: d.astype(jnp.float32), d_w)
@@ -387,7 +403,7 @@ def product_gradients(x: jax.Array, w: Any, d_y: jax.Array) -> tuple[jax.Array, 
 
 
 def batched_experts(
-    J: int, choices: SortedChoices, h_rD: jax.Array, *weights: jax.Array
+    J: int, act: Activation, choices: SortedChoices, h_rD: jax.Array, *weights: jax.Array
 ) -> jax.Array:
     """Sum weight * expert(h) over the first J choices of each expert."""
     weight_rK, gate_up_eDZ, down_eGD = weights
@@ -397,7 +413,7 @@ def batched_experts(
     add = partial(add_tokens, h_rD.shape[0])
     x_eJD = with_transpose(read_rows, add)(h_rD, token_eJ, token_eJ)
     slots = checkpoint_name((x_eJD, weight_eJ), "expert_in")
-    y_eJD = expert_swiglu(slot_product, gate_up_eDZ, down_eGD, *slots)
+    y_eJD = run_expert(slot_product, act, gate_up_eDZ, down_eGD, *slots)
     return with_transpose(add, read_rows)(y_eJD, token_eJ, token_eJ)
 
 

@@ -15,7 +15,7 @@ A value whose name starts with `partial_` is still to be reduced over ranks.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -26,13 +26,14 @@ from jax.ad_checkpoint import checkpoint_name
 import matrix
 import utils
 from utils import EXPERT_AXES
-from weights import RESIDUAL_SCALE, matmul, normal, vary, varying, weight
+from weights import RESIDUAL_SCALE, matmul, normal, vary, varying, weight, zeros
 
 # --- weights --------------------------------------------------------------------------------------
 
 
 LAYOUT = "E D/fsdp G/tensor | E/fsdp+tensor D G"  # without and with expert parallelism
 DOWN_LAYOUT = "E G/tensor D/fsdp | E/fsdp+tensor G D"
+BIAS_LAYOUT = "E G/tensor | E/fsdp+tensor G"
 
 
 @flax.struct.dataclass
@@ -49,6 +50,14 @@ class Experts:
     down: jax.Array = weight(
         DOWN_LAYOUT, normal("G", RESIDUAL_SCALE), matrix="G x D", active=("K", "E")
     )
+    gate_bias: jax.Array | None = weight(BIAS_LAYOUT, zeros, decay=False, active=("K", "E"))
+    up_bias: jax.Array | None = weight(BIAS_LAYOUT, zeros, decay=False, active=("K", "E"))
+
+    def inputs(self) -> tuple[Any, Any]:
+        """Return the matrices of gate and up, with their biases."""
+        if self.gate_bias is None:
+            return self.gate, self.up
+        return matrix.Biased(self.gate, self.gate_bias), matrix.Biased(self.up, self.up_bias)
 
 
 @flax.struct.dataclass
@@ -67,12 +76,32 @@ def uses_expert_parallelism(config: utils.Config) -> bool:
     return config.model.experts_layout == "expert_parallel"
 
 
+class Activation(NamedTuple):
+    """What gate and up become in a gated feed-forward network (arXiv:2002.05202, equation 6)."""
+
+    name: str = "silu"  # as model.hidden_act
+    limit: float = 0.0  # as model.swiglu_limit
+
+    @classmethod
+    def of(cls, m: utils.Model) -> "Activation":
+        return cls(m.hidden_act, m.swiglu_limit)
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.limit:  # of gpt-oss; the factor is that of GELU (arXiv:1606.08415, section 2)
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+        return (jax.nn.silu(gate) if self.name == "silu" else jax.nn.gelu(gate)) * up
+
+
 def concatenate_gate_up(w: Experts, dtype: jnp.dtype) -> Any:
     """Return [e, D, 2G]. One product reads its input once, as its gradient does.
 
     It is a copy, which pays off where an expert has more than about 4 G rows.
     """
-    return matrix.side_by_side(w.gate, w.up, dtype)
+    both = matrix.side_by_side(w.gate, w.up, dtype)
+    if w.gate_bias is None:
+        return both
+    return matrix.Biased(both, jnp.concatenate([w.gate_bias, w.up_bias], axis=-1))
 
 
 # --- within a capacity ----------------------------------------------------------------------------
@@ -96,7 +125,8 @@ def capacity_experts(
     # Weights travel with the tokens and multiply the hidden values. The gradient of a weight then
     # does not need the output of the expert.
     weight_s = take_rows(weight_btK.reshape(-1), choice_s, slot_nK.reshape(-1, 1))
-    y_EJD = run_slots(w, buffer_sD.reshape(E, J, D), weight_s.reshape(E, J))
+    slots = buffer_sD.reshape(E, J, D), weight_s.reshape(E, J)
+    y_EJD = run_slots(w, *slots, Activation.of(m))
     y_nD = add_rows(y_EJD.reshape(-1, D), slot_nK, choice_s // m.num_experts_per_tok)
     return y_nD.reshape(b, t, D), dropped
 
@@ -137,7 +167,9 @@ def assign_slots(choice_btK: jax.Array, experts: int, capacity: int) -> tuple[ja
     return slot_nK, empty.at[slot_nK.reshape(-1)].set(numbers, mode="drop")
 
 
-def run_slots(w: Experts, buffer_EJD: jax.Array, weight_EJ: jax.Array) -> jax.Array:
+def run_slots(
+    w: Experts, buffer_EJD: jax.Array, weight_EJ: jax.Array, act: Activation
+) -> jax.Array:
     """Run each capacity slot through its expert, times its routing weight.
 
     Collectives  with expert parallelism all_to_all(fsdp x tensor) of the dispatch buffer, there and
@@ -155,7 +187,7 @@ def run_slots(w: Experts, buffer_EJD: jax.Array, weight_EJ: jax.Array) -> jax.Ar
         buffer_eJD, weight_eJ = send(buffer_EJD), send(weight_EJ)
     slots = checkpoint_name((buffer_eJD, weight_eJ), "expert_in")
     matrices = concatenate_gate_up(w, buffer_eJD.dtype), w.down
-    y_eJD = expert_swiglu(slot_product, *matrices, *slots)
+    y_eJD = run_expert(slot_product, act, *matrices, *slots)
     with jax.named_scope("return"):
         return send_back(y_eJD)
 
@@ -190,23 +222,27 @@ add_rows = with_transpose(sum_rows, read_rows)
 
 
 @jax.named_scope("experts")
-def expert_swiglu(
-    product: Callable, gate_up_eDZ: jax.Array, down_eGD: jax.Array, x: jax.Array, weight: jax.Array
+def run_expert(
+    product: Callable,
+    act: Activation,
+    gate_up_eDZ: jax.Array,
+    down_eGD: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
 ) -> jax.Array:
-    """SwiGLU of rows x [..., D]; a partial sum if this rank has a part of G.
+    """Run rows x [..., D] through their experts; a partial sum if this rank has a part of G.
 
     product  multiplies each row with the matrix of its expert.
     """
     both = checkpoint_name(product(x, gate_up_eDZ), "expert_hidden")
-    return product(weighted_swiglu(both, weight), down_eGD)
+    return product(weighted_hidden(act, both, weight), down_eGD)
 
 
 slot_product = partial(matmul, "eJD,eDZ->eJZ")
 
 
-def weighted_swiglu(both: jax.Array, weight: jax.Array) -> jax.Array:
-    """weight * silu(gate) * up, where `both` is [..., Z]."""
-    gate, up = jnp.split(both, 2, axis=-1)
-    hidden = jax.nn.silu(gate) * up
+def weighted_hidden(act: Activation, both: jax.Array, weight: jax.Array) -> jax.Array:
+    """weight * act(gate, up), where `both` is [..., Z]."""
+    hidden = act(*jnp.split(both, 2, axis=-1))
     # float32, for the sum over G in the gradient of a weight.
     return (hidden.astype(jnp.float32) * weight[..., None]).astype(hidden.dtype)

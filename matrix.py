@@ -52,6 +52,24 @@ class Adapted:
 
 
 @flax.struct.dataclass
+class Biased:
+    """A matrix of experts with biases of its columns."""
+
+    base: Any  # the matrix, also Adapted
+    bias: Any  # [batch, columns]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def multiply(self, matmul: Matmul, formula: str, x: jax.Array) -> jax.Array:
+        """Return x W + bias.  formula: as in weights.matmul."""
+        _, w_dims, y_dims = formula.replace("->", ",").split(",")
+        bias = jnp.expand_dims(self.bias, [i for i, d in enumerate(y_dims) if d not in w_dims])
+        return matmul(formula, x, self.base) + bias
+
+
+@flax.struct.dataclass
 class Quantized:
     """A matrix in NF4."""
 

@@ -38,9 +38,15 @@ import lora
 import matrix
 import utils
 import weights
-from attention import Attention, Inputs, attend, kind_of
+from attention import Attention, Inputs, attend, kind_of, norm_weight, with_norms
 from dropless import dropless_experts
-from experts import Experts, SharedExperts, capacity_experts, uses_expert_parallelism
+from experts import (
+    Activation,
+    Experts,
+    SharedExperts,
+    capacity_experts,
+    uses_expert_parallelism,
+)
 from routing import Routing, balance, route
 from utils import BATCH_AXES, MESH_AXES, ConfigError, LayerRun
 from vocabulary import vocab_table
@@ -53,24 +59,29 @@ from weights import RESIDUAL_SCALE, Size, matmul, normal, ones, rms_norm, weight
 class Mlp:
     """Gated feed-forward network (arXiv:2002.05202, equation 6)."""
 
-    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    norm: jax.Array | None = norm_weight()
     gate: jax.Array = weight("D/fsdp F/tensor", normal("D"), matrix="D x F")
     up: jax.Array = weight("D/fsdp F/tensor", normal("D"), matrix="D x F")
     down: jax.Array = weight("F/tensor D/fsdp", normal("F", RESIDUAL_SCALE), matrix="F x D")
+    norm_after: jax.Array | None = norm_weight()
 
 
 @flax.struct.dataclass
 class Moe:
     """Mixture of experts (arXiv:2412.19437, section 2.1.2).
 
-    bias changes which experts a token chooses, and not their weights.
+    bias changes which experts a token chooses, and not their weights. The other biases are those of
+    gpt-oss (arXiv:2508.10925): of the router, and of the experts' outputs.
     """
 
     experts: Experts
     shared: SharedExperts | None
-    norm: jax.Array = weight("D", ones, decay=False, float32=True)
+    norm: jax.Array | None = norm_weight()
     router: jax.Array = weight("D E", normal("D"), float32=True)
     bias: jax.Array = weight("E", zeros, decay=False, trained=False, float32=True)
+    router_bias: jax.Array | None = weight("E", zeros, decay=False, float32=True)
+    output_bias: jax.Array | None = weight("E D/fsdp", zeros, decay=False, active=("K", "E"))
+    norm_after: jax.Array | None = norm_weight()
 
 
 @flax.struct.dataclass
@@ -170,7 +181,7 @@ def declare(config: utils.Config) -> Transformer:
     """
     m, size = config.model, sizes(config)
     attention = kind_of(m).declare(config, size)
-    dense = DenseLayer(attention=attention, mlp=weights.declare(Mlp, size))
+    dense = DenseLayer(attention=attention, mlp=with_norms(weights.declare(Mlp, size), m))
     moe = MoeLayer(attention, declare_moe(config, size)) if m.moe_layers else None
     block: Block = {}
     for run in m.runs:
@@ -192,10 +203,13 @@ def declare(config: utils.Config) -> Transformer:
 
 
 def declare_moe(config: utils.Config, size: Mapping[str, Size]) -> Moe:
-    parallel = uses_expert_parallelism(config)
+    m, parallel = config.model, uses_expert_parallelism(config)
     experts = weights.declare(Experts, size, layout=int(parallel), expert_parallel=parallel)
-    shared = weights.declare(SharedExperts, size) if config.model.n_shared_experts else None
-    return weights.declare(Moe, size, experts=experts, shared=shared)
+    experts = weights.kept(experts, gate_bias=m.experts_bias, up_bias=m.experts_bias)
+    shared = weights.declare(SharedExperts, size) if m.n_shared_experts else None
+    w = weights.declare(Moe, size, experts=experts, shared=shared)
+    w = weights.kept(w, router_bias=m.experts_bias, output_bias=m.experts_bias)
+    return with_norms(w, m)
 
 
 # --- arguments of layers --------------------------------------------------------------------------
@@ -307,12 +321,12 @@ def attention(
                  [b, T, D].
     """
     m, parallel = options.model, options.sequence_parallel
-    inputs_btX = w.inputs(rms_norm(x_btD, w.norm, m.rms_norm_eps), m)
+    inputs_btX = w.inputs(normed(x_btD, w.norm, m), m)
     inputs_bTX = checkpoint_name(gather_sequence(inputs_btX, "latents", parallel), "latents")
     if options.attend_to is None:
         kernel = options.attention_kernel
         heads = w.heads(inputs_bTX, m, context.positions, run.rope, kernel)
-        inputs = Inputs(*heads, context.segments, w.scale(m), run.window)
+        inputs = Inputs(*heads, context.segments, w.scale(m, run.rope), run.window, w.sinks)
         y_bTnW, cached = attend(kernel, inputs), None  # it names its own residuals "attention"
     else:
         y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, run)
@@ -320,43 +334,51 @@ def attention(
     out_oD = matrix.of_side(w.out, "a", lambda rows: lax.collapse(rows, 0, 2))
     partial_bTD = matmul("bTo,oD->bTD", lax.collapse(y_bTnW, 2), out_oD)
     y_btD = checkpoint_name(scatter_sequence(partial_bTD, "output", parallel), "attention_out")
-    return x_btD + dropout(y_btD, options, position, 0), cached
+    if w.out_bias is not None:
+        y_btD += jnp.expand_dims(w.out_bias, (0, 1))
+    return x_btD + dropout(normed(y_btD, w.norm_after, m), options, position, 0), cached
 
 
 @jax.named_scope("mlp")
 def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPosition) -> jax.Array:
-    """x + down(silu(gate x) * up x).
+    """x + down(act(gate x, up x)).
 
     x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
-    h_btD = rms_norm(x_btD, w.norm, options.model.rms_norm_eps)
-    y_btD = feed_forward(w, h_btD, options)
+    h_btD = normed(x_btD, w.norm, options.model)
+    y_btD = normed(feed_forward(w, h_btD, options), w.norm_after, options.model)
     return x_btD + dropout(y_btD, options, position, 1)
 
 
 def feed_forward(w: Mlp | SharedExperts, h_btD: jax.Array, options: ForwardOptions) -> jax.Array:
-    """`swiglu` of all positions, divided among tensor ranks by hidden width.
+    """`gated` of all positions, divided among tensor ranks by hidden width.
 
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
     parallel = options.sequence_parallel
     h_bTD = checkpoint_name(gather_sequence(h_btD, "input", parallel), "mlp_in")
-    y_bTD = swiglu(h_bTD, w.gate, w.up, w.down, options.quantized)
+    act = Activation.of(options.model)
+    y_bTD = gated(h_bTD, w.gate, w.up, w.down, act, options.quantized)
     return scatter_sequence(y_bTD, "output", parallel)
 
 
-def swiglu(
-    h_bTD: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, quantized: bool = False
+def gated(
+    h_bTD: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    act: Activation,
+    quantized: bool = False,
 ) -> jax.Array:
-    """down(silu(gate h) * up h) (arXiv:2002.05202): this tensor rank's partial sum over F.
+    """down(act(gate h, up h)): this tensor rank's partial sum over F.
 
     quantized  whether its products are in FP8.
     """
     gate_bTf, up_bTf = products(h_bTD, (gate, up), quantized, "mlp_in")
     # Both products are named, and not their combination, whose gradient needs both of them.
     gate_bTf, up_bTf = checkpoint_name((gate_bTf, up_bTf), "hidden")
-    [partial_bTD] = products(jax.nn.silu(gate_bTf) * up_bTf, (down,), quantized)
+    [partial_bTD] = products(act(gate_bTf, up_bTf), (down,), quantized)
     return partial_bTD
 
 
@@ -382,8 +404,8 @@ def moe(
     Collectives  those of capacity_experts or dropless_experts, and of feed_forward.
     """
     m = options.model
-    h_btD = rms_norm(x_btD, w.norm, m.rms_norm_eps)
-    share_btE, *choices = route(w.router, w.bias, h_btD, m)
+    h_btD = normed(x_btD, w.norm, m)
+    share_btE, *choices = route(w.router, w.router_bias, w.bias, h_btD, m)
     if options.run_experts is not None:
         y_btD, routing = options.run_experts(w.experts, h_btD, choices), None
     else:
@@ -395,10 +417,19 @@ def moe(
             y_btD = dropless_experts(w.experts, h_btD, choices, m, options.experts_kernel)
             dropped = jnp.zeros_like(tokens_per_expert[0])
         routing = Routing(partial_balance, tokens_per_expert, dropped)
+    if w.output_bias is not None:
+        choice_btK, weight_btK = choices
+        chosen_btKE = jax.nn.one_hot(choice_btK, m.n_routed_experts) * weight_btK[..., None]
+        y_btD += matmul("btE,ED->btD", chosen_btKE.sum(2).astype(y_btD.dtype), w.output_bias)
     if w.shared is not None:
         with jax.named_scope("shared"):
             y_btD += feed_forward(w.shared, h_btD, options)
-    return x_btD + dropout(y_btD, options, position, 1), routing
+    return x_btD + dropout(normed(y_btD, w.norm_after, m), options, position, 1), routing
+
+
+def normed(x_btD: jax.Array, scale_D: jax.Array | None, m: utils.Model) -> jax.Array:
+    """RMSNorm, or x where `--model.norms` has no norm."""
+    return x_btD if scale_D is None else rms_norm(x_btD, scale_D, m.rms_norm_eps)
 
 
 def layer(

@@ -27,16 +27,23 @@ class Routing(NamedTuple):
 
 @jax.named_scope("router")
 def route(
-    router_DE: jax.Array, bias_E: jax.Array, h_btD: jax.Array, m: utils.Model
+    router_DE: jax.Array,
+    router_bias_E: jax.Array | None,
+    bias_E: jax.Array,
+    h_btD: jax.Array,
+    m: utils.Model,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose each token's K experts and their weights (arXiv:2412.19437, equations 12-16).
 
-    In float32, because a rounding error can change the choice. The bias changes the choice, and not
-    the weights.
+    In float32, because a rounding error can change the choice.
 
+    router_bias_E  added to the logits.
+    bias_E         changes the choice, and not the weights.
     Returns  share_btE (scores that sum to 1), choice_btK int32, weight_btK.
     """
     logits_btE = matmul("btD,DE->btE", h_btD.astype(jnp.float32), router_DE)
+    if router_bias_E is not None:
+        logits_btE += jnp.expand_dims(router_bias_E, (0, 1))
     scores_btE = (
         jax.nn.sigmoid(logits_btE) if m.scoring_func == "sigmoid" else jax.nn.softmax(logits_btE)
     )

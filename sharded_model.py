@@ -131,6 +131,7 @@ def pipeline_functions(
         w = outer.first
         embedding = weights.constant(declared.first.embedding, w.embedding)
         x_btD = reduced(vocabulary.embed(embedding, data.tokens), "pipeline")
+        x_btD = vocabulary.scaled(x_btD, m.embedding_multiplier)
         for run in m.prefix:
             layer = layer_of(declared.first.prefix, data, run)
             x_btD, _ = model.stacked_layers(w.prefix, vary(x_btD), jnp.int32(0), layer)

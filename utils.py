@@ -84,7 +84,7 @@ class LayerRun(NamedTuple):
     layers: int
     experts: bool
     window: int  # positions that a query attends to, with its own; 0: all earlier ones
-    rope: bool  # whether queries and keys are rotated by their positions
+    rope: "Rope | None"  # rotary embedding of queries and keys; None: they have no position
 
     @property
     def stacked(self) -> bool:
@@ -129,13 +129,18 @@ class Fsdp:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Extension of the context: YaRN (arXiv:2309.00071), or that of Llama 3 (arXiv:2407.21783)."""
+    """Extension of the context.
 
-    rope_type: Literal["yarn", "llama3"] = "yarn"
+    YaRN (arXiv:2309.00071), that of Llama 3 (arXiv:2407.21783), or linear (arXiv:2306.15595).
+    """
+
+    # linear divides the frequencies of all pairs by the factor
+    rope_type: Literal["yarn", "llama3", "linear"] = "yarn"
     factor: float = setting(1.0, at_least=1)  # extension of the context; 1 is plain rotary
     original_max_position_embeddings: int = 4096  # tokens of the original context
     beta_fast: float = 32.0  # pairs that rotate more often than this in it keep their frequency
     beta_slow: float = setting(1.0, above=0)  # slower pairs have it divided by the factor
+    truncate: bool = True  # round the numbers of these two pairs, as DeepSeek does
     # rotated queries and keys are multiplied by the quotient of 1 + mscale / 10 * log(factor) and
     # the same with mscale_all_dim; by 1 + log(factor) / 10 if either is 0
     mscale: float = 1.0
@@ -145,6 +150,13 @@ class RopeScaling:
     # frequency; pairs that rotate less often than low_freq_factor have it divided by the factor
     low_freq_factor: float = setting(1.0, above=0)
     high_freq_factor: float = 4.0
+
+
+class Rope(NamedTuple):
+    """A rotary embedding. The names are those of Model."""
+
+    rope_theta: float
+    rope_scaling: RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +181,12 @@ class Model:
     num_key_value_heads: int = 4  # Y: heads of keys and values (gqa)
     head_dim: int = 64  # A: width of a head of queries, keys and values (gqa)
     qk_norm: bool = False  # RMSNorm of each head of queries and keys, as in Qwen3 (gqa)
+    qk_norm_all_heads: bool = False  # this norm over all heads at once, as in OLMo 2
     attention_bias: bool = False  # biases of queries, keys and values, as in Qwen2 (gqa)
+    attention_out_bias: bool = False  # also of the output, as in gpt-oss
+    # a score of each head, which no value belongs to, in the softmax: as in gpt-oss (gqa)
+    attention_sinks: bool = False
+    query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     sliding_window: int = 0  # positions that a query attends to, with its own; 0: all earlier ones
     # of each layer, repeated: full_attention or sliding_attention, of which only the second has the
     # window; without any, all layers have it
@@ -182,9 +199,19 @@ class Model:
     v_head_dim: int = 64  # W: width of a value head
     rope_theta: float = setting(10000.0, above=1)  # longest rotary wavelength, in tokens / 2 pi
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    # the same, without scaling, in layers with a window, as in Gemma 3; 0: as in the others
+    rope_local_base_freq: float = setting(0.0, above=1)
     rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
     # layer i has no position if (i + 1) % no_rope_layer_interval is 0 (arXiv:2501.18795); 0: none
     no_rope_layer_interval: int = setting(0, at_least=0)
+    # RMSNorms of attention and feed-forward: of the input, as in Llama; of the output, before it is
+    # added, as in OLMo 2; or of both, as in Gemma 3
+    norms: Literal["before", "after", "both"] = "before"
+    embedding_multiplier: float = 1.0  # factor on embeddings, and not on the output matrix
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"  # of the gate of feed-forward layers
+    # the activation of gpt-oss, x sigmoid(1.702 x) times the other product plus 1, of values up to
+    # this limit; 0: hidden_act
+    swiglu_limit: float = 0.0
     intermediate_size: int = 688  # F of the dense layers' SwiGLU
     moe_intermediate_size: int = 688  # G of each expert's SwiGLU
     n_routed_experts: int = setting(8, at_least=0)  # E: experts of each MoE layer; 0: a dense model
@@ -196,6 +223,7 @@ class Model:
     topk_method: Literal["noaux_tc", "group_limited_greedy"] = "noaux_tc"
     # experts that every token passes through; one SwiGLU of their summed width
     n_shared_experts: int = setting(1, at_least=0)
+    experts_bias: bool = False  # biases of router and routed experts, as in gpt-oss; dropless only
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"  # router logits to scores
     norm_topk_prob: bool = True  # the weights of a token's K experts sum to 1
     routed_scaling_factor: float = 1.0  # factor on the routed experts' output
@@ -283,13 +311,17 @@ class Model:
         layers = self.first_k_dense_replace
         return tuple(LayerRun("prefix", 0, layers, False, *kind) for kind in kinds)
 
-    def _attention(self, layer: int, experts: bool) -> tuple[int, bool]:
+    def _attention(self, layer: int, experts: bool) -> tuple[int, Rope | None]:
         """Return window and rope of a layer, by its number in the model."""
         types, interval = self.layer_types, self.no_rope_layer_interval
         full = bool(types) and types[layer % len(types)] == FULL_ATTENTION
         nope = bool(interval) and (layer + 1) % interval == 0
         nope |= experts and not self.rope_in_moe_layers
-        return 0 if full else self.sliding_window, not nope
+        window = 0 if full else self.sliding_window
+        rope = Rope(self.rope_theta, self.rope_scaling)
+        if window and self.rope_local_base_freq:
+            rope = Rope(self.rope_local_base_freq, RopeScaling())
+        return window, None if nope else rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,10 @@ def embed(table_vD: jax.Array, tokens_bT: jax.Array) -> jax.Array:
     return lax.psum_scatter(partial_bTD, "tensor", scatter_dimension=1, tiled=True)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
+
+
 # --- loss -----------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def normal(inputs: str, scale: float = 1.0) -> Init:
 def declare(cls: type, sizes: Mapping[str, Size], layout: int = 0, **others: Any) -> Tree:
     """Return `cls` with a Weight in each declared field, and `others` or None in the others.
 
-    layout  which one, if the class has several.
+    layout  which one, for the fields that have two.
     """
     fields = {
         f.name: _declared(f.name, sizes, f.metadata["weight"], layout)
@@ -149,8 +149,14 @@ def declare(cls: type, sizes: Mapping[str, Size], layout: int = 0, **others: Any
     return cls(**fields)
 
 
+def kept(tree: Tree, **is_kept: bool) -> Tree:
+    """Return the dataclass with None in the fields that are not kept."""
+    return tree.replace(**{name: None for name, is_so in is_kept.items() if not is_so})
+
+
 def _declared(name: str, sizes: Mapping[str, Size], d: Declaration, layout: int) -> Weight:
-    letters, dim_axes = _parse_layout(d.layout.split(" | ")[layout])
+    layouts = d.layout.split(" | ")
+    letters, dim_axes = _parse_layout(layouts[min(layout, len(layouts) - 1)])
     group = d.group or ("matrix" if d.matrix else "rest")
     return Weight(
         name=name,

@@ -55,6 +55,7 @@ class Inputs(NamedTuple):
     segments: jax.Array | None  # [b, S] index of a position's document; None if it is the only one
     scale: float
     window: int = 0  # positions that a query attends to, with its own; 0 for all earlier ones
+    sinks: jax.Array | None = None  # [n] a score of each head that has no value, float32
 
 
 class Kernel(NamedTuple):
@@ -68,27 +69,45 @@ class Kernel(NamedTuple):
     forward: Callable[..., Any]  # q, k, v[, segments] -> out, logsumexp of scores [b, n, T]
     # gradient of out, q, k, v, out, logsumexp[, segments] -> gradients of q, k, v
     backward: Callable[..., Any]
+    logarithm: float = 1.0  # of the base of its logsumexp
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def call(kernel: Kernel, *inputs: jax.Array) -> jax.Array:
+def call(kernel: Kernel, sinks_n: jax.Array | None, *inputs: jax.Array) -> jax.Array:
     """Run a kernel on q, k, v[, segments]."""
+    if sinks_n is not None:
+        return _call_forward(kernel, sinks_n, *inputs)[0]
     [out] = foreign_p.bind(*inputs, function=kernel.plain)
     return out
 
 
-def _call_forward(kernel: Kernel, *inputs: jax.Array) -> tuple[jax.Array, Any]:
+def _call_forward(
+    kernel: Kernel, sinks_n: jax.Array | None, *inputs: jax.Array
+) -> tuple[jax.Array, Any]:
     q, k, v, *segments = inputs
     out, logsumexp = foreign_p.bind(*inputs, function=kernel.forward)
+    if sinks_n is not None:
+        # The backward pass of a kernel divides by the sum that it is given, so with that of scores
+        # and sink its gradients are those of both.
+        sink_1n1 = sinks_n[None, :, None] / kernel.logarithm
+        kept = jax.nn.sigmoid((logsumexp - sink_1n1) * kernel.logarithm)
+        logsumexp -= jnp.log(kept) / kernel.logarithm
+        out = (out * kept.swapaxes(1, 2)[..., None]).astype(out.dtype)
     # Saved with its heads concatenated, because a TPU pads the last dimension to 128.
     out, logsumexp = checkpoint_name((lax.collapse(out, 2), logsumexp), "attention")
     out = out.reshape(*q.shape[:3], v.shape[-1])
-    return out, (q, k, v, out, logsumexp, *segments)
+    return out, (sinks_n, q, k, v, out, logsumexp, *segments)
 
 
 def _call_backward(kernel: Kernel, residuals: Any, grad: jax.Array) -> Any:
+    sinks_n, *residuals = residuals
     gradients = foreign_p.bind(grad, *residuals, function=kernel.backward)
-    return *gradients, *[None] * (len(residuals) - 5)  # of segments
+    if sinks_n is not None:
+        out, logsumexp = residuals[3:5]
+        share_bnT = jnp.exp(sinks_n[None, :, None] - logsumexp * kernel.logarithm)
+        change_bTn = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+        sinks_n = -(share_bnT * change_bTn.swapaxes(1, 2)).sum((0, 2))
+    return sinks_n, *gradients, *[None] * (len(residuals) - 5)  # of segments
 
 
 call.defvjp(_call_forward, _call_backward)

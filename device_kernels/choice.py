@@ -179,7 +179,7 @@ def computed_share(config: utils.Config, platform: str, window: int = 0) -> floa
     Kernels skip the tiles that the mask covers completely.
     """
     T, kernel = config.train.seq_len, choose_kernel(config, platform)
-    size = T if kernel == "xla" else tile_size(T) if kernel == "splash" else GPU_TILE
+    size = T if kernel == "xla" else tile_size(T, window) if kernel == "splash" else GPU_TILE
     tiles = -(-T // size)
     # A tile is as far from the diagonal as the window and its own size reach.
     farthest = min(window or T, T) + size - 2

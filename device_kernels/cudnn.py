@@ -18,9 +18,9 @@ def cudnn(inputs: Inputs) -> jax.Array:
     That function rejects values narrower than queries, which cuDNN 9.10 and later support on
     Hopper.
     """
-    q, k, v, segments, scale, window = inputs
+    q, k, v, segments, scale, window, sinks = inputs
     assert segments is None, "see choice.choose_kernel"
-    return call(cudnn_kernel(scale, window), q, k, v)
+    return call(cudnn_kernel(scale, window), sinks, q, k, v)
 
 
 @cache

@@ -11,22 +11,27 @@ import jax
 from device_kernels.adapter import SPLASH_BACKWARD, Inputs, Kernel, call, private, swapped
 from utils import LANES
 
-TILE = 512  # positions of a tile, where that divides the sequence
+TILE = 512  # positions of a tile, at most
 
 
 def splash(inputs: Inputs) -> jax.Array:
     """Attention by splash. Queries and keys may be wider than values, and have more heads."""
-    q, k, v, segments, scale, window = inputs
+    q, k, v, segments, scale, window, sinks = inputs
     T = k.shape[1]
     assert q.shape[1] == T and T % LANES == 0, "see choice.choose_kernel"
     # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
     extra = () if segments is None else (segments,)
-    return call(splash_kernel(q.shape[2], T, window), q * scale, k, v, *extra)
+    return call(splash_kernel(q.shape[2], T, window), sinks, q * scale, k, v, *extra)
 
 
-def tile_size(T: int) -> int:
-    """Return the positions of a tile: the largest multiple of LANES up to TILE that divides T."""
-    return next(size for size in range(TILE, 0, -LANES) if T % size == 0)
+def tile_size(T: int, window: int = 0) -> int:
+    """Return the positions of a tile: the largest multiple of LANES up to TILE that divides T.
+
+    It is at most a quarter of a window. A query's tile reads its window and its own positions, so
+    that a quarter more is computed than the window has.
+    """
+    largest = min(TILE, max(LANES, window // 4)) if window else TILE
+    return next(size for size in range(largest // LANES * LANES, 0, -LANES) if T % size == 0)
 
 
 @cache  # one object per size, so that equal programs compare as equal
@@ -39,7 +44,7 @@ def splash_kernel(n: int, T: int, window: int) -> Kernel:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    tiles = library.BlockSizes(**{f"block_{name}": tile_size(T) for name in sizes})
+    tiles = library.BlockSizes(**{f"block_{name}": tile_size(T, window) for name in sizes})
 
     def make(**options: bool) -> Any:
         shape = T, T

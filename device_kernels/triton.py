@@ -4,6 +4,7 @@ Letters: b sequences of this rank, T positions, n heads of this rank.
 """
 
 import dataclasses
+import math
 import warnings
 from functools import cache
 from typing import Any
@@ -20,12 +21,13 @@ def triton(inputs: Inputs) -> jax.Array:
 
     It has one head width, so values are zero-padded, and as many heads of keys as of queries.
     """
-    q, k, v, segments, scale, window = inputs
+    q, k, v, segments, scale, window, sinks = inputs
     assert not window, "see choice.choose_kernel"
     k, v = repeat_heads(q, k, v)
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
     extra = () if segments is None else (segments,)
-    return call(triton_kernel(scale, q.shape[-1]), q, k, padded, *extra)[..., : v.shape[-1]]
+    out = call(triton_kernel(scale, q.shape[-1]), sinks, q, k, padded, *extra)
+    return out[..., : v.shape[-1]]
 
 
 @cache
@@ -69,4 +71,4 @@ def triton_kernel(scale: float, width: int) -> Kernel:
         )
         return gradients[:3]
 
-    return Kernel(triton_plain, triton_forward, triton_backward)
+    return Kernel(triton_plain, triton_forward, triton_backward, math.log(2))

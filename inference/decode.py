@@ -28,11 +28,11 @@ import model
 import utils
 from attention import MASKED, Attention, CacheArray, kind_of
 from dropless import add_distinct, sort_choices
-from experts import Experts, read_rows
-from model import ForwardOptions, LayerPosition, Transformer, swiglu
+from experts import Activation, Experts, read_rows
+from model import ForwardOptions, LayerPosition, Transformer, gated
 from pipeline import index
 from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config, LayerRun
-from vocabulary import local_logits, lookup
+from vocabulary import local_logits, lookup, scaled
 from weights import Weight, matmul, rms_norm, vary, varying
 
 KEY_BLOCK = 256  # cached positions that attention processes at once
@@ -147,7 +147,9 @@ def attend_to_cache(
     position_bT = positions(past, inputs_bTX.shape[1])
     q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, run.rope)
     [*_, cached] = w.cache(m, lax.axis_size("tensor"))
-    y_bTnC = attend(q_bTnA * w.scale(m), new, past, layer, cached.values, run.window)
+    y_bTnC = attend(
+        q_bTnA * w.scale(m, run.rope), new, past, layer, cached.values, run.window, w.sinks
+    )
     return w.values(y_bTnC, m), new
 
 
@@ -176,7 +178,13 @@ class Softmax(NamedTuple):
 
 
 def attend(
-    q_bTnA: jax.Array, new: Cache, past: Past, layer: jax.Array, C: int, window: int
+    q_bTnA: jax.Array,
+    new: Cache,
+    past: Past,
+    layer: jax.Array,
+    C: int,
+    window: int,
+    sinks_n: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(q keys^T) values, [b, T, n, C], over new and cached positions.
 
@@ -203,7 +211,10 @@ def attend(
         return softmax.update(q_bTygA, cached, visible_bTs)
 
     zero = jnp.zeros(q_bTygA.shape[:-1], jnp.float32)
-    start = Softmax(zero + MASKED, zero, jnp.zeros((*q_bTygA.shape[:-1], C), jnp.float32))
+    empty = zero + MASKED, zero
+    if sinks_n is not None:  # a score without a value
+        empty = zero + sinks_n.reshape(1, 1, y, n // y), zero + 1
+    start = Softmax(*empty, jnp.zeros((*q_bTygA.shape[:-1], C), jnp.float32))
     causal = jnp.tril(jnp.ones((T, T), bool))[None] & near(position_bT1.swapaxes(1, 2))
     softmax = vary(start.update(q_bTygA, new, causal), varying((q_bTnA, past.cache)))
     blocks = -(-past.start_b.max() // KEY_BLOCK)
@@ -250,7 +261,7 @@ def run_experts(
         e, choice_t = choices.tile(i, tile)
         token_t = choice_t // K
         one = index(experts, *place, e)
-        y_tD = swiglu(read_rows(h_nD, token_t)[None], one.gate, one.up, one.down)[0]
+        y_tD = gated(read_rows(h_nD, token_t)[None], *one.inputs(), one.down, Activation.of(m))[0]
         weight_t = read_rows(weight_nK.reshape(-1), choice_t)
         y_tD = y_tD.astype(jnp.float32) * weight_t[:, None]
         return add_distinct(y_nD, token_t, y_tD)
@@ -319,6 +330,7 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
         past = Past(cache, start_b)
         with jax.named_scope("embedding"):
             x_bTD = lax.psum(lookup(w.first.embedding, tokens_bT), VOCABULARY_AXES)
+            x_bTD = scaled(x_bTD, m.embedding_multiplier)
         y_bTD, new = apply_layers(w, x_bTD, past, m)
         # Once, after all layers: a loop that reads and writes the cache would copy it each time.
         rows = jnp.arange(len(tokens_bT), dtype=jnp.int32)[:, None]

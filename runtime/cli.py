@@ -384,6 +384,11 @@ def _check_model(m: Model) -> None:
             )
     if not m.moe_layers:
         return
+    if m.experts_bias and (m.capacity_factor or m.eval_capacity_factor):
+        raise ConfigError(
+            "--model.experts_bias needs dropless experts, as a dropped token would still get the "
+            "bias. Use --model.capacity_factor 0 --model.eval_capacity_factor 0."
+        )
     experts, each = m.n_routed_experts, m.n_routed_experts // m.n_group
     chosen = f"the experts in --model.topk_group {m.topk_group}, with {each} in each group"
     for name, limit, what in (

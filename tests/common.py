@@ -149,7 +149,7 @@ def like(declared, tree):
     if hasattr(declared, "spec"):
         return np.asarray(tree).reshape(declared.shape)
     return declared.replace(
-        **{name: like(getattr(declared, name), tree[name]) for name in children(declared)}
+        **{name: like(getattr(declared, name), tree.get(name)) for name in children(declared)}
     )
 
 

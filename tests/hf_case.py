@@ -112,13 +112,18 @@ class Maker:
     def normal(self, stack, *shape, std):
         return (std * self.random.standard_normal(stack + shape)).astype(self.dtype)
 
-    def norm(self, stack, width):
-        return (1 + 0.2 * self.random.standard_normal((*stack, width))).astype(self.dtype)
+    def norm(self, stack, *width):
+        return (1 + 0.2 * self.random.standard_normal((*stack, *width))).astype(self.dtype)
+
+    def norms(self, model, stack):
+        """The norms of a layer's input and output."""
+        names = {"before": ["norm"], "after": ["norm_after"], "both": ["norm", "norm_after"]}
+        found = {name: self.norm(stack, model.hidden_size) for name in names[model.norms]}
+        return {"norm": None, "norm_after": None} | found
 
     def dense(self, model, stack):
-        D = model.hidden_size
-        attention, norm = self.attention(model, stack), {"norm": self.norm(stack, D)}
-        mlp = norm | self.swiglu(stack, D, model.intermediate_size)
+        attention, norms = self.attention(model, stack), self.norms(model, stack)
+        mlp = norms | self.swiglu(stack, model.hidden_size, model.intermediate_size)
         return {"attention": attention, "mlp": mlp}
 
     def expert(self, model, stack):
@@ -129,8 +134,7 @@ class Maker:
             return self.grouped(model, stack)
         D, N, C = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
         H, R, W = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
-        return {
-            "norm": self.norm(stack, D),
+        return self.norms(model, stack) | {
             "query": self.query(model, stack),
             "kv_down": self.normal(stack, D, C + R, std=D**-0.5),
             "kv_norm": self.norm(stack, C),
@@ -141,19 +145,24 @@ class Maker:
     def grouped(self, model, stack):
         D, N, A = model.hidden_size, model.num_attention_heads, model.head_dim
         Y, biased, normed = model.num_key_value_heads, model.attention_bias, model.qk_norm
+        all_heads = normed and model.qk_norm_all_heads
+        of_query = (N, A) if all_heads else (A,)
         return {
             "key_value": {
                 "key": self.normal(stack, D, Y, A, std=D**-0.5),
                 "value": self.normal(stack, D, Y, A, std=D**-0.5),
                 "key_bias": self.normal(stack, Y, A, std=0.3) if biased else None,
                 "value_bias": self.normal(stack, Y, A, std=0.3) if biased else None,
+                "norm": self.norm(stack, Y, A) if all_heads else None,
             },
-            "norm": self.norm(stack, D),
+            **self.norms(model, stack),
             "query": self.normal(stack, D, N, A, std=D**-0.5),
             "query_bias": self.normal(stack, N, A, std=0.3) if biased else None,
-            "query_norm": self.norm(stack, A) if normed else None,
-            "key_norm": self.norm(stack, A) if normed else None,
+            "query_norm": self.norm(stack, *of_query) if normed else None,
+            "key_norm": self.norm(stack, A) if normed and not all_heads else None,
             "out": self.normal(stack, N, A, D, std=(N * A) ** -0.5),
+            "out_bias": self.normal(stack, D, std=0.3) if model.attention_out_bias else None,
+            "sinks": self.normal(stack, N, std=1.0) if model.attention_sinks else None,
         }
 
     def query(self, model, stack):
@@ -173,14 +182,18 @@ class Maker:
 
     def moe(self, model, stack):
         D, E, G = model.hidden_size, model.n_routed_experts, model.moe_intermediate_size
-        shared = model.n_shared_experts
-        return {
-            "norm": self.norm(stack, D),
+        shared, biased = model.n_shared_experts, model.experts_bias
+        w = self.norms(model, stack) | {
             "router": self.normal(stack, D, E, std=2 * D**-0.5),
             "bias": self.normal(stack, E, std=0.1),
+            "router_bias": self.normal(stack, E, std=0.3) if biased else None,
+            "output_bias": self.normal(stack, E, D, std=0.3) if biased else None,
             "experts": self.swiglu((*stack, E), D, G),
             "shared": self.swiglu(stack, D, shared * G) if shared else None,
         }
+        for name in ("gate_bias", "up_bias"):
+            w["experts"][name] = self.normal((*stack, E), G, std=0.3) if biased else None
+        return w
 
 
 # --- the same weights in a folder of transformers -------------------------------------------------

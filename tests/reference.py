@@ -30,9 +30,17 @@ def frequencies(model, R):
     if model.rope_scaling.rope_type == "llama3":
         return llama3_frequencies(model, R)
     frequency = model.rope_theta ** (-2 * np.arange(R) / R)  # of twice as many pairs as there are
+    if model.rope_scaling.rope_type == "linear":
+        return (frequency / model.rope_scaling.factor)[: R // 2]
     turns = model.rope_scaling.original_max_position_embeddings * frequency / (2 * np.pi)
     first = max([i for i in range(R) if turns[i] >= model.rope_scaling.beta_fast], default=0)
     last = min([i for i in range(R) if turns[i] <= model.rope_scaling.beta_slow], default=R - 1)
+    if not model.rope_scaling.truncate:
+        betas = np.array([model.rope_scaling.beta_fast, model.rope_scaling.beta_slow])
+        # turns[0] theta^(-2i/R) = beta
+        first, last = np.clip(
+            R * np.log(turns[0] / betas) / (2 * np.log(model.rope_theta)), 0, R - 1
+        )
     slowed = np.interp(np.arange(R), [first, max(last, first + 0.001)], [0.0, 1.0])
     return (frequency * (1 - slowed + slowed / model.rope_scaling.factor))[: R // 2]
 
@@ -60,7 +68,7 @@ def llama3_frequencies(model, R):
 
 def mscale(model, factor):
     """0.1 factor log(rope_factor) + 1 (arXiv:2309.00071, section 3.4)."""
-    if model.rope_scaling.rope_type == "llama3":
+    if model.rope_scaling.rope_type != "yarn":
         return 1.0
     return 0.1 * factor * np.log(model.rope_scaling.factor) + 1
 
@@ -96,7 +104,7 @@ def attention(w, x_BTD, model, segments_BT, rotary):
         return grouped_attention(w, x_BTD, model, segments_BT, rotary)
     H, R = model.qk_nope_head_dim, model.qk_rope_head_dim
     epsilon = model.latent_rms_norm_eps or model.rms_norm_eps
-    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
+    h_BTD = norm_of(w, "norm", x_BTD, model)
     q_nope, q_rope = jnp.split(queries(w["query"], h_BTD, epsilon), [H], axis=-1)
     kv_down = einsum("BTD,DZ->BTZ", h_BTD, w["kv_down"])
     latent_BTC, k_rope = jnp.split(kv_down, [model.kv_lora_rank], axis=-1)
@@ -117,25 +125,35 @@ def grouped_attention(w, x_BTD, model, segments_BT, rotary):
     """Grouped-query attention (arXiv:2305.13245), each query head by itself."""
     N, A = w["query"].shape[1:]
     kv = w["key_value"]
-    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
+    h_BTD = norm_of(w, "norm", x_BTD, model)
     q, k, v = (einsum("BTD,DNA->BTNA", h_BTD, a) for a in (w["query"], kv["key"], kv["value"]))
     if model.attention_bias:
         biases = w["query_bias"], kv["key_bias"], kv["value_bias"]
         q, k, v = (a + bias[None, None] for a, bias in zip((q, k, v), biases, strict=True))
-    if model.qk_norm:
+    if model.qk_norm and model.qk_norm_all_heads:
+        flat = [(a.reshape(*a.shape[:2], -1), a) for a in (q, k)]
+        scale = w["query_norm"].reshape(-1), kv["norm"].reshape(-1)
+        normed = (rms_norm(a, s, model.rms_norm_eps) for (a, _), s in zip(flat, scale, strict=True))
+        q, k = (a.reshape(b.shape) for a, (_, b) in zip(normed, flat, strict=True))
+    elif model.qk_norm:
         q = rms_norm(q, w["query_norm"], model.rms_norm_eps)
         k = rms_norm(k, w["key_norm"], model.rms_norm_eps)
     if rotary:
         q, k = rotate(q, model), rotate(k, model)
-    factor = A**-0.5 * float(mscale(model, model.rope_scaling.mscale_all_dim)) ** 2
+    factor = (model.query_pre_attn_scalar or A) ** -0.5 * float(
+        mscale(model, model.rope_scaling.mscale_all_dim)
+    ) ** 2
     y_BTD = jnp.zeros_like(x_BTD)
     for n in range(N):
         kv_head = n // (N // k.shape[2])
         scores = factor * einsum("BTA,BSA->BTS", q[:, :, n], k[:, :, kv_head])
         scores = jnp.where(visible(segments_BT, model)[:, 0], scores, -jnp.inf)
-        mixed = einsum("BTS,BSA->BTA", jax.nn.softmax(scores, axis=-1), v[:, :, kv_head])
+        total = jnp.exp(scores).sum(-1, keepdims=True)
+        if model.attention_sinks:
+            total += jnp.exp(w["sinks"][n])
+        mixed = einsum("BTS,BSA->BTA", jnp.exp(scores) / total, v[:, :, kv_head])
         y_BTD += einsum("BTA,AD->BTD", mixed, w["out"][n])
-    return y_BTD
+    return plus(y_BTD, w.get("out_bias"))
 
 
 def visible(segments_BT, model):
@@ -147,15 +165,36 @@ def visible(segments_BT, model):
     return same & ((behind >= 0) & near)[None, None]
 
 
-def swiglu(w, h_BTD):
-    """down(silu(gate h) * up h)."""
-    gate_BTF = jax.nn.silu(einsum("BTD,DF->BTF", h_BTD, w["gate"]))
-    return einsum("BTF,FD->BTD", gate_BTF * einsum("BTD,DF->BTF", h_BTD, w["up"]), w["down"])
+def norm_of(w, name, x_BTD, model):
+    """The norm of a layer, if it has it."""
+    return x_BTD if w.get(name) is None else rms_norm(x_BTD, w[name], model.rms_norm_eps)
+
+
+def plus(x, bias):
+    """x + bias, if there is one."""
+    return x if bias is None else x + jnp.broadcast_to(bias, x.shape)
+
+
+def swiglu(w, h_BTD, model):
+    """down(act(gate h) * up h)."""
+    gate_BTF = einsum("BTD,DF->BTF", h_BTD, w["gate"])
+    up_BTF = einsum("BTD,DF->BTF", h_BTD, w["up"])
+    if w.get("gate_bias") is not None:
+        gate_BTF, up_BTF = plus(gate_BTF, w["gate_bias"]), plus(up_BTF, w["up_bias"])
+    if limit := model.swiglu_limit:
+        gate_BTF, up_BTF = jnp.minimum(gate_BTF, limit), 1 + jnp.clip(up_BTF, -limit, limit)
+        gate_BTF /= 1 + jnp.exp(-1.702 * gate_BTF)
+    elif model.hidden_act == "gelu_pytorch_tanh":
+        inner = np.sqrt(2 / np.pi) * (gate_BTF + 0.044715 * gate_BTF**3)
+        gate_BTF = 0.5 * gate_BTF * (1 + jnp.tanh(inner))
+    else:
+        gate_BTF = jax.nn.silu(gate_BTF)
+    return einsum("BTF,FD->BTD", gate_BTF * up_BTF, w["down"])
 
 
 def mlp(w, x_BTD, model):
     """The dense feed-forward, without the residual."""
-    return swiglu(w, rms_norm(x_BTD, w["norm"], model.rms_norm_eps))
+    return swiglu(w, norm_of(w, "norm", x_BTD, model), model)
 
 
 def moe(w, x_BTD, model):
@@ -163,7 +202,7 @@ def moe(w, x_BTD, model):
 
     Returns y, how often each sequence chose each expert [B, E], and the balance loss, unscaled.
     """
-    h_BTD = rms_norm(x_BTD, w["norm"], model.rms_norm_eps)
+    h_BTD = norm_of(w, "norm", x_BTD, model)
     score_BTE = scores(w, h_BTD, model)
     ranking = jax.lax.stop_gradient(score_BTE + jnp.broadcast_to(w["bias"], score_BTE.shape))
     _, choice_BTK = jax.lax.top_k(of_best_groups(ranking, model), model.num_experts_per_tok)
@@ -173,10 +212,13 @@ def moe(w, x_BTD, model):
         weight_BTK = weight_BTK / (jnp.sum(weight_BTK, axis=-1, keepdims=True) + 1e-20)
     weight_BTE = einsum("BTKE,BTK->BTE", chosen_BTKE, weight_BTK * model.routed_scaling_factor)
     # Expert by expert, all at once: the same swiglu, mapped over the experts' weights.
-    expert_EBTD = jax.vmap(swiglu, in_axes=(0, None))(w["experts"], h_BTD)
+    experts = {name: part for name, part in w["experts"].items() if part is not None}
+    expert_EBTD = jax.vmap(lambda w: swiglu(w, h_BTD, model))(experts)
+    if w.get("output_bias") is not None:
+        expert_EBTD += jnp.broadcast_to(w["output_bias"][:, None, None], expert_EBTD.shape)
     y_BTD = einsum("BTE,EBTD->BTD", weight_BTE, expert_EBTD)
     if w["shared"] is not None:
-        y_BTD += swiglu(w["shared"], h_BTD)
+        y_BTD += swiglu(w["shared"], h_BTD, model)
     counts_BE = jnp.sum(chosen_BTKE, axis=(1, 2))
     return y_BTD, counts_BE, balance(score_BTE, counts_BE, model)
 
@@ -195,7 +237,8 @@ def of_best_groups(ranking_BTE, model):
 def scores(w, h_BTD, model):
     """How well each expert suits each token, between 0 and 1."""
     score = jax.nn.sigmoid if model.scoring_func == "sigmoid" else jax.nn.softmax
-    return score(einsum("BTD,DE->BTE", h_BTD, w["router"]))
+    logits_BTE = einsum("BTD,DE->BTE", h_BTD, w["router"])
+    return score(plus(logits_BTE, w.get("router_bias")))
 
 
 def balance(score_BTE, counts_BE, model):
@@ -224,7 +267,7 @@ def layers(weights, model):
 def forward(weights, tokens_BT, model, segments_BT):
     """Logits, the sum of balance losses before its factor, and each MoE layer's counts [B, E]."""
     weights = jax.tree.map(jnp.asarray, weights)
-    x_BTD = weights["embedding"][tokens_BT]
+    x_BTD = weights["embedding"][tokens_BT] * model.embedding_multiplier
     counts, balances = [], jnp.zeros((), x_BTD.dtype)
     for number, w in enumerate(layers(weights, model)):
         rotary = "mlp" in w or model.rope_in_moe_layers
@@ -233,12 +276,17 @@ def forward(weights, tokens_BT, model, segments_BT):
         here = model
         if model.layer_types and model.layer_types[number % len(model.layer_types)][0] == "f":
             here = dataclasses.replace(model, sliding_window=0)
-        x_BTD += attention(w["attention"], x_BTD, here, segments_BT, rotary)
+        elif model.rope_local_base_freq and model.sliding_window:
+            scaling = dataclasses.replace(model.rope_scaling, factor=1.0)
+            theta = model.rope_local_base_freq
+            here = dataclasses.replace(model, rope_theta=theta, rope_scaling=scaling)
+        y_BTD = attention(w["attention"], x_BTD, here, segments_BT, rotary)
+        x_BTD += norm_of(w["attention"], "norm_after", y_BTD, model)
         if "mlp" in w:
-            x_BTD += mlp(w["mlp"], x_BTD, model)
+            x_BTD += norm_of(w["mlp"], "norm_after", mlp(w["mlp"], x_BTD, model), model)
         else:
             y_BTD, counts_BE, layer_balance = moe(w["moe"], x_BTD, model)
-            x_BTD += y_BTD
+            x_BTD += norm_of(w["moe"], "norm_after", y_BTD, model)
             balances += layer_balance
             counts.append(counts_BE)
     x_BTD = rms_norm(x_BTD, weights["final_norm"], model.rms_norm_eps)

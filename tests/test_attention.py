@@ -279,19 +279,20 @@ def test_kernels_skip_blocks_above_the_diagonal_and_before_the_window():
     types = (utils.SLIDING_ATTENTION,) * 5 + (utils.FULL_ATTENTION,)
     pattern = config(seq_len=8192, **WINDOW | {"sliding_window": 512, "layer_types": types})
     shares = dict(choice.window_shares(pattern, "tpu"))
-    assert (5 * shares[512] + shares[0]) / 6 <= 0.36 * shares[0]
+    assert (5 * shares[512] + shares[0]) / 6 <= 0.3 * shares[0]
 
 
-@pytest.mark.parametrize("rope", [True, False])
-def test_heads_that_are_written_in_place_equal_those_that_are_concatenated(rope):
+@pytest.mark.parametrize("rotated", [True, False])
+def test_heads_that_are_written_in_place_equal_those_that_are_concatenated(rotated):
     yarn = utils.RopeScaling(factor=4.0, original_max_position_embeddings=16, mscale=0.7)
     m = dataclasses.replace(utils.Model(), q_lora_rank=0, rope_scaling=yarn)
+    rope = utils.Rope(m.rope_theta, yarn) if rotated else None
     random, T = np.random.default_rng(0), 24
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
     wide = m.qk_nope_head_dim + m.v_head_dim
     query = attention.Query(up=draw(m.hidden_size, N, m.qk_nope_head_dim + m.qk_rope_head_dim))
     w = attention.LatentAttention(
-        query=query, norm=None, kv_down=None, kv_norm=None, out=None,
+        query=query, norm=None, kv_down=None, kv_norm=None, out=None, norm_after=None,
         kv_up=draw(m.kv_lora_rank, N, wide),
     )  # fmt: skip
     inputs = draw(B, T, m.hidden_size + m.kv_lora_rank + m.qk_rope_head_dim)

@@ -88,11 +88,11 @@ class Alibi(attention.GroupedQueryAttention):
         return keys._replace(width=m.head_dim + 1), values
 
     def heads(self, h_bTD, m, position_bT, rope, kernel="xla"):
-        q, k, v = super().heads(h_bTD, m, position_bT, rope=False)
+        q, k, v = super().heads(h_bTD, m, position_bT, rope=None)
         b, T, n, _ = q.shape
         first = jax.lax.axis_index("tensor") * n
         number_n = (first + jnp.arange(n, dtype=jnp.int32)).astype(jnp.float32)
-        slope_n = 2.0 ** (-1.0 - number_n) / self.scale(m)
+        slope_n = 2.0 ** (-1.0 - number_n) / self.scale(m, None)
         slope = jnp.broadcast_to(slope_n[None, None, :, None].astype(q.dtype), (b, T, n, 1))
         place = position_bT[:, :, None, None].astype(k.dtype)
         place = jnp.broadcast_to(place, (b, T, k.shape[2], 1))

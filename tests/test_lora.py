@@ -297,7 +297,7 @@ def test_adapters_of_experts_in_grouped_products_are_those_in_tiles():
         )
         return matrix.Adapted(base, a, b, 0.5)
 
-    w = experts.Experts(False, matrix_of(D, G), matrix_of(D, G), matrix_of(G, D))
+    w = experts.Experts(False, matrix_of(D, G), matrix_of(D, G), matrix_of(G, D), None, None)
     h = jnp.asarray(random.standard_normal((1, tokens, D)), jnp.float32)
     first = random.choice(E, (1, tokens), p=[0.9, 0.04, 0.03, 0.03])
     choice = jnp.asarray(np.stack([first, (first + 1) % E], -1), jnp.int32)

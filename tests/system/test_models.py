@@ -20,6 +20,33 @@ from common import (
 
 GQA = {"attention": "gqa", "head_dim": 10, "capacity_factor": 0.0}
 PATTERN = {"sliding_window": 5, "layer_types": ("sliding_attention",) * 2 + ("full_attention",)}
+GEMMA = {
+    "norms": "both",
+    "qk_norm": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "embedding_multiplier": 4.9,
+    "query_pre_attn_scalar": 15.0,
+    "rope_local_base_freq": 100.0,
+    "rope_rope_type": "linear",
+}
+OSS = (
+    GQA
+    | PATTERN
+    | hf_case.YARN
+    | {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "attention_sinks": True,
+        "experts_bias": True,
+        "swiglu_limit": 1.5,
+        "scoring_func": "softmax",
+        "n_shared_experts": 0,
+        "dense_layers": 0,
+        "num_hidden_layers": 6,
+        "rope_truncate": False,
+        "eval_capacity_factor": 0.0,
+    }
+)
 CASES = {
     # Blocks of dense, experts, dense, experts, dense, experts. The third and last have no window.
     "pattern": config_of(
@@ -53,6 +80,21 @@ CASES = {
         (1, 1, 2), segments=True, attention_kernel="splash", sliding_window=40, blocks=1,
         train={"seq_len": 128, "global_batch_size": 4, "microbatches": 2, "remat": "none"},
         num_key_value_heads=2, **GQA,
+    ),
+    # Every option of Gemma 3, of OLMo 3, and of gpt-oss with its experts in either layout.
+    "gemma": config_of(
+        (2, 2, 2), num_hidden_layers=8, prefix_layers=2, moe_layers=0, dense_layers=3,
+        blocks=2, **GQA, **PATTERN, **GEMMA,
+    ),
+    "olmo": config_of(
+        (2, 1, 4), num_hidden_layers=3, dense_layers=3, moe_layers=0, norms="after", qk_norm=True,
+        qk_norm_all_heads=True, num_key_value_heads=2, rope_local_base_freq=500.0, segments=True,
+        **GQA, **PATTERN, **hf_case.YARN,
+    ),
+    "gpt-oss": config_of((2, 2, 2), blocks=2, gather="layer", **OSS),
+    "gpt-oss, sharded experts": config_of(
+        (2, 1, 2), attention_kernel="splash", experts_layout="sharded",
+        train={"seq_len": 128, "global_batch_size": 4, "microbatches": 2, "remat": "hidden"}, **OSS,
     ),
     "replicas": config_of(
         (2, 1, 2, 2), virtual=2, gather="layer", train={"remat": "latents,hidden"},
