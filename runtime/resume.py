@@ -136,7 +136,8 @@ def next_commands(
     name, file = shlex.quote(str(run)), f"--config {shlex.quote(f'{run}/config.toml')}"
     commands = [f"generate.py --run {name} --prompt 'def '"]
     commands += [f"validate.py --run {name}"] * (config.eval.sequences > 0)
-    commands.append(f"convert.py export --run {name} --out exported --remote_code")
+    own = " --remote_code" * (config.model.attention == "mla")
+    commands.append(f"convert.py export --run {name} --out exported{own}")
     if run.checkpoints == run.files / run_directory.CHECKPOINTS:  # not in a bucket
         more = f" --train.steps {2 * config.train.steps}" * finished
         # No steps follow a schedule that ends at 0.
@@ -249,6 +250,11 @@ def check_same_tokenizer(
     run: run_directory.RunDirectory, tokens: dict[str, Any], data: str, manifest: Manifest
 ) -> None:
     """Raise ConfigError if the data has another tokenizer than the run of the weights."""
+    if "tokenizer_sha256" not in tokens:
+        raise ConfigError(
+            f"--run.init_from {run} was imported without a tokenizer, so the meaning of its ids is "
+            "unknown. Import it again from a folder with a tokenizer.json."
+        )
     if tokens["tokenizer_sha256"] != manifest.tokenizer_sha256:
         name = run.tokenizer(tokens["tokenizer"])
         raise ConfigError(

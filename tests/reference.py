@@ -148,10 +148,11 @@ def grouped_attention(w, x_BTD, model, segments_BT, rotary):
         kv_head = n // (N // k.shape[2])
         scores = factor * einsum("BTA,BSA->BTS", q[:, :, n], k[:, :, kv_head])
         scores = jnp.where(visible(segments_BT, model)[:, 0], scores, -jnp.inf)
-        total = jnp.exp(scores).sum(-1, keepdims=True)
         if model.attention_sinks:
-            total += jnp.exp(w["sinks"][n])
-        mixed = einsum("BTS,BSA->BTA", jnp.exp(scores) / total, v[:, :, kv_head])
+            sink = jnp.broadcast_to(w["sinks"][n], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
+        shares = jax.nn.softmax(scores, axis=-1)[:, :, : x_BTD.shape[1]]
+        mixed = einsum("BTS,BSA->BTA", shares, v[:, :, kv_head])
         y_BTD += einsum("BTA,AD->BTD", mixed, w["out"][n])
     return plus(y_BTD, w.get("out_bias"))
 

@@ -32,6 +32,20 @@ CASES = {  # shape, model
         {"attention": "gqa", "head_dim": 10, "num_key_value_heads": 2, "attention_bias": True,
          "qk_norm": True, "sliding_window": 7, "scoring_func": "softmax", "n_routed_experts": 6},
     ),
+    "all options of further families": (
+        (2, 1, 4),
+        {"attention": "gqa", "head_dim": 10, "num_key_value_heads": 2, "qk_norm": True,
+         "qk_norm_all_heads": True, "attention_out_bias": True, "attention_sinks": True,
+         "query_pre_attn_scalar": 7.0, "norms": "both", "embedding_multiplier": 3.0,
+         "swiglu_limit": 0.6, "experts_bias": True, "rope_local_base_freq": 9.0,
+         "rope_rope_type": "linear", "rope_factor": 3.0, "sliding_window": 5, "dense_layers": 1,
+         "layer_types": ("sliding_attention", "full_attention")},
+    ),
+    "norms of outputs, and GELU": (
+        (1, 1, 2),
+        {"norms": "after", "hidden_act": "gelu_pytorch_tanh", "blocks": 1, **hf_case.YARN,
+         "rope_truncate": False},
+    ),
     "two layers with experts, a window and positions, and one without any of the last two": (
         (2, 1, 1),
         {"layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
