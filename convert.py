@@ -69,6 +69,7 @@ def import_folder(flags: Import, rest: Sequence[str]) -> None:
     """Raises ConfigError for an unsupported architecture, or tensors that do not match it."""
     hf_model, table = import_checkpoint.read_config(flags.folder)
     files = import_checkpoint.with_prefix(safetensors_files.read_folder(flags.folder))
+    files = import_checkpoint.with_packed(files)
     hf_model = import_checkpoint.with_ties(hf_model, files)
     config = _run_config(hf_model, flags, rest)
     mappings = tensors.weight_mappings(config, hf_model.kind, hf_model.interleaved)

@@ -282,7 +282,7 @@ class Conversation:
             write(f"the context is full: dropped {dropped} of the oldest turns\n", sys.stderr)
         pairs = zip(self.cached, ids[:-1], strict=False)  # at least one token is appended
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.generator.rewind(same)
+        same = self.generator.rewind(same)
         stop = chat.end_of_answer(self.template.special)[1]
         printer = Printer(self.encoder.tokenizer, stop)
         new = printer.stream(self.generator.generate(self.w, [ids[same:]], self.tokens), [""])

@@ -86,15 +86,13 @@ def write_folder(
     """
     kind = OWN if flags.remote_code else model_config.kind_of(config.model)
     hf_class = FAMILIES[kind].hf_class
-    if reasons := model_config.patterns(config.model):
-        raise ConfigError(
-            f"--run {flags.run} has {'; '.join(reasons)}, which exports do not support yet. Use "
-            "generate.py and validate.py, which do."
-        )
-    if kind != OWN and (reasons := model_config.unsupported(config.model)):
+    if reasons := model_config.unsupported(config.model, kind):
+        fix = "--remote_code, which exports a modelling file too"
+        if model_config.unsupported(config.model, OWN):
+            fix = "generate.py and validate.py, which do"
         raise ConfigError(
             f"--run {flags.run} has {'; '.join(reasons)}, which {hf_class} does not support. Use "
-            "--remote_code, which exports a modelling file too."
+            f"{fix}."
         )
     tokenizer, end_of_text = None, tokens["end_of_text"]
     if tokens.get("tokenizer") != "":  # of an imported run without one
@@ -143,7 +141,8 @@ def _write_weights(
                 if mapping.name == "first.embedding" and tied:
                     names.append(tensors.OUTSIDE_LAYERS["last.output"])
                 for name in filter(files.get, names):
-                    files[name].write(mapping.to_hf(w).astype(files[name].dtype))
+                    values = mapping.to_hf(w).astype(files[name].dtype)
+                    files[name].write(values, mapping.columns)
                 bar.update(w.nbytes)
 
 

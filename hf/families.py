@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from utils import FULL_ATTENTION, SLIDING_ATTENTION, Model
+
 V2, V3, OWN = "deepseek_v2", "deepseek_v3", "latent_moe"
 LLAMA, MISTRAL, QWEN2, QWEN3 = "llama", "mistral", "qwen2", "qwen3"
-MIXTRAL, QWEN3_MOE = "mixtral", "qwen3_moe"
+MIXTRAL, QWEN3_MOE, GPT_OSS = "mixtral", "qwen3_moe", "gpt_oss"
+GEMMA3, OLMO2, OLMO3, SMOLLM3 = "gemma3_text", "olmo2", "olmo3", "smollm3"
 ALIASES = {"kimi_k2": V3}  # the same model under another name
 
 
@@ -14,10 +17,17 @@ class Family:
     """A class of transformers. Settings that all families have are those of hf/model_config.py."""
 
     hf_class: str
-    names: dict[str, str]  # our name in a layer -> Hugging Face's; {} is the number of an expert
+    # Our name in a layer -> Hugging Face's. {} is the number of an expert. A slice follows a tensor
+    # of all experts: of its columns, which are ours. No tensor is transposed then.
+    names: dict[str, str]
     settings: dict[str, str]  # our name in [model] -> the name in config.json
     fixed: dict[str, Any]  # settings of [model] that all models of the class have
     defaults: dict[str, Any] = field(default_factory=dict)  # of absent settings of config.json
+
+    @property
+    def patterned(self) -> bool:
+        """Whether config.json says which layers have a window."""
+        return self.fixed["layer_types"] is None
 
 
 # --- names of weights -----------------------------------------------------------------------------
@@ -60,6 +70,25 @@ NORMS = {
     "attention.query_norm": "self_attn.q_norm.weight",
     "attention.key_norm": "self_attn.k_norm.weight",
 }
+NORMS_ALL_HEADS = NORMS | {"attention.key_value.norm": "self_attn.k_norm.weight"}
+NORMS_AFTER = {
+    "attention.norm_after": "post_attention_layernorm.weight",
+    "mlp.norm_after": "post_feedforward_layernorm.weight",
+}
+NORMS_OF_BOTH = NORMS | NORMS_AFTER | {"mlp.norm": "pre_feedforward_layernorm.weight"}
+OSS = BIASES | {
+    "attention.out_bias": "self_attn.o_proj.bias",
+    "attention.sinks": "self_attn.sinks",
+    "moe.norm": "post_attention_layernorm.weight",
+    "moe.router": "mlp.router.weight",
+    "moe.router_bias": "mlp.router.bias",
+    "moe.experts.gate": "mlp.experts.gate_up_proj[0::2]",
+    "moe.experts.up": "mlp.experts.gate_up_proj[1::2]",
+    "moe.experts.down": "mlp.experts.down_proj[::1]",
+    "moe.experts.gate_bias": "mlp.experts.gate_up_proj_bias[0::2]",
+    "moe.experts.up_bias": "mlp.experts.gate_up_proj_bias[1::2]",
+    "moe.output_bias": "mlp.experts.down_proj_bias[::1]",
+}
 DEEPSEEK_V2 = DENSE | LATENT | MOE | projections("moe.shared", "mlp.shared_experts")
 DEEPSEEK_V3 = DEEPSEEK_V2 | {"moe.bias": "mlp.gate.e_score_correction_bias"}
 MIXTRAL_MOE = {
@@ -78,8 +107,21 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-# What a class with grouped-query attention computes if its family does not say otherwise.
-GROUPED_FIXED = {"attention": "gqa", "attention_bias": False, "qk_norm": False, "sliding_window": 0}
+# What a class computes if its family does not say otherwise.
+USUAL = {
+    name: getattr(Model(), name)
+    for name in (
+        *("layer_types", "no_rope_layer_interval", "rope_local_base_freq", "qk_norm_all_heads"),
+        *("attention_out_bias", "attention_sinks", "query_pre_attn_scalar", "norms", "hidden_act"),
+        *("embedding_multiplier", "swiglu_limit", "experts_bias"),
+    )
+}
+GROUPED_FIXED = USUAL | {
+    "attention": "gqa",
+    "attention_bias": False,
+    "qk_norm": False,
+    "sliding_window": 0,
+}
 GROUPED_FIXED_EXPERTS = {
     "first_k_dense_replace": 0,
     "decoder_sparse_step": 1,
@@ -93,7 +135,7 @@ GROUPED_FIXED_EXPERTS = {
 # Settings of which a model without experts makes no use.
 OF_EXPERTS = GROUPED_FIXED_EXPERTS.keys() | {
     *("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "topk_group"),
-    "topk_method",
+    *("topk_method", "experts_bias"),
 }
 WINDOW = same("sliding_window")
 MIXTRAL_SETTINGS = WINDOW | {
@@ -116,7 +158,7 @@ OWN_SETTINGS = LATENT_SETTINGS | same(
 )
 # Not sliding_window, for which transformers would choose another cache.
 OWN_SETTINGS["sliding_window"] = "attention_window"
-LATENT_FIXED = {
+LATENT_FIXED = USUAL | {
     "attention": "mla",
     "sliding_window": 0,
     "latent_rms_norm_eps": 1e-6,
@@ -143,6 +185,14 @@ def grouped(
     return Family(hf_class, DENSE | GROUPED | names, settings, fixed, defaults or {})
 
 
+OF_OLMO = {"norms": "after", "qk_norm": True, "qk_norm_all_heads": True}
+OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 5e5}
+OLMO3_DEFAULTS = OLMO_DEFAULTS | {
+    "sliding_window": 4096,
+    "layer_types": (SLIDING_ATTENTION,) * 3 + (FULL_ATTENTION,),
+    "rope_local_base_freq": 0.0,  # that of the other layers
+}
+# A setting that is None depends on the size of the model: hf/model_config.py.
 FAMILIES = {
     LLAMA: grouped("LlamaForCausalLM", {}),
     MISTRAL: grouped("MistralForCausalLM", {}, WINDOW, defaults={"sliding_window": 4096}),
@@ -160,6 +210,40 @@ FAMILIES = {
         QWEN3_MOE_SETTINGS,
         {"qk_norm": True},
         {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    GPT_OSS: grouped(
+        "GptOssForCausalLM",
+        OSS,
+        MIXTRAL_SETTINGS | same("swiglu_limit"),
+        dict.fromkeys(("attention_bias", "attention_out_bias", "attention_sinks"), True)
+        | {"experts_bias": True, "layer_types": None},
+        {"sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True}
+        | {"head_dim": 64, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION)}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0},
+    ),
+    GEMMA3: grouped(
+        "Gemma3ForCausalLM",
+        NORMS_OF_BOTH,
+        WINDOW | same("query_pre_attn_scalar", "rope_local_base_freq"),
+        {"norms": "both", "qk_norm": True, "hidden_act": "gelu_pytorch_tanh"}
+        | {"layer_types": None, "embedding_multiplier": None},
+        {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4}
+        | {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+        | {"layer_types": (SLIDING_ATTENTION,) * 5 + (FULL_ATTENTION,), "rope_theta": 1e6},
+    ),
+    OLMO2: grouped("Olmo2ForCausalLM", NORMS_ALL_HEADS | NORMS_AFTER, {}, OF_OLMO, OLMO_DEFAULTS),
+    OLMO3: grouped(
+        "Olmo3ForCausalLM",
+        NORMS_ALL_HEADS | NORMS_AFTER,
+        WINDOW | same("rope_local_base_freq"),
+        OF_OLMO | {"layer_types": None},
+        OLMO3_DEFAULTS,
+    ),
+    SMOLLM3: grouped(
+        "SmolLM3ForCausalLM",
+        {},
+        same("no_rope_layer_interval"),
+        defaults={"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     V2: Family(
         "DeepseekV2ForCausalLM",
@@ -179,8 +263,8 @@ FAMILIES = {
         "LatentMoeForCausalLM",
         DEEPSEEK_V3 | GROUPED | BIASES | NORMS,
         OWN_SETTINGS,
-        {},
+        USUAL,
         LATENT_DEFAULTS | SIGMOID | OWN_DEFAULTS,
     ),
 }
-GROUPED_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+GROUPED_FAMILIES = FAMILIES.keys() - {V2, V3, OWN}

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,32 @@ from utils import ConfigError
 PREFIX = "model."  # of all weights but the output matrix
 ADAPTER = "adapter_config.json"
 SCALE = "_scale_inv"  # suffix of the scales of a float8 tensor
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the parts of a tensor in MXFP4
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # by the low three bits of a code
+
+
+class Packed(NamedTuple):
+    """A tensor of all experts in MXFP4 (Open Compute Project, Microscaling formats 1.0).
+
+    32 neighbours of an output's inputs share an exponent, and two of them a byte.
+    """
+
+    blocks: Tensor  # [experts, outputs, inputs / 32, 16]
+    scales: Tensor  # [experts, outputs, inputs / 32], above 127
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks, _ = self.blocks.shape
+        return experts, blocks * 32, outputs
+
+    def read(self) -> np.ndarray:
+        codes = self.blocks.read()
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], 32)
+        values = FP4[codes & 7] * np.where(codes & 8, np.float32(-1), np.float32(1))
+        exponents = self.scales.read().astype(np.int32)[..., None] - 127
+        return np.ldexp(values, exponents).reshape(*codes.shape[:2], -1).swapaxes(1, 2)
 
 
 def read_config(folder: Path) -> tuple[HfModel, dict[str, Any]]:
@@ -42,6 +68,18 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any(name.startswith(PREFIX) for name in tensors):
         return tensors
     return {n if n.startswith("lm_head.") else f"{PREFIX}{n}": t for n, t in tensors.items()}
+
+
+def with_packed(tensors: dict[str, Tensor]) -> dict[str, Tensor | Packed]:
+    """Return the tensors, of which two that are the parts of one in MXFP4 are this one."""
+    found: dict[str, Tensor | Packed] = {}
+    for name, tensor in tensors.items():
+        other = tensors.get(name.removesuffix(BLOCKS) + SCALES) if name.endswith(BLOCKS) else None
+        if other:
+            found[name.removesuffix(BLOCKS)] = Packed(tensor, other)
+        elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
+            found[name] = tensor
+    return found
 
 
 def with_ties(hf_model: HfModel, tensors: Mapping[str, Tensor]) -> HfModel:

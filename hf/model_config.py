@@ -1,6 +1,7 @@
 """Conversion between Hugging Face's config.json and [model], which share most names."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,19 +10,24 @@ import utils
 from hf.families import (
     ALIASES,
     FAMILIES,
+    GEMMA3,
+    GPT_OSS,
     GROUPED_FAMILIES,
     LLAMA,
     MISTRAL,
     MIXTRAL,
     OF_EXPERTS,
+    OLMO2,
+    OLMO3,
     OWN,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    SMOLLM3,
     V2,
     V3,
 )
-from utils import Config, ConfigError
+from utils import FULL_ATTENTION, SLIDING_ATTENTION, Config, ConfigError
 
 Ids = int | list[int]  # one token or several
 
@@ -38,8 +44,9 @@ NO_WEIGHT = (
     *("attention_dropout", "router_aux_loss_coef"),
 )
 SCALING = {  # settings of rope_scaling beside its factor and original length, by type
-    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
+    "linear": (),
 }
 TOPK_METHODS = {
     V2: ("greedy", "group_limited_greedy"),
@@ -54,6 +61,11 @@ TOPK_METHODS = {
 def kind_of(m: utils.Model) -> str:
     """Return the model type of transformers whose class computes this model, if one does."""
     if m.attention == "gqa":
+        if m.norms != "before":
+            windows = m.layer_types or m.sliding_window
+            return GEMMA3 if m.norms == "both" else OLMO3 if windows else OLMO2
+        if m.attention_sinks or m.no_rope_layer_interval:
+            return GPT_OSS if m.attention_sinks else SMOLLM3
         if m.moe_layers:
             return QWEN3_MOE if m.qk_norm else MIXTRAL
         if m.attention_bias:
@@ -62,21 +74,28 @@ def kind_of(m: utils.Model) -> str:
     return V2 if m.moe_layers and m.scoring_func == "softmax" else V3
 
 
-def unsupported(m: utils.Model) -> list[str]:
-    """Return the settings of a model that the classes of transformers cannot represent."""
-    kind, moe, latent = kind_of(m), m.moe_layers, m.attention == "mla"
-    fixed = _fixed(kind, bool(moe))
-    if not m.latent_rms_norm_eps and latent:  # the norms of latents have the common epsilon
+def unsupported(m: utils.Model, kind: str) -> list[str]:
+    """Return the settings of a model that the class of a family cannot represent."""
+    moe, latent = m.moe_layers, m.attention == "mla"
+    fixed = _fixed(kind, bool(moe), m.hidden_size)
+    if (
+        not m.latent_rms_norm_eps and latent and kind != OWN
+    ):  # the norms of latents have the common epsilon
         fixed["rms_norm_eps"] = fixed.pop("latent_rms_norm_eps")
     scaling = m.rope_scaling.rope_type if m.rope_scaling.factor > 1 else None
     is_unsupported = {name: getattr(m, name) != value for name, value in fixed.items()} | {
-        "rope_scaling.rope_type": latent and scaling == "llama3",
+        "rope_scaling.rope_type": scaling == "linear"
+        if kind == OWN
+        else latent and scaling not in (None, "yarn"),
         "rope_scaling.mscale_all_dim": not latent
+        and kind != OWN
         and scaling == "yarn"
         and m.rope_scaling.mscale_all_dim,
-        "hidden_size": kind in (LLAMA, V2) and m.hidden_size % m.num_attention_heads,
+        "hidden_size": kind in (LLAMA, GEMMA3, V2) and m.hidden_size % m.num_attention_heads,
+        "n_routed_experts": kind == GPT_OSS and not moe,
+        "rope_scaling.truncate": kind == OWN and not m.rope_scaling.truncate,
     }
-    if latent and moe:
+    if latent and moe and kind != OWN:
         is_unsupported |= {
             "decoder_sparse_step": m.dense_layers and m.blocks > 1,  # dense between experts
             "n_routed_experts": m.n_routed_experts < 2,
@@ -85,20 +104,23 @@ def unsupported(m: utils.Model) -> list[str]:
             "qk_nope_head_dim": kind == V2 and m.qk_nope_head_dim % 2,
             "kv_lora_rank": kind == V2 and m.kv_lora_rank % 2,
         }
-    return [f"model.{name} {utils.get(m, name)}" for name, is_so in is_unsupported.items() if is_so]
+    found = {name: utils.get(m, name) for name, is_so in is_unsupported.items() if is_so}
+    return [
+        f"model.{name} {' '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in found.items()
+    ]
 
 
-def patterns(m: utils.Model) -> list[str]:
-    """Return settings of layers that no export has."""
-    found = [f"model.layer_types {' '.join(m.layer_types)}"] * bool(m.layer_types)
-    interval = m.no_rope_layer_interval
-    return found + [f"model.no_rope_layer_interval {interval}"] * bool(interval)
-
-
-def _fixed(kind: str, has_experts: bool) -> dict[str, Any]:
+def _fixed(kind: str, has_experts: bool, hidden_size: int) -> dict[str, Any]:
     """Return the settings of [model] that all models of a family have."""
     fixed = FAMILIES[kind].fixed
-    return {n: value for n, value in fixed.items() if has_experts or n not in OF_EXPERTS}
+    if "embedding_multiplier" in fixed and kind == GEMMA3:
+        fixed = fixed | {"embedding_multiplier": hidden_size**0.5}
+    return {
+        name: value
+        for name, value in fixed.items()
+        if value is not None and (has_experts or name not in OF_EXPERTS)
+    }
 
 
 def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, Any]:
@@ -112,8 +134,8 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
         "architectures": [FAMILIES[kind].hf_class],
         "model_type": kind,
         "max_position_embeddings": length,
-        "hidden_act": "silu",
-        "attention_bias": False,
+        "hidden_act": m.hidden_act,
+        "attention_bias": kind == GPT_OSS,
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
         "bos_token_id": None,
@@ -128,7 +150,29 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
     if scaling:
         # Without the second the first has no effect, and these classes have no factor on scores.
         scaling = {name: v for name, v in scaling.items() if not name.startswith("mscale")}
-    return table | {"rope_scaling": scaling, "sliding_window": m.sliding_window or None}
+    table |= {"rope_scaling": scaling, "sliding_window": m.sliding_window or None}
+    return table | _layers_to_hf(m, kind, scaling)
+
+
+def _layers_to_hf(m: utils.Model, kind: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a family whose layers differ."""
+    table: dict[str, Any] = {}
+    numbers = range(m.num_hidden_layers)
+    if kind == SMOLLM3:
+        table["no_rope_layers"] = [int((i + 1) % m.no_rope_layer_interval > 0) for i in numbers]
+    if FAMILIES[kind].patterned:
+        types = m.layer_types or (SLIDING_ATTENTION if m.sliding_window else FULL_ATTENTION,)
+        table["layer_types"] = [types[i % len(types)] for i in numbers]
+    if kind in (GEMMA3, OLMO3):
+        rope = {"rope_type": "default", "rope_theta": m.rope_theta} | (scaling or {})
+        local = {"rope_type": "default", "rope_theta": m.rope_local_base_freq}
+        local = local if m.rope_local_base_freq else rope
+        table["rope_parameters"] = {FULL_ATTENTION: rope, SLIDING_ATTENTION: local}
+    if kind == GEMMA3:
+        scalar = m.query_pre_attn_scalar or m.head_dim
+        table["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+        table["hidden_activation"] = m.hidden_act
+    return table
 
 
 def _latent_to_hf(m: utils.Model, kind: str, yarn: dict[str, Any] | None) -> dict[str, Any]:
@@ -202,6 +246,7 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
     values |= {"decoder_sparse_step": 1, "n_routed_experts": 0, "router_bias_update_speed": 0.0}
     table, has_experts = _completed(table, kind)
     _check(table, kind, has_experts, path)
+    table |= _layers(table, kind, has_experts, path)
     if table.get("topk_method") == "greedy":  # among all experts
         table |= {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"}
     for ours, theirs in FAMILIES[kind].settings.items():
@@ -211,7 +256,9 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
         values |= {"capacity_factor": 0.0, "eval_capacity_factor": 0.0}
     if kind == OWN and values["attention"] == "gqa":
         values["num_key_value_heads"] = table["num_key_value_heads"]
-    values |= _fixed(kind, has_experts) | _rope(table, path)
+    values |= _fixed(kind, has_experts, table["hidden_size"]) | _rope(table, path)
+    if kind in GROUPED_FAMILIES:
+        values |= {n: table[n] for n in ("first_k_dense_replace", "layer_types") if n in table}
     quantized = table.get("quantization_config") or {}
     return HfModel(
         _section(utils.Model, values),
@@ -234,28 +281,69 @@ def _completed(table: dict[str, Any], kind: str) -> tuple[dict[str, Any], bool]:
     table["head_dim"] = table.get("head_dim") or table["hidden_size"] // heads
     # transformers 5 saves Qwen's under Mixtral's name.
     table.setdefault("num_experts", table.get("num_local_experts"))
-    return table, kind in (MIXTRAL, QWEN3_MOE)
+    return table, kind in (MIXTRAL, QWEN3_MOE, GPT_OSS)
+
+
+def _layers(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -> dict[str, Any]:
+    """Return the settings of layers that differ: the first ones are those before the blocks."""
+    count, types = table["num_hidden_layers"], table.get("layer_types")
+    if kind == SMOLLM3:
+        interval = table["no_rope_layer_interval"]
+        if rotated := table.get("no_rope_layers"):
+            interval = rotated.index(0) + 1 if 0 in rotated else 0
+            if rotated[:count] != [
+                int(not interval or i % interval > 0) for i in range(1, count + 1)
+            ]:
+                raise _unsupported(table, "no_rope_layers", path)
+        first = count % interval if interval else 0
+        return {
+            "no_rope_layer_interval": interval,
+            "first_k_dense_replace": first,
+            "layer_types": (),
+        }
+    if not FAMILIES[kind].patterned:
+        return {"layer_types": ()}
+    if step := table.get("sliding_window_pattern"):  # of Gemma, before there were layer_types
+        types = (*[SLIDING_ATTENTION] * (step - 1), FULL_ATTENTION)
+    types = [types[i % len(types)] for i in range(count)]
+    if set(types) == {FULL_ATTENTION}:
+        return {"layer_types": (), "sliding_window": 0}
+    period = next(n for n in range(1, count + 1) if types == [types[i % n] for i in range(count)])
+    first = count % period
+    if first and (has_experts or len(set(types[:first])) > 1):
+        period, first = count, 0  # one block of all layers
+    types = types[:period] if period > 1 else []
+    return {"layer_types": tuple(types), "first_k_dense_replace": first}
 
 
 def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -> None:
     """Raises ConfigError for settings that this project does not implement."""
     fixed, layers = FAMILIES[kind].fixed, table["num_hidden_layers"]
+    patterned, act = FAMILIES[kind].patterned, fixed["hidden_act"]
     grouped, qwen = kind in GROUPED_FAMILIES, kind in (QWEN2, QWEN3, QWEN3_MOE)
     quantized = table.get("quantization_config") or {}
     scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
     types = set(table.get("layer_types") or ())
     is_unsupported = {
-        "hidden_act": table.get("hidden_act", "silu") != "silu",
+        "hidden_act": kind != GEMMA3 and table.get("hidden_act", "silu") != act,
+        "hidden_activation": kind == GEMMA3 and table["hidden_activation"] != act,
+        "attn_logit_softcapping": table.get("attn_logit_softcapping"),
+        "final_logit_softcapping": table.get("final_logit_softcapping"),
+        "use_bidirectional_attention": table.get("use_bidirectional_attention"),
+        "swiglu_alpha": table.get("swiglu_alpha", 1.702) != 1.702,
         "mlp_bias": table.get("mlp_bias"),
         "is_causal": table.get("is_causal") is False,
-        "quantization_config": quantized and quantized.get("quant_method") != "fp8",
-        "attention_bias": kind not in (QWEN2, OWN) and table.get("attention_bias"),
+        "quantization_config": quantized
+        and quantized.get("quant_method") != ("mxfp4" if kind == GPT_OSS else "fp8"),
+        "attention_bias": kind not in (QWEN2, OWN)
+        and bool(table.get("attention_bias")) != (kind == GPT_OSS),
         # Experts or a window in some layers only.
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
         "mlp_only_layers": table.get("mlp_only_layers"),
         "decoder_sparse_step": kind == QWEN3_MOE and layers % table["decoder_sparse_step"],
-        "use_sliding_window": qwen and table.get("use_sliding_window"),
-        "layer_types": len(types) > 1
+        "use_sliding_window": (qwen or kind == SMOLLM3) and table.get("use_sliding_window"),
+        "layer_types": (not patterned and len(types) > 1)
+        or types - {FULL_ATTENTION, SLIDING_ATTENTION}
         or (qwen and types - {"full_attention"})
         or (kind in (MISTRAL, MIXTRAL) and types - {"sliding_attention"}),
         "rope_scaling": grouped and (scaling.get("mscale") or scaling.get("mscale_all_dim")),
@@ -269,10 +357,14 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
         is_unsupported["topk_method"] = table["topk_method"] not in TOPK_METHODS[kind]
     for name, is_so in is_unsupported.items():
         if is_so:
-            raise ConfigError(
-                f"{path} has {name} {table.get(name)!r}, which is not supported with model_type "
-                f"{table['model_type']}."
-            )
+            raise _unsupported(table, name, path)
+
+
+def _unsupported(table: Mapping[str, Any], name: str, path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} has {name} {table.get(name)!r}, which is not supported with model_type "
+        f"{table['model_type']}."
+    )
 
 
 def _section(cls: type, values: Mapping[str, Any]) -> Any:
@@ -293,15 +385,24 @@ def _rope(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return rope_theta and rope_scaling."""
     names = ("rope_scaling", "rope_parameters", "yarn")  # transformers prefers the first
     scaling = next((table[name] for name in names if table.get(name)), {})
-    values = {"rope_theta": scaling.get("rope_theta") or table["rope_theta"]}
+    values, local = {}, {}
+    if FULL_ATTENTION in scaling:  # by layer
+        scaling, local = scaling[FULL_ATTENTION], scaling.get(SLIDING_ATTENTION) or {}
+        if local.get("rope_type", "default") != "default" and local != scaling:
+            raise _unsupported(table, "rope_parameters", path)
+    values["rope_theta"] = scaling.get("rope_theta") or table["rope_theta"]
+    if "rope_local_base_freq" in table:
+        theta = local.get("rope_theta") or table["rope_local_base_freq"] or values["rope_theta"]
+        values["rope_local_base_freq"] = 0.0 if local and local == scaling else theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return values
-    plain_yarn = not scaling.get("attention_factor") and scaling.get("truncate", True)
-    if kind != "llama3" and not (kind == "yarn" and plain_yarn):
+    factor = scaling.get("attention_factor")
+    usual = 0.1 * math.log(scaling.get("factor") or 1) + 1  # what transformers computes without it
+    if kind not in SCALING or (kind == "yarn" and factor and not math.isclose(factor, usual)):
         raise ConfigError(
             f"{path} has an unsupported rotary embedding: {scaling}. Supported are the default, "
-            "llama3, and yarn without attention_factor and with truncate."
+            "linear, llama3, and yarn without an attention_factor of its own."
         )
     known = {"mscale": 0.0, "mscale_all_dim": 0.0} if kind == "yarn" else {}
     known |= {name: value for name, value in scaling.items() if value is not None}

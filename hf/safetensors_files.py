@@ -25,6 +25,7 @@ TYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
 }
 
 
@@ -44,7 +45,12 @@ class Tensor(NamedTuple):
         count = math.prod(self.shape)
         return np.fromfile(self.file, self.dtype, count, offset=self.start).reshape(self.shape)
 
-    def write(self, array: np.ndarray) -> None:
+    def write(self, array: np.ndarray, columns: slice | None = None) -> None:
+        """Write all values, or those of some columns."""
+        if columns:
+            whole = np.memmap(self.file, self.dtype, "r+", self.start, self.shape)
+            whole[..., columns] = array
+            return whole.flush()
         assert array.shape == self.shape and array.dtype == self.dtype
         with self.file.open("r+b") as file:
             file.seek(self.start)

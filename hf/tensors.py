@@ -17,7 +17,7 @@ import numpy as np
 
 import model
 import utils
-from hf.families import FAMILIES, V2, V3
+from hf.families import FAMILIES, GEMMA3, V2, V3
 from utils import Config
 
 OUTSIDE_LAYERS = {
@@ -38,6 +38,8 @@ class WeightMapping(NamedTuple):
     input_dims: int = 0  # contracted dimensions of a matrix; 0: the same values in both
     rotary: int = 0  # R, if the last R columns are rotary
     rows: int = 0  # V, if the rows are padded
+    offset: float = 0.0  # what the tensor lacks
+    columns: slice | None = None  # of a tensor of all experts that are these values
 
     @property
     def size(self) -> int:
@@ -50,22 +52,28 @@ class WeightMapping(NamedTuple):
     @property
     def hf_shape(self) -> tuple[int, ...]:
         shape, n = self.unstacked_shape, self.input_dims
+        if self.columns:
+            return *shape[:-1], shape[-1] * self.columns.step
         if n:
             return math.prod(shape[n:]), math.prod(shape[:n])
         return (self.rows, *shape[1:]) if self.rows else (math.prod(shape),)
 
     def to_hf(self, w: np.ndarray) -> np.ndarray:
-        """Convert one array of the stack to the tensor."""
+        """Convert one array of the stack to the tensor, or to these columns of it."""
+        if self.columns:
+            return w
         if self.rotary:
             w = w[..., self._columns()]
         if self.input_dims:
             return w.reshape(math.prod(w.shape[: self.input_dims]), -1).T
-        return w[: self.rows] if self.rows else w.reshape(-1)
+        return w[: self.rows] if self.rows else w.reshape(-1) - self.offset
 
     def from_hf(self, w: np.ndarray) -> np.ndarray:
         """Convert a tensor to one array of the stack; padding rows are zeros."""
+        if self.columns:
+            return w[..., self.columns]
         if not self.rows:
-            w = (w.T if self.input_dims else w).reshape(self.unstacked_shape)
+            w = (w.T if self.input_dims else w).reshape(self.unstacked_shape) + self.offset
         if self.rotary:
             w = w[..., np.argsort(self._columns())]
         padding = self.unstacked_shape[0] - self.rows
@@ -100,7 +108,8 @@ def tensor_shapes(
     out = []
     for mapping in mappings:
         own_dtype = np.dtype(np.float32) if mapping.name.endswith("moe.bias") else dtype
-        out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
+        if not (mapping.columns and mapping.columns.start):  # the first part names the tensor
+            out += [(name, own_dtype, mapping.hf_shape) for name in mapping.tensor_names.values()]
         if mapping.name == "first.embedding" and m.tie_word_embeddings and kind in (V2, V3):
             out.append((OUTSIDE_LAYERS["last.output"], dtype, mapping.hf_shape))
     if kind in (V2, V3) and m.moe_layers and not m.n_shared_experts:
@@ -123,24 +132,36 @@ def _mapping(
 ) -> WeightMapping:
     if name in OUTSIDE_LAYERS:
         rows = 0 if name == "last.norm" else m.vocab_size
-        return WeightMapping(name, shape, 0, {(): OUTSIDE_LAYERS[name]}, rows=rows)
+        offset = _offset(name, kind)
+        return WeightMapping(name, shape, 0, {(): OUTSIDE_LAYERS[name]}, rows=rows, offset=offset)
     where, part, in_layer = name.split(".", 2)
     [run] = [run for run in (*m.prefix, *m.runs) if run.name == part]
     if where == "blocks":
         shape = (m.blocks, *shape[3:])  # [virtual, stage, block, ...] in the model
-    stack_dims = (where == "blocks") + run.stacked + in_layer.startswith("moe.experts.")
-    is_matrix = len(shape) - stack_dims > 1 and not in_layer.endswith("_bias")
+    pattern, _, columns = FAMILIES[kind].names.get(in_layer, "").partition("[")
+    per_expert = in_layer.startswith("moe.experts.") and not columns
+    stack_dims = (where == "blocks") + run.stacked + per_expert
+    is_matrix = len(shape) - stack_dims > 1 and not in_layer.endswith(("_bias", "norm"))
     is_rotary = interleaved and in_layer in ("attention.query.up", "attention.kv_down")
-    pattern = FAMILIES[kind].names.get(in_layer)
     if in_layer == "attention.query.up" and not m.q_lora_rank:
         pattern = "self_attn.q_proj.weight"
     tensor_names = {}
     if pattern:
         for index in itertools.product(*map(range, shape[:stack_dims])):
-            layer = index[-1 - in_layer.startswith("moe.experts.")] if run.stacked else 0
+            layer = index[-1 - per_expert] if run.stacked else 0
             if where == "blocks":
                 layer += m.first_k_dense_replace + index[0] * m.period + run.first
-            tensor_names[index] = f"model.layers.{layer}.{pattern.format(index[-1])}"
+            tensor_names[index] = f"model.layers.{layer}.{pattern.format(*index[-1:])}"
+    if columns:
+        begin, _, step = columns.removesuffix("]").split(":")
+        columns = slice(int(begin or 0), None, int(step))
+        return WeightMapping(name, shape, stack_dims, tensor_names, columns=columns)
     input_dims = is_matrix * (2 if in_layer == "attention.out" else 1)
     rotary = is_rotary * m.qk_rope_head_dim
-    return WeightMapping(name, shape, stack_dims, tensor_names, input_dims, rotary)
+    offset = _offset(name, kind)
+    return WeightMapping(name, shape, stack_dims, tensor_names, input_dims, rotary, offset=offset)
+
+
+def _offset(name: str, kind: str) -> float:
+    """Return 1 for the scale of a norm of Gemma, which stores what it differs from 1 by."""
+    return float(kind == GEMMA3 and "norm" in name.rpartition(".")[2])

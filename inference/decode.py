@@ -2,7 +2,8 @@
 
 The layers are those of model.py. `ForwardOptions` replaces attention, by attention over a cache,
 and the experts, by a loop over those that tokens choose. What is cached is the attention's own
-choice (attention.py). New positions are one token per sequence, or a prompt.
+choice (attention.py). Layers with a window cache the last positions only, in a ring: position p is
+in slot p % S. New positions are one token per sequence, or a prompt.
 
 Differences from training: a tensor rank has all new positions, as one position cannot be divided;
 no token is dropped by an expert; weights are gathered over fsdp once, not per step.
@@ -37,6 +38,7 @@ from weights import Weight, matmul, rms_norm, vary, varying
 
 KEY_BLOCK = 256  # cached positions that attention processes at once
 Cache = tuple[jax.Array, ...]  # each [layers, B, S, heads, width]
+Caches = dict[int, Cache]  # by window, of the layers with it; 0 is full attention
 
 
 # --- weights and cache ----------------------------------------------------------------------------
@@ -107,22 +109,33 @@ def weight_converter(abstract: Transformer) -> Callable:
     return jax.jit(convert, out_shardings=structure.unflatten([a.sharding for a in leaves]))
 
 
+def layers_by_window(m: utils.Model) -> dict[int, list[int]]:
+    """Return the numbers of the layers with each window; 0 is full attention."""
+    windows = [run.window for run in (*m.prefix, *m.runs * m.blocks) for _ in range(run.layers)]
+    return {one: [i for i, w in enumerate(windows) if w == one] for one in sorted({*windows})}
+
+
 def abstract_cache(
     config: Config, mesh: Mesh, sequences: int, length: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the cache of texts of this length; S is a multiple of KEY_BLOCK."""
-    m, S = config.model, -(-length // KEY_BLOCK) * KEY_BLOCK
+) -> dict[int, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Return the caches of texts of this length.
 
-    def one(array: CacheArray) -> jax.ShapeDtypeStruct:
-        shape = (m.num_hidden_layers, sequences, S, array.heads, array.width)
+    S is the length, or a window that is shorter, rounded up to a multiple of KEY_BLOCK.
+    """
+    m = config.model
+
+    def one(array: CacheArray, window: int, layers: list[int]) -> jax.ShapeDtypeStruct:
+        S = -(-min(length, window or length) // KEY_BLOCK) * KEY_BLOCK
+        shape = (len(layers), sequences, S, array.heads, array.width)
         layout = NamedSharding(mesh, array.spec)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(m.compute_dtype), sharding=layout)
 
-    return tuple(map(one, kind_of(m).cache(m, config.mesh.tensor)))
+    arrays, groups = kind_of(m).cache(m, config.mesh.tensor), layers_by_window(m)
+    return {window: tuple(one(a, window, groups[window]) for a in arrays) for window in groups}
 
 
-def empty_cache(abstract: tuple[jax.ShapeDtypeStruct, ...]) -> Cache:
-    return tuple(jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract)
+def empty_cache(abstract: Any) -> Caches:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
 
 
 # --- attention over the cache ---------------------------------------------------------------------
@@ -131,7 +144,7 @@ def empty_cache(abstract: tuple[jax.ShapeDtypeStruct, ...]) -> Cache:
 class Past(NamedTuple):
     """Cached values of the earlier positions."""
 
-    cache: Cache  # of this rank
+    cache: Caches  # of this rank
     start_b: jax.Array  # cached positions of each sequence; the first new one has this number
 
 
@@ -147,14 +160,26 @@ def attend_to_cache(
     position_bT = positions(past, inputs_bTX.shape[1])
     q_bTnA, new = w.cached_heads(inputs_bTX, m, position_bT, run.rope)
     [*_, cached] = w.cache(m, lax.axis_size("tensor"))
-    y_bTnC = attend(
-        q_bTnA * w.scale(m, run.rope), new, past, layer, cached.values, run.window, w.sinks
-    )
+    if len(groups := layers_by_window(m)) > 1:  # from the number in the model to that in the cache
+        layer = (jnp.array(groups[run.window], jnp.int32) < layer).sum(dtype=jnp.int32)
+    q_bTnA *= w.scale(m, run.rope)
+    y_bTnC = attend(q_bTnA, new, past, layer, cached.values, run.window, w.sinks)
     return w.values(y_bTnC, m), new
 
 
 def positions(past: Past, T: int) -> jax.Array:
     return past.start_b[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+
+
+def slots(past: Past, count_b: jax.Array, window: int, T: int) -> jax.Array:
+    """Return where the cache gets each of T new positions [b, T]; S, outside of it, for none."""
+    position_bT = positions(past, T)
+    if not window:
+        return position_bT
+    S = past.cache[window][0].shape[2]
+    # The number of tokens from each one to the last valid one; not positive for padding.
+    left_bT = past.start_b[:, None] + jnp.minimum(count_b, T)[:, None] - position_bT
+    return jnp.where((left_bT > 0) & (left_bT <= S), position_bT % S, S)
 
 
 class Softmax(NamedTuple):
@@ -188,12 +213,14 @@ def attend(
 ) -> jax.Array:
     """Return softmax(q keys^T) values, [b, T, n, C], over new and cached positions.
 
-    Reads the cache in blocks up to the longest text; time does not depend on the cache's size.
+    Reads the cache in blocks up to the longest text, or a ring once; time does not depend on the
+    cache's size.
 
     window  positions that a query attends to, with its own; 0 for all earlier ones.
     """
     b, T, n, A = q_bTnA.shape
-    y = new[0].shape[2]
+    y, cache = new[0].shape[2], past.cache[window]
+    S = cache[0].shape[2]
     q_bTygA = q_bTnA.reshape(b, T, y, n // y, A)
     position_bT1 = positions(past, T)[:, :, None]
 
@@ -204,11 +231,15 @@ def attend(
         begin = i * KEY_BLOCK
         cached = tuple(
             lax.dynamic_slice(a, (layer, 0, begin, 0, 0), (1, b, KEY_BLOCK, *a.shape[3:]))[0]
-            for a in past.cache
+            for a in cache
         )
-        key_11s = begin + jnp.arange(KEY_BLOCK, dtype=jnp.int32)[None, None, :]
-        visible_bTs = (key_11s < past.start_b[:, None, None]) & near(key_11s)
-        return softmax.update(q_bTygA, cached, visible_bTs)
+        key_b1s = begin + jnp.arange(KEY_BLOCK, dtype=jnp.int32)[None, None, :]
+        if not window:
+            return softmax.update(q_bTygA, cached, key_b1s < past.start_b[:, None, None])
+        # A slot of a ring has the last of its positions before the new ones; negative if none.
+        last_b11 = past.start_b[:, None, None] - 1
+        key_b1s = last_b11 - (last_b11 - key_b1s) % S
+        return softmax.update(q_bTygA, cached, (key_b1s >= 0) & near(key_b1s))
 
     zero = jnp.zeros(q_bTygA.shape[:-1], jnp.float32)
     empty = zero + MASKED, zero
@@ -218,9 +249,8 @@ def attend(
     causal = jnp.tril(jnp.ones((T, T), bool))[None] & near(position_bT1.swapaxes(1, 2))
     softmax = vary(start.update(q_bTygA, new, causal), varying((q_bTnA, past.cache)))
     blocks = -(-past.start_b.max() // KEY_BLOCK)
-    # The window of the shortest text begins first.
-    first = jnp.maximum(past.start_b.min() - window + 1, 0) // KEY_BLOCK if window else 0
-    softmax = lax.fori_loop(first, blocks, block, softmax)
+    blocks = jnp.minimum(blocks, S // KEY_BLOCK) if window else blocks
+    softmax = lax.fori_loop(0, blocks, block, softmax)
     y_bTygC = softmax.y_bTygC / softmax.sum_bTyg[..., None]
     return y_bTygC.astype(q_bTnA.dtype).reshape(b, T, n, C)
 
@@ -318,15 +348,21 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
     """Return a function that appends tokens to the cache and computes the logits after them.
 
     Arguments: weights of `weight_converter`, the cache, tokens [B, T], the first position of each
-    row [B], and the columns of `tokens` after which logits are computed [B, P]. Results:
-    logits [B, P, V] in float32, -inf for padding rows of the vocabulary, and the cache. A row
-    shorter than T is padded; later tokens overwrite the padding before it is visible.
+    row [B], how many of its tokens are not padding [B], and the columns of `tokens` after which
+    logits are computed [B, P]. Results: logits [B, P, V] in float32, -inf for padding rows of the
+    vocabulary, and the cache. Later tokens overwrite padding before it is visible; a ring, where
+    it would overwrite what is visible, gets none.
     """
-    m = config.model
+    m, groups = config.model, layers_by_window(config.model)
 
     def local(
-        w: Transformer, cache: Cache, tokens_bT: jax.Array, start_b: jax.Array, at_bP: jax.Array
-    ) -> tuple[jax.Array, Cache]:
+        w: Transformer,
+        cache: Caches,
+        tokens_bT: jax.Array,
+        start_b: jax.Array,
+        count_b: jax.Array,
+        at_bP: jax.Array,
+    ) -> tuple[jax.Array, Caches]:
         past = Past(cache, start_b)
         with jax.named_scope("embedding"):
             x_bTD = lax.psum(lookup(w.first.embedding, tokens_bT), VOCABULARY_AXES)
@@ -334,24 +370,26 @@ def extend(config: Config, declared: Transformer, mesh: Mesh) -> Callable[..., A
         y_bTD, new = apply_layers(w, x_bTD, past, m)
         # Once, after all layers: a loop that reads and writes the cache would copy it each time.
         rows = jnp.arange(len(tokens_bT), dtype=jnp.int32)[:, None]
-        columns = positions(past, tokens_bT.shape[1])
-        cache = tuple(
-            a.at[:, rows, columns].set(b, mode="drop") for a, b in zip(cache, new, strict=True)
-        )
+        updated = {}
+        for window, layers in groups.items():
+            columns = slots(past, count_b, window, tokens_bT.shape[1])
+            pairs = zip(cache[window], new, strict=True)
+            pairs = ((a, b[jnp.array(layers)] if len(groups) > 1 else b) for a, b in pairs)
+            updated[window] = tuple(a.at[:, rows, columns].set(b, mode="drop") for a, b in pairs)
         with jax.named_scope("loss"):
             y_bPD = jnp.take_along_axis(y_bTD, at_bP[:, :, None], axis=1)
             h_bPD = rms_norm(y_bPD, w.last.norm, m.rms_norm_eps)
             table = w.first.embedding if w.last.output is None else w.last.output
             logits_nv = local_logits(table, lax.collapse(h_bPD, 0, 2), m.vocab_size)
-        return logits_nv.reshape(*at_bP.shape, -1), cache
+        return logits_nv.reshape(*at_bP.shape, -1), updated
 
     arrays = kind_of(m).cache(m, config.mesh.tensor)
-    batch, cache = P(BATCH_AXES), tuple(array.spec for array in arrays)
+    batch, cache = P(BATCH_AXES), dict.fromkeys(groups, tuple(array.spec for array in arrays))
     specs = jax.tree.map(lambda a: a.sharding.spec, abstract_weights(config, declared, mesh))
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, cache, batch, batch, batch),
+        in_specs=(specs, cache, batch, batch, batch, batch),
         out_specs=(P(BATCH_AXES, None, VOCABULARY_AXES), cache),
         check_vma=True,
     )

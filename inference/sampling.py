@@ -100,13 +100,13 @@ class Generator:
             tokens_BT, start_B, count_B, key, number_B, token_B = arguments
             tokens_BT = tokens_BT.reshape(self.B, -1)
             last_B1 = jnp.clip(count_B - 1, 0, tokens_BT.shape[1] - 1)[:, None]
-            logits_B1V, cache = extend(w, cache, tokens_BT, start_B, last_B1)
+            logits_B1V, cache = extend(w, cache, tokens_BT, start_B, count_B, last_B1)
             new_B = sample_tokens(logits_B1V[:, 0], key, number_B, start_B + count_B, options)
             ends_B = (count_B > 0) & (count_B <= tokens_BT.shape[1])
             return jnp.where(ends_B, new_B, token_B), cache
 
         self.replicated = NamedSharding(mesh, P())
-        shardings = self.replicated, tuple(a.sharding for a in self.abstract_cache)
+        shardings = self.replicated, jax.tree.map(lambda a: a.sharding, self.abstract_cache)
         self._append = jax.jit(append, donate_argnums=1, out_shardings=shardings)
         self.programs: dict[int, Any] = {}  # compiled ones, by the tokens of each text
 
@@ -121,6 +121,7 @@ class Generator:
     def _run(self, w: Transformer, tokens: Any, start_B: Any, count_B: Any, token_B: Any) -> Any:
         """Append tokens, [B, T] or [B], and return the next token of each text."""
         program = self.programs.get(tokens.size // self.B, self._append)
+        self.written = max(self.written, int((start_B + count_B).max()))
         rows = tokens, start_B, count_B, self.key, self.number, token_B
         token_B, self.cache = program(w, self.cache, *rows)
         return token_B
@@ -130,12 +131,21 @@ class Generator:
         self.number = np.resize(np.asarray(numbers, np.int32), self.B)
         self.key = jax.random.key(seed)
         self.cache = decode.empty_cache(self.abstract_cache)
+        self.written = 0  # positions in the cache, with those before a rewind
         self.rewind(0)
 
-    def rewind(self, length: int) -> None:
-        """Keep this many positions of each text in the cache."""
+    def rewind(self, length: int) -> int:
+        """Keep this many positions of each text in the cache, and return how many.
+
+        None are kept if newer positions have overwritten some that a window would still show.
+        """
+        for window, (array, *_) in self.abstract_cache.items():
+            if window and self.written - array.shape[2] > max(0, length - window + 1):
+                length = 0
+        self.written = self.written if length else 0
         self.length = np.full(self.B, length, np.int32)  # positions in the cache
         self.last = np.full(self.B, ENDED, np.int32)  # sampled tokens that are not in the cache yet
+        return length
 
     def prefill(self, w: Transformer, texts: Sequence[Sequence[int]]) -> jax.Array:
         """Append at least one token to each text; return the tokens sampled after them, [B]."""

@@ -254,13 +254,14 @@ def decoded_logits(config, tree, tokens):
     length = (1 + 5 * np.arange(B) % first).astype(np.int32)
     prompt = tokens[:, :first] * (np.arange(first) < length[:, None])
     every = np.broadcast_to(np.arange(first, dtype=np.int32), (B, first))
-    logits, cache = extend(w, cache, prompt, np.zeros(B, np.int32), every)
+    logits, cache = extend(w, cache, prompt, np.zeros(B, np.int32), length, every)
     found = np.zeros((B, T, logits.shape[-1]), np.float32)
     found[:, :first] = logits  # those after a prompt are overwritten
+    one, zero = np.ones(B, np.int32), np.zeros((B, 1), np.int32)
     for _ in range(T - length.min()):
         at = np.minimum(length, T - 1)
         token = np.take_along_axis(tokens, at[:, None], axis=1)
-        logits, cache = extend(w, cache, token, at, np.zeros((B, 1), np.int32))
+        logits, cache = extend(w, cache, token, at, one, zero)
         found[np.arange(B), at] = np.asarray(logits)[:, 0]
         length = length + 1
     return found

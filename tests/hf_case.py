@@ -198,7 +198,7 @@ class Maker:
 
 # --- the same weights in a folder of transformers -------------------------------------------------
 
-TYPES = {"float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3"}
+TYPES = {"float32": "F32", "uint8": "U8", "float64": "F64", "float8_e4m3fn": "F8_E4M3"}
 
 
 def config_json(case):

@@ -58,8 +58,9 @@ def run_arrays(tree: dict) -> dict[str, np.ndarray]:
 def weights_of(m: utils.Model, seed: int = 0) -> dict:
     """Random weights; softmax scores have no bias, as in all classes of transformers."""
     tree = hf_case.weights(m, seed)
-    if m.moe_layers and m.scoring_func == "softmax":
-        tree["blocks"]["moe"]["moe"]["bias"][:] = 0
+    for run in m.runs:
+        if run.experts and m.scoring_func == "softmax":
+            tree["blocks"][run.name]["moe"]["bias"][:] = 0
     return tree
 
 

@@ -106,7 +106,8 @@ def test_collectives_of_the_planned_bytes_are_timed_beside_the_plan(monkeypatch)
 
 def test_both_trainers_have_a_model_of_transformers_and_need_its_package(monkeypatch):
     moe, llama = (peer.config_of_both(name).model for name in ("moe", "llama"))
-    assert not unsupported(moe) and not unsupported(llama) and kind_of(llama) == LLAMA
+    assert kind_of(llama) == LLAMA
+    assert not unsupported(moe, kind_of(moe)) and not unsupported(llama, LLAMA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install -r requirements-hf\.txt"):
         peer.main([])

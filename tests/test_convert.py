@@ -402,7 +402,7 @@ def test_settings_that_are_absent_or_have_no_effect_are_read_as_each_class_does(
         (DEEPSEEK, {"model_type": "deepseek_v2"}, "scoring_func 'sigmoid'"),
         (DEEPSEEK, V2 | {"norm_topk_prob": True}, "norm_topk_prob True"),
         (DEEPSEEK, V2 | {"n_group": 4, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embedding: .*linear"),
+        (DEEPSEEK, {"rope_scaling": {"type": "dynamic", "factor": 2}}, "embedding: .*dynamic"),
         (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rotary embedding: .*1.5"),
         (DEEPSEEK, {"rope_scaling": YARN | {"factor": None}}, "lacks factor"),
         (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
@@ -443,7 +443,7 @@ def test_another_architecture_is_refused_by_its_setting(base, values, text):
 )
 def test_what_a_model_has_that_transformers_does_not_support_is_named(fields, named):
     m = model_with(utils.Model(), **SIZES | {"moe_layers": 1} | fields)
-    assert any(named in reason for reason in model_config.unsupported(m))
+    assert any(named in reason for reason in model_config.unsupported(m, model_config.kind_of(m)))
 
 
 def test_a_run_that_its_class_cannot_represent_is_refused(tmp_path):

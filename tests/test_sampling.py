@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hf_case
+import reference
 import train
 import utils
+from common import config_of, mesh_of, transformer_of
 from data.manifest import read_manifest
 from data.tokenizer import load_tokenizer
 from inference import decode, sampling
@@ -34,7 +37,7 @@ def sampled(monkeypatch, manifest, logits, tokens, length=16):
     """The most likely texts of PROMPTS, where logits(tokens [B, P]) is the model."""
 
     def extend(config, declared, mesh):
-        def of_tokens(w, cache, tokens_BT, start_B, at_BP):
+        def of_tokens(w, cache, tokens_BT, start_B, count_B, at_BP):
             return logits(jnp.take_along_axis(tokens_BT, at_BP, axis=-1)), cache
 
         return of_tokens
@@ -123,6 +126,44 @@ def test_a_conversation_has_all_earlier_text_as_context(whole, tokenizer, monkey
     full, beside = generated([(parts[1] * 9)[:31], parts[0]])[0]
     assert full[2:] == [sampling.ENDED] * 2 and sampling.ENDED not in full[:2]
     assert beside == first
+
+
+def test_a_rewound_generator_continues_as_a_fresh_one(monkeypatch):
+    """With rings of 8 positions, a window of 5, and 12 positions that are appended at once."""
+    monkeypatch.setattr(decode, "KEY_BLOCK", 8)
+    monkeypatch.setattr(sampling, "MAX_PREFILL_TOKENS", 12)
+    types = ("sliding_attention", "full_attention")
+    fields = {"layer_types": types, "sliding_window": 5, "dense_layers": 1, "moe_layers": 0}
+    config = config_of((1, 1, 1), num_hidden_layers=4, **fields)
+    mesh, tree = mesh_of(config), hf_case.weights(config.model, 3)
+    given = decode.decoding_config(config, 1, 1), mesh, 1, 64, [-2]
+    generator = sampling.Generator(*given, sampling.SamplingOptions(0.0))
+    w = generator.convert_weights(transformer_of(config, mesh, tree))
+    text = np.random.default_rng(0).integers(0, 96, 40).tolist()
+
+    def continued(ids):
+        return [int(new_B[0]) for new_B in generator.generate(w, [ids], 4)]
+
+    def fresh(ids):
+        generator.reset([0], 0)
+        return continued(ids)
+
+    wanted = fresh(text)
+    logits = reference.logits(tree, np.array([text + wanted]), config.model)
+    assert logits[0, -5:-1].argmax(-1).tolist() == wanted
+    for first, length, kept in ((40, 36, 36), (40, 35, 0), (6, 2, 2)):
+        generator.reset([0], 0)
+        generator.prefill(w, [text[:first]])
+        assert generator.rewind(length) == kept
+        found = continued(text[kept:length] + [7] * 3)
+        assert found == fresh(text[:length] + [7] * 3)
+    # What the cache lost before a rewind is not there after it.
+    generator.reset([0], 0)
+    generator.prefill(w, [text])
+    generator.rewind(37)
+    generator.prefill(w, [[7]])
+    assert generator.rewind(34) == 0
+    assert continued(text[:34]) == fresh(text[:34])
 
 
 def test_a_sample_is_logged_as_text_whose_control_characters_a_terminal_does_not_obey():

@@ -30,6 +30,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SLIDING, FULL = ["sliding_attention"], ["full_attention"]
+GEMMA3 = {
+    "head_dim": 10,
+    "sliding_window": 40,
+    "query_pre_attn_scalar": 14,
+    "rope_local_base_freq": 300.0,
+}
+OSS = {
+    "head_dim": 10,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 33,
+    "swiglu_limit": 0.8,
+}
 CASES = {
     "llama, scaled": ("llama", {"head_dim": 10, "rope_scaling": LLAMA3}),
     "llama, tied, multi-head": (
@@ -43,6 +57,34 @@ CASES = {
         "qwen3_moe",
         {"head_dim": 8, "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": False,
          "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    ),
+    # 8 layers are 2 before a block of 6.
+    "gemma3_text, linear": (
+        "gemma3_text",
+        GEMMA3 | {"num_hidden_layers": 8, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "gemma3_text, untied": (
+        "gemma3_text",
+        GEMMA3 | {"layer_types": SLIDING + FULL + SLIDING, "tie_word_embeddings": False},
+    ),
+    "gpt_oss, yarn": (
+        "gpt_oss", OSS | {"num_hidden_layers": 4, "rope_scaling": YARN | {"truncate": False}}
+    ),
+    "gpt_oss, one block": (
+        "gpt_oss",
+        OSS | {"head_dim": 6, "swiglu_limit": 7.0, "rope_scaling": YARN | {"truncate": True}},
+    ),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-5}),
+    "olmo2, multi-head": (
+        "olmo2", {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1},
+    ),
+    "olmo3, yarn": (
+        "olmo3", {"num_hidden_layers": 5, "sliding_window": 43, "rope_scaling": YARN},
+    ),
+    "olmo3": ("olmo3", {"layer_types": FULL + SLIDING * 2, "sliding_window": 17}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 6, "pad_token_id": 0}),
+    "smollm3, tied": (
+        "smollm3", {"head_dim": 10, "no_rope_layer_interval": 2, "pad_token_id": 0},
     ),
     "mixtral, window": (
         "mixtral",
