@@ -542,8 +542,8 @@ def kind_of(m: utils.Model, run: LayerRun | None = None) -> type[Attention]:
     kind, *others = (KINDS[word] for word in words)
     if not run and (others or not issubclass(kind, SoftmaxAttention)):
         raise ConfigError(
-            f"--model.layer_types with {' and '.join(sorted(words))} cannot generate text, which "
-            f"needs one attention with a cache. Use {FULL_ATTENTION} and {SLIDING_ATTENTION}."
+            f"layers of {', '.join(sorted(words))}: the model cannot generate text, as the cache is of "
+            f"one softmax attention. Use --model.layer_types {FULL_ATTENTION} {SLIDING_ATTENTION}."
         )
     return kind
 

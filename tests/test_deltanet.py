@@ -6,6 +6,8 @@ network without a gate. `register` has the two lines.
 Letters as in model.py; A is the width of queries and keys.
 """
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -121,9 +123,9 @@ def register(monkeypatch):
 
 
 def config_for(**fields):
-    """Return a config with two layers of it before each one of grouped-query attention."""
-    types = LINEAR, LINEAR, utils.FULL_ATTENTION
-    usual = {"layer_types": types, "blocks": 2, "dense_layers": 3, "moe_layers": 0}
+    """Return a config with layers of GatedDeltaNet, GQA and MLA: 2, 1, 1 of them, twice."""
+    types = LINEAR, LINEAR, utils.FULL_ATTENTION, "mla"
+    usual = {"layer_types": types, "blocks": 2, "dense_layers": 4, "moe_layers": 0}
     usual |= {"attention": "gqa", "num_key_value_heads": 2, "head_dim": 10}
     # A norm of values near 0, which some keys and queries have, would multiply rounding errors.
     usual["rms_norm_eps"] = 1e-2
@@ -138,9 +140,12 @@ def tree_of(config):
     A, W = m.qk_nope_head_dim, m.v_head_dim
     for run in m.runs:
         del tree["blocks"][run.name]["mlp"]["gate"]
-        stack = (m.blocks, *[run.layers] * run.stacked)
-        if run.attention == LINEAR:
-            tree["blocks"][run.name]["attention"] = make.norms(m, stack) | {
+        stack, of_run = (m.blocks, run.layers), dataclasses.replace(m, attention=run.attention)
+        part = tree["blocks"][run.name]
+        if run.attention != LINEAR:
+            part["attention"] = make.attention(of_run, stack)
+        else:
+            part["attention"] = make.norms(m, stack) | {
                 "query": make.normal(stack, D, N, A, std=D**-0.5),
                 "key": make.normal(stack, D, N, A, std=D**-0.5),
                 "value": make.normal(stack, D, N, W, std=D**-0.5),
@@ -214,23 +219,29 @@ def test_memory_and_flops_of_a_recurrence_are_planned_and_its_parameters_counted
     assert found[0] == found[1]
 
 
-def test_the_kernel_is_chosen_for_the_layers_with_a_softmax():
-    fields = {"compute_dtype": "bfloat16", "head_dim": 16}
-    both, linear = config_for(**fields), config_for(layer_types=(LINEAR,), **fields)
-    both, linear = (utils.changed(c, {"data.segments": False}) for c in (both, linear))
-    assert choice.choose_kernel(both, "gpu9.0") == "cudnn"
-    assert choice.describe_kernel(linear, "gpu9.0").startswith("xla (cudnn: no layer has a softmax")
+def test_a_kernel_needs_layers_with_a_softmax_and_the_widths_of_all_of_them():
+    def kernel(*types):
+        c = config_for(layer_types=types, compute_dtype="bfloat16", head_dim=16)
+        return choice.describe_kernel(utils.changed(c, {"data.segments": False}), "gpu9.0")
+
+    assert kernel(LINEAR, utils.FULL_ATTENTION) == "cudnn"
+    assert kernel(LINEAR, utils.FULL_ATTENTION, "mla").startswith(
+        "xla (cudnn: head widths 32 and 28"
+    )
+    assert kernel(LINEAR).startswith("xla (cudnn: no layer has a softmax")
 
 
 def test_a_pattern_names_kinds_of_layers_and_only_sliding_attention_has_the_window():
-    m = config_for(layer_types=(LINEAR, utils.SLIDING_ATTENTION, "mla"), sliding_window=5).model
-    assert [(run.attention, run.window) for run in m.runs] == [(LINEAR, 0), ("gqa", 5), ("mla", 0)]
+    types = LINEAR, utils.SLIDING_ATTENTION, "mla", utils.FULL_ATTENTION
+    runs = config_for(layer_types=types, sliding_window=5).model.runs
+    assert [run.attention for run in runs] == [LINEAR, "gqa", "mla", "gqa"]
+    assert [run.window for run in runs] == [0, 5, 0, 0]
 
 
 def test_a_word_without_a_layer_and_text_from_layers_without_a_cache_are_refused():
-    config = config_for(layer_types=(LINEAR, "linear", utils.FULL_ATTENTION))
+    config = config_for(layer_types=(LINEAR, "linear"))
     with pytest.raises(utils.ConfigError, match=f"types linear: .* gqa, {LINEAR}"):
         model.declare(config)
     for config in (config_for(), config_for(layer_types=(LINEAR,))):
-        with pytest.raises(utils.ConfigError, match=f"{LINEAR} cannot generate text"):
+        with pytest.raises(utils.ConfigError, match=f"{LINEAR}.*: the model cannot generate"):
             sampling.for_samples(config, mesh_of(config), 16, [])
