@@ -189,9 +189,8 @@ class Model:
     attention_sinks: bool = False
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     sliding_window: int = 0  # positions that a query attends to, with its own; 0: all earlier ones
-    # of each layer, repeated: full_attention or sliding_attention, of which only the second has the
-    # window, or a kind of attention in place of that of --model.attention; without any, all layers
-    # have the window
+    # of each layer, repeated: full_attention, sliding_attention, which alone has the window, or a
+    # kind in place of --model.attention; without any, all layers have the window
     layer_types: tuple[str, ...] = ()
     q_lora_rank: int = 0  # Q: width of the query latent; 0: queries without a latent
     kv_lora_rank: int = 64  # C: width of the key-value latent
