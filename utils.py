@@ -202,7 +202,6 @@ class Model:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # the same, without scaling, in layers with a window, as in Gemma 3; 0: as in the others
     rope_local_base_freq: float = setting(0.0, above=1)
-    rope_in_moe_layers: bool = True  # False: attention in layers with experts has no position
     # layer i has no position if (i + 1) % no_rope_layer_interval is 0 (arXiv:2501.18795); 0: none
     no_rope_layer_interval: int = setting(0, at_least=0)
     # RMSNorms of attention and feed-forward: of the input, as in Llama; of the output, before it is
@@ -296,7 +295,7 @@ class Model:
         found: list[LayerRun] = []
         for i in range(self.period):
             experts = self.n_routed_experts > 0 and (i + 1) % self.decoder_sparse_step == 0
-            here = experts, *self._attention(self.first_k_dense_replace + i, experts)
+            here = experts, *self._attention(self.first_k_dense_replace + i)
             if found and found[-1][3:] == here:
                 found[-1] = found[-1]._replace(layers=found[-1].layers + 1)
                 continue
@@ -308,7 +307,7 @@ class Model:
     @property
     def prefix(self) -> tuple[LayerRun, ...]:
         """The layers before the blocks, at most one run: runtime/cli.py refuses several."""
-        kinds = dict.fromkeys(self._attention(i, False) for i in range(self.first_k_dense_replace))
+        kinds = dict.fromkeys(map(self._attention, range(self.first_k_dense_replace)))
         layers = self.first_k_dense_replace
         return tuple(LayerRun("prefix", 0, layers, False, *kind) for kind in kinds)
 
@@ -317,13 +316,12 @@ class Model:
         """Those before the blocks, and those of a block."""
         return self.prefix + self.runs
 
-    def _attention(self, layer: int, experts: bool) -> tuple[int, Rope | None, str]:
+    def _attention(self, layer: int) -> tuple[int, Rope | None, str]:
         """Return window, rope and attention of a layer, by its number in the model."""
         types, interval = self.layer_types, self.no_rope_layer_interval
         word = types[layer % len(types)] if types else SLIDING_ATTENTION
         kind = self.attention if word in (FULL_ATTENTION, SLIDING_ATTENTION) else word
         nope = bool(interval) and (layer + 1) % interval == 0
-        nope |= experts and not self.rope_in_moe_layers
         window = self.sliding_window if word == SLIDING_ATTENTION else 0
         rope = Rope(self.rope_theta, self.rope_scaling)
         if window and self.rope_local_base_freq:

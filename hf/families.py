@@ -125,7 +125,6 @@ GROUPED_FIXED = USUAL | {
 GROUPED_FIXED_EXPERTS = {
     "first_k_dense_replace": 0,
     "decoder_sparse_step": 1,
-    "rope_in_moe_layers": True,
     "scoring_func": "softmax",
     "norm_topk_prob": True,
     "n_shared_experts": 0,
@@ -153,7 +152,7 @@ LATENT_SETTINGS = same(
     *("norm_topk_prob", "routed_scaling_factor"),
 )
 OWN_SETTINGS = LATENT_SETTINGS | same(
-    *("decoder_sparse_step", "attention", "head_dim", "qk_norm", "rope_in_moe_layers"),
+    *("decoder_sparse_step", "attention", "head_dim", "qk_norm", "no_rope_layer_interval"),
     *("latent_rms_norm_eps", "attention_bias"),
 )
 # Not sliding_window, for which transformers would choose another cache.
@@ -162,11 +161,11 @@ LATENT_FIXED = USUAL | {
     "attention": "mla",
     "sliding_window": 0,
     "latent_rms_norm_eps": 1e-6,
-    "rope_in_moe_layers": True,
 }
 LATENT_DEFAULTS = {"q_lora_rank": 0, "n_shared_experts": 1, "first_k_dense_replace": 0}
 # Of folders that were exported before there was grouped-query attention.
 OWN_DEFAULTS = {"attention": "mla", "head_dim": 64, "qk_norm": False, "attention_window": 0}
+OWN_DEFAULTS["no_rope_layer_interval"] = 0
 SIGMOID = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
 SOFTMAX = {"scoring_func": "softmax", "norm_topk_prob": False, "topk_method": "greedy"}
 
@@ -263,8 +262,9 @@ FAMILIES = {
         "LatentMoeForCausalLM",
         DEEPSEEK_V3 | GROUPED | BIASES | NORMS,
         OWN_SETTINGS,
-        USUAL,
+        {name: value for name, value in USUAL.items() if name not in OWN_SETTINGS},
         LATENT_DEFAULTS | SIGMOID | OWN_DEFAULTS,
     ),
 }
+MOE_FAMILIES = (MIXTRAL, QWEN3_MOE, GPT_OSS)  # of the grouped ones
 GROUPED_FAMILIES = FAMILIES.keys() - {V2, V3, OWN}

@@ -16,6 +16,7 @@ from hf.families import (
     LLAMA,
     MISTRAL,
     MIXTRAL,
+    MOE_FAMILIES,
     OF_EXPERTS,
     OLMO2,
     OLMO3,
@@ -92,7 +93,7 @@ def unsupported(m: utils.Model, kind: str) -> list[str]:
         and scaling == "yarn"
         and m.rope_scaling.mscale_all_dim,
         "hidden_size": kind in (LLAMA, GEMMA3, V2) and m.hidden_size % m.num_attention_heads,
-        "n_routed_experts": kind == GPT_OSS and not moe,
+        "n_routed_experts": kind in GROUPED_FAMILIES and bool(moe) != (kind in MOE_FAMILIES),
         "rope_scaling.truncate": kind == OWN and not m.rope_scaling.truncate,
     }
     if latent and moe and kind != OWN:
@@ -274,6 +275,8 @@ def _completed(table: dict[str, Any], kind: str) -> tuple[dict[str, Any], bool]:
     """Return settings with what follows from others, and whether the model has experts."""
     table |= {name: table.get(name) or 0 for name in NULL_IS_0}
     if kind not in GROUPED_FAMILIES:
+        if table.pop("rope_in_moe_layers", True) is False:  # the former name
+            table["no_rope_layer_interval"] = table["decoder_sparse_step"]
         has_experts = table["first_k_dense_replace"] < table["num_hidden_layers"]
         return table, has_experts and bool(table.get("n_routed_experts"))
     heads = table["num_attention_heads"]
@@ -281,7 +284,7 @@ def _completed(table: dict[str, Any], kind: str) -> tuple[dict[str, Any], bool]:
     table["head_dim"] = table.get("head_dim") or table["hidden_size"] // heads
     # transformers 5 saves Qwen's under Mixtral's name.
     table.setdefault("num_experts", table.get("num_local_experts"))
-    return table, kind in (MIXTRAL, QWEN3_MOE, GPT_OSS)
+    return table, kind in MOE_FAMILIES
 
 
 def _layers(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -> dict[str, Any]:

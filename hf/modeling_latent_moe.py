@@ -2,8 +2,8 @@
 
 convert.py copies this file beside exported weights; it does not depend on the project. Multi-head
 latent attention (arXiv:2405.04434) or grouped-query attention (arXiv:2305.13245), gated
-feed-forward networks, mixture of experts (arXiv:2412.19437). Layers with experts may lack rotary
-embedding. Weights have the names of DeepSeek-V3 and, in grouped-query attention, of Qwen3.
+feed-forward networks, mixture of experts (arXiv:2412.19437). Every n-th layer may lack the
+rotary embedding. Weights have the names of DeepSeek-V3 and, in grouped-query attention, of Qwen3.
 """
 
 import math
@@ -32,6 +32,12 @@ def has_experts(config: LatentMoeConfig, layer: int) -> bool:
     after = layer - config.first_k_dense_replace
     step = config.decoder_sparse_step
     return bool(config.n_routed_experts) and after >= 0 and (after + 1) % step == 0
+
+
+def has_positions(config: LatentMoeConfig, layer: int) -> bool:
+    """Return whether queries and keys of a layer are rotated by their positions."""
+    interval = config.no_rope_layer_interval
+    return not interval or (layer + 1) % interval != 0
 
 
 def frequencies(config: LatentMoeConfig) -> tuple[torch.Tensor, float, float]:
@@ -99,7 +105,7 @@ class GroupedAttention(nn.Module):
     def __init__(self, config: LatentMoeConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.rope = config.rope_in_moe_layers or not has_experts(config, layer)
+        self.rope = has_positions(config, layer)
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         D, A, biased = config.hidden_size, config.head_dim, config.attention_bias
         self.q_proj = nn.Linear(D, self.heads * A, bias=biased)
@@ -137,7 +143,7 @@ class Attention(nn.Module):
     def __init__(self, config: LatentMoeConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.rope = config.rope_in_moe_layers or not has_experts(config, layer)
+        self.rope = has_positions(config, layer)
         self.heads, self.latent = config.num_attention_heads, config.kv_lora_rank
         self.plain, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value = config.v_head_dim

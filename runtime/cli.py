@@ -227,6 +227,8 @@ def load(path: str | Path, model: Model | None = None, ignored_keys: Sequence[st
     default = Config() if model is None or "model" in table else Config(model=model)
     known, values = settings_of(), flat(table)
     values = {name: value for name, value in values.items() if name not in ignored_keys}
+    if values.pop("model.rope_in_moe_layers", True) is False:  # the former name
+        values["model.no_rope_layer_interval"] = values["model.decoder_sparse_step"]
     if unknown := sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path}: unknown key {unknown[0]}{_suggestion(unknown[0], known)}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}

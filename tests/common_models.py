@@ -35,7 +35,7 @@ SIZES = {
     "attention_bias": True, "attention": "gqa", "q_lora_rank": 5, "kv_lora_rank": 10,
     "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7, "rms_norm_eps": 1e-6,
     "latent_rms_norm_eps": 0.0, "rope_theta": 100.0, "yarn": None, "n_routed_experts": 0,
-    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "rope_in_moe_layers": True,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": 0,
     "eos_token_id": 49, "pad_token_id": 0, "tie_word_embeddings": True,
     "max_position_embeddings": 64, "use_cache": True,
 }  # fmt: skip

@@ -73,14 +73,20 @@ def draw_shape(r: random.Random, devices: int) -> list[int]:
 
 def draw(seed: int) -> dict[str, Any]:
     """Return a valid case. The same seed always gives the same one."""
-    r = random.Random(seed)
-    while not is_valid(case := draw_any(r)):
-        pass
+    case = draw_base(seed)
     # From streams of their own, so that the other settings of a seed do not depend on them.
     restart = case["segments"] and random.Random(f"positions {seed}").random() < 0.5
     case["positions"] = "document" if restart else "window"
     case |= draw_pattern(random.Random(f"pattern {seed}"), case)
+    case |= draw_options(random.Random(f"options {seed}"), case)
     return case | draw_adapters(random.Random(f"lora {seed}"), case)
+
+
+def draw_base(seed: int) -> dict[str, Any]:
+    r = random.Random(seed)
+    while not is_valid(case := draw_any(r)):
+        pass
+    return case | {"positions": "window"}
 
 
 def draw_pattern(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +103,20 @@ def draw_pattern(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
     layers = case["prefix_layers"] + max(1, case["blocks"] * step // period) * period
     pattern |= {"num_hidden_layers": layers}
     return pattern if period <= 6 and is_valid(case | pattern) else {}
+
+
+def draw_options(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    """Return options of further families, for a third of all cases."""
+    if r.random() >= 1 / 3:
+        return {}
+    return {
+        "norms": r.choice(("before", "after", "both")), "qk_norm_all_heads": r.random() < 0.5,
+        "attention_out_bias": r.random() < 0.5, "attention_sinks": r.random() < 0.5,
+        "query_pre_attn_scalar": r.choice((0.0, 5.0)), "embedding_multiplier": r.choice((1.0, 3.0)),
+        "rope_local_base_freq": r.choice((0.0, 70.0)), "swiglu_limit": r.choice((0.0, 0.7)),
+        "hidden_act": r.choice(("silu", "gelu_pytorch_tanh")),
+        "experts_bias": case["dropless"] and case["moe_layers"] > 0 and r.random() < 0.5,
+    }  # fmt: skip
 
 
 def draw_adapters(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +154,8 @@ def draw_any(r: random.Random) -> dict[str, Any]:
         "topk_group": r.randint(1, groups),
         "experts_layout": choice(("auto", "auto", "expert_parallel", "sharded")),
         "scoring_func": choice(("sigmoid", "softmax")), "norm_topk_prob": r.random() < 0.7,
-        "rope_in_moe_layers": r.random() < 0.8, "q_lora_rank": choice((0, 0, 8, 24)),
+        "no_rope_layer_interval": 2 * (r.random() > 0.8),
+        "q_lora_rank": choice((0, 0, 8, 24)),
         "tie_word_embeddings": r.random() < 0.5, "yarn": r.random() < 0.25,
         "z_loss": choice((0.0, 0.01)), "aux_loss_alpha": choice((0.0, 0.1)),
         "loss_chunk_tokens": choice((5, 16, 2048)), "vocab_size": choice((96, 257, 500)),
@@ -202,8 +223,7 @@ def is_valid(case: dict[str, Any]) -> bool:
     if constant and not case["aux_loss_alpha"]:
         return False
     biased = case["attention"] == "gqa" and case["attention_bias"] and not case["qk_norm"]
-    in_moe_layers = case["rope_in_moe_layers"] or not case["moe_layers"]
-    if biased and not (in_moe_layers and not case.get("no_rope_layer_interval")):
+    if biased and case["no_rope_layer_interval"]:
         return False
     try:
         for c in (adapted(case), config(case, other=True)):

@@ -31,6 +31,7 @@ from common import full_logits
 from conftest import ROOT
 from data.tokenizer import SAMPLE, load_tokenizer, table_sha256
 from hf_case import model_with
+from inference import decode, sampling
 from runtime import cli, run_directory
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
@@ -147,8 +148,8 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
         return {name: array.whole() for name, array in arrays if name.startswith("weights.")}
 
 
-def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
-    """Of ids [B, T] on a mesh, without pads of the vocabulary."""
+def on_mesh(folder: Path, ids: np.ndarray, shape: tuple[int, int, int]) -> tuple:
+    """Return config, declared weights, mesh and weights of a run, for ids [B, T]."""
     B, T = ids.shape
     sizes = {"global_batch_size": B, "microbatches": 1, "seq_len": T, "loss_chunk_tokens": T}
     values = {f"train.{name}": size for name, size in sizes.items()}
@@ -158,11 +159,34 @@ def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1
     devices = jax.devices()[: math.prod(shape)]
     declared, mesh = model.declare(config), train.make_mesh(config, devices)
     shapes = train.abstract_state(config, declared, mesh).weights
-    _, w, _ = checkpoint.load_weights(run_directory.at(folder), None, shapes)
+    return (
+        config,
+        declared,
+        mesh,
+        checkpoint.load_weights(run_directory.at(folder), None, shapes)[1],
+    )
+
+
+def logits(folder: Path, ids: np.ndarray, shape: tuple[int, int, int] = (1, 1, 1)) -> np.ndarray:
+    """Of ids [B, T] on a mesh, without pads of the vocabulary."""
+    config, declared, mesh, w = on_mesh(folder, ids, shape)
+    B, T = ids.shape
     zeros = np.zeros((1, B, T), np.int32)
     batch = model.Batch(ids[None], ids[None], np.ones((1, B, T), np.float32), zeros)
     run = full_logits(config, declared, mesh)
     return np.asarray(run(w, batch))[0, :, :, : config.model.vocab_size]
+
+
+def greedy(folder: Path, ids: np.ndarray, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """The most likely tokens after ids [B, T], [B, count]."""
+    config, _, mesh, w = on_mesh(folder, ids, shape)
+    config = decode.decoding_config(config, config.mesh.fsdp, config.mesh.tensor)
+    length = ids.shape[1] + count
+    options = sampling.SamplingOptions(0.0)
+    generator = sampling.Generator(config, mesh, len(ids), length, [-2], options)
+    generator.reset(range(len(ids)), 0)
+    w = generator.convert_weights(w)
+    return np.array([*generator.generate(w, ids.tolist(), count)]).T
 
 
 def reference_logits(m: utils.Model, tree: dict, ids: np.ndarray) -> np.ndarray:

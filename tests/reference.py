@@ -270,9 +270,8 @@ def forward(weights, tokens_BT, model, segments_BT):
     x_BTD = weights["embedding"][tokens_BT] * model.embedding_multiplier
     counts, balances = [], jnp.zeros((), x_BTD.dtype)
     for number, w in enumerate(layers(weights, model)):
-        rotary = "mlp" in w or model.rope_in_moe_layers
-        if model.no_rope_layer_interval:
-            rotary = rotary and (number + 1) % model.no_rope_layer_interval != 0
+        interval = model.no_rope_layer_interval
+        rotary = not interval or (number + 1) % interval != 0
         here = model
         if model.layer_types and model.layer_types[number % len(model.layer_types)][0] == "f":
             here = dataclasses.replace(model, sliding_window=0)

@@ -36,69 +36,81 @@ def documents(T):
     return np.cumsum(np.random.default_rng(1).random((B, T)) < 0.01, axis=1, dtype=np.int32)
 
 
-def written_out(q, k, v, segments, window):
-    """softmax(SCALE q k^T) v of each query head by itself, with the full T x S scores."""
+def written_out(q, k, v, sinks, segments, window):
+    """softmax(SCALE q k^T) v of each query head by itself, with the full T x S scores.
+
+    A sink is one more key, whose score is given and whose value is 0.
+    """
     fields = dataclasses.replace(utils.Model(), sliding_window=window)
     mask, y = reference.visible(segments, fields)[:, 0], []
     for n in range(N):
         of_key = n // (N // Y)
         scores = SCALE * jnp.einsum("BTA,BSA->BTS", q[:, :, n], k[:, :, of_key])
-        share = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(mask, scores, -jnp.inf)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks[n], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([sink, scores], axis=-1)
+        share = jax.nn.softmax(scores, axis=-1)[..., -k.shape[1] :]
         y.append(jnp.einsum("BTS,BSW->BTW", share, v[:, :, of_key]))
     return jnp.stack(y, axis=2)
 
 
 def twice(attend, remat):
-    """Return (q, k, v, factors, segments) -> a loss of attention in a scan and after it.
+    """Return (q, k, v, sinks, factors, segments) -> a loss of attention in a scan and after it.
 
     JAX checks the types in the bodies of scan and checkpoint separately.
     """
 
-    def loss(q, k, v, factors, segments):
+    def loss(q, k, v, sinks, factors, segments):
         def layer(x, _):
-            return q + attend(x, k, v, segments).mean(axis=-1, keepdims=True), None
+            return q + attend(x, k, v, sinks, segments).mean(axis=-1, keepdims=True), None
 
         policy = jax.checkpoint_policies.save_only_these_names(remat)
         layer = layer if remat == "none" else jax.checkpoint(layer, policy=policy)
         x, _ = lax.scan(layer, q, None, length=2)
-        return (attend(x, k, v, segments) * factors).sum()
+        return (attend(x, k, v, sinks, segments) * factors).sum()
 
     return loss
 
 
 @pytest.mark.parametrize(
-    ("kernel", "T", "segments", "window", "remat"),
+    ("kernel", "T", "segments", "window", "remat", "sinks"),
     [  # 640 positions are five blocks of splash
-        ("xla", 256, True, 37, "none"),
-        ("splash", 640, True, 200, "attention"),
-        ("splash", 640, False, 0, "full"),
-        ("cudnn", 256, False, 200, "attention"),
-        ("cudnn", 256, False, 0, "none"),
-        ("triton", 256, True, 0, "full"),
+        ("xla", 256, True, 37, "none", True),
+        ("splash", 640, True, 200, "attention", True),
+        ("splash", 640, False, 0, "full", False),
+        ("cudnn", 256, False, 200, "attention", True),
+        ("cudnn", 256, False, 0, "none", False),
+        ("triton", 256, True, 0, "full", True),
     ],
 )
-def test_attention_and_its_gradient_match_plain_attention(kernel, T, segments, window, remat):
-    inputs, ids = arrays(T), documents(T) if segments else np.zeros((B, T), np.int32)
+def test_attention_and_its_gradient_match_plain_attention(
+    kernel, T, segments, window, remat, sinks
+):
+    q, k, v, factors = arrays(T)
+    # One of a head outweighs all scores, and one has no weight.
+    sink_n = np.linspace(-4, 9, N, dtype=np.float32) if sinks else None
+    ids = documents(T) if segments else np.zeros((B, T), np.int32)
+    inputs, of = (q, k, v, sink_n, factors, ids), (0, 1, 2, 3) if sinks else (0, 1, 2)
     plain = twice(lambda *args: written_out(*args, window), "none")
-    expected, gradients = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*inputs, ids)
+    expected, gradients = jax.jit(jax.value_and_grad(plain, of))(*inputs)
 
-    def attend(q, k, v, ids):
-        return attention.attend(
-            kernel, attention.Inputs(q, k, v, ids if segments else None, SCALE, window)
-        )
+    def attend(q, k, v, sinks, ids):
+        ids = ids if segments else None
+        return attention.attend(kernel, attention.Inputs(q, k, v, ids, SCALE, window, sinks))
 
     def local(*args):
         return lax.psum(twice(attend, remat)(*args), ("fsdp", "tensor"))
 
     heads = P("fsdp", None, "tensor")
     run = jax.shard_map(
-        local, mesh=mesh_of(config_of((2, 1, 2))), in_specs=(heads,) * 4 + (P("fsdp"),),
-        out_specs=P(), check_vma=True,
+        local, mesh=mesh_of(config_of((2, 1, 2))), out_specs=P(), check_vma=True,
+        in_specs=(heads, heads, heads, P("tensor"), heads, P("fsdp")),
     )  # fmt: skip
-    loss, loss_gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*inputs, ids)
+    loss, loss_gradients = jax.jit(jax.value_and_grad(run, of))(*inputs)
     assert relative_error(loss, expected) <= 1e-4  # of a sum that may nearly cancel
-    for name, mine, theirs in zip("qkv", loss_gradients, gradients, strict=True):
-        assert relative_error(mine, theirs) <= 1e-5, name
+    for i, (mine, theirs) in enumerate(zip(loss_gradients, gradients, strict=True)):
+        assert relative_error(mine, theirs) <= 1e-5, i
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
@@ -125,7 +137,8 @@ def test_a_saved_result_of_a_kernel_is_not_recomputed(kernel):
         step = jax.grad(
             twice(lambda *a: attention.attend(kernel, attention.Inputs(*a[:3], None, SCALE)), remat)
         )
-        return str(jax.make_jaxpr(step)(*arrays(128), None)).count("foreign_kernel[")
+        *heads, factors = arrays(128)
+        return str(jax.make_jaxpr(step)(*heads, None, factors, None)).count("foreign_kernel[")
 
     # One in the scan and one after it, forward and backward; with full remat that of the scan once
     # more.

@@ -103,7 +103,7 @@ V2_GROUPS = SIZES | SOFTMAX | {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 64
-OPTIONS = {"prefix_layers": 1, "dense_layers": 2, "rope_in_moe_layers": False}
+OPTIONS = {"prefix_layers": 1, "dense_layers": 2, "no_rope_layer_interval": 3}
 KINDS = {  # the model type, and the model here
     "v3": ("deepseek_v3", V3),
     "v3, dense first": (
@@ -426,7 +426,7 @@ def test_another_architecture_is_refused_by_its_setting(base, values, text):
     ("fields", "named"),
     [
         ({"dense_layers": 1}, "model.decoder_sparse_step 2"),
-        ({"rope_in_moe_layers": False}, "model.rope_in_moe_layers"),
+        ({"no_rope_layer_interval": 2}, "model.no_rope_layer_interval 2"),
         ({"rms_norm_eps": 1e-5}, "model.rms_norm_eps 1e-05"),
         ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "model.n_routed_experts 1"),
         ({"sliding_window": 8}, "model.sliding_window 8"),
@@ -455,12 +455,8 @@ def test_a_run_that_its_class_cannot_represent_is_refused(tmp_path):
     for changed, message in (
         (softmax, r"moe.bias that is not zero .*Use --remote_code"),
         (text.replace("size = 20", "size = 22"), r"of another model than its config"),
-        (text.replace("moe_layers = true", "moe_layers = false"), r"in_moe_layers.*--remote_code"),
         (text.replace("types = []", 'types = ["full_attention"]'), "layer_types full_attention"),
-        (
-            text.replace("_interval = 0", "_interval = 1"),
-            r"no_rope_layer_interval 1, .*not support",
-        ),
+        (text.replace("_interval = 0", "_interval = 1"), r"_interval 1, .*Use --remote_code"),
     ):
         assert changed != text
         file.write_text(changed)

@@ -23,8 +23,8 @@ from inference import decode
 CASES = {  # shape, model
     "latent": (
         (4, 1, 2),
-        {"q_lora_rank": 24, "prefix_layers": 2, "tie_word_embeddings": False, "n_group": 2,
-         "latent_rms_norm_eps": 0.1, "rope_in_moe_layers": False, **hf_case.YARN,
+        {"q_lora_rank": 24, "prefix_layers": 1, "tie_word_embeddings": False, "n_group": 2,
+         "latent_rms_norm_eps": 0.1, "no_rope_layer_interval": 2, **hf_case.YARN,
          "rope_mscale_all_dim": 0.0},
     ),
     "grouped, with a window, 2 ranks for each key head, sharded experts": (

@@ -48,7 +48,7 @@ CASES = {
         (2, 2, 2), virtual=2, segments=True,
         train={"microbatches": 2, "remat": "attention,expert_hidden", "loss_chunk_tokens": 15},
         q_lora_rank=24, prefix_layers=1, n_shared_experts=2, z_loss=1e-3, n_group=2,
-        latent_rms_norm_eps=0.1, rope_in_moe_layers=False, **hf_case.YARN,
+        latent_rms_norm_eps=0.1, no_rope_layer_interval=2, **hf_case.YARN,
     ),
     "layer": config_of(
         (2, 2, 2), gather="layer",

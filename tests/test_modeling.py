@@ -25,7 +25,7 @@ from hf_run import (  # noqa: E402
 )
 
 COMMON = {
-    "prefix_layers": 1, "dense_layers": 1, "rope_in_moe_layers": False, "vocab_size": 96,
+    "prefix_layers": 1, "dense_layers": 1, "no_rope_layer_interval": 2, "vocab_size": 96,
     "rope_factor": 8.0, "rope_original_max_position_embeddings": 64, "n_group": 2,
 }  # fmt: skip
 OPTIONS = {

@@ -98,14 +98,13 @@ def test_the_logits_of_a_document_do_not_depend_on_its_neighbours():
     assert np.abs(as_one - together)[:, 2:, :250].max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["moe", "dense", "prefix"])
-def test_only_layers_with_experts_can_omit_positions(kind):
-    counts = {"prefix_layers": int(kind == "prefix"), "dense_layers": int(kind == "dense")}
-    counts |= {"rope_in_moe_layers": False, "blocks": 1}
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_positions_are_omitted_in_every_layer_of_an_interval(interval):
+    counts = {"dense_layers": 1, "no_rope_layer_interval": interval, "blocks": 1}
     models = [small(rope_theta=theta, **counts) for theta in (50.0, 5000.0)]
     weights, tokens = weights_of(models[0]), BATCH["tokens"]
     one, other = (logits_of(weights, tokens, model)[..., :250] for model in models)
-    assert (np.abs(one - other).max() > 1e-3) == (kind != "moe")
+    assert (np.abs(one - other).max() > 1e-3) == (interval != 1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import convert  # noqa: E402
-from hf_run import logits, opened, their_logits  # noqa: E402
+from hf_run import greedy, logits, opened, their_logits  # noqa: E402
 
 T = 512
 SIZES = {
@@ -121,6 +121,10 @@ def test_a_family_is_imported_and_exported_with_the_same_logits(name, tmp_path):
     expected = their_logits(found, ids)
     for shape in ((1, 1, 1), (2, 1, 2)):
         np.testing.assert_allclose(logits(tmp_path / "run", ids, shape), expected, atol=1e-4)
+        # 64 tokens after texts that are longer than the windows.
+        tokens = greedy(tmp_path / "run", ids[:, :49], 64, shape)
+        text = np.concatenate([ids[:, :49], tokens], axis=1)
+        np.testing.assert_array_equal(their_logits(found, text)[:, 48:-1].argmax(-1), tokens)
     convert.main(["export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "back")])
     again = opened(tmp_path / "back")
     # Without a window Mistral's model is Llama's.

@@ -108,7 +108,7 @@ MODELS = {
     "grouped, window": GROUPED | DENSE | {"sliding_window": 4},
     "grouped, experts": GROUPED,
     "latent, dense": DENSE,
-    "latent, experts": {"dense_layers": 1, "rope_in_moe_layers": False},
+    "latent, experts": {"dense_layers": 1, "no_rope_layer_interval": 2},
 }
 
 
