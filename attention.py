@@ -542,8 +542,8 @@ def kind_of(m: utils.Model, run: LayerRun | None = None) -> type[Attention]:
     kind, *others = (KINDS[word] for word in words)
     if not run and (others or not issubclass(kind, SoftmaxAttention)):
         raise ConfigError(
-            f"layers of {', '.join(sorted(words))}: the model cannot generate text, as a cache has "
-            f"one softmax attention. Use --model.layer_types {FULL_ATTENTION} {SLIDING_ATTENTION}."
+            f"layers of {', '.join(sorted(words))}: only a model of one softmax attention "
+            f"generates text. Use --model.layer_types {FULL_ATTENTION} {SLIDING_ATTENTION}."
         )
     return kind
 

@@ -243,5 +243,5 @@ def test_a_word_without_a_layer_and_text_from_layers_without_a_cache_are_refused
     with pytest.raises(utils.ConfigError, match=f"types linear: .* gqa, {LINEAR}"):
         model.declare(config)
     for config in (config_for(), config_for(layer_types=(LINEAR,))):
-        with pytest.raises(utils.ConfigError, match=f"{LINEAR}.*: the model cannot generate"):
+        with pytest.raises(utils.ConfigError, match=f"{LINEAR}.*: only a model of one"):
             sampling.for_samples(config, mesh_of(config), 16, [])
