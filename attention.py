@@ -26,7 +26,7 @@ from device_kernels.adapter import GPU_KERNELS, Inputs, repeat_heads
 from device_kernels.cudnn import cudnn
 from device_kernels.splash import splash
 from device_kernels.triton import triton
-from utils import BATCH_AXES, Rope
+from utils import BATCH_AXES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigError, LayerRun, Rope
 from weights import (
     RESIDUAL_SCALE,
     Size,
@@ -56,21 +56,45 @@ class CacheArray(NamedTuple):
         return PartitionSpec(None, BATCH_AXES, None, self.axis)
 
 
+class Context(NamedTuple):
+    """What attention knows of the tokens of a microbatch."""
+
+    positions: jax.Array  # [b, T], or [1, T] for all sequences
+    segments: jax.Array | None  # [b, T] index of the document; None if a window is one document
+
+
 class Attention(Protocol):
-    """What training, decoding and planning use of a kind of attention, and nothing else."""
+    """What training and planning use of a kind of attention. Decoding uses SoftmaxAttention."""
 
     FLAGS: ClassVar[Mapping[str, str]]  # of Model, for each letter of its layouts
-    # dimensions of weights in the order in which decoding contracts them
-    DECODING_ORDER: ClassVar[Mapping[str, tuple[int, ...]]]
     norm: jax.Array | None  # [D], of the input
     norm_after: jax.Array | None  # [D], of the output
     out: jax.Array  # [n, W, D], from heads to the output
-    out_bias: jax.Array | None  # [D], of the output
-    sinks: jax.Array | None  # [n], as in Inputs
+    out_bias: jax.Array | None = None  # [D], of the output
 
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> Self:
         """Return the Weights."""
+
+    @classmethod
+    def flops(cls, m: utils.Model, keys: float) -> float:
+        """Return FLOPs of a token's forward pass, but of weights, with so many earlier `keys`."""
+
+    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
+        """Return what is gathered over tensor, [b, t, X], from the input after the norm."""
+        return h_btD
+
+    def mix(
+        self, inputs_bTX: jax.Array, context: Context, m: utils.Model, run: LayerRun, kernel: str
+    ) -> jax.Array:
+        """Return the values [b, T, n, W] of this rank's heads. A softmax runs in the kernel."""
+
+
+class SoftmaxAttention(Attention):
+    """Attention by a softmax of scores. Its subclasses make queries, keys and values."""
+
+    DECODING_ORDER: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # of dimensions of weights
+    sinks: jax.Array | None = None  # [n], as in Inputs
 
     @staticmethod
     def widths(m: utils.Model) -> tuple[int, int]:
@@ -79,9 +103,7 @@ class Attention(Protocol):
     @classmethod
     def scale(cls, m: utils.Model, rope: Rope | None) -> float:
         """Return the factor on scores."""
-
-    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
-        """Return what is gathered over tensor, [b, t, X], from the input after the norm."""
+        return softmax_scale(rope or m, cls.widths(m)[0])
 
     def heads(
         self,
@@ -91,11 +113,7 @@ class Attention(Protocol):
         rope: Rope | None,
         kernel: str = "xla",
     ) -> Heads:
-        """Return queries, keys and values of this rank.
-
-        rope    how heads are rotated by their positions, if they are.
-        kernel  the attention kernel that reads them.
-        """
+        """Return queries, keys and values of this rank, rotated by `rope`, for the kernel."""
 
     @staticmethod
     def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
@@ -105,9 +123,23 @@ class Attention(Protocol):
         self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return queries over cached keys, and what to cache of these positions."""
+        q_bTnA, *keys_and_values = self.heads(inputs_bTX, m, position_bT, rope)
+        return q_bTnA, tuple(keys_and_values)
 
     def values(self, y_bTnC: jax.Array, m: utils.Model) -> jax.Array:
         """Return heads [b, T, n, W] from weighted sums of cached values."""
+        return y_bTnC
+
+    @classmethod
+    def flops(cls, m: utils.Model, keys: float) -> float:
+        return 2.0 * m.num_attention_heads * keys * sum(cls.widths(m))
+
+    def mix(
+        self, inputs_bTX: jax.Array, context: Context, m: utils.Model, run: LayerRun, kernel: str
+    ) -> jax.Array:
+        heads = self.heads(inputs_bTX, m, context.positions, run.rope, kernel)
+        inputs = Inputs(*heads, context.segments, self.scale(m, run.rope), run.window, self.sinks)
+        return attend(kernel, inputs)  # it names its own residuals "attention"
 
 
 def norm_weight() -> Any:
@@ -232,7 +264,7 @@ class LowRankQuery:
 
 
 @flax.struct.dataclass
-class LatentAttention:
+class LatentAttention(SoftmaxAttention):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1).
 
     kv_down projects to the key-value latent (C) and the rotary key (R).
@@ -246,8 +278,6 @@ class LatentAttention:
     out: jax.Array = weight("N/tensor W D/fsdp", normal("N W", RESIDUAL_SCALE), matrix="N W x D")
     norm_after: jax.Array | None = norm_weight()
 
-    out_bias: ClassVar[None] = None
-    sinks: ClassVar[None] = None
     FLAGS: ClassVar[dict[str, str]] = {
         "Q": "q_lora_rank",
         "C": "kv_lora_rank",
@@ -266,10 +296,6 @@ class LatentAttention:
     @staticmethod
     def widths(m: utils.Model) -> tuple[int, int]:
         return m.qk_nope_head_dim + m.qk_rope_head_dim, m.v_head_dim
-
-    @classmethod
-    def scale(cls, m: utils.Model, rope: Rope | None) -> float:
-        return softmax_scale(rope or m, cls.widths(m)[0])
 
     def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
         """Return the inputs of the query and key-value up-projections, and the rotary key.
@@ -412,7 +438,7 @@ class KeyValue:
 
 
 @flax.struct.dataclass
-class GroupedQueryAttention:
+class GroupedQueryAttention(SoftmaxAttention):
     """Grouped-query attention (arXiv:2305.13245): Y heads of keys and values for N of queries.
 
     Multi-head attention if Y = N. The norms of queries and keys are those of Qwen3
@@ -432,7 +458,6 @@ class GroupedQueryAttention:
     norm_after: jax.Array | None = norm_weight()
 
     FLAGS: ClassVar[dict[str, str]] = {"A": "head_dim", "Y": "num_key_value_heads"}
-    DECODING_ORDER: ClassVar[dict[str, tuple[int, ...]]] = {}
 
     @classmethod
     def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "GroupedQueryAttention":
@@ -461,9 +486,6 @@ class GroupedQueryAttention:
     def scale(cls, m: utils.Model, rope: Rope | None) -> float:
         return softmax_scale(rope or m, m.query_pre_attn_scalar or m.head_dim)
 
-    def inputs(self, h_btD: jax.Array, m: utils.Model) -> jax.Array:
-        return h_btD
-
     def heads(
         self,
         h_bTD: jax.Array,
@@ -490,15 +512,6 @@ class GroupedQueryAttention:
         heads = max(m.num_key_value_heads, tensor)
         return (CacheArray(heads, m.head_dim, "tensor", m.head_dim),) * 2
 
-    def cached_heads(
-        self, h_bTD: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        q_bTnA, *keys_and_values = self.heads(h_bTD, m, position_bT, rope)
-        return q_bTnA, tuple(keys_and_values)
-
-    def values(self, y_bTnA: jax.Array, m: utils.Model) -> jax.Array:
-        return y_bTnA
-
 
 def norm_over_heads(x_bTnA: jax.Array, scale_nA: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm over the heads of all tensor ranks.  Collectives: psum(tensor) of [b, T]."""
@@ -515,9 +528,24 @@ def _project(h_bTD: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Arra
 KINDS: dict[str, type[Attention]] = {"mla": LatentAttention, "gqa": GroupedQueryAttention}
 
 
-def kind_of(m: utils.Model) -> type[Attention]:
-    """Return the class of the model's attention."""
-    return KINDS[m.attention]
+def kind_of(m: utils.Model, run: LayerRun | None = None) -> type[Attention]:
+    """Return the class of a run's attention; without a run that of all layers, for decoding.
+
+    Raises  ConfigError for an unknown word of --model.layer_types, or layers that do not decode.
+    """
+    words = {one.attention for one in ((run,) if run else m.layer_runs)}
+    if unknown := sorted(words - KINDS.keys()):
+        raise ConfigError(
+            f"--model.layer_types {' '.join(unknown)}: there is no such attention. Use "
+            f"{', '.join([FULL_ATTENTION, SLIDING_ATTENTION, *KINDS])}."
+        )
+    kind, *others = (KINDS[word] for word in words)
+    if not run and (others or not issubclass(kind, SoftmaxAttention)):
+        raise ConfigError(
+            f"layers of {', '.join(sorted(words))}: only a model of one softmax attention "
+            f"generates text. Use --model.layer_types {FULL_ATTENTION} {SLIDING_ATTENTION}."
+        )
+    return kind
 
 
 # --- attention itself -----------------------------------------------------------------------------

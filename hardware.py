@@ -287,7 +287,7 @@ MFU_RULE = (
 
 
 def palm_flops_per_token(m: utils.Model, declared: Tree, sequence_length: int) -> float:
-    """6 * active parameters + 6 * layers * heads * keys * (query width + value width).
+    """6 * active parameters + 3 * FLOPs of attention, 2 * heads * keys * (query + value width).
 
     A frozen parameter has 4 in place of 6, as it has no gradient. An untied embedding is only
     looked up, and does not count. A tied one counts as the output matrix. The source has
@@ -302,9 +302,10 @@ def palm_flops_per_token(m: utils.Model, declared: Tree, sequence_length: int) -
     _, own = weights.count(weights.own(declared, declared))
     lookup = 0 if m.tie_word_embeddings else declared.first.embedding.size
     unused = lookup * declared.first.embedding.frozen
-    keys = 0.0
+    attention = 0.0
     for run, times in (*((run, 1) for run in m.prefix), *((run, m.blocks) for run in m.runs)):
         window = min(run.window or sequence_length, sequence_length)
-        keys += times * run.layers * window * (1 - window / (2 * sequence_length))
+        keys = window * (1 - window / (2 * sequence_length))
+        attention += times * run.layers * kind_of(m, run).flops(m, keys)
     products = 6.0 * (active - lookup) - 2.0 * (active - own - unused)
-    return products + 6.0 * m.num_attention_heads * keys * sum(kind_of(m).widths(m))
+    return products + 3.0 * attention

@@ -25,7 +25,7 @@ Words with one meaning each:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import flax
 import jax
@@ -38,7 +38,7 @@ import lora
 import matrix
 import utils
 import weights
-from attention import Attention, Inputs, attend, kind_of, norm_weight, with_norms
+from attention import Attention, kind_of, norm_weight, with_norms
 from dropless import dropless_experts
 from experts import (
     Activation,
@@ -55,6 +55,19 @@ from weights import RESIDUAL_SCALE, Size, matmul, normal, ones, rms_norm, weight
 # --- weights --------------------------------------------------------------------------------------
 
 
+class FeedForward(Protocol):
+    """What a layer uses of a kind of feed-forward network."""
+
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> Self:
+        """Return the Weights."""
+
+    def add(
+        self, x_btD: jax.Array, options: "ForwardOptions", position: "LayerPosition"
+    ) -> tuple[jax.Array, Routing | None]:
+        """Return x + the output, [b, t, D], and the routing if it has experts."""
+
+
 @flax.struct.dataclass
 class Mlp:
     """Gated feed-forward network (arXiv:2002.05202, equation 6)."""
@@ -64,6 +77,15 @@ class Mlp:
     up: jax.Array = weight("D/fsdp F/tensor", normal("D"), matrix="D x F")
     down: jax.Array = weight("F/tensor D/fsdp", normal("F", RESIDUAL_SCALE), matrix="F x D")
     norm_after: jax.Array | None = norm_weight()
+
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "Mlp":
+        return with_norms(weights.declare(cls, size), config.model)
+
+    def add(
+        self, x_btD: jax.Array, options: "ForwardOptions", position: "LayerPosition"
+    ) -> tuple[jax.Array, None]:
+        return mlp(self, x_btD, options, position), None
 
 
 @flax.struct.dataclass
@@ -83,17 +105,43 @@ class Moe:
     output_bias: jax.Array | None = weight("E D/fsdp", zeros, decay=False, active=("K", "E"))
     norm_after: jax.Array | None = norm_weight()
 
+    @classmethod
+    def declare(cls, config: utils.Config, size: Mapping[str, Size]) -> "Moe":
+        m, parallel = config.model, uses_expert_parallelism(config)
+        experts = weights.declare(Experts, size, layout=int(parallel), expert_parallel=parallel)
+        experts = weights.kept(experts, gate_bias=m.experts_bias, up_bias=m.experts_bias)
+        shared = weights.declare(SharedExperts, size) if m.n_shared_experts else None
+        w = weights.declare(cls, size, experts=experts, shared=shared)
+        w = weights.kept(w, router_bias=m.experts_bias, output_bias=m.experts_bias)
+        return with_norms(w, m)
+
+    def add(
+        self, x_btD: jax.Array, options: "ForwardOptions", position: "LayerPosition"
+    ) -> tuple[jax.Array, Routing | None]:
+        return moe(self, x_btD, options, position)
+
+
+FEED_FORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp, "moe": Moe}
+
 
 @flax.struct.dataclass
 class DenseLayer:
     attention: Attention
-    mlp: Mlp
+    mlp: FeedForward
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        return self.mlp
 
 
 @flax.struct.dataclass
 class MoeLayer:
     attention: Attention
-    moe: Moe
+    moe: FeedForward
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        return self.moe
 
 
 # Weights of the layers of a block, by the name of their run: a stack, but for a single layer with
@@ -135,8 +183,8 @@ class Transformer:
     last: OutputLayers
 
 
-def sizes(config: utils.Config) -> Mapping[str, Size]:
-    """Return the global size of each letter of a layout, with the flag that sets it."""
+def sizes(config: utils.Config, run: LayerRun) -> Mapping[str, Size]:
+    """Return the global size of each letter of a run's layouts, with the flag that sets it."""
     m, mesh = config.model, config.mesh
     flags = {
         "D": "hidden_size",
@@ -145,8 +193,7 @@ def sizes(config: utils.Config) -> Mapping[str, Size]:
         "G": "moe_intermediate_size",
         "E": "n_routed_experts",
         "K": "num_experts_per_tok",
-        "prefix": "first_k_dense_replace",
-    } | kind_of(m).FLAGS
+    } | kind_of(m, run).FLAGS
     out = {letter: Size(getattr(m, flag), f"model.{flag}") for letter, flag in flags.items()}
     stages = mesh.virtual * mesh.pipeline
     if m.blocks % stages:
@@ -179,20 +226,18 @@ def declare(config: utils.Config) -> Transformer:
 
     Raises  ConfigError for a size that cannot be sharded over the mesh.
     """
-    m, size = config.model, sizes(config)
-    attention = kind_of(m).declare(config, size)
-    dense = DenseLayer(attention=attention, mlp=with_norms(weights.declare(Mlp, size), m))
-    moe = MoeLayer(attention, declare_moe(config, size)) if m.moe_layers else None
-    block: Block = {}
-    for run in m.runs:
-        layers = {"layer": Size(run.layers, "model.num_hidden_layers")}
-        one = moe if run.experts else dense
-        block[run.name] = weights.stacked(one, "layer", layers) if run.stacked else one
-    prefix = weights.stacked(dense, "prefix", size) if m.first_k_dense_replace else None
+    m, runs = config.model, {}
+    for run in m.layer_runs:
+        size = sizes(config, run) | {"layer": Size(run.layers, "model.num_hidden_layers")}
+        layer, word = (MoeLayer, "moe") if run.experts else (DenseLayer, "mlp")
+        parts = kind_of(m, run), FEED_FORWARDS[word]
+        one = layer(*(part.declare(config, size) for part in parts))
+        runs[run.name] = weights.stacked(one, "layer", size) if run.stacked else one
+    prefix = runs.pop("prefix", None)
     last = weights.declare(OutputLayers, size)
     tree = Transformer(
         first=weights.declare(InputLayers, size, prefix=prefix),
-        blocks=weights.stacked(block, "virtual stage/pipeline block", size),
+        blocks=weights.stacked(runs, "virtual stage/pipeline block", size),
         last=last.replace(output=None) if m.tie_word_embeddings else last,
     )
     tree = weights.named(tree)
@@ -200,16 +245,6 @@ def declare(config: utils.Config) -> Transformer:
         tree = lora.adapted(config, tree)
     weights.check_divisible(tree, dict(zip(MESH_AXES, config.mesh.shape, strict=True)))
     return tree
-
-
-def declare_moe(config: utils.Config, size: Mapping[str, Size]) -> Moe:
-    m, parallel = config.model, uses_expert_parallelism(config)
-    experts = weights.declare(Experts, size, layout=int(parallel), expert_parallel=parallel)
-    experts = weights.kept(experts, gate_bias=m.experts_bias, up_bias=m.experts_bias)
-    shared = weights.declare(SharedExperts, size) if m.n_shared_experts else None
-    w = weights.declare(Moe, size, experts=experts, shared=shared)
-    w = weights.kept(w, router_bias=m.experts_bias, output_bias=m.experts_bias)
-    return with_norms(w, m)
 
 
 # --- arguments of layers --------------------------------------------------------------------------
@@ -224,13 +259,6 @@ class Batch:
     loss_weights: jax.Array  # float32; 0 excludes a target from the loss
     segments: jax.Array  # index of the document within the window
     microbatch: jax.Array | None = None  # microbatch index: [M], or a scalar
-
-
-class Context(NamedTuple):
-    """What attention knows of the tokens of a microbatch."""
-
-    positions: jax.Array  # [b, T], or [1, T] for all sequences
-    segments: jax.Array | None  # [b, T] index of the document; None if a window is one document
 
 
 class LayerPosition(NamedTuple):
@@ -316,7 +344,7 @@ def attention(
     """x + attention of x, and what decoding caches.
 
     x_btD    [B/replica+fsdp, T/tensor, D]; so is the result.
-    context  Context, or what options.attend_to takes instead, if it is set.
+    context  attention.Context, or what options.attend_to takes instead, if it is set.
     Collectives  all_gather(tensor) of the kind's inputs [b, T, X]; psum_scatter(tensor) of
                  [b, T, D].
     """
@@ -324,10 +352,7 @@ def attention(
     inputs_btX = w.inputs(normed(x_btD, w.norm, m), m)
     inputs_bTX = checkpoint_name(gather_sequence(inputs_btX, "latents", parallel), "latents")
     if options.attend_to is None:
-        kernel = options.attention_kernel
-        heads = w.heads(inputs_bTX, m, context.positions, run.rope, kernel)
-        inputs = Inputs(*heads, context.segments, w.scale(m, run.rope), run.window, w.sinks)
-        y_bTnW, cached = attend(kernel, inputs), None  # it names its own residuals "attention"
+        y_bTnW, cached = w.mix(inputs_bTX, context, m, run, options.attention_kernel), None
     else:
         y_bTnW, cached = options.attend_to(w, inputs_bTX, context, m, position.layer, run)
     # o is contracted: each tensor rank holds the partial sum of its heads.
@@ -442,9 +467,7 @@ def layer(
 ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
     """Return x after the layer, what decoding caches, and the routing if it has experts."""
     x_btD, cached = attention(w.attention, x_btD, context, options, position, run)
-    if not run.experts:
-        return mlp(w.mlp, x_btD, options, position), (cached, None)
-    x_btD, routing = moe(w.moe, x_btD, options, position)
+    x_btD, routing = w.feed_forward.add(x_btD, options, position)
     return x_btD, (cached, routing)
 
 

@@ -24,11 +24,11 @@ import one_stage
 import pipeline
 import vocabulary
 import weights
+from attention import Context
 from device_kernels.choice import choose_experts_kernel, choose_kernel, fuses_loss
 from model import (
     Batch,
     Block,
-    Context,
     EmbeddingAndHead,
     ForwardOptions,
     LayerPosition,

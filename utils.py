@@ -85,6 +85,7 @@ class LayerRun(NamedTuple):
     experts: bool
     window: int  # positions that a query attends to, with its own; 0: all earlier ones
     rope: "Rope | None"  # rotary embedding of queries and keys; None: they have no position
+    attention: str  # its name in attention.KINDS
 
     @property
     def stacked(self) -> bool:
@@ -188,8 +189,8 @@ class Model:
     attention_sinks: bool = False
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     sliding_window: int = 0  # positions that a query attends to, with its own; 0: all earlier ones
-    # of each layer, repeated: full_attention or sliding_attention, of which only the second has the
-    # window; without any, all layers have it
+    # of each layer, repeated: full_attention, sliding_attention, which alone has the window, or a
+    # kind in place of --model.attention; without any, all layers have the window
     layer_types: tuple[str, ...] = ()
     q_lora_rank: int = 0  # Q: width of the query latent; 0: queries without a latent
     kv_lora_rank: int = 64  # C: width of the key-value latent
@@ -310,16 +311,22 @@ class Model:
         layers = self.first_k_dense_replace
         return tuple(LayerRun("prefix", 0, layers, False, *kind) for kind in kinds)
 
-    def _attention(self, layer: int) -> tuple[int, Rope | None]:
-        """Return window and rope of a layer, by its number in the model."""
+    @property
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """Those before the blocks, and those of a block."""
+        return self.prefix + self.runs
+
+    def _attention(self, layer: int) -> tuple[int, Rope | None, str]:
+        """Return window, rope and attention of a layer, by its number in the model."""
         types, interval = self.layer_types, self.no_rope_layer_interval
-        full = bool(types) and types[layer % len(types)] == FULL_ATTENTION
+        word = types[layer % len(types)] if types else SLIDING_ATTENTION
+        kind = self.attention if word in (FULL_ATTENTION, SLIDING_ATTENTION) else word
         nope = bool(interval) and (layer + 1) % interval == 0
-        window = 0 if full else self.sliding_window
+        window = self.sliding_window if word == SLIDING_ATTENTION else 0
         rope = Rope(self.rope_theta, self.rope_scaling)
         if window and self.rope_local_base_freq:
             rope = Rope(self.rope_local_base_freq, RopeScaling())
-        return window, None if nope else rope
+        return window, None if nope else rope, kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ A tile is the positions that a kernel loads at once.
 """
 
 import utils
-from attention import kind_of
+from attention import SoftmaxAttention, kind_of
 from device_kernels.adapter import GPU_KERNELS, GPU_TILE
 from device_kernels.grouped import ALIGNED
 from device_kernels.splash import tile_size
@@ -74,13 +74,23 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
         return f"these devices have {' and '.join(own)}"
     if platform in OLD_TPUS:
         return OLD_TPU
+    kinds = {kind_of(m, run) for run in m.layer_runs}
+    widths = {kind.widths(m) for kind in kinds if issubclass(kind, SoftmaxAttention)}
+    if not widths:
+        return "no layer has a softmax of scores"
     if kernel == "splash":
         return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not support {m.compute_dtype}"
     if is_old_gpu(platform):
         return OLD_GPU
-    wide, narrow = kind_of(m).widths(m)
+    problems = (width_problem(config, platform, kernel, *pair) for pair in sorted(widths))
+    return next(filter(None, problems), "")
+
+
+def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, narrow: int) -> str:
+    """Return the same of cudnn or triton, for the widths of a query and of a value head."""
+    T = config.train.seq_len
     if kernel == "triton":
         if has_window(config):
             return "it does not support --model.sliding_window"
@@ -189,5 +199,5 @@ def computed_share(config: utils.Config, platform: str, window: int = 0) -> floa
 
 def window_shares(config: utils.Config, platform: str) -> tuple[tuple[int, float], ...]:
     """Return `computed_share` of each window in the model."""
-    windows = {run.window for run in (*config.model.prefix, *config.model.runs)}
+    windows = {run.window for run in config.model.layer_runs}
     return tuple((window, computed_share(config, platform, window)) for window in sorted(windows))

@@ -133,7 +133,7 @@ def layer_collectives(part: str, backward: bool = False) -> Counter[str]:
         if part == "mlp":
             return model.mlp(w.mlp, x_btD, options, here)
         positions = jnp.arange(config.train.seq_len, dtype=jnp.int32)[None]
-        context = model.Context(positions, segments=None)
+        context = attention.Context(positions, segments=None)
         return model.attention(w.attention, x_btD, context, options, here, config.model.runs[0])[0]
 
     def run(w: model.DenseLayer, x: jax.Array, gradient: jax.Array) -> object:

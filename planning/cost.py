@@ -419,12 +419,12 @@ def sampling_memory(step: Step) -> int:
         return 0
     prompts, ranks = len(c.sample.prompts), math.prod(c.mesh.shape[:-1])
     c = decode.decoding_config(c, ranks, c.mesh.tensor)
+    rows = -(-prompts // ranks) * ranks
     try:
         declared, mesh = model.declare(c), trace.abstract_mesh(c)
-    except ConfigError:  # a run trains without samples if this mesh cannot decode
+        cache = decode.abstract_cache(c, mesh, rows, c.train.seq_len)
+    except ConfigError:  # a run trains without samples if it cannot decode
         return 0
-    rows = -(-prompts // ranks) * ranks
-    cache = decode.abstract_cache(c, mesh, rows, c.train.seq_len)
     return state + bytes_of((decode.abstract_weights(c, declared, mesh), cache))
 
 

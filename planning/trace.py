@@ -172,11 +172,7 @@ def stage_functions(
     outer = dataclasses.replace(reader, skipped=LAYER)
     layers: list[TracedFunction] = []
     numbers: dict[Any, int] = {}
-
-    def declared_of(w: Any) -> Any:
-        tree = model.declare(config)
-        layers = [*tree.blocks.values(), tree.first.prefix]
-        return next(declared for declared in layers if type(declared) is type(w))
+    tree = model.declare(config)
 
     def wrap(layer: Callable, run: utils.LayerRun) -> Callable:
         def call(w: Any, x: jax.Array, *rest: Any, **options: Any) -> Any:
@@ -189,7 +185,8 @@ def stage_functions(
             result = jax.jit(one)(w, x)
             if number == len(layers):
                 at = dataclasses.replace(reader, kernel_share=dict(shares)[run.window])
-                layers.append(trace_function(at, one, result, declared_of(w), w, x))
+                declared = tree.blocks.get(run.name, tree.first.prefix)
+                layers.append(trace_function(at, one, result, declared, w, x))
             return result
 
         return call

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_origin
 
 import utils
 from utils import (
-    FULL_ATTENTION,
     SLIDING_ATTENTION,
     Config,
     ConfigError,
@@ -354,11 +353,6 @@ def _check_divisible(config: Config) -> None:
 
 
 def _check_model(m: Model) -> None:
-    if unknown := sorted({*m.layer_types} - {FULL_ATTENTION, SLIDING_ATTENTION}):
-        raise ConfigError(
-            f"--model.layer_types {' '.join(unknown)}: there is no such attention. Use "
-            f"{FULL_ATTENTION} and {SLIDING_ATTENTION}."
-        )
     if SLIDING_ATTENTION in m.layer_types and not m.sliding_window:
         raise ConfigError(
             f"--model.layer_types has {SLIDING_ATTENTION}, which needs --model.sliding_window: the "

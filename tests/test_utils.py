@@ -60,10 +60,6 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         (f"{ROPE}.low_freq_factor 9", "is not below .*Use 1.0 and 4.0"),
         (f"{ROPE}.beta_slow 0", "Use a finite number above 0, or the default 1.0"),
         ("model.num_hidden_layers 7", "Use --model.num_hidden_layers 8"),
-        (
-            "model.layer_types slide",
-            "slide: there is no such .*full_attention and sliding_attention",
-        ),
         ("model.layer_types sliding_attention", "needs --model.sliding_window"),
         (
             "model.layer_types full_attention full_attention full_attention",
