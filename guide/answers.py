@@ -249,7 +249,7 @@ def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> l
     logits = np.log(scores) - np.log1p(-np.array(scores))
     bias = jnp.asarray(biases, jnp.float32)
     h_btD = jnp.asarray(logits, jnp.float32)[None, None]
-    _, choice, weight = routing.route(jnp.eye(E), bias, h_btD, experts_config(E, K))
+    _, choice, weight = routing.route(jnp.eye(E), None, bias, h_btD, experts_config(E, K))
     return [*choice.ravel().tolist(), *(round(x, 3) for x in weight.ravel().tolist())]
 
 

@@ -62,8 +62,8 @@ moe-dropless-full-interleaved moe_1b {FORMER} --train.remat full --model.capacit
 moe-dropless-gathered-16x2x1 moe_1b 16,2,1 {FORMER} --mesh.virtual 1 --model.capacity_factor 0.0 \
  --model.experts_layout sharded --train.remat {NAMES}
 jaxformer-prefix-untied-gathered-4x2x4 jaxformer_1b 4,2,4 --model.num_hidden_layers 60 \
- --model.first_k_dense_replace 12 --model.experts_layout sharded --model.no-tie_word_embeddings \
- --train.remat full
+ --model.first_k_dense_replace 12 --model.no_rope_layer_interval 0 --train.remat full \
+ --model.experts_layout sharded --model.no-tie_word_embeddings
 dense-full-layer-32x1x1 dense_1b 32,1,1 {CHUNK} --train.microbatches 8 --train.remat full \
  --fsdp.gather layer
 dense-names-4x4x2 dense_1b 4,4,2 {CHUNK} --train.microbatches 16 --train.remat {DENSE_NAMES}

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import experts
 import float8
 import hardware
 import model
@@ -118,7 +119,7 @@ def test_inputs_of_products_are_saved_in_float8_alone(remat, saved):
     """Nothing as wide as they are is saved besides, but gate and up, whose gradient needs them."""
     (x, a, *_), _ = products()
     wrapped = jax.checkpoint(
-        lambda x, gate, up, down: model.swiglu(jnp.tanh(x), gate, up, down, quantized=True),
+        lambda x, *w: model.gated(jnp.tanh(x), *w, experts.Activation(), quantized=True),
         policy=sharded_model.policy(remat),
     )
     _, vjp = jax.vjp(wrapped, x, a, a, a.T)
