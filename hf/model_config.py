@@ -7,27 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import utils
-from hf.families import (
-    ALIASES,
-    FAMILIES,
-    GEMMA3,
-    GPT_OSS,
-    GROUPED_FAMILIES,
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    MOE_FAMILIES,
-    OF_EXPERTS,
-    OLMO2,
-    OLMO3,
-    OWN,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    SMOLLM3,
-    V2,
-    V3,
-)
+from hf import families
+from hf.families import FAMILIES, GROUPED_FAMILIES, OF_EXPERTS, OWN, V2, V3
 from utils import FULL_ATTENTION, SLIDING_ATTENTION, Config, ConfigError
 
 Ids = int | list[int]  # one token or several
@@ -64,36 +45,45 @@ def kind_of(m: utils.Model) -> str:
     if m.attention == "gqa":
         if m.norms != "before":
             windows = m.layer_types or m.sliding_window
-            return GEMMA3 if m.norms == "both" else OLMO3 if windows else OLMO2
+            return (
+                families.GEMMA3
+                if m.norms == "both"
+                else families.OLMO3
+                if windows
+                else families.OLMO2
+            )
         if m.attention_sinks or m.no_rope_layer_interval:
-            return GPT_OSS if m.attention_sinks else SMOLLM3
+            return families.GPT_OSS if m.attention_sinks else families.SMOLLM3
         if m.moe_layers:
-            return QWEN3_MOE if m.qk_norm else MIXTRAL
+            return families.QWEN3_MOE if m.qk_norm else families.MIXTRAL
         if m.attention_bias:
-            return QWEN2
-        return QWEN3 if m.qk_norm else MISTRAL if m.sliding_window else LLAMA
+            return families.QWEN2
+        return (
+            families.QWEN3
+            if m.qk_norm
+            else families.MISTRAL
+            if m.sliding_window
+            else families.LLAMA
+        )
     return V2 if m.moe_layers and m.scoring_func == "softmax" else V3
 
 
 def unsupported(m: utils.Model, kind: str) -> list[str]:
     """Return the settings of a model that the class of a family cannot represent."""
-    moe, latent = m.moe_layers, m.attention == "mla"
+    moe, latent, grouped = m.moe_layers, m.attention == "mla", kind in GROUPED_FAMILIES
     fixed = _fixed(kind, bool(moe), m.hidden_size)
-    if (
-        not m.latent_rms_norm_eps and latent and kind != OWN
-    ):  # the norms of latents have the common epsilon
+    if latent and kind != OWN and not m.latent_rms_norm_eps:  # norms have a common epsilon
         fixed["rms_norm_eps"] = fixed.pop("latent_rms_norm_eps")
     scaling = m.rope_scaling.rope_type if m.rope_scaling.factor > 1 else None
     is_unsupported = {name: getattr(m, name) != value for name, value in fixed.items()} | {
-        "rope_scaling.rope_type": scaling == "linear"
-        if kind == OWN
-        else latent and scaling not in (None, "yarn"),
-        "rope_scaling.mscale_all_dim": not latent
-        and kind != OWN
+        "rope_scaling.rope_type": scaling
+        in {OWN: ("linear",)}.get(kind, ("linear", "llama3") * latent),
+        "rope_scaling.mscale_all_dim": grouped
         and scaling == "yarn"
         and m.rope_scaling.mscale_all_dim,
-        "hidden_size": kind in (LLAMA, GEMMA3, V2) and m.hidden_size % m.num_attention_heads,
-        "n_routed_experts": kind in GROUPED_FAMILIES and bool(moe) != (kind in MOE_FAMILIES),
+        "hidden_size": kind in (families.LLAMA, families.GEMMA3, V2)
+        and m.hidden_size % m.num_attention_heads,
+        "n_routed_experts": grouped and bool(moe) != (kind in families.MOE_FAMILIES),
         "rope_scaling.truncate": kind == OWN and not m.rope_scaling.truncate,
     }
     if latent and moe and kind != OWN:
@@ -115,7 +105,7 @@ def unsupported(m: utils.Model, kind: str) -> list[str]:
 def _fixed(kind: str, has_experts: bool, hidden_size: int) -> dict[str, Any]:
     """Return the settings of [model] that all models of a family have."""
     fixed = FAMILIES[kind].fixed
-    if "embedding_multiplier" in fixed and kind == GEMMA3:
+    if kind == families.GEMMA3:
         fixed = fixed | {"embedding_multiplier": hidden_size**0.5}
     return {
         name: value
@@ -136,7 +126,7 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
         "model_type": kind,
         "max_position_embeddings": length,
         "hidden_act": m.hidden_act,
-        "attention_bias": kind == GPT_OSS,
+        "attention_bias": kind == families.GPT_OSS,
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
         "bos_token_id": None,
@@ -159,17 +149,17 @@ def _layers_to_hf(m: utils.Model, kind: str, scaling: dict[str, Any] | None) -> 
     """Return the settings of a family whose layers differ."""
     table: dict[str, Any] = {}
     numbers = range(m.num_hidden_layers)
-    if kind == SMOLLM3:
+    if kind == families.SMOLLM3:
         table["no_rope_layers"] = [int((i + 1) % m.no_rope_layer_interval > 0) for i in numbers]
     if FAMILIES[kind].patterned:
         types = m.layer_types or (SLIDING_ATTENTION if m.sliding_window else FULL_ATTENTION,)
         table["layer_types"] = [types[i % len(types)] for i in numbers]
-    if kind in (GEMMA3, OLMO3):
+    if kind in (families.GEMMA3, families.OLMO3):
         rope = {"rope_type": "default", "rope_theta": m.rope_theta} | (scaling or {})
         local = {"rope_type": "default", "rope_theta": m.rope_local_base_freq}
         local = local if m.rope_local_base_freq else rope
         table["rope_parameters"] = {FULL_ATTENTION: rope, SLIDING_ATTENTION: local}
-    if kind == GEMMA3:
+    if kind == families.GEMMA3:
         scalar = m.query_pre_attn_scalar or m.head_dim
         table["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
         table["hidden_activation"] = m.hidden_act
@@ -234,12 +224,12 @@ def from_hf(table: Mapping[str, Any], path: Path) -> HfModel:
     Raises  ConfigError for another architecture, a missing key, or an unsupported setting.
     """
     named = table.get("model_type", "")
-    kind = ALIASES.get(named, named)
+    kind = families.ALIASES.get(named, named)
     if kind not in FAMILIES:
         what = ", ".join(table.get("architectures") or ["no architecture"])
         raise ConfigError(
             f"{path} has model_type {named!r} ({what}). Supported are "
-            f"{', '.join([*FAMILIES, *ALIASES])}."
+            f"{', '.join([*FAMILIES, *families.ALIASES])}."
         )
     given = {n: value for n, value in table.items() if value is not None or n in NULL_IS_0}
     table = DEFAULTS | FAMILIES[kind].defaults | given
@@ -284,26 +274,21 @@ def _completed(table: dict[str, Any], kind: str) -> tuple[dict[str, Any], bool]:
     table["head_dim"] = table.get("head_dim") or table["hidden_size"] // heads
     # transformers 5 saves Qwen's under Mixtral's name.
     table.setdefault("num_experts", table.get("num_local_experts"))
-    return table, kind in MOE_FAMILIES
+    return table, kind in families.MOE_FAMILIES
 
 
 def _layers(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -> dict[str, Any]:
     """Return the settings of layers that differ: the first ones are those before the blocks."""
     count, types = table["num_hidden_layers"], table.get("layer_types")
-    if kind == SMOLLM3:
+    if kind == families.SMOLLM3:
         interval = table["no_rope_layer_interval"]
         if rotated := table.get("no_rope_layers"):
-            interval = rotated.index(0) + 1 if 0 in rotated else 0
-            if rotated[:count] != [
-                int(not interval or i % interval > 0) for i in range(1, count + 1)
-            ]:
+            omitted = [i for i, rope in enumerate(rotated[:count], 1) if not rope]
+            interval = (*omitted, 0)[0]
+            if interval and omitted != [*range(interval, count + 1, interval)]:
                 raise _unsupported(table, "no_rope_layers", path)
-        first = count % interval if interval else 0
-        return {
-            "no_rope_layer_interval": interval,
-            "first_k_dense_replace": first,
-            "layer_types": (),
-        }
+        first = {"first_k_dense_replace": count % interval if interval else 0}
+        return first | {"no_rope_layer_interval": interval, "layer_types": ()}
     if not FAMILIES[kind].patterned:
         return {"layer_types": ()}
     if step := table.get("sliding_window_pattern"):  # of Gemma, before there were layer_types
@@ -323,13 +308,16 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
     """Raises ConfigError for settings that this project does not implement."""
     fixed, layers = FAMILIES[kind].fixed, table["num_hidden_layers"]
     patterned, act = FAMILIES[kind].patterned, fixed["hidden_act"]
-    grouped, qwen = kind in GROUPED_FAMILIES, kind in (QWEN2, QWEN3, QWEN3_MOE)
+    grouped, qwen = (
+        kind in GROUPED_FAMILIES,
+        kind in (families.QWEN2, families.QWEN3, families.QWEN3_MOE),
+    )
     quantized = table.get("quantization_config") or {}
     scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
     types = set(table.get("layer_types") or ())
     is_unsupported = {
-        "hidden_act": kind != GEMMA3 and table.get("hidden_act", "silu") != act,
-        "hidden_activation": kind == GEMMA3 and table["hidden_activation"] != act,
+        "hidden_act": kind != families.GEMMA3 and table.get("hidden_act", "silu") != act,
+        "hidden_activation": kind == families.GEMMA3 and table["hidden_activation"] != act,
         "attn_logit_softcapping": table.get("attn_logit_softcapping"),
         "final_logit_softcapping": table.get("final_logit_softcapping"),
         "use_bidirectional_attention": table.get("use_bidirectional_attention"),
@@ -337,18 +325,19 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
         "mlp_bias": table.get("mlp_bias"),
         "is_causal": table.get("is_causal") is False,
         "quantization_config": quantized
-        and quantized.get("quant_method") != ("mxfp4" if kind == GPT_OSS else "fp8"),
-        "attention_bias": kind not in (QWEN2, OWN)
-        and bool(table.get("attention_bias")) != (kind == GPT_OSS),
+        and quantized.get("quant_method") != ("mxfp4" if kind == families.GPT_OSS else "fp8"),
+        "attention_bias": kind not in (families.QWEN2, OWN)
+        and bool(table.get("attention_bias")) != (kind == families.GPT_OSS),
         # Experts or a window in some layers only.
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
         "mlp_only_layers": table.get("mlp_only_layers"),
-        "decoder_sparse_step": kind == QWEN3_MOE and layers % table["decoder_sparse_step"],
-        "use_sliding_window": (qwen or kind == SMOLLM3) and table.get("use_sliding_window"),
+        "decoder_sparse_step": kind == families.QWEN3_MOE and layers % table["decoder_sparse_step"],
+        "use_sliding_window": (qwen or kind == families.SMOLLM3)
+        and table.get("use_sliding_window"),
         "layer_types": (not patterned and len(types) > 1)
         or types - {FULL_ATTENTION, SLIDING_ATTENTION}
-        or (qwen and types - {"full_attention"})
-        or (kind in (MISTRAL, MIXTRAL) and types - {"sliding_attention"}),
+        or (qwen and types - {FULL_ATTENTION})
+        or (kind in (families.MISTRAL, families.MIXTRAL) and types - {SLIDING_ATTENTION}),
         "rope_scaling": grouped and (scaling.get("mscale") or scaling.get("mscale_all_dim")),
     }
     if not grouped and table.get("attention", "mla") == "mla":
