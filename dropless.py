@@ -67,7 +67,7 @@ def dropless_experts(
     even, act = choice_rK.size / m.n_routed_experts, Activation.of(m)
     if kernel in ("tiles", "batched"):
         load = divide_load(even, experts, 1.0 if kernel == "batched" else 0.5)
-        partial_rD = local_experts(load, act, *inputs)
+        partial_rD = local_experts(load._replace(act=act), *inputs)
     else:
         passes = divide_into_passes(kernel, even, choice_rK.shape, experts)._replace(act=act)
         partial_rD = grouped_experts(passes, *inputs)
@@ -249,6 +249,7 @@ class Load(NamedTuple):
     batched: int  # its first choices, in one product with those of the other experts
     tile: int  # rows of a tile
     tiles: int  # of all experts, where all have as many choices
+    act: Activation = Activation()
 
 
 def divide_load(load: float, experts: int, share: float = 0.5) -> Load:
@@ -308,25 +309,23 @@ def sort_choices(choice_rK: jax.Array, experts: int, skip: int, tile: int) -> So
     return SortedChoices(order_c, first_e, rest_e, last_e)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def local_experts(load: Load, act: Activation, *inputs: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def local_experts(load: Load, *inputs: jax.Array) -> jax.Array:
     """Sum weight * expert(h) over the choices of these experts, 0 to e - 1.
 
     The first choices of each expert are one batched product. The others are tiles of one expert
     each. `load.tiles` of them run in any case, so compilers and the planner know them. A second
     loop runs only where these experts have more.
     """
-    return _local_experts_forward(load, act, *inputs)[0]
+    return _local_experts_forward(load, *inputs)[0]
 
 
 @jax.named_scope("experts")
-def _local_experts_forward(
-    load: Load, act: Activation, *inputs: jax.Array
-) -> tuple[jax.Array, tuple]:
+def _local_experts_forward(load: Load, *inputs: jax.Array) -> tuple[jax.Array, tuple]:
     h_rD, choice_rK, *weights = inputs
     weight_rK, gate_up_eDZ, down_eGD = weights
     choices = sort_choices(choice_rK, down_eGD.shape[0], load.batched, load.tile)
-    batched = partial(batched_experts, load.batched, act, choices)
+    batched = partial(batched_experts, load, choices)
     y_rD, pull_back = jax.vjp(batched, h_rD, *weights)
 
     def run(y_rD: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -334,7 +333,7 @@ def _local_experts_forward(
         token_p = choice_p // weight_rK.shape[1]
         both_pZ = matmul("pD,DZ->pZ", read_rows(h_rD, token_p), of_expert(gate_up_eDZ, e))
         weight_p = read_rows(weight_rK.reshape(-1), choice_p)
-        weighted_pG = weighted_hidden(act, both_pZ, weight_p)
+        weighted_pG = weighted_hidden(load.act, both_pZ, weight_p)
         y_pD = matmul("pG,GD->pD", weighted_pG, of_expert(down_eGD, e))
         return add_distinct(y_rD, token_p, y_pD), both_pZ
 
@@ -347,7 +346,7 @@ def _local_experts_forward(
 
 
 @jax.named_scope("experts")
-def _local_experts_backward(load: Load, act: Activation, saved: tuple, d_y_rD: jax.Array) -> tuple:
+def _local_experts_backward(load: Load, saved: tuple, d_y_rD: jax.Array) -> tuple:
     choices, h_rD, (weight_rK, gate_up_eDZ, down_eGD), pull_back, both_ipZ = saved
 
     def run(grads: tuple, i: jax.Array, both_pZ: jax.Array | None) -> tuple:
@@ -359,7 +358,7 @@ def _local_experts_backward(load: Load, act: Activation, saved: tuple, d_y_rD: j
         if both_pZ is None:
             both_pZ = matmul("pD,DZ->pZ", x_pD, gate_up_DZ)
         weight_p = read_rows(weight_rK.reshape(-1), choice_p)
-        weighted_pG, to_inputs = jax.vjp(partial(weighted_hidden, act), both_pZ, weight_p)
+        weighted_pG, to_inputs = jax.vjp(partial(weighted_hidden, load.act), both_pZ, weight_p)
         d_weighted_pG, d_down_GD = product_gradients(weighted_pG, down_GD, d_y_pD)
         d_both_pZ, d_weight_p = to_inputs(d_weighted_pG)
         d_x_pD, d_gate_up_DZ = product_gradients(x_pD, gate_up_DZ, d_both_pZ)
@@ -403,17 +402,17 @@ def product_gradients(x: jax.Array, w: Any, d_y: jax.Array) -> tuple[jax.Array, 
 
 
 def batched_experts(
-    J: int, act: Activation, choices: SortedChoices, h_rD: jax.Array, *weights: jax.Array
+    load: Load, choices: SortedChoices, h_rD: jax.Array, *weights: jax.Array
 ) -> jax.Array:
-    """Sum weight * expert(h) over the first J choices of each expert."""
+    """Sum weight * expert(h) over the first choices of each expert."""
     weight_rK, gate_up_eDZ, down_eGD = weights
-    choice_eJ = choices.read(choices.first_e[:-1], choices.first_e[1:], J)
+    choice_eJ = choices.read(choices.first_e[:-1], choices.first_e[1:], load.batched)
     token_eJ = choice_eJ // weight_rK.shape[1]
     weight_eJ = read_rows(weight_rK.reshape(-1), choice_eJ, unique_indices=True)
     add = partial(add_tokens, h_rD.shape[0])
     x_eJD = with_transpose(read_rows, add)(h_rD, token_eJ, token_eJ)
     slots = checkpoint_name((x_eJD, weight_eJ), "expert_in")
-    y_eJD = run_expert(slot_product, act, gate_up_eDZ, down_eGD, *slots)
+    y_eJD = run_expert(slot_product, load.act, gate_up_eDZ, down_eGD, *slots)
     return with_transpose(add, read_rows)(y_eJD, token_eJ, token_eJ)
 
 

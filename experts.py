@@ -222,18 +222,13 @@ add_rows = with_transpose(sum_rows, read_rows)
 
 
 @jax.named_scope("experts")
-def run_expert(
-    product: Callable,
-    act: Activation,
-    gate_up_eDZ: jax.Array,
-    down_eGD: jax.Array,
-    x: jax.Array,
-    weight: jax.Array,
-) -> jax.Array:
+def run_expert(product: Callable, act: Activation, *inputs: jax.Array) -> jax.Array:
     """Run rows x [..., D] through their experts; a partial sum if this rank has a part of G.
 
     product  multiplies each row with the matrix of its expert.
+    inputs   gate_up_eDZ, down_eGD, x and the weights of its rows.
     """
+    gate_up_eDZ, down_eGD, x, weight = inputs
     both = checkpoint_name(product(x, gate_up_eDZ), "expert_hidden")
     return product(weighted_hidden(act, both, weight), down_eGD)
 

@@ -384,23 +384,18 @@ def feed_forward(w: Mlp | SharedExperts, h_btD: jax.Array, options: ForwardOptio
     parallel = options.sequence_parallel
     h_bTD = checkpoint_name(gather_sequence(h_btD, "input", parallel), "mlp_in")
     act = Activation.of(options.model)
-    y_bTD = gated(h_bTD, w.gate, w.up, w.down, act, options.quantized)
+    y_bTD = gated(h_bTD, (w.gate, w.up), w.down, act, options.quantized)
     return scatter_sequence(y_bTD, "output", parallel)
 
 
 def gated(
-    h_bTD: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    act: Activation,
-    quantized: bool = False,
+    h_bTD: jax.Array, gate_up: Any, down: jax.Array, act: Activation, quantized: bool = False
 ) -> jax.Array:
     """down(act(gate h, up h)): this tensor rank's partial sum over F.
 
     quantized  whether its products are in FP8.
     """
-    gate_bTf, up_bTf = products(h_bTD, (gate, up), quantized, "mlp_in")
+    gate_bTf, up_bTf = products(h_bTD, gate_up, quantized, "mlp_in")
     # Both products are named, and not their combination, whose gradient needs both of them.
     gate_bTf, up_bTf = checkpoint_name((gate_bTf, up_bTf), "hidden")
     [partial_bTD] = products(act(gate_bTf, up_bTf), (down,), quantized)
@@ -430,7 +425,7 @@ def moe(
     """
     m = options.model
     h_btD = normed(x_btD, w.norm, m)
-    share_btE, *choices = route(w.router, w.router_bias, w.bias, h_btD, m)
+    share_btE, *choices = route(w, h_btD, m)
     if options.run_experts is not None:
         y_btD, routing = options.run_experts(w.experts, h_btD, choices), None
     else:

@@ -6,7 +6,7 @@ Letters. UPPER case is the global dimension, lower case this rank's slice of it:
 A value whose name starts with `partial_` is still to be reduced over ranks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +26,22 @@ class Routing(NamedTuple):
 
 
 @jax.named_scope("router")
-def route(
-    router_DE: jax.Array,
-    router_bias_E: jax.Array | None,
-    bias_E: jax.Array,
-    h_btD: jax.Array,
-    m: utils.Model,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def route(w: Any, h_btD: jax.Array, m: utils.Model) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose each token's K experts and their weights (arXiv:2412.19437, equations 12-16).
 
-    In float32, because a rounding error can change the choice.
+    In float32, because a rounding error can change the choice. `bias` changes the choice, and not
+    the weights.
 
-    router_bias_E  added to the logits.
-    bias_E         changes the choice, and not the weights.
+    w  model.Moe
     Returns  share_btE (scores that sum to 1), choice_btK int32, weight_btK.
     """
-    logits_btE = matmul("btD,DE->btE", h_btD.astype(jnp.float32), router_DE)
-    if router_bias_E is not None:
-        logits_btE += jnp.expand_dims(router_bias_E, (0, 1))
+    logits_btE = matmul("btD,DE->btE", h_btD.astype(jnp.float32), w.router)
+    if w.router_bias is not None:
+        logits_btE += jnp.expand_dims(w.router_bias, (0, 1))
     scores_btE = (
         jax.nn.sigmoid(logits_btE) if m.scoring_func == "sigmoid" else jax.nn.softmax(logits_btE)
     )
-    ranking_btE = lax.stop_gradient(scores_btE + jnp.expand_dims(bias_E, (0, 1)))
+    ranking_btE = lax.stop_gradient(scores_btE + jnp.expand_dims(w.bias, (0, 1)))
     if m.topk_group < m.n_group:
         ranking_btE = best_groups(ranking_btE, m)
     _, choice_btK = lax.top_k(ranking_btE, m.num_experts_per_tok)

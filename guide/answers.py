@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -247,9 +248,9 @@ def route_by_hand(scores: Sequence[float], biases: Sequence[float], K: int) -> l
     """Return the experts of a token with these scores, the best first, and then their weights."""
     E = len(scores)
     logits = np.log(scores) - np.log1p(-np.array(scores))
-    bias = jnp.asarray(biases, jnp.float32)
+    w = SimpleNamespace(router=jnp.eye(E), router_bias=None, bias=jnp.asarray(biases, jnp.float32))
     h_btD = jnp.asarray(logits, jnp.float32)[None, None]
-    _, choice, weight = routing.route(jnp.eye(E), None, bias, h_btD, experts_config(E, K))
+    _, choice, weight = routing.route(w, h_btD, experts_config(E, K))
     return [*choice.ravel().tolist(), *(round(x, 3) for x in weight.ravel().tolist())]
 
 

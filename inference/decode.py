@@ -291,7 +291,7 @@ def run_experts(
         e, choice_t = choices.tile(i, tile)
         token_t = choice_t // K
         one = index(experts, *place, e)
-        y_tD = gated(read_rows(h_nD, token_t)[None], *one.inputs(), one.down, Activation.of(m))[0]
+        y_tD = gated(read_rows(h_nD, token_t)[None], one.inputs(), one.down, Activation.of(m))[0]
         weight_t = read_rows(weight_nK.reshape(-1), choice_t)
         y_tD = y_tD.astype(jnp.float32) * weight_t[:, None]
         return add_distinct(y_nD, token_t, y_tD)

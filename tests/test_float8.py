@@ -119,7 +119,9 @@ def test_inputs_of_products_are_saved_in_float8_alone(remat, saved):
     """Nothing as wide as they are is saved besides, but gate and up, whose gradient needs them."""
     (x, a, *_), _ = products()
     wrapped = jax.checkpoint(
-        lambda x, *w: model.gated(jnp.tanh(x), *w, experts.Activation(), quantized=True),
+        lambda x, gate, up, down: model.gated(
+            jnp.tanh(x), (gate, up), down, experts.Activation(), quantized=True
+        ),
         policy=sharded_model.policy(remat),
     )
     _, vjp = jax.vjp(wrapped, x, a, a, a.T)
