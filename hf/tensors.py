@@ -66,14 +66,16 @@ class WeightMapping(NamedTuple):
             w = w[..., self._columns()]
         if self.input_dims:
             return w.reshape(math.prod(w.shape[: self.input_dims]), -1).T
-        return w[: self.rows] if self.rows else w.reshape(-1) - self.offset
+        w = w - self.offset if self.offset else w
+        return w[: self.rows] if self.rows else w.reshape(-1)
 
     def from_hf(self, w: np.ndarray) -> np.ndarray:
         """Convert a tensor to one array of the stack; padding rows are zeros."""
         if self.columns:
             return w[..., self.columns]
         if not self.rows:
-            w = (w.T if self.input_dims else w).reshape(self.unstacked_shape) + self.offset
+            w = (w.T if self.input_dims else w).reshape(self.unstacked_shape)
+        w = w + self.offset if self.offset else w
         if self.rotary:
             w = w[..., np.argsort(self._columns())]
         padding = self.unstacked_shape[0] - self.rows
