@@ -152,6 +152,8 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
         # Without the second the first has no effect, and these classes have no factor on scores.
         scaling = {name: v for name, v in scaling.items() if not name.startswith("mscale")}
     table |= {"rope_scaling": scaling, "sliding_window": m.sliding_window or None}
+    if FAMILIES[kind].patterned:  # whose classes need a window, also if no layer has it
+        table["sliding_window"] = m.sliding_window or length
     return table | _layers_to_hf(m, kind, scaling)
 
 

@@ -135,6 +135,12 @@ def test_which_layers_have_a_window_and_which_rotary_embedding():
         assert not model_config.unsupported(m, kind)
 
 
+def test_a_class_with_windows_gets_one_also_if_no_layer_has_it():
+    config = utils.Config(model=read(OSS, layer_types=["full_attention"] * 24))
+    table = model_config.to_hf(config, "gpt_oss", "float32", 0)
+    assert (table["layer_types"], table["sliding_window"]) == (["full_attention"] * 24, 131072)
+
+
 @pytest.mark.parametrize(
     ("table", "values", "text"),
     [
