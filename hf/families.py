@@ -267,4 +267,5 @@ FAMILIES = {
     ),
 }
 MOE_FAMILIES = (MIXTRAL, QWEN3_MOE, GPT_OSS)  # of the grouped ones
+FULL_FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, SMOLLM3)  # whose windows are not supported
 GROUPED_FAMILIES = FAMILIES.keys() - {V2, V3, OWN}

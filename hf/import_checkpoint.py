@@ -75,7 +75,7 @@ def with_packed(tensors: dict[str, Tensor]) -> dict[str, Tensor | Packed]:
     found: dict[str, Tensor | Packed] = {}
     for name, tensor in tensors.items():
         other = tensors.get(name.removesuffix(BLOCKS) + SCALES) if name.endswith(BLOCKS) else None
-        if other:
+        if other and tensor.shape == (*other.shape, 16):
             found[name.removesuffix(BLOCKS)] = Packed(tensor, other)
         elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
             found[name] = tensor

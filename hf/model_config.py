@@ -142,6 +142,8 @@ def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, 
         # Without the second the first has no effect, and these classes have no factor on scores.
         scaling = {name: v for name, v in scaling.items() if not name.startswith("mscale")}
     table |= {"rope_scaling": scaling, "sliding_window": m.sliding_window or None}
+    if FAMILIES[kind].patterned:  # whose classes need a window, also if no layer has it
+        table["sliding_window"] = m.sliding_window or length
     return table | _layers_to_hf(m, kind, scaling)
 
 
@@ -265,10 +267,11 @@ def _completed(table: dict[str, Any], kind: str) -> tuple[dict[str, Any], bool]:
     """Return settings with what follows from others, and whether the model has experts."""
     table |= {name: table.get(name) or 0 for name in NULL_IS_0}
     if kind not in GROUPED_FAMILIES:
-        if table.pop("rope_in_moe_layers", True) is False:  # the former name
-            table["no_rope_layer_interval"] = table["decoder_sparse_step"]
         has_experts = table["first_k_dense_replace"] < table["num_hidden_layers"]
-        return table, has_experts and bool(table.get("n_routed_experts"))
+        has_experts &= bool(table.get("n_routed_experts"))
+        if table.get("rope_in_moe_layers") is False and has_experts:  # the former name
+            table["no_rope_layer_interval"] = table["decoder_sparse_step"]
+        return table, has_experts
     heads = table["num_attention_heads"]
     table["num_key_value_heads"] = table.get("num_key_value_heads") or heads
     table["head_dim"] = table.get("head_dim") or table["hidden_size"] // heads
@@ -287,11 +290,13 @@ def _layers(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) 
             interval = (*omitted, 0)[0]
             if interval and omitted != [*range(interval, count + 1, interval)]:
                 raise _unsupported(table, "no_rope_layers", path)
+        interval *= interval <= count
         first = {"first_k_dense_replace": count % interval if interval else 0}
         return first | {"no_rope_layer_interval": interval, "layer_types": ()}
     if not FAMILIES[kind].patterned:
         return {"layer_types": ()}
-    if step := table.get("sliding_window_pattern"):  # of Gemma, before there were layer_types
+    # Of Gemma, before there were layer_types, which have precedence.
+    if (step := table.get("sliding_window_pattern")) and not isinstance(types, list):
         types = (*[SLIDING_ATTENTION] * (step - 1), FULL_ATTENTION)
     types = [types[i % len(types)] for i in range(count)]
     if set(types) == {FULL_ATTENTION}:
@@ -308,13 +313,11 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
     """Raises ConfigError for settings that this project does not implement."""
     fixed, layers = FAMILIES[kind].fixed, table["num_hidden_layers"]
     patterned, act = FAMILIES[kind].patterned, fixed["hidden_act"]
-    grouped, qwen = (
-        kind in GROUPED_FAMILIES,
-        kind in (families.QWEN2, families.QWEN3, families.QWEN3_MOE),
-    )
+    grouped, full = kind in GROUPED_FAMILIES, kind in families.FULL_FAMILIES
     quantized = table.get("quantization_config") or {}
     scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
-    types = set(table.get("layer_types") or ())
+    given = table.get("layer_types", ())  # a list, or the tuple of the family
+    types = set(given)
     is_unsupported = {
         "hidden_act": kind != families.GEMMA3 and table.get("hidden_act", "silu") != act,
         "hidden_activation": kind == families.GEMMA3 and table["hidden_activation"] != act,
@@ -323,6 +326,9 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
         "use_bidirectional_attention": table.get("use_bidirectional_attention"),
         "swiglu_alpha": table.get("swiglu_alpha", 1.702) != 1.702,
         "mlp_bias": table.get("mlp_bias"),
+        "sliding_window": patterned and SLIDING_ATTENTION in types and not table["sliding_window"],
+        "rope_in_moe_layers": table.get("rope_in_moe_layers") is False
+        and (has_experts and table["first_k_dense_replace"]),  # which an interval would count
         "is_causal": table.get("is_causal") is False,
         "quantization_config": quantized
         and quantized.get("quant_method") != ("mxfp4" if kind == families.GPT_OSS else "fp8"),
@@ -332,11 +338,11 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
         "mlp_only_layers": table.get("mlp_only_layers"),
         "decoder_sparse_step": kind == families.QWEN3_MOE and layers % table["decoder_sparse_step"],
-        "use_sliding_window": (qwen or kind == families.SMOLLM3)
-        and table.get("use_sliding_window"),
+        "use_sliding_window": full and table.get("use_sliding_window"),
         "layer_types": (not patterned and len(types) > 1)
+        or (isinstance(given, list) and len(given) != layers)
         or types - {FULL_ATTENTION, SLIDING_ATTENTION}
-        or (qwen and types - {FULL_ATTENTION})
+        or (full and types - {FULL_ATTENTION})
         or (kind in (families.MISTRAL, families.MIXTRAL) and types - {SLIDING_ATTENTION}),
         "rope_scaling": grouped and (scaling.get("mscale") or scaling.get("mscale_all_dim")),
     }
@@ -385,7 +391,8 @@ def _rope(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     values["rope_theta"] = scaling.get("rope_theta") or table["rope_theta"]
     if "rope_local_base_freq" in table:
         theta = local.get("rope_theta") or table["rope_local_base_freq"] or values["rope_theta"]
-        values["rope_local_base_freq"] = 0.0 if local and local == scaling else theta
+        is_same = not table["sliding_window"] or (local and local == scaling)
+        values["rope_local_base_freq"] = 0.0 if is_same else theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return values

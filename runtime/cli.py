@@ -40,6 +40,7 @@ FOREIGN = {
     "optimizer.warmup_steps": "warmup_iters num_warmup_steps",
 }
 
+OF_GROUPED = ("attention_out_bias", "attention_sinks", "query_pre_attn_scalar")
 DEPTH = ("depth", "dense")  # of which settings follow: see depth.py
 
 DESCRIPTION = (
@@ -227,12 +228,19 @@ def load(path: str | Path, model: Model | None = None, ignored_keys: Sequence[st
     default = Config() if model is None or "model" in table else Config(model=model)
     known, values = settings_of(), flat(table)
     values = {name: value for name, value in values.items() if name not in ignored_keys}
-    if values.pop("model.rope_in_moe_layers", True) is False:  # the former name
-        values["model.no_rope_layer_interval"] = values["model.decoder_sparse_step"]
+    rope_in_moe_layers = values.pop("model.rope_in_moe_layers", True)  # the former name
     if unknown := sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path}: unknown key {unknown[0]}{_suggestion(unknown[0], known)}")
     typed = {n: _typed(f"{path}: {n} =", known[n], v) for n, v in values.items()}
-    return _with_home(changed(default, typed))
+    m = (config := changed(default, typed)).model
+    if not rope_in_moe_layers and m.n_routed_experts:
+        if m.first_k_dense_replace:
+            raise ConfigError(
+                f"{path}: rope_in_moe_layers = false with first_k_dense_replace is not supported "
+                "any more. Use the version of this project that trained the model."
+            )
+        config = changed(config, {"model.no_rope_layer_interval": m.decoder_sparse_step})
+    return _with_home(config)
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -371,6 +379,17 @@ def _check_model(m: Model) -> None:
             f"{first} and a multiple of {step} layers, after which {_what_repeats(m)}. Use "
             f"--model.num_hidden_layers {first + step * max(1, -(-rest // step))}."
         )
+    latent = all(run.attention == "mla" for run in m.layer_runs)
+    windows = any(run.window for run in m.layer_runs)
+    for name, is_used, needed in (
+        *((name, not latent, "--model.attention gqa") for name in OF_GROUPED),
+        ("qk_norm_all_heads", m.qk_norm and not latent, "--model.qk_norm"),
+        ("sliding_window", windows, f"{SLIDING_ATTENTION} among --model.layer_types"),
+        ("rope_local_base_freq", windows, "--model.sliding_window"),
+        ("experts_bias", m.n_routed_experts, "--model.n_routed_experts"),
+    ):
+        if getattr(m, name) and not is_used:
+            raise ConfigError(f"--model.{name} has no effect without {needed}. Set both or none.")
     rope, usual = m.rope_scaling, utils.RopeScaling()
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if (value := getattr(rope, low)) >= (limit := getattr(rope, high)):

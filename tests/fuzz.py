@@ -109,11 +109,16 @@ def draw_options(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
     """Return options of further families, for a third of all cases."""
     if r.random() >= 1 / 3:
         return {}
+    grouped, window = case["attention"] == "gqa", case["sliding_window"] > 0
     return {
-        "norms": r.choice(("before", "after", "both")), "qk_norm_all_heads": r.random() < 0.5,
-        "attention_out_bias": r.random() < 0.5, "attention_sinks": r.random() < 0.5,
-        "query_pre_attn_scalar": r.choice((0.0, 5.0)), "embedding_multiplier": r.choice((1.0, 3.0)),
-        "rope_local_base_freq": r.choice((0.0, 70.0)), "swiglu_limit": r.choice((0.0, 0.7)),
+        "norms": r.choice(("before", "after", "both")),
+        "qk_norm_all_heads": r.random() < 0.5 and grouped and case["qk_norm"],
+        "attention_out_bias": r.random() < 0.5 and grouped,
+        "attention_sinks": r.random() < 0.5 and grouped,
+        "query_pre_attn_scalar": r.choice((0.0, 5.0)) * grouped,
+        "embedding_multiplier": r.choice((1.0, 3.0)),
+        "rope_local_base_freq": r.choice((0.0, 70.0)) * window,
+        "swiglu_limit": r.choice((0.0, 0.7)),
         "hidden_act": r.choice(("silu", "gelu_pytorch_tanh")),
         "experts_bias": case["dropless"] and case["moe_layers"] > 0 and r.random() < 0.5,
     }  # fmt: skip

@@ -121,6 +121,24 @@ def test_which_layers_have_a_window_and_which_rotary_embedding():
     m = read(SMOLLM3)
     assert [(run.layers, bool(run.rope)) for run in m.runs] == [(3, True), (1, False)]
     assert read(SMOLLM3, no_rope_layers=[1] * 36).no_rope_layer_interval == 0
+    few = {"num_hidden_layers": 3, "layer_types": None, "no_rope_layers": None}
+    m = read(SMOLLM3, **few)
+    assert (m.no_rope_layer_interval, m.first_k_dense_replace) == (0, 0)
+    # A list has precedence over a pattern.
+    listed = ["full_attention", "sliding_attention"] * 13
+    assert read(GEMMA3, layer_types=listed).layer_types == tuple(listed[:2])
+    # Without windows there is one rotary embedding.
+    for table, layers, kind in ((GEMMA3, 26, "gemma3_text"), (OLMO3, 32, "olmo2")):
+        m = read(table, layer_types=["full_attention"] * layers)
+        assert m.rope_local_base_freq == 0
+        assert model_config.kind_of(m) == kind
+        assert not model_config.unsupported(m, kind)
+
+
+def test_a_class_with_windows_gets_one_also_if_no_layer_has_it():
+    config = utils.Config(model=read(OSS, layer_types=["full_attention"] * 24))
+    table = model_config.to_hf(config, "gpt_oss", "float32", 0)
+    assert (table["layer_types"], table["sliding_window"]) == (["full_attention"] * 24, 131072)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +153,31 @@ def test_which_layers_have_a_window_and_which_rotary_embedding():
         (OSS, {"attention_bias": False}, "attention_bias False"),
         (OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .*fp8"),
         (OLMO3, {"layer_types": ["chunked_attention"] * 32}, "layer_types .*chunked_attention"),
+        (OLMO3, {"layer_types": [*WINDOWS, "full_attention"]}, "layer_types .*not supported"),
+        (OLMO3, {"layer_types": WINDOWS * 33}, "layer_types .*not supported"),
+        (OLMO3, {"layer_types": []}, r"layer_types \[\]"),
+        (OLMO3, {"sliding_window": None}, "sliding_window 0"),
         (OLMO2, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (SMOLLM3, {"no_rope_layers": [1, 0, 0] * 12}, "no_rope_layers"),
+        (SMOLLM3, {"layer_types": WINDOWS * 36, "sliding_window": 9}, "layer_types .*sliding_"),
         (SMOLLM3, {"use_sliding_window": True}, "use_sliding_window True"),
     ],
 )  # fmt: skip
 def test_what_a_family_has_that_is_not_supported_is_named(table, values, text):
     with pytest.raises(ValueError, match=text):
         read(table, **values)
+
+
+def test_the_former_setting_of_positions_in_a_folder_keeps_its_meaning_or_is_refused():
+    table = model_config.to_hf(utils.Config(), "latent_moe", "float32", 0)
+    del table["no_rope_layer_interval"]
+    assert read(table, rope_in_moe_layers=True).no_rope_layer_interval == 0
+    table["rope_in_moe_layers"] = False
+    assert read(table).no_rope_layer_interval == utils.Model().decoder_sparse_step
+    dense = {"n_routed_experts": 0, "first_k_dense_replace": 2}
+    assert read(table, **dense).no_rope_layer_interval == 0
+    with pytest.raises(utils.ConfigError, match="rope_in_moe_layers False"):
+        read(table, first_k_dense_replace=2)
 
 
 # The numbers that 4 bits stand for: a sign, two bits of exponent, one of mantissa.
@@ -157,7 +192,7 @@ def test_experts_in_mxfp4_are_those_of_their_codes_and_exponents(tmp_path):
     m = read(
         OSS, vocab_size=101, hidden_size=96, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_local_experts=3,
-        num_experts_per_tok=2,
+        num_experts_per_tok=2, layer_types=OSS["layer_types"][:2],
     )  # fmt: skip
     make_run(tmp_path / "run", model=m)
     convert.main(["export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
@@ -188,7 +223,10 @@ def test_experts_in_mxfp4_are_those_of_their_codes_and_exponents(tmp_path):
             np.testing.assert_array_equal(
                 back[f"weights.blocks.{run.name}.moe.experts.{part}"][0], w
             )
-    del arrays["model.layers.0.mlp.experts.down_proj_scales"]
-    write_folder(tmp_path / "less", table, arrays)
-    with pytest.raises(ValueError, match=r"lacks 1 of .*experts.down_proj"):
-        convert.main(["import", "--folder", str(tmp_path / "less"), "--out", str(tmp_path / "no")])
+    # Scales that would be spread over all blocks of an output, and none.
+    scales, out = "model.layers.0.mlp.experts.down_proj_scales", str(tmp_path / "no")
+    one, others = arrays[scales][..., :1], {n: a for n, a in arrays.items() if n != scales}
+    for name, damaged in {"spread": others | {scales: one}, "less": others}.items():
+        write_folder(tmp_path / name, table, damaged)
+        with pytest.raises(ValueError, match=r"lacks 1 of .*experts.down_proj"):
+            convert.main(["import", "--folder", str(tmp_path / name), "--out", out])

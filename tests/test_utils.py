@@ -18,6 +18,24 @@ def file_with(tmp_path, text):
     return str(path)
 
 
+def test_the_former_setting_of_positions_keeps_its_meaning_or_is_refused(tmp_path):
+    def loaded(**model):
+        lines = [f"{name} = {value}" for name, value in model.items()]
+        return cli.load(file_with(tmp_path, "\n".join(["[model]", *lines]))).model
+
+    false, true = {"rope_in_moe_layers": "false"}, {"rope_in_moe_layers": "true"}
+    assert loaded(**false).no_rope_layer_interval == utils.Model().decoder_sparse_step
+    assert loaded(**false, decoder_sparse_step=1).no_rope_layer_interval == 1
+    assert loaded(**true, first_k_dense_replace=1).no_rope_layer_interval == 0
+    # No layer has experts.
+    dense = loaded(**false, n_routed_experts=0, first_k_dense_replace=1)
+    assert dense.no_rope_layer_interval == 0
+    # Intervals count the first layers, which had positions.
+    for first in (1, 2):
+        with pytest.raises(utils.ConfigError, match=r"toml: rope_in_moe_layers = false .*version"):
+            loaded(**false, first_k_dense_replace=first)
+
+
 def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
     text = "[model]\nhidden_size = 96\nnum_attention_heads = 2\n[optimizer]\nlr = 1\n"
     path = file_with(tmp_path, f"{text}[model.rope_scaling]\nfactor = 40\n")
@@ -66,6 +84,20 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
             "multiple of 6 layers, after which --model.decoder_sparse_step 2 and "
             "--model.layer_types of 3 repeat. Use --model.num_hidden_layers 12",
         ),
+        ("model.attention_out_bias", "no effect without --model.attention gqa"),
+        ("model.attention_sinks", "no effect without --model.attention gqa"),
+        ("model.query_pre_attn_scalar 9", "no effect without --model.attention gqa"),
+        ("model.attention gqa --model.qk_norm_all_heads", "no effect without --model.qk_norm"),
+        (
+            "model.sliding_window 8 --model.layer_types full_attention",
+            "sliding_window has no effect without sliding_attention among --model.layer_types",
+        ),
+        ("model.rope_local_base_freq 9", "no effect without --model.sliding_window"),
+        (
+            "model.experts_bias --model.n_routed_experts 0",
+            "no effect without --model.n_routed_experts",
+        ),
+        ("model.embedding_multiplier 0", "Use a finite number above 0, or the default 1.0"),
         ("model.no_rope_layer_interval 2 --model.first_k_dense_replace 2", "these layers differ"),
         ("data.positions document", "needs --data.segments"),
         ("run.peer_seconds 0", "0.0 is out of range. Use a finite number above 0, or"),

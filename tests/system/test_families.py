@@ -67,6 +67,7 @@ CASES = {
         "gemma3_text",
         GEMMA3 | {"layer_types": SLIDING + FULL + SLIDING, "tie_word_embeddings": False},
     ),
+    "gemma3_text, no window": ("gemma3_text", GEMMA3 | {"layer_types": FULL * 3}),
     "gpt_oss, yarn": (
         "gpt_oss", OSS | {"num_hidden_layers": 4, "rope_scaling": YARN | {"truncate": False}}
     ),
