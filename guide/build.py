@@ -2,7 +2,7 @@
 
     guide/build.py              guide/site/index.html, from the pages, the code and facts.json
     guide/build.py --pdf        also guide/site/guide.pdf, with all answers, by Chromium
-    guide/build.py --check      also inspect each page in Chromium, at three widths, light and dark
+    guide/build.py --check      also inspect each page in Chromium, at four widths, light and dark
     guide/build.py --refresh    compute all facts and write facts.json
     guide/build.py --serve      build, and serve the site on this machine
 
@@ -13,6 +13,7 @@ Sphinx in a file. A fault of a page ends the build with exit code 2 and one line
 
 import argparse
 import functools
+import hashlib
 import http.server
 import json
 import os
@@ -21,15 +22,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import facts
 import pages
-import widgets
 
 FOLDER, ROOT = pages.FOLDER, pages.ROOT
 CACHE = ROOT / ".cache/guide"
 SITE = FOLDER / "site"
 PYTHON = CACHE / "environment/bin/python"
 DATA = CACHE / "data.json"
+# What DATA depends on, beside the names that pages use: code, settings, documents, vocabulary.
+SOURCES = (*("*.py", "*/*.py", "*/*/*.py"), *("configs/*", "docs/*.md", "locks/*"))
+SOURCES += ("guide/*.json", "tests/*.json", "data/*.tiktoken")
 
 
 def install() -> None:
@@ -42,6 +44,20 @@ def install() -> None:
     run(*uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, environment)
     run(*uv, "pip", "install", "--quiet", "--python", str(PYTHON), "-r", str(wanted))
     installed.write_text(wanted.read_text())
+
+
+def site_data() -> None:
+    """Write DATA, unless it was computed from the same sources."""
+    used = [pages.problems(), *map(pages.used, pages.USES)]
+    digest, state = hashlib.sha256(repr(used).encode()), CACHE / "data.sha256"
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
+        digest.update(path.read_bytes())
+    if DATA.exists() and state.exists() and state.read_text() == digest.hexdigest():
+        return
+    import widgets  # late: it imports jax
+
+    DATA.write_text(json.dumps(widgets.site_data()))
+    state.write_text(digest.hexdigest())
 
 
 def run(*command: str) -> None:
@@ -83,9 +99,11 @@ def main() -> None:
     if flags.pdf or flags.check:
         browser()  # before minutes of work
     if flags.refresh:
+        import facts  # late: it imports jax
+
         facts.refresh()
     install()
-    DATA.write_text(json.dumps(widgets.site_data()))
+    site_data()
     sphinx("html", SITE)
     if flags.pdf:
         sphinx("singlehtml", CACHE / "single")
