@@ -27,7 +27,7 @@ OPEN = "document.querySelectorAll('details').forEach(d => d.open = true)"
 LAYOUT_FAULTS = """() => {
   const all = query => [...document.querySelectorAll(query)].filter(e => e.getClientRects().length);
   const box = e => e.getBoundingClientRect(), color = e => getComputedStyle(e).backgroundColor;
-  const named = (e, fault) => `${e.textContent.trim().slice(0, 40)}: ${fault}`;
+  const named = (e, fault) => `${e.textContent.trim().split(/\\s+/).slice(0, 5).join(" ")}: ${fault}`;
   const wide = innerWidth >= 1280, page = color(document.body), drawer = all(".toc-drawer")[0];
   const beyond = (e, { left, top, right, bottom }) => [...e.querySelectorAll("*")].map(box).some(
     b => b.width && (b.left < left - 1 || b.top < top || b.right > right + 1 || b.bottom > bottom));

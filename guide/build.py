@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pages
 
@@ -29,9 +30,8 @@ CACHE = ROOT / ".cache/guide"
 SITE = FOLDER / "site"
 PYTHON = CACHE / "environment/bin/python"
 DATA = CACHE / "data.json"
-# What DATA depends on, beside the names that pages use: code, settings, documents, vocabulary.
-SOURCES = (*("*.py", "*/*.py", "*/*/*.py"), *("configs/*", "docs/*.md", "locks/*"))
-SOURCES += ("guide/*.json", "tests/*.json", "data/*.tiktoken")
+STATE = CACHE / "state.json"  # what DATA was computed from
+DOCUMENTS = ("locks/*", "configs/*", "docs/*.md", "guide/*.json", "tests/*.json", "data/*.tiktoken")
 
 
 def install() -> None:
@@ -47,17 +47,24 @@ def install() -> None:
 
 
 def site_data() -> None:
-    """Write DATA, unless it was computed from the same sources."""
-    used = [pages.problems(), *map(pages.used, pages.USES)]
-    digest, state = hashlib.sha256(repr(used).encode()), CACHE / "data.sha256"
-    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
-        digest.update(path.read_bytes())
-    if DATA.exists() and state.exists() and state.read_text() == digest.hexdigest():
-        return
+    """Write DATA, unless pages, code and documents are those from which it was computed."""
+
+    def state(modules: list[str]) -> dict[str, Any]:
+        files = sorted({*map(Path, modules), *(p for each in DOCUMENTS for p in ROOT.glob(each))})
+        used = repr([pages.problems(), *map(pages.used, pages.USES)]).encode()
+        content = used + b"".join(path.read_bytes() for path in files if path.is_file())
+        return {"modules": modules, "digest": hashlib.sha256(content).hexdigest()}
+
+    if DATA.exists() and STATE.exists():
+        stored = json.loads(STATE.read_text())
+        if stored == state(stored["modules"]):
+            return
     import widgets  # late: it imports jax
 
     DATA.write_text(json.dumps(widgets.site_data()))
-    state.write_text(digest.hexdigest())
+    loaded = {getattr(m, "__file__", None) or "" for m in list(sys.modules.values())}
+    own = [f for f in loaded if f.startswith(f"{ROOT}/") and not f.startswith(f"{ROOT}/.")]
+    STATE.write_text(json.dumps(state(sorted(own))))
 
 
 def run(*command: str) -> None:
