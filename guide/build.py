@@ -2,7 +2,7 @@
 
     guide/build.py              guide/site/index.html, from the pages, the code and facts.json
     guide/build.py --pdf        also guide/site/guide.pdf, with all answers, by Chromium
-    guide/build.py --check      also inspect each page in Chromium, at three widths, light and dark
+    guide/build.py --check      also inspect each page in Chromium, at four widths, light and dark
     guide/build.py --refresh    compute all facts and write facts.json
     guide/build.py --serve      build, and serve the site on this machine
 
@@ -13,6 +13,7 @@ Sphinx in a file. A fault of a page ends the build with exit code 2 and one line
 
 import argparse
 import functools
+import hashlib
 import http.server
 import json
 import os
@@ -20,16 +21,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import facts
 import pages
-import widgets
 
 FOLDER, ROOT = pages.FOLDER, pages.ROOT
 CACHE = ROOT / ".cache/guide"
 SITE = FOLDER / "site"
 PYTHON = CACHE / "environment/bin/python"
 DATA = CACHE / "data.json"
+STATE = CACHE / "state.json"  # what DATA was computed from
+DOCUMENTS = ("locks/*", "configs/*", "docs/*.md", "guide/*.json", "tests/*.json", "data/*.tiktoken")
 
 
 def install() -> None:
@@ -42,6 +44,27 @@ def install() -> None:
     run(*uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, environment)
     run(*uv, "pip", "install", "--quiet", "--python", str(PYTHON), "-r", str(wanted))
     installed.write_text(wanted.read_text())
+
+
+def site_data() -> None:
+    """Write DATA, unless pages, code and documents are those from which it was computed."""
+
+    def state(modules: list[str]) -> dict[str, Any]:
+        files = sorted({*map(Path, modules), *(p for each in DOCUMENTS for p in ROOT.glob(each))})
+        used = repr([pages.problems(), *map(pages.used, pages.USES)]).encode()
+        content = used + b"".join(path.read_bytes() for path in files if path.is_file())
+        return {"modules": modules, "digest": hashlib.sha256(content).hexdigest()}
+
+    if DATA.exists() and STATE.exists():
+        stored = json.loads(STATE.read_text())
+        if stored == state(stored["modules"]):
+            return
+    import widgets  # late: it imports jax
+
+    DATA.write_text(json.dumps(widgets.site_data()))
+    loaded = {getattr(m, "__file__", None) or "" for m in list(sys.modules.values())}
+    own = [f for f in loaded if f.startswith(f"{ROOT}/") and not f.startswith(f"{ROOT}/.")]
+    STATE.write_text(json.dumps(state(sorted(own))))
 
 
 def run(*command: str) -> None:
@@ -83,9 +106,11 @@ def main() -> None:
     if flags.pdf or flags.check:
         browser()  # before minutes of work
     if flags.refresh:
+        import facts  # late: it imports jax
+
         facts.refresh()
     install()
-    DATA.write_text(json.dumps(widgets.site_data()))
+    site_data()
     sphinx("html", SITE)
     if flags.pdf:
         sphinx("singlehtml", CACHE / "single")

@@ -1,7 +1,7 @@
 """Check your answer of a problem of the guide.
 
     ./run.sh python guide/check.py 3.2 "96 x 1024"
-    ./run.sh python guide/check.py A.6 my_answer.py      a coding problem: your file is tested
+    ./run.sh python guide/check.py 4.6 my_answer.py      a coding problem: your file is tested
     ./run.sh python guide/check.py --list
 
 Numbers may be written as 3/11, 27.3 %, 1,572,864, 1.5e6 or 1.5 MiB, and shapes as 96 x 1024 or
@@ -144,7 +144,8 @@ def run_code(name: str, file: Path) -> int:
 def main(arguments: list[str]) -> int:
     problems = pages.problems()
     if arguments[:1] == ["--list"]:
-        print("\n".join(f"{p.number:6}{p.page}.md" for p in problems.values()))
+        in_order = sorted(problems.values(), key=lambda p: [*map(int, p.number.split("."))])
+        print("\n".join(f"{p.number:6}{p.page}.md" for p in in_order))
         return 0
     if len(arguments) < 2 or arguments[0] in ("-h", "--help"):
         print(__doc__)

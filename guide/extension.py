@@ -2,6 +2,7 @@
 
     {code} FILE NAME        quotes code of the project, with file and line
     {fact}`name`            shows a fact of facts.json, with a badge of its kind
+    {minutes}`PAGE..`       shows how long some pages take to read
     {problem} NUMBER        a problem; its explanation stands below a line with +++
     {svg} NAME              inlines a figure of guide/figures.py, which follows the page's colors
     {made-table} NAME       a table of guide/figures.py
@@ -38,8 +39,8 @@ def raw(text: str) -> nodes.raw:
     return nodes.raw("", text, format="html")
 
 
-def scrolling(text: str) -> str:
-    return f'<div class="scroll">{text}</div>'
+def scrolling(text: str, kind: str = "") -> str:
+    return f'<div class="scroll {kind}">{text}</div>'
 
 
 class Code(SphinxDirective):
@@ -64,6 +65,12 @@ class Fact(SphinxRole):
         title = html.escape("; ".join(part for part in parts if part))
         text = html.escape(fact["text"])
         return [raw(f'<span class="fact {fact["kind"]}" title="{title}">{text}</span>')], []
+
+
+class Minutes(SphinxRole):
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        minutes = sum(map(pages.minutes, self.text.split()))
+        return [raw(f'<span class="minutes">{minutes} min</span>')], []
 
 
 class Problem(SphinxDirective):
@@ -143,7 +150,7 @@ class Box(SphinxDirective):
 def visit_math(self: Any, node: nodes.Node) -> None:
     display = "block" if isinstance(node, nodes.math_block) else "inline"
     mathml = convert(node.astext(), display=display)
-    self.body.append(scrolling(mathml) if display == "block" else mathml)
+    self.body.append(scrolling(mathml, "formula") if display == "block" else mathml)
     raise nodes.SkipNode
 
 
@@ -158,5 +165,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     }.items():
         app.add_directive(name, directive, override=True)
     app.add_role("fact", Fact())
+    app.add_role("minutes", Minutes())
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 FONT = 13
 LINE = 18  # from one line of a box to the next, in pixels
-LETTER = 7.3  # estimated width of a character, in pixels
+LETTER = 6.4  # estimated width of a character, in pixels
 
 
 @dataclass

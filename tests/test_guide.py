@@ -47,10 +47,10 @@ def test_definitions_can_be_quoted(tmp_path, monkeypatch):
         ("3.6", ["fsdp, pipeline", "fsdp pipeline", "(fsdp, pipeline)"], "tensor: 2 names are exp"),
         ("3.6", [], "pipeline, fsdp: another order"),
         ("3.8", [], "8: half the right value"),
-        ("A.1", ["7/31", "7 / 31", "22.6 %", "22.6%", "0.226"], "0.3: too large"),
-        ("A.1", [], "22.6: a hundred times the right value"),
-        ("A.3", ["3/11; 3/19; 3/19", "27.3 %; 15.8 %; 15.8 %"], "1/2; 3/19; 3/19: number 1"),
-        ("A.4", ["1; 5", "(1, 5)"], "1: expected 2 numbers"),
+        ("4.1", ["7/31", "7 / 31", "22.6 %", "22.6%", "0.226"], "0.3: too large"),
+        ("4.1", [], "22.6: a hundred times the right value"),
+        ("4.3", ["3/11; 3/19; 3/19", "27.3 %; 15.8 %; 15.8 %"], "1/2; 3/19; 3/19: number 1"),
+        ("4.4", ["1; 5", "(1, 5)"], "1: expected 2 numbers"),
     ],
 )
 def test_an_answer_is_taken_in_its_spellings_and_a_wrong_one_says_why(number, spellings, wrong):
@@ -82,8 +82,8 @@ def test_a_malformed_problem_is_refused(tmp_path, monkeypatch):
 def test_the_command_names_what_it_does_not_know(capsys):
     for words, message in (
         (["9.9", "1"], "there is no problem 9.9"),
-        (["A.6", "missing.py"], "missing.py is not a file"),
-        (["A.1", "three"], "Write it as 3/11"),
+        (["4.6", "missing.py"], "missing.py is not a file"),
+        (["4.1", "three"], "Write it as 3/11"),
     ):
         assert check.main(words) == 2
         assert message in capsys.readouterr().out

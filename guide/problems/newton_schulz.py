@@ -1,4 +1,4 @@
-"""Problem D.4: five Newton-Schulz steps."""
+"""Problem 10.4: five Newton-Schulz steps."""
 
 import numpy as np
 
