@@ -207,8 +207,7 @@ class Model:
     # RMSNorms of attention and feed-forward: of the input, as in Llama; of the output, before it is
     # added, as in OLMo 2; or of both, as in Gemma 3
     norms: Literal["before", "after", "both"] = "before"
-    # factor on embeddings, and not on the output matrix
-    embedding_multiplier: float = setting(1.0, above=0)
+    embedding_multiplier: float = setting(1.0, above=0)  # of embeddings, not the output matrix
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"  # of the gate of feed-forward layers
     # the activation of gpt-oss, x sigmoid(1.702 x) times the other product plus 1, of values up to
     # this limit; 0: hidden_act

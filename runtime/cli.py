@@ -40,7 +40,7 @@ FOREIGN = {
     "optimizer.warmup_steps": "warmup_iters num_warmup_steps",
 }
 
-OF_GROUPED = ("attention_out_bias", "attention_sinks", "query_pre_attn_scalar")
+OF_GQA = ("attention_out_bias", "attention_sinks", "query_pre_attn_scalar", "qk_norm_all_heads")
 DEPTH = ("depth", "dense")  # of which settings follow: see depth.py
 
 DESCRIPTION = (
@@ -382,8 +382,8 @@ def _check_model(m: Model) -> None:
     latent = all(run.attention == "mla" for run in m.layer_runs)
     windows = any(run.window for run in m.layer_runs)
     for name, is_used, needed in (
-        *((name, not latent, "--model.attention gqa") for name in OF_GROUPED),
-        ("qk_norm_all_heads", m.qk_norm and not latent, "--model.qk_norm"),
+        *((name, not latent, "--model.attention gqa") for name in OF_GQA),
+        ("qk_norm_all_heads", m.qk_norm, "--model.qk_norm"),
         ("sliding_window", windows, f"{SLIDING_ATTENTION} among --model.layer_types"),
         ("rope_local_base_freq", windows, "--model.sliding_window"),
         ("experts_bias", m.n_routed_experts, "--model.n_routed_experts"),

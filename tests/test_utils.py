@@ -87,6 +87,7 @@ def test_a_config_written_as_toml_reads_back_unchanged_even_with_a_byte_order_ma
         ("model.attention_out_bias", "no effect without --model.attention gqa"),
         ("model.attention_sinks", "no effect without --model.attention gqa"),
         ("model.query_pre_attn_scalar 9", "no effect without --model.attention gqa"),
+        ("model.qk_norm_all_heads --model.qk_norm", "no effect without --model.attention gqa"),
         ("model.attention gqa --model.qk_norm_all_heads", "no effect without --model.qk_norm"),
         (
             "model.sliding_window 8 --model.layer_types full_attention",
