@@ -4,9 +4,9 @@
     browser.py CHROMIUM SITE --pdf PAGE FILE      print a page, with all answers open
 
 Pages are opened as files, with the network blocked. Findings are console errors, requests that do
-not name a file, a body that scrolls sideways, missing images, faults of the layout, and low contrast
-(axe); in print also what is cut or covered. Results of the scripts of guide/static are compared with
-those of Python (COMPARED).
+not name a file, a body that scrolls sideways, missing images, faults of the layout (faults.js) and
+low contrast (axe); in print also what is cut or covered. Results of the scripts of guide/static are
+compared with those of Python (COMPARED).
 """
 
 import json
@@ -22,50 +22,6 @@ WIDTHS, HEIGHT = (360, 768, 1280, 1600), 900
 SCHEMES = "light", "dark"
 PAPER = 673  # pixels of an A4 page between the margins of guide.css
 OPEN = "document.querySelectorAll('details').forEach(d => d.open = true)"
-# Formulas are complete, code stands on a panel, and icons are apart. On a wide screen nothing scrolls
-# sideways, and "on this page" is visible.
-LAYOUT_FAULTS = """() => {
-  const all = query => [...document.querySelectorAll(query)].filter(e => e.getClientRects().length);
-  const box = e => e.getBoundingClientRect(), color = e => getComputedStyle(e).backgroundColor;
-  const named = (e, fault) => `${e.textContent.trim().split(/\\s+/).slice(0, 5).join(" ")}: ${fault}`;
-  const wide = innerWidth >= 1280, page = color(document.body), drawer = all(".toc-drawer")[0];
-  const beyond = (e, { left, top, right, bottom }) => [...e.querySelectorAll("*")].map(box).some(
-    b => b.width && (b.left < left - 1 || b.top < top || b.right > right + 1 || b.bottom > bottom));
-  const scrolls = e => e.scrollWidth > e.clientWidth && getComputedStyle(e).overflowX !== "visible";
-  const icons = all(".theme-toggle, .toc-overlay-icon, .nav-overlay-icon").map(box);
-  return [
-    ...all(".formula").filter(e => beyond(e, box(e)) || e.scrollHeight > e.clientHeight)
-      .map(e => named(e, "the formula is cut")),
-    ...all(".highlight").filter(e => ["rgba(0, 0, 0, 0)", page].includes(color(e)))
-      .map(e => named(e, "the code has no panel")),
-    ...all(".scroll, pre, table, .table-wrapper").filter(e => wide && scrolls(e))
-      .map(e => named(e, `scrolls by ${e.scrollWidth - e.clientWidth} px`)),
-    ...icons.some((a, i) => icons.some((b, j) => j > i && a.left < b.right + 8 && b.left < a.right + 8))
-      ? ["two icons touch"] : [],
-    ...wide && drawer && box(drawer).right > innerWidth ? ["'on this page' is not visible"] : [],
-  ];
-}"""
-# In print nothing scrolls, and what has a fixed position covers text on each page.
-PRINT_FAULTS = """() => {
-  const shown = [...document.querySelectorAll("body *")].filter(e => e.getClientRects().length);
-  return shown.flatMap(e => {
-    const name = `${e.tagName} ${e.className} ${e.textContent.trim().slice(0, 40)}`;
-    const style = getComputedStyle(e);
-    if (style.position === "fixed") return [`${name} has a fixed position`];
-    const cut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
-    return cut ? [`${name} is cut on the right`] : [];
-  });
-}"""
-# Texts with the same tags and classes up to the body look alike, such as the words of listings. axe
-# sees one of them, which saves minutes. It does not judge texts of one character.
-KEEP_ONE_OF_A_LOOK = """() => {
-  const look = e => e ? `${look(e.parentElement)} ${e.tagName} ${e.getAttribute("class")}` : "";
-  const seen = new Set();
-  for (const e of document.querySelectorAll("body *")) {
-    if (e.children.length || e.textContent.trim().length < 2) continue;
-    seen.has(look(e)) ? e.remove() : seen.add(look(e));
-  }
-}"""
 CONTRAST = {"runOnly": ["color-contrast"], "resultTypes": ["violations"]}
 # Scripts of guide/static beside what Python computed: {cases of GUIDE_DATA: (page, function)}. The
 # function returns what the script finds for the input of a case.
@@ -107,6 +63,7 @@ def inspect(tab: Page, page: Path) -> Iterator[str]:
     if tab.evaluate("[...document.images].some(i => !i.naturalWidth)"):
         yield f"{page.name}: an image is missing"
     tab.evaluate(OPEN)
+    tab.add_script_tag(path=Path(__file__).with_name("faults.js"))
     for scheme in SCHEMES:
         tab.emulate_media(media="screen", color_scheme=scheme)
         for width in WIDTHS:
@@ -114,14 +71,14 @@ def inspect(tab: Page, page: Path) -> Iterator[str]:
             over = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if over > 0:
                 yield f"{page.name} is {over} px wider than {width} px, {scheme}"
-            for fault in tab.evaluate(LAYOUT_FAULTS):
+            for fault in tab.evaluate("faults.layout()"):
                 yield f"{page.name} at {width} px, {scheme}: {fault}"
         tab.set_viewport_size({"width": PAPER, "height": HEIGHT})
         tab.emulate_media(media="print")
-        for fault in tab.evaluate(PRINT_FAULTS):
+        for fault in tab.evaluate("faults.print()"):
             yield f"{page.name} in print, {scheme}: {fault}"
     tab.set_viewport_size({"width": max(WIDTHS), "height": HEIGHT})
-    tab.evaluate(KEEP_ONE_OF_A_LOOK)
+    tab.evaluate("faults.keepOneOfALook()")
     for scheme in SCHEMES:
         tab.emulate_media(media="screen", color_scheme=scheme)
         for violation in Axe().run(tab, options=CONTRAST).response["violations"]:

@@ -62,7 +62,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def minutes(page: str) -> int:
-    """Return the minutes that a page takes to read: one for 220 words or 30 lines of quoted code."""
+    """Return the minutes of reading of a page: one for 220 words or 30 lines of quoted code."""
     text = (FOLDER / f"{page}.md").read_text()
     quoted = (excerpt(*names).text for names in re.findall(r"\{code\} (\S+) (\S+)", text))
     return round(len(text.split()) / 220 + sum(code.count("\n") + 1 for code in quoted) / 30)

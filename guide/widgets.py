@@ -145,7 +145,7 @@ def routings() -> Iterator[tuple[list[Any], str]]:
     """Yield ([choices, experts, capacity, tile], slots and number of tiles as JSON)."""
     rng = np.random.default_rng(0)
     for number in range(200):
-        if number % 10 == 0:  # JAX compiles for each size
+        if number % 20 == 0:  # JAX compiles for each size
             experts, K = int(rng.integers(2, 9)), int(rng.integers(1, 3))
             tokens, capacity, tile = (int(n) for n in rng.integers(1, (33, 9, 6)))
         popular = rng.dirichlet(np.ones(experts))

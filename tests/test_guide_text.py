@@ -12,6 +12,19 @@ PAGES = re.search(r"```\{toctree\}.*?\n\n(.*?)```", INDEX, re.S)[1].split()  # i
 TEXTS = {page: (GUIDE / f"{page}.md").read_text() for page in ("index", *PAGES)}
 
 
+def test_chapters_and_their_problems_are_numbered_in_reading_order():
+    heads = [re.match(r"# (\d+)\. ", TEXTS[page]) for page in PAGES if page != "glossary"]
+    assert [head and int(head[1]) for head in heads] == [*range(len(heads))]
+    for number, page in enumerate(PAGES[: len(heads)]):
+        found = re.findall(r"\{problem\} (\S+)", TEXTS[page])
+        assert found == [f"{number}.{i}" for i in range(1, len(found) + 1)]
+
+
+def test_a_chapter_is_not_called_a_part():
+    pattern = r"\b[Pp]arts?\s+(?:\d|[A-E]\b)|\b[Tt]his part (?:answers|explains|has|is)\b"
+    assert not {page: found for page, text in TEXTS.items() if (found := re.findall(pattern, text))}
+
+
 def prose(text):
     """Text without code blocks, tables, headings and options of directives."""
     lines = re.sub(r"```.*?```|^(?:\||#|:|\+\+\+).*?$", "", text, flags=re.S | re.M)
