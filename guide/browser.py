@@ -13,10 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 WIDTHS, HEIGHT = (360, 768, 1280, 1600), 900
 SCHEMES = "light", "dark"
@@ -64,17 +65,18 @@ def inspect(tab: Page, page: Path) -> Iterator[str]:
         yield f"{page.name}: an image is missing"
     tab.evaluate(OPEN)
     tab.add_script_tag(path=Path(__file__).with_name("faults.js"))
-    for scheme in SCHEMES:
-        tab.emulate_media(media="screen", color_scheme=scheme)
-        for width in WIDTHS:
-            tab.set_viewport_size({"width": width, "height": HEIGHT})
+    for width in WIDTHS:  # outside: a change of it takes longer
+        tab.set_viewport_size({"width": width, "height": HEIGHT})
+        for scheme in SCHEMES:
+            tab.emulate_media(media="screen", color_scheme=scheme)
             over = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if over > 0:
                 yield f"{page.name} is {over} px wider than {width} px, {scheme}"
             for fault in tab.evaluate("faults.layout()"):
                 yield f"{page.name} at {width} px, {scheme}: {fault}"
-        tab.set_viewport_size({"width": PAPER, "height": HEIGHT})
-        tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": PAPER, "height": HEIGHT})
+    for scheme in SCHEMES:
+        tab.emulate_media(media="print", color_scheme=scheme)
         for fault in tab.evaluate("faults.print()"):
             yield f"{page.name} in print, {scheme}: {fault}"
     tab.set_viewport_size({"width": max(WIDTHS), "height": HEIGHT})
@@ -97,28 +99,41 @@ def compare(tab: Page, site: Path, name: str) -> Iterator[str]:
             yield f"{page}.html differs from {name} by Python for {given}"
 
 
-def main(chromium: str, site: Path, arguments: list[str]) -> int:
-    pages = sorted(page for page in site.glob("*.html") if page.name != "search.html")
+def launch(playwright: Playwright, chromium: str) -> Browser:
+    return playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+
+
+def inspect_all(chromium: str, site: Path, pages: list[Path], names: list[str]) -> list[str]:
+    """Return the findings of some pages, and of some comparisons."""
     found: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = new_tab(browser, found)
-        if arguments[:1] == ["--pdf"]:
-            tab.goto(Path(arguments[1]).as_uri())
-            tab.evaluate(OPEN)
-            tab.pdf(
-                path=arguments[2],
-                format="A4",
-                prefer_css_page_size=True,
-                print_background=True,
-                outline=True,
-                tagged=True,
-            )
-            return 0
+        tab = new_tab(launch(playwright, chromium), found)
         for page in pages:
             found += inspect(tab, page)
-        for name in COMPARED:
+        for name in names:
             found += compare(tab, site, name)
+    return found
+
+
+def print_page(chromium: str, page: Path, file: str) -> None:
+    with sync_playwright() as playwright:
+        tab = new_tab(launch(playwright, chromium), [])
+        tab.goto(page.as_uri())
+        tab.evaluate(OPEN)
+        options = {"print_background": True, "outline": True, "tagged": True}
+        tab.pdf(path=file, format="A4", prefer_css_page_size=True, **options)
+
+
+def main(chromium: str, site: Path, arguments: list[str]) -> int:
+    if arguments[:1] == ["--pdf"]:
+        print_page(chromium, Path(arguments[1]), arguments[2])
+        return 0
+    pages = sorted(page for page in site.glob("*.html") if page.name != "search.html")
+    with ThreadPoolExecutor() as pool:  # two browsers, as a tab uses one core most of the time
+        work = [(chromium, site, pages[i::2], [*COMPARED][i::2]) for i in range(2)]
+        found = [
+            line for lines in pool.map(inspect_all, *zip(*work, strict=True)) for line in lines
+        ]
     print("\n".join(found) or f"{len(pages)} pages, no findings")
     return int(bool(found))
 

@@ -36,6 +36,14 @@ def test_definitions_can_be_quoted(tmp_path, monkeypatch):
             pages.excerpt(file, name)
 
 
+def test_the_minutes_of_a_page_count_its_words_and_its_quoted_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "FOLDER", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "code.py").write_text("def long():\n" + "    x = 1\n" * 29)
+    (tmp_path / "page.md").write_text("word " * 437 + "```{code} code.py long\n```")
+    assert pages.minutes("page") == 3  # 440 words, 30 lines
+
+
 @pytest.mark.parametrize(
     ("number", "spellings", "wrong"),
     [
