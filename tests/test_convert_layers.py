@@ -1,4 +1,6 @@
-"""Import of families whose layers differ, by their published configs, and of experts in MXFP4.
+"""Import of families whose layers differ, by configs as published, and of experts in MXFP4.
+
+The configs and the numbers of parameters were written down without access to the hub.
 
 tests/system/test_families.py compares their logits with those of transformers.
 """
