@@ -42,6 +42,7 @@ def for_devices(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, 
     Raises   ConfigError if nothing fits the settings that are set.
     """
     config = utils.for_platform(config, hardware.platform_of_device(devices[0]))
+    sharded_model.check_split(config)
     left_open = utils.left_open(config)
     if not left_open:
         return config, idle_text(config, len(devices))
@@ -175,7 +176,8 @@ def by_rule(config: Config, count: int, simulated: bool = False) -> Config:
     for mesh in meshes(config, count, simulated):
         for microbatches in microbatch_counts(config, mesh, simulated):
             values: dict[str, Any] = mesh | {"train.microbatches": microbatches}
-            values |= {"fsdp.gather": "step", "train.remat": "none" if simulated else "full"}
+            remat = "none" if simulated or config.pipeline.split_backward else "full"
+            values |= {"fsdp.gather": "step", "train.remat": remat}
             one = changed(config, {name: values[name] for name in utils.left_open(config)})
             if not (found := why_not(one)):
                 return one
@@ -216,6 +218,7 @@ def why_not(config: Config) -> str | None:
         cli.check(config)
         model.declare(config)
         sharded_model.schedule_of(config)
+        sharded_model.check_split(config)
     except ConfigError as error:
         return str(error)
     return None

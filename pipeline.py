@@ -1,4 +1,4 @@
-"""Run the stages of a model over pipeline ranks, forward and backward, in three scans.
+"""Run the stages of a model over pipeline ranks, forward and backward, in a scan for each phase.
 
     python pipeline.py --pipeline 4 --virtual 2 --microbatches 8     prints schedule.py's tasks
 
@@ -16,6 +16,11 @@ forward, steady ticks a forward and a backward, cooldown ticks a backward. A ste
 (pipeline - 1)(F + B)/virtual. Without pipelining only the steady scan remains: gradient
 accumulation.
 
+With `split_backward` gradients of matrices are tasks of their own, which every rank has in the same
+ticks, and a step takes M(F + B + W) + (pipeline - 1)(F + B)/virtual. `Executor.split` multiplies
+these gradients by 1, in which they are linear: `jax.linearize` computes all else, and returns a
+function that computes them later. A second ring holds what it needs besides the first.
+
 The backward pass of a block needs its weights and data, which are indexed again, and its residuals,
 which wait in a ring of slots, as leaves of the VJP objects that `jax.vjp` returns
 (https://docs.jax.dev/en/latest/301/vjp-objects.html). `jax.checkpoint` inside the block decides
@@ -28,7 +33,7 @@ Letters as in model.py: b sequences and t positions of this rank, D model width,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +42,7 @@ from jax import lax
 from runtime import errors
 from schedule import PHASES, Schedule
 from utils import BATCH_AXES, MESH_AXES
-from weights import Tree, trained, vary
+from weights import PRODUCT_GRADIENT, Tree, filled, trained, vary
 
 
 class Parameters(NamedTuple):
@@ -60,6 +65,8 @@ class Functions(NamedTuple):
     block: Callable[[Tree, Tree, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Tree]]
     last: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]
     declared: Parameters  # the weights.Weight of each array; those not trained have no gradient
+    # Of jax.checkpoint: what a split backward pass saves for the gradients of matrices.
+    saved: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(PRODUCT_GRADIENT)
 
 
 class Carry(NamedTuple):
@@ -71,6 +78,21 @@ class Carry(NamedTuple):
     grads: Parameters | None
     block_stats: Tree  # [blocks of this rank, ...]
     last_stats: Tree  # of an evaluation [M, ...]
+    waiting: list[jax.Array] | None = None  # [slots, blocks per chunk, ...], for weight tasks
+
+
+class WeightGradients(NamedTuple):
+    """The function of a block's gradients of matrices, without its arrays."""
+
+    structure: Any  # of the function, whose leaves are the arrays
+    # Of each leaf: its number among the leaves of (inputs of the block, residuals). None: it waits.
+    known: tuple[int | None, ...]
+
+    def __call__(self, known: list[jax.Array], waiting: list[jax.Array]) -> Tree:
+        """Return the gradients, with None for what is no matrix."""
+        new = iter(waiting)
+        leaves = [next(new) if i is None else known[i] for i in self.known]
+        return self.structure.unflatten(leaves)(vary(jnp.ones(())))
 
 
 def index(tree: Tree, *position: jax.Array | int) -> Tree:
@@ -172,6 +194,50 @@ class Executor:
         ring = zeros(vjp, self.schedule.ring_slots, self.blocks_per_chunk)
         return ring, zeros(stats, self.schedule.virtual * self.blocks_per_chunk)
 
+    # --- gradients of matrices by themselves
+
+    def matrices(self, tree: Tree, are: bool) -> Tree:
+        """Return a tree like the blocks, with None for all but the matrices, or for them."""
+        blocks = self.functions.declared.blocks
+        return jax.tree.map(lambda w, a: a if (w.matrix is not None) == are else None, blocks, tree)
+
+    def split(
+        self, inputs: tuple, vjp: Callable, gradient: tuple
+    ) -> tuple[Tree, jax.Array, list[jax.Array], WeightGradients]:
+        """Run a block backward without the gradients of its matrices.
+
+        vjp      from the ring, without its inputs.
+        Returns  other gradients, the gradient of x, and what those of the matrices need.
+        """
+        known = {id(a): i for i, a in enumerate(jax.tree.leaves((inputs, vjp)))}
+        vjp.args_res[0] = inputs
+
+        def backward(one: jax.Array) -> tuple[Tree, tuple]:
+            (d_w, *_), d_x = vjp(gradient)
+            d_w = trained(self.functions.declared.blocks, d_w)
+            of_matrices = jax.tree.map(lambda g: g * one.astype(g.dtype), self.matrices(d_w, True))
+            return of_matrices, (self.matrices(d_w, False), d_x)
+
+        backward = jax.checkpoint(backward, policy=self.functions.saved, prevent_cse=False)
+        _, later, (d_w, d_x) = jax.linearize(backward, vary(jnp.ones(())), has_aux=True)
+        leaves, structure = jax.tree.flatten(later)
+        places = tuple(known.get(id(a)) for a in leaves)
+        waiting = [a for a, place in zip(leaves, places, strict=True) if place is None]
+        return d_w, d_x, waiting, WeightGradients(structure, places)
+
+    def empty_waiting(self, x: jax.Array, ring: Callable) -> tuple[list, WeightGradients]:
+        """Trace one block's backward pass, and return the ring of what waits, zeros."""
+        traced = []
+
+        def one_block(x: jax.Array) -> list[jax.Array]:
+            inputs = self.block_inputs(*jnp.zeros(3, jnp.int32))
+            *_, waiting, later = self.split(inputs, index(ring, 0, 0), (x, vary(jnp.ones(()))))
+            traced.append(later)
+            return waiting
+
+        shapes = jax.eval_shape(one_block, x)
+        return zeros(shapes, self.schedule.pipeline, self.blocks_per_chunk), traced[0]
+
     # --- one task
 
     def first_vjp(self, m: jax.Array) -> tuple[jax.Array, Callable]:
@@ -262,20 +328,50 @@ class Executor:
         slot = self.schedule.task_number(chunk, m) % self.schedule.ring_slots
 
         def body(state: tuple, i: jax.Array) -> tuple[tuple, None]:
-            d_x, grads = state
+            d_x, grads, rings = state
             inputs = self.block_inputs(chunk, i, m)
             vjp = index(carry.ring, slot, i)
-            vjp.args_res[0] = inputs
             # The gradient with respect to a block's own loss is 1.
-            (d_w, *_), d_x = vjp((d_x, vary(jnp.where(valid, 1.0, 0.0))))
-            d_w = trained(self.functions.declared.blocks, d_w)
-            return (d_x, add_where(valid, grads, d_w, chunk * self.blocks_per_chunk + i)), None
+            gradient = d_x, vary(jnp.where(valid, 1.0, 0.0))
+            if self.schedule.split_backward:
+                d_w, d_x, waiting, _ = self.split(inputs, vjp, gradient)
+                rings = store(rings, vary(waiting), number % self.schedule.pipeline, i)
+            else:
+                vjp.args_res[0] = inputs
+                (d_w, *_), d_x = vjp(gradient)
+                d_w = trained(self.functions.declared.blocks, d_w)
+            return (d_x, self.add_blocks(valid, grads, d_w, chunk, i), rings), None
 
-        d_x = jnp.where(valid, carry.d_x, 0)
+        state = jnp.where(valid, carry.d_x, 0), carry.grads.blocks, carry.waiting
         numbers = jnp.arange(self.blocks_per_chunk, dtype=jnp.int32)
-        (d_x, blocks), _ = lax.scan(body, (d_x, carry.grads.blocks), numbers, reverse=True)
+        (d_x, blocks, waiting), _ = lax.scan(body, state, numbers, reverse=True)
         outer = self.first_grads(tick, d_x, carry.grads.outer, first_vjp)
-        return carry._replace(d_x=d_x, grads=carry.grads._replace(blocks=blocks, outer=outer))
+        grads = carry.grads._replace(blocks=blocks, outer=outer)
+        return carry._replace(d_x=d_x, grads=grads, waiting=waiting)
+
+    def add_blocks(
+        self, valid: jax.Array | bool, grads: Tree, d_w: Tree, chunk: jax.Array, i: jax.Array
+    ) -> Tree:
+        """Add gradients of block i of a chunk. None in d_w adds nothing."""
+        none = partial(jax.tree.map, is_leaf=lambda d: d is None)
+        own = none(lambda d, g: d if d is None else g, d_w, grads)
+        return filled(add_where(valid, own, d_w, chunk * self.blocks_per_chunk + i), grads)
+
+    def weight_gradients(self, tick: jax.Array, carry: Carry, later: WeightGradients) -> Carry:
+        """Compute the gradients of a chunk's matrices. Every rank has one."""
+        number = self.schedule.weight_number(tick)
+        chunk, m = self.schedule.backward_task(number)
+        place = self.schedule.task_number(chunk, m) % self.schedule.ring_slots
+
+        def body(grads: Tree, i: jax.Array) -> tuple[Tree, None]:
+            known = jax.tree.leaves((self.block_inputs(chunk, i, m), index(carry.ring, place, i)))
+            d_w = later(known, index(carry.waiting, number % self.schedule.pipeline, i))
+            return self.add_blocks(True, grads, d_w, chunk, i), None
+
+        numbers = jnp.arange(self.blocks_per_chunk, dtype=jnp.int32)
+        with jax.named_scope("weight_gradients"):
+            blocks, _ = lax.scan(body, carry.grads.blocks, numbers, reverse=True)
+        return carry._replace(grads=carry.grads._replace(blocks=blocks))
 
     def first_grads(
         self, tick: jax.Array, d_x: jax.Array, grads: Tree, first_vjp: Callable | None
@@ -310,7 +406,7 @@ def branch_share(schedule: Schedule) -> Callable[[str], list[float] | None]:
         "last": schedule.ends_forward,
         "first_backward": schedule.ends_backward,
     }
-    ticks = {PHASES[phase[2:]]: range(*phase[:2]) for phase in schedule.phases}
+    ticks = {PHASES[tuple(kinds)]: range(start, stop) for start, stop, *kinds in schedule.phases}
 
     def share(name: str) -> list[float] | None:
         parts = name.split("/")
@@ -342,9 +438,11 @@ def forward_backward(
     ring, block_stats = run.empty_ring(x)
     with_gradient = trained(functions.declared, w)
     zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), with_gradient)
-    carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x))
+    waiting, later = run.empty_waiting(x, ring) if schedule.split_backward else (None, None)
+    carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x), waiting)
 
-    def tick(forward: bool, backward: bool, carry: Carry, t: jax.Array) -> tuple[Carry, None]:
+    def tick(kinds: tuple[bool, ...], carry: Carry, t: jax.Array) -> tuple[Carry, None]:
+        forward, backward, of_weights = kinds
         first_vjp = None
         if forward:
             carry, first_vjp = run.forward(t, carry)
@@ -352,6 +450,8 @@ def forward_backward(
             carry = run.loss(t, carry)
         if backward:
             carry = run.backward(t, carry, first_vjp)
+        if of_weights:
+            carry = run.weight_gradients(t, carry, later)
         # The neighbour uses these in the next tick.
         if forward:
             carry = carry._replace(x=send(carry.x, schedule.pipeline, 1))
@@ -359,10 +459,10 @@ def forward_backward(
             carry = carry._replace(d_x=send(carry.d_x, schedule.pipeline, -1))
         return carry, None
 
-    for start, stop, forward, backward in schedule.phases:
+    for start, stop, *kinds in schedule.phases:
         ticks = jnp.arange(start, stop, dtype=jnp.int32)
-        with jax.named_scope(PHASES[forward, backward]):
-            carry, _ = lax.scan(partial(tick, forward, backward), carry, ticks)
+        with jax.named_scope(PHASES[tuple(kinds)]):
+            carry, _ = lax.scan(partial(tick, tuple(kinds)), carry, ticks)
     return carry.grads, carry.block_stats, carry.last_stats
 
 

@@ -9,20 +9,30 @@ determines its chunk, its microbatch and its tick:
     forward  k runs at tick  rank + k
     backward k runs at tick  stages - 1 + (pipeline - 1 - rank) + k
 
+With `split_backward` a backward task computes the gradient of its input alone. That of its matrices
+is a third task of the same number, in a tick in which every rank has one:
+
+    weights  k runs at tick  stages + pipeline - 2 + k
+
 What a rank sends in a tick, its neighbour uses in the next. The formulas use only + - * // %, so
 every function of ticks, numbers, chunks and microbatches takes Python integers and traced ones
 alike.
 
-Source: interleaved 1F1B, arXiv:2104.04473, section 2.2.
+Source: interleaved 1F1B, arXiv:2104.04473, section 2.2; the split, arXiv:2401.10241.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from utils import ConfigError
 
-# (forward tasks, backward tasks) in the ticks of a phase -> its name in profiles.
-PHASES = {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}
+# (forward, backward, weight tasks) in the ticks of a phase -> its name in profiles.
+PHASES = {
+    (True, False, False): "warmup",
+    (True, True, False): "steady", (True, True, True): "steady_weights",
+    (False, True, False): "cooldown", (False, True, True): "cooldown_weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Schedule:
     pipeline: int  # ranks
     virtual: int  # model chunks per rank
     microbatches: int  # M
+    split_backward: bool = False  # whether gradients of matrices are tasks of their own
 
     def __post_init__(self) -> None:
         if self.virtual > 1 and self.microbatches % self.pipeline:
@@ -57,7 +68,7 @@ class Schedule:
 
     @property
     def tasks_per_rank(self) -> int:
-        """Forward tasks of a rank; it has as many backward tasks."""
+        """Forward tasks of a rank; it has as many of every other kind."""
         return self.microbatches * self.virtual
 
     @property
@@ -65,21 +76,25 @@ class Schedule:
         return self.tasks_per_rank + self.stages + self.pipeline - 2
 
     @property
-    def phases(self) -> list[tuple[int, int, bool, bool]]:
-        """(first tick, end tick, forward tasks, backward tasks) of each phase, in order."""
+    def first_weight_tick(self) -> int:
+        """The first tick in which every rank has run a backward task; without a split the end."""
+        return self.stages + self.pipeline - 2 if self.split_backward else self.ticks
+
+    @property
+    def phases(self) -> list[tuple[int, int, bool, bool, bool]]:
+        """(first tick, end tick, forward, backward, weight tasks) of each phase, in order."""
         steady, cooldown = self.stages - 1, self.tasks_per_rank + self.pipeline - 1
-        phases = [
-            (0, steady, True, False),
-            (steady, cooldown, True, True),
-            (cooldown, self.ticks, False, True),
+        ends = sorted({0, steady, cooldown, self.first_weight_tick, self.ticks})
+        return [
+            (start, stop, start < cooldown, start >= steady, start >= self.first_weight_tick)
+            for start, stop in pairwise(ends)
         ]
-        return [phase for phase in phases if phase[0] < phase[1]]
 
     @property
     def bubble(self) -> Fraction:
-        """Idle share of the task slots: a rank has one per tick and direction of the phase."""
-        slots = sum((stop - start) * (fwd + bwd) for start, stop, fwd, bwd in self.phases)
-        return Fraction(slots - 2 * self.tasks_per_rank, slots)
+        """Idle share of the task slots: a rank has one per tick and kind of task of the phase."""
+        slots = sum((stop - start) * sum(kinds) for start, stop, *kinds in self.phases)
+        return 1 - Fraction((2 + self.split_backward) * self.tasks_per_rank, slots)
 
     @property
     def ring_slots(self) -> int:
@@ -99,6 +114,10 @@ class Schedule:
     def backward_number(self, tick, rank):
         """Return the number of the backward task at a tick; not `is_task` if the rank is idle."""
         return tick - (self.stages - 1) - (self.pipeline - 1 - rank)
+
+    def weight_number(self, tick):
+        """Return the number of the weight task at a tick, which is that of a backward task."""
+        return tick - self.first_weight_tick
 
     def is_task(self, number):
         """Whether a number is a task: 0 <= number < tasks_per_rank."""
@@ -136,17 +155,20 @@ class Schedule:
         return (self.backward_task(number)[0] == 0) & self.is_task(number)
 
     def tasks_at(self, tick: int, rank: int) -> list[tuple[str, int, int]]:
-        """Return (`fwd` or `bwd`, chunk, microbatch) of each task in a tick, forward first."""
+        """Return (`fwd`, `bwd` or `wgt`, chunk, microbatch) of each task in a tick, in order."""
         forward, backward = self.forward_number(tick, rank), self.backward_number(tick, rank)
+        weights = self.weight_number(tick)
         tasks = []
         if self.is_task(forward):
             tasks.append(("fwd", *self.forward_task(forward)))
         if self.is_task(backward):
             tasks.append(("bwd", *self.backward_task(backward)))
+        if self.is_task(weights):
+            tasks.append(("wgt", *self.backward_task(weights)))
         return tasks
 
     def tasks(self, rank: int) -> list[str]:
-        """Return `fwd_<stage>__<microbatch>` and `bwd_...` in the order of execution."""
+        """Return `fwd_<stage>__<microbatch>`, `bwd_...`, `wgt_...` in the order of execution."""
         return [
             f"{kind}_{chunk * self.pipeline + rank}__{microbatch}"
             for tick in range(self.ticks)

@@ -22,6 +22,7 @@ import hardware
 import model
 import one_stage
 import pipeline
+import utils
 import vocabulary
 import weights
 from attention import Context
@@ -62,6 +63,15 @@ def policy(remat: str) -> Policy:
     if remat == "full":
         return policies.nothing_saveable
     return policies.save_only_these_names(*remat.split(","))
+
+
+def saved_for_weights(remat: str) -> Policy:
+    """Return the policy of a split backward pass: what it saves for the gradients of matrices.
+
+    From this and the residuals, their inputs are elementwise operations and sums.
+    """
+    names = () if remat == "none" else utils.REMAT_NAMES
+    return jax.checkpoint_policies.save_only_these_names(weights.PRODUCT_GRADIENT, *names)
 
 
 def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -157,9 +167,8 @@ def pipeline_functions(
         chunks_cn = vocabulary.in_chunks(inputs_n, config.train.loss_chunk_tokens)
         return vocabulary.chunked_loss(of_loss, outer.output, *chunks_cn)
 
-    return pipeline.Functions(
-        first, block, last, pipeline.Parameters(declared_outer, declared.blocks)
-    )
+    both = pipeline.Parameters(declared_outer, declared.blocks)
+    return pipeline.Functions(first, block, last, both, saved_for_weights(config.train.remat))
 
 
 def context_of(config: Config, segments_bT: jax.Array) -> Context:
@@ -307,13 +316,29 @@ def schedule_of(config: Config) -> Schedule:
 
     Raises  ConfigError if unrolled layers are selected for a pipeline.
     """
-    schedule = Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches)
+    split = config.pipeline.split_backward
+    schedule = Schedule(config.mesh.pipeline, config.mesh.virtual, config.train.microbatches, split)
     if config.train.layers == "unrolled" and not schedule.single_stage:
         raise ConfigError(
             "--train.layers unrolled needs a single stage. Use --mesh.pipeline 1 --mesh.virtual 1, "
             "or --train.layers auto."
         )
     return schedule
+
+
+def check_split(config: Config) -> None:
+    """Raise ConfigError if the backward pass is to be split, and cannot be."""
+    m = config.model
+    dropless = bool(m.moe_layers) and not m.capacity_factor
+    for found, problem, fix in (
+        (config.mesh.pipeline == 1, "shortens the bubble of a pipeline", "mesh.pipeline 2 or more"),
+        (config.train.remat == "full", "keeps what remat recomputes", "train.remat none or names"),
+        (config.fsdp.gather == "layer", "delays what a layer reduces", "fsdp.gather step"),
+        (dropless, "cannot divide the loop of dropless experts", "model.capacity_factor 1.5"),
+        (m.matmul_dtype == "float8", "has no FP8", "model.matmul_dtype compute"),
+    ):
+        if found and config.pipeline.split_backward:
+            raise ConfigError(f"--pipeline.split_backward {problem}. Use --{fix}, or omit it.")
 
 
 def is_unrolled(config: Config, platform: str) -> bool:
@@ -350,6 +375,7 @@ def loss_and_gradients(
     Gradients are of the step's loss, float32, in the layout of the weights, and None for weights
     that are not trained.
     """
+    check_split(config)
     m, chip = config.model, hardware.chip_of_kind(mesh.devices.flat[0].device_kind)
     options = forward_options(config, mesh, m.capacity_factor, m.dropout)
     options = options._replace(quantized=hardware.uses_float8(config, platform(mesh), chip))

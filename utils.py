@@ -129,6 +129,13 @@ class Fsdp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    # compute gradients of matrices as tasks of their own, in ticks in which every rank has one
+    # (arXiv:2401.10241): a shorter bubble for more memory and copies; not with train.remat full
+    split_backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Extension of the context.
 
@@ -468,6 +475,7 @@ class Config:
 
     mesh: Mesh = field(default_factory=Mesh, metadata=rules(resume="free"))
     fsdp: Fsdp = field(default_factory=Fsdp, metadata=rules(resume="free"))
+    pipeline: Pipeline = field(default_factory=Pipeline, metadata=rules(resume="free"))
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
     optimizer: Optimizer = field(default_factory=Optimizer)

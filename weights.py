@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -415,6 +416,10 @@ def reduce_gradients(declared: Tree, grads: Tree, gathered: bool) -> Tree:
 
 # --- in a layer ---------------------------------------------------------------------------------
 
+PRODUCT_GRADIENT = "product_gradient"  # a name: that of the matrix follows from it and x
+named_gradient = jax.custom_vjp(lambda y: y)
+named_gradient.defvjp(lambda y: (y, None), lambda _, g: (checkpoint_name(g, PRODUCT_GRADIENT),))
+
 
 def matmul(formula: str, x: jax.Array, w: Any) -> jax.Array:
     """Multiply as einsum, in the arguments' dtype; float32 at full precision on every device.
@@ -429,10 +434,10 @@ def matmul(formula: str, x: jax.Array, w: Any) -> jax.Array:
     precision = "highest" if x.dtype == jnp.float32 else None
     x_dims, w_dims, y_dims = re.split(",|->", formula)
     if y_dims[:2] != x_dims[:2] or set(x_dims[:2]) & set(w_dims):
-        return jnp.einsum(formula, x, w, precision=precision)
+        return named_gradient(jnp.einsum(formula, x, w, precision=precision))
     flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     y = jnp.einsum(f"{x_dims[1:]},{w_dims}->{y_dims[1:]}", flat, w, precision=precision)
-    return y.reshape(*x.shape[:2], *y.shape[1:])
+    return named_gradient(y).reshape(*x.shape[:2], *y.shape[1:])
 
 
 def float32_product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:

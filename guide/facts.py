@@ -74,6 +74,7 @@ EXACT = {
     "h100-intensity": ("{:.0f}", "intensity('h100')"),
     # Schedules, of (pipeline ranks, chunks of a rank, microbatches).
     "bubble-4-1-8": ("{:.0f} %", "100 * float(Schedule(4, 1, 8).bubble)"),
+    "bubble-split-4-1-8": ("{:.0f} %", "100 * float(Schedule(4, 1, 8, True).bubble)"),
     "bubble-4-2-8": ("{:.0f} %", "100 * float(Schedule(4, 2, 8).bubble)"),
     "bubble-4-1-16": ("{:.0f} %", "100 * float(Schedule(4, 1, 16).bubble)"),
     "ticks-4-1-8": ("{}", "Schedule(4, 1, 8).ticks"),

@@ -128,7 +128,7 @@ def schedules() -> Iterator[tuple[list[int], str]]:
         pipeline, virtual, microbatches = sizes
         if virtual == 1 or microbatches % pipeline == 0:
             s = Schedule(*sizes)
-            slots = sum((end - first) * (fwd + bwd) for first, end, fwd, bwd in s.phases)
+            slots = sum((end - first) * sum(kinds) for first, end, *kinds in s.phases)
             found = [s.ticks, [slots - 2 * s.tasks_per_rank, slots]]
             found += [s.tasks_at(tick, rank) for rank in range(pipeline) for tick in range(s.ticks)]
             yield sizes, json.dumps(found, separators=(",", ":"))

@@ -69,6 +69,8 @@ def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:
         return
     names = utils.REMAT_NAMES
     policies = [",".join(names[:2]), names[0], "full"] if config.train.remat == "none" else ["full"]
+    if config.pipeline.split_backward:
+        yield {"pipeline.split_backward": False}
     for policy in policies:
         yield {"train.remat": policy}
     if config.mesh.fsdp > 1 and config.fsdp.gather == "step":

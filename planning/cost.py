@@ -80,6 +80,7 @@ class Step:
             even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
             shared = shared and even and (rough or self.experts_kernel != "tiles")
         of_weights = Config(model=config.model, lora=config.lora, mesh=mesh)
+        sharded_model.check_split(config)
         self.config, self.declared = config, declared(of_weights)
         self.platform = platform
         self.schedule, self.M = sharded_model.schedule_of(config), t.microbatches
@@ -167,6 +168,14 @@ class Step:
         """Return the bytes that a layer saves for its backward pass."""
         return self.count(layer.remat(names or self.config.train.remat).bytes)
 
+    @property
+    def waiting(self) -> int:
+        """The bytes that a block saves for its weight tasks, besides its residuals."""
+        if not self.schedule.split_backward:
+            return 0
+        remat = self.config.train.remat
+        return sum(self.count(layer.waiting(remat)) * count for layer, count in self.block)
+
     def alive(self, layer: TracedFunction) -> int:
         """Return the peak bytes of a layer's backward pass besides weights and residuals."""
         return self.count(layer.alive(self.config.train.remat))
@@ -216,7 +225,7 @@ def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int]]:
           pass runs it forward again.
     """
     idle, rerun = step.run - step.useful, 0 if step.schedule.single_stage else step.M
-    remat = step.config.train.remat
+    remat, split = step.config.train.remat, step.schedule.split_backward
     layers = [(layer, remat, n * step.useful, n * idle, 0) for layer, n in step.block]
     layers += [(layer, remat, n * step.M, 0, n * rerun) for layer, n in step.prefix]
     for layer, names, useful, idle, rerun in (*layers, (step.first, "full", step.M, 0, 0)):
@@ -228,7 +237,7 @@ def executions(step: Step) -> Iterator[tuple[jaxpr.Op, str, int]]:
             (layer.forward, "recomputed", rerun),
             (layer.forward, "bubble", idle),
             (again, "bubble", idle),
-            (layer.backward, "bubble backward", idle),
+            (layer.backward_of_input if split else layer.backward, "bubble backward", idle),
         ):
             yield from ((op, kind, n * times) for op, n in ops)
     for op, n in jaxpr.costs(step.last.ops):
@@ -378,6 +387,8 @@ def memory(step: Step) -> dict[str, int]:
     parts["batch"] = 4 * step.M * step.bT * FLOAT
     ring = step.schedule.ring_slots * step.chunk_blocks  # of residuals
     parts["saved activations"] = ring * step.held(step.block)
+    if step.waiting:
+        parts["saved for weight tasks"] = step.schedule.pipeline * step.chunk_blocks * step.waiting
     if step.schedule.single_stage:
         parts["saved activations"] += step.held(step.prefix)
     if step.unrolled and not sharded_model.recomputes(step.config) and step.kernel != "xla":
@@ -453,9 +464,11 @@ def _temporary(step: Step) -> dict[str, int]:
 def moved_bytes(step: Step) -> int:
     """Return the bytes of the operands and results of products, and of what the optimizer updates.
 
-    The optimizer reads weights, gradients and its state, and writes weights and state.
+    The optimizer reads weights, gradients and its state, and writes weights and state. A split
+    backward pass also copies what its weight tasks read into a ring, and out of it.
     """
     total = sum(3 * FLOAT * w.own for w in step.weights if w.trained) + 2 * step.optimizer_bytes
+    total += (step.run + step.useful) * step.waiting
     for op, _, times in step.executions:
         if op.flops is not None:
             total += times * step.count(op.moved_bytes)

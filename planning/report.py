@@ -84,8 +84,9 @@ def header(plan: Plan) -> str:
     lines = [
         f"{plan.name}: {p.parameters:,} parameters, {p.active_parameters:,} active per token",
         f"{p.chips} x {plan.chip_name}, mesh {c.mesh}, virtual {c.mesh.virtual}, "
-        f"{c.train.microbatches} microbatches, remat {c.train.remat}, gather {c.fsdp.gather}, "
-        f"layers {'unrolled' if p.unrolled else 'scanned'}, {kernels}",
+        f"{c.train.microbatches} microbatches, {'split backward, ' * c.pipeline.split_backward}"
+        f"remat {c.train.remat}, gather {c.fsdp.gather}, layers "
+        f"{'unrolled' if p.unrolled else 'scanned'}, {kernels}",
         f"{p.tokens_per_step:,} tokens per step; pipeline bubble {p.bubble:.1%}",
     ]
     if plan.chip and plan.chip.is_tpu and p.chips not in hardware.TOPOLOGIES[plan.chip.dims]:
@@ -215,7 +216,8 @@ def search_table(result: SearchResult) -> Group:
     for candidate in result.best:
         c, p = candidate.config, candidate.predicted
         experts = c.model.experts_layout if c.model.moe_layers else ""
-        settings = c.mesh.virtual, c.train.microbatches, c.fsdp.gather, experts
+        virtual = f"{c.mesh.virtual}{', split' * c.pipeline.split_backward}"
+        settings = virtual, c.train.microbatches, c.fsdp.gather, experts
         sizes = f"{candidate.memory / GIB:.2f}", f"{1e3 * p.step_s:,.0f}" if p.step_s else ""
         remat = c.train.remat.replace(",", ", ")
         rows.append((mesh_name(c.mesh.shape[1:]), *map(str, settings), *sizes, remat))

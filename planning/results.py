@@ -18,6 +18,7 @@ MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.tensor")
 SEARCHED_FLAGS = (
     *MESH_FLAGS,
     "mesh.virtual",
+    "pipeline.split_backward",
     "train.microbatches",
     "train.remat",
     "fsdp.gather",

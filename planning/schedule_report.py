@@ -23,17 +23,23 @@ class Flags:
     pipeline: int = 4  # ranks that the layers are sharded over
     virtual: int = 1  # model chunks per rank; above 1 is interleaved 1F1B
     microbatches: int = 8  # microbatches of a step
+    split_backward: bool = False  # as --pipeline.split_backward of main.py
     rank: int | None = None  # print only this rank
     json: bool = False  # print tasks, ticks and bubble as JSON
     png: Path | None = None  # also draw a timeline into this file
 
 
+def ways(schedule: Schedule) -> list[str]:
+    """Return the kinds of tasks: of weights, too, if the backward pass is split."""
+    return ["fwd", "bwd", *["wgt"] * schedule.split_backward]
+
+
 def grid(schedule: Schedule, ranks: Sequence[int]) -> list[str]:
-    """Return a line per rank and direction, with a column per tick: microbatch and chunk letter."""
+    """Return a line per rank and kind of task, of microbatch and chunk letter in each tick."""
     letters = [chr(ord("a") + n) if n < 26 else f"c{n}" for n in range(schedule.virtual)]
     rows = {"tick": [str(tick) for tick in range(schedule.ticks)]}
     for rank in ranks:
-        rows |= {f"rank {rank} {way}": ["."] * schedule.ticks for way in ("fwd", "bwd")}
+        rows |= {f"rank {rank} {way}": ["."] * schedule.ticks for way in ways(schedule)}
         for tick in range(schedule.ticks):
             for way, chunk, microbatch in schedule.tasks_at(tick, rank):
                 rows[f"rank {rank} {way}"][tick] = f"{microbatch}{letters[chunk]}"
@@ -50,17 +56,20 @@ def text(schedule: Schedule, ranks: Sequence[int]) -> str:
         f"{schedule.microbatches} microbatches (0, 1, ...)"
     )
     tasks = [f"rank {rank}: {' '.join(schedule.tasks(rank))}" for rank in ranks]
-    ticks = ", ".join(f"{b - a} {PHASES[fwd, bwd]}" for a, b, fwd, bwd in schedule.phases)
-    idle = schedule.pipeline - 1
+    ticks = ", ".join(f"{b - a} {PHASES[tuple(kinds)]}" for a, b, *kinds in schedule.phases)
+    idle, kinds = schedule.pipeline - 1, len(ways(schedule))
     slots = schedule.tasks_per_rank + idle
+    formula = "(pipeline - 1) / (microbatches * virtual + pipeline - 1)"
+    if split := schedule.split_backward:
+        formula = "2 (pipeline - 1) / (3 microbatches * virtual + 2 (pipeline - 1))"
     summary = [
         f"ticks    {schedule.ticks}: {ticks}",
         f"bubble   {schedule.bubble} = {float(schedule.bubble):.1%} of the time, counted: a rank "
-        f"uses {schedule.tasks_per_rank} of {slots} forward slots, and as many backward slots",
-        "formula  (pipeline - 1) / (microbatches * virtual + pipeline - 1) = "
-        f"{Fraction(idle, slots)}",
+        f"uses {schedule.tasks_per_rank} of {slots} forward slots, and as many backward slots"
+        f"{', and all weight slots' * split}",
+        f"formula  {formula} = {Fraction(2 * idle, kinds * schedule.tasks_per_rank + 2 * idle)}",
         "A tick lasts one forward of a model chunk in warmup, one backward in cooldown, and both "
-        "in the steady phase.",
+        f"in the steady phase{', with the gradients of weights if it is named so' * split}.",
     ]
     return "\n".join([title, *grid(schedule, ranks), "", *tasks, "", *summary])
 
@@ -71,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises  ConfigError for a rank that does not exist.
     """
     flags = cli.parse_flags(Flags, arguments)
-    schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches)
+    schedule = Schedule(flags.pipeline, flags.virtual, flags.microbatches, flags.split_backward)
     ranks = range(flags.pipeline) if flags.rank is None else [flags.rank]
     if ranks[0] not in range(flags.pipeline):
         raise ConfigError(
@@ -91,16 +100,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _color(schedule: Schedule, direction: str, chunk: int) -> tuple[str, float]:
     """Return color and opacity: forward is blue and backward orange; later chunks are darker."""
-    return {"fwd": "C0", "bwd": "C1"}[direction], 0.4 + 0.5 * chunk / max(schedule.virtual - 1, 1)
+    color = f"C{ways(schedule).index(direction)}"
+    return color, 0.4 + 0.5 * chunk / max(schedule.virtual - 1, 1)
 
 
 def _draw_tasks(axes: Any, schedule: Schedule, ranks: Sequence[int]) -> None:
-    """Draw a box per task with its microbatch: forward in the upper half of a rank's row."""
-    height = 0.45
+    """Draw a box per task with its microbatch: forward in the upper part of a rank's row."""
+    height = 0.9 / len(ways(schedule))
     for row, rank in enumerate(ranks):
         for tick in range(schedule.ticks):
             for direction, chunk, microbatch in schedule.tasks_at(tick, rank):
-                y = row - height / 2 if direction == "fwd" else row + height / 2
+                y = row - 0.45 + (ways(schedule).index(direction) + 0.5) * height
                 face = _color(schedule, direction, chunk)
                 axes.barh(y, 1, height, left=tick, color=face, edgecolor="white")
                 axes.text(tick + 0.5, y, microbatch, ha="center", va="center", size=8)
@@ -120,7 +130,7 @@ def draw_schedule(schedule: Schedule, ranks: Sequence[int], path: Path) -> None:
     figure.suptitle(f"{title}{schedule.ticks} ticks, bubble {schedule.bubble}", size=10)
     patches = [
         Patch(color=_color(schedule, direction, chunk), label=f"{name}, chunk {chunk}")
-        for direction, name in (("fwd", "forward"), ("bwd", "backward"))
+        for direction, name in zip(ways(schedule), ("forward", "backward", "weights"), strict=False)
         for chunk in range(schedule.virtual)
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

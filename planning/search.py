@@ -2,15 +2,15 @@
 
 Every mesh that the model can be sharded over is tried, with every number of virtual stages and
 microbatches, both ways to gather weights, both layouts of experts, and remat policies that save
-from everything to nothing. Candidates that fit are ranked by the time of a step without overlap,
-then by memory.
+from everything to nothing. Pipelines are tried with a split backward pass, too. Candidates that fit
+are ranked by the time of a step without overlap, then by memory.
 """
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +33,7 @@ from utils import Config, ConfigError, TooLarge, get
 
 # Settings on which `remat_policies` does not depend, with a value.
 SAME_POLICIES = {"mesh.virtual": 1, "train.remat": "full", "fsdp.gather": "step"}
+SAME_POLICIES |= {"pipeline.split_backward": False}
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
@@ -165,10 +166,12 @@ def candidates_on(
             keep = "train.remat" in fixed
             one = candidate(chosen, chip, config.train.remat if keep else "none", rough)
             if not keep and not one.predicted.fits:  # else nothing is faster
-                one = candidate(chosen, chip, "full", rough)  # else nothing fits
+                policies = partial(remat_policies, changed(chosen, SAME_POLICIES), chip, rough)
+                least = policies()[-2] if chosen.pipeline.split_backward else "full"
+                one = candidate(chosen, chip, least, rough)  # else nothing fits
                 if one.predicted.fits:
-                    policies = remat_policies(changed(chosen, SAME_POLICIES), chip, rough)[1:-1]
-                    others = [candidate(chosen, chip, p, rough) for p in policies]
+                    names = [p for p in policies()[1:-1] if p != least]
+                    others = [candidate(chosen, chip, p, rough) for p in names]
                     one = best_of([*others, one])
             candidates.append(one)
             faster += [values] if one.predicted.fits else []
@@ -189,6 +192,7 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
     virtual = cost.divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
     choices = {
         "mesh.virtual": virtual,
+        "pipeline.split_backward": [False, True] if pipeline > 1 else [False],
         "train.microbatches": cost.divisors(sequences // fsdp) if sequences % fsdp == 0 else [1],
         "fsdp.gather": ["step", "layer"] if fsdp > 1 else ["step"],
         "model.experts_layout": [config.model.experts_layout],

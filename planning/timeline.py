@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from planning import hlo
+from schedule import PHASES
 from utils import ConfigError
 
 # Named scopes of model.py, and those in them that are separate; then those of pipeline.py.
 LAYERS = ("attention", "mlp", "moe", "embedding", "loss")
 PARTS = ("router", "balance", "dispatch", "experts", "return", "shared")
 ENDS = {"first": "embedding", "first_backward": "embedding", "last": "loss"}
-PHASES = ("warmup", "steady", "cooldown")
 
 CONTAINERS = ("while", "conditional", "call")  # the trace also has the operations in them
 
@@ -84,10 +84,11 @@ def layer_of(op_name: str) -> str:
     layer = next((w for w in words if w in LAYERS), None)
     end = next((ENDS[w] for w in words if w in ENDS), None)
     if not layer and not end:
-        return "between layers" if set(words) & set(PHASES) else "update"
+        return "between layers" if set(words) & {*PHASES.values()} else "update"
     part = next((w for w in words[words.index(layer) :] if w in PARTS), None) if layer else None
     direction = "backward" if "transpose(" in op_name or "first_backward" in words else "forward"
-    direction = "recomputed" if "rematted_computation" in words else direction
+    if "rematted_computation" in words:  # so is the split of a backward pass
+        direction = "backward" if "weight_gradients" in words else "recomputed"
     return f"{layer or end}{'/' + part if part else ''} {direction}"
 
 

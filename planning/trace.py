@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import compress
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ class TracedFunction:
     program: Program
     known: frozenset[Value]  # weights and data, which stay in memory anyway
     gradients: frozenset[Value]  # gradients of its results
+    of_matrices: frozenset[Value] = frozenset()  # gradients of its matrices
 
     @cached_property
     def passes(self) -> tuple[list[Op], list[Op]]:
@@ -72,6 +74,21 @@ class TracedFunction:
         return jaxpr.costs(self.passes[1])
 
     @cached_property
+    def weight_ops(self) -> list[Op]:
+        """Backward operations that only gradients of matrices need."""
+        wanted = set(self.program.outputs) - self.of_matrices
+        for op in reversed(self.passes[1]):
+            if not wanted.isdisjoint(op.outputs):
+                wanted.update(op.inputs)
+        return [op for op in self.passes[1] if wanted.isdisjoint(op.outputs)]
+
+    @cached_property
+    def backward_of_input(self) -> list[tuple[Op, int]]:
+        """The backward pass without `weight_ops`."""
+        weight_ops = set(self.weight_ops)
+        return jaxpr.costs(op for op in self.passes[1] if op not in weight_ops)
+
+    @cached_property
     def forward_peak(self) -> np.ndarray:
         """Peak bytes of the forward pass alone, besides known values."""
         return jaxpr.peak(self.passes[0], set(self.known))
@@ -81,6 +98,17 @@ class TracedFunction:
         """Return what a value of `train.remat` saves and recomputes."""
         forward = Program(self.program.inputs, ops=self.passes[0])
         return jaxpr.remat(forward, self.residuals, set(self.known), sharded_model.policy(names))
+
+    @cache  # noqa: B019
+    def waiting(self, names: str) -> np.ndarray:
+        """Return the bytes that `weight_ops` read, besides known and saved values."""
+        made = {value for op in self.passes[1] for value in op.outputs} | self.gradients
+        own = {value for op in self.weight_ops for value in op.outputs}
+        read = {value for op in self.weight_ops for value in op.inputs} - own
+        forward, known = Program(self.program.inputs, ops=self.passes[0]), {*self.known}
+        known |= self.remat(names).saved.keys()
+        more = jaxpr.remat(forward, read - made, known, sharded_model.saved_for_weights(names))
+        return more.bytes + sum(value.bytes for value in read & made)
 
     @cache  # noqa: B019
     def alive(self, names: str) -> np.ndarray:
@@ -109,7 +137,9 @@ def trace_function(
     n, both_n = len(jax.tree.leaves(w)), len(jax.tree.leaves((w, x)))
     known = frozenset((*program.inputs[:n], *program.constants))
     gradients = frozenset(program.inputs[both_n:])
-    return TracedFunction(program, known, gradients)
+    own = program.outputs[len(jax.tree.leaves(result)) :]
+    matrices = [w.matrix is not None for w in jax.tree.leaves(weights.trained(declared, declared))]
+    return TracedFunction(program, known, gradients, frozenset(compress(own, matrices)))
 
 
 def of_trained(function: Callable, w: Any) -> Callable:

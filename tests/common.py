@@ -33,6 +33,14 @@ SIZES = {
 }  # fmt: skip
 
 
+# As without the flags of conftest.py, with which two programs may round products differently.
+OPTIMIZED = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
+
+
 def jitted_step(config, declared, mesh):
     """Return (state, batch) -> (next state, report), with the learning rates of the config."""
     step, rates = train.jitted_step(config, declared, mesh), learning_rates(config)

@@ -151,6 +151,32 @@ def test_a_block_saves_the_residuals_that_jax_saves(chip, kernel, policies):
         assert planned == pytest.approx(kept_bytes(config, kernel), rel=0.005), remat
 
 
+def split_of(config):
+    return utils.changed(config, {"pipeline.split_backward": True})
+
+
+@pytest.mark.parametrize("remat", ["none", "latents,attention"])
+def test_what_a_split_backward_pass_saves_is_what_jax_saves(remat):
+    config = split_of(config_of((2, 2, 2), train={"remat": remat}))
+
+    def visit(run):
+        ring, _ = run.empty_ring(x := run.empty_x())
+        return run.empty_waiting(x, ring)[0]
+
+    found = trace.with_executor(config, "xla", sharded_model.remat(config, False), visit)
+    parts = cost.predict(config, None).memory
+    assert parts["saved for weight tasks"] == sum(a.size * a.dtype.itemsize for a in found)
+
+
+def test_the_bubble_of_a_split_backward_pass_has_no_products_of_gradients_of_matrices():
+    config = config_of((1, 4, 1), n_routed_experts=0)
+    flops, by_input = (cost.predict(c, None).flops_per_chip for c in (config, split_of(config)))
+    matrices = [w for w in jax.tree.leaves(model.declare(config).blocks) if w.matrix is not None]
+    elements = sum(w.size for w in matrices) // 4  # of a rank
+    tokens = config.train.global_batch_size // config.train.microbatches * config.train.seq_len
+    assert flops - by_input == 3 * 2 * tokens * elements
+
+
 def novel(w, x_btD, options, position):
     """A recurrence that sends along fsdp and tensor, with names inside of its loop and after it."""
     with jax.named_scope("novel"):

@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import one_stage
 import pipeline
+from common import OPTIMIZED
+from planning import hlo
 from schedule import Schedule
 from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES
-from weights import vary
+from weights import matmul, vary
 
 B, D, V, FSDP = 4, 5, 12, 2
 PER_CHUNK = 2  # blocks in a chunk
@@ -46,7 +48,8 @@ def first(outer, data):
 def formula(w, gain, number, x):
     """The result depends on loss, number and data; it is NaN where x is zero."""
     direction = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    y = x + gain[:, None] * jnp.cos(number) * jnp.tanh(direction @ w["matrix"] + w["bias"][None])
+    product = matmul("bd,de->be", direction, w["matrix"])
+    y = x + gain[:, None] * jnp.cos(number) * jnp.tanh(product + w["bias"][None])
     return y, 0.1 * jnp.sum(y**4)
 
 
@@ -71,10 +74,11 @@ class Declared:
     """What the executor reads of a weights.Weight."""
 
     trained: bool
+    matrix: tuple | None = None
 
 
-TRAINED = Declared(True)
-DECLARED = pipeline.Parameters(Outer(*[TRAINED] * 3), {"matrix": TRAINED, "bias": TRAINED})
+TRAINED, MATRIX = Declared(True), Declared(True, ((-2,), (-1,)))
+DECLARED = pipeline.Parameters(Outer(*[TRAINED] * 3), {"matrix": MATRIX, "bias": TRAINED})
 FUNCTIONS = pipeline.Functions(first, block, last, DECLARED)
 RECOMPUTED = FUNCTIONS._replace(block=jax.checkpoint(block))
 
@@ -191,6 +195,55 @@ def test_training_and_evaluation_match_plain_differentiation(sizes, unrolled):
         assert_same(block_stats["sum"], sums.sum(0))
     assert_same(results, {"loss": errors.sum(), "first": data.gain.sum()})
     assert_same(by_microbatch, {"loss": errors, "first": data.gain.sum(1)})
+
+
+def block_products(schedule, text):
+    """Return the FLOPs of a program's products of blocks; the unit is one product of a chunk."""
+    b, M = B // FSDP, schedule.microbatches
+    ends = (
+        M * 3 * (D * D + D * V // schedule.pipeline)
+    )  # two passes and one gradient; two gradients
+    total = hlo.dot_flops(text, pipeline.branch_share(schedule))
+    return (total / (2 * b) - ends) / (PER_CHUNK * D * D)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 3, 4), (4, 1, 5), (4, 2, 8)], ids=str)
+def test_a_split_backward_pass_gives_the_same_bits_and_no_product_of_matrices_in_the_bubble(sizes):
+    schedule, found, flops = Schedule(*sizes), [], []
+    for one in (schedule, dataclasses.replace(schedule, split_backward=True)):
+        # Without the evaluation, whose products would count.
+        def local(w, data, one=one):
+            found = pipeline.forward_backward(FUNCTIONS, w, data, one)
+            return jax.tree.map(lambda a: vary(a).reshape(1, *a.shape), found)
+
+        lowered = on_ranks(one, local, P(MESH_AXES)).lower(*inputs_of(one))
+        compiled = lowered.compile(OPTIMIZED)
+        found.append(compiled(*inputs_of(one)))
+        flops.append(block_products(one, compiled.as_text()))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(found))
+    tasks, ticks = schedule.tasks_per_rank, schedule.tasks_per_rank + schedule.pipeline - 1
+    assert flops == [pytest.approx(3 * ticks), pytest.approx(2 * ticks + tasks)]
+
+
+def waiting_of(functions, schedule):
+    """Return the shapes of what a block saves for its weight tasks, in each slot."""
+    shapes = []
+
+    def local(w, data):
+        run = pipeline.Executor(functions, w, data, schedule)
+        ring, _ = run.empty_ring(x := run.empty_x())
+        shapes.extend(a.shape for a in run.empty_waiting(x, ring)[0])
+        return lax.psum(jnp.zeros(()), ())
+
+    jax.eval_shape(on_ranks(schedule, local, P()), *inputs_of(schedule))
+    assert all(shape[:2] == (schedule.pipeline, PER_CHUNK) for shape in shapes)
+    return [shape[2:] for shape in shapes]
+
+
+def test_only_gradients_of_products_wait_for_the_gradients_of_matrices():
+    schedule = Schedule(2, 2, 4, split_backward=True)
+    assert waiting_of(FUNCTIONS, schedule) == [(B // FSDP, D)]
 
 
 def ring_of(functions, schedule):

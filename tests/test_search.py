@@ -75,6 +75,19 @@ def test_no_neighbour_of_the_best_is_faster(found):
     assert tried > 10
 
 
+def test_a_split_backward_pass_is_chosen_where_the_bubble_is_long_and_has_no_more_chunks():
+    """By the plan five virtual stages are better, and two ranks are not worth the copies."""
+    config = make_compiled.config_of("dense-names-4x4x2")
+    fixed = frozenset(results.SEARCHED_FLAGS) - {"mesh.virtual", "pipeline.split_backward"}
+    chosen = {}
+    for pipeline, layers in ((4, 4), (4, 20), (2, 2)):
+        sizes = {"mesh.fsdp": 16 // pipeline, "mesh.pipeline": pipeline, "train.microbatches": 4}
+        sizes |= {"mesh.virtual": 1, "model.num_hidden_layers": layers}
+        one = search.search(utils.changed(config, sizes), V4, 32, fixed).best[0].config
+        chosen[pipeline, layers] = one.mesh.virtual, one.pipeline.split_backward
+    assert chosen == {(4, 4): (1, True), (4, 20): (5, False), (2, 2): (1, False)}
+
+
 def test_given_flags_are_fixed():
     fixed = frozenset(["train.remat", "mesh.tensor", "train.microbatches"])
     configs = [candidate.config for candidate in search.search(JAXFORMER, V4, 8, fixed).best]

@@ -65,5 +65,6 @@ def test_named_scopes_give_layer_part_and_direction():
         "jit(step)/steady/while/body/first_backward/cond/branch_1_fun/add": "embedding backward",
         "jit(step)/mul": "update",
         f"{backward}/rematted_computation/mlp/silu": "mlp recomputed",
+        f"{loop}/weight_gradients/while/body/rematted_computation/mlp/io,bo->ib": "mlp backward",
     }
     assert {path: timeline.layer_of(path) for path in layers} == layers

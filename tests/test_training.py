@@ -24,6 +24,7 @@ import train
 import utils
 import weights
 from common import RUN, RUN_MESHES, batch_of, canonical, config_of, jitted_step, mesh_of, on_mesh
+from planning import cost
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
@@ -343,6 +344,29 @@ def test_layers_are_scanned_if_the_unrolled_step_does_not_fit(
     assert sharded_model.is_unrolled(compiled[-1], "cpu") != scanned
     report = "needs 0.0 GiB of 0.0 per device, so the layers are scanned"
     assert (report in capsys.readouterr().out) == scanned
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mesh.pipeline": 1}, "bubble of a pipeline. Use --mesh.pipeline 2 or more"),
+        ({"train.remat": "full"}, "keeps what remat recomputes. Use --train.remat none or names"),
+        ({"fsdp.gather": "layer"}, "delays what a layer reduces. Use --fsdp.gather step"),
+        ({"model.capacity_factor": 0.0}, "dropless experts.* Use --model.capacity_factor 1.5"),
+        ({"model.matmul_dtype": "float8"}, "has no FP8. Use --model.matmul_dtype compute"),
+    ],
+)
+def test_a_backward_pass_that_cannot_be_split_is_refused(values, message):
+    config = utils.changed(config_of((2, 2, 1)), {"pipeline.split_backward": True})
+    sharded_model.check_split(config)
+    config = utils.changed(config, values)
+    for refuse in (
+        lambda: sharded_model.loss_and_gradients(config, model.declare(config), mesh_of(config)),
+        lambda: cost.predict(config, None),
+    ):
+        with pytest.raises(utils.ConfigError, match=f"^--pipeline.split_backward .*{message}"):
+            refuse()
+    sharded_model.check_split(utils.changed(config, {"pipeline.split_backward": False}))
 
 
 def test_unrolled_layers_are_refused_in_a_pipeline():
