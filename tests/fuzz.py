@@ -79,7 +79,9 @@ def draw(seed: int) -> dict[str, Any]:
     case["positions"] = "document" if restart else "window"
     case |= draw_pattern(random.Random(f"pattern {seed}"), case)
     case |= draw_options(random.Random(f"options {seed}"), case)
-    return case | draw_adapters(random.Random(f"lora {seed}"), case)
+    case |= draw_adapters(random.Random(f"lora {seed}"), case)
+    split = case | {"split_backward": random.Random(f"split {seed}").random() < 0.5}
+    return split if is_valid(split) else case
 
 
 def draw_base(seed: int) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def draw_any(r: random.Random) -> dict[str, Any]:
 
 NOT_OF_MODEL = {
     *("shape", "other_shape", "virtual", "other_virtual", "gather", "segments", "remat", "yarn"),
-    *("llama3", "layers", "lora", "positions"),
+    *("llama3", "layers", "lora", "positions", "split_backward"),
     *("microbatches", "optimizer", "loss_chunk_tokens", "seq_len", "sequences", "dropless"),
 }
 
@@ -208,7 +210,9 @@ def config(case: dict[str, Any], other: bool = False) -> utils.Config:
         optimizer={"name": case["optimizer"], "lr": 1e-3, "warmup_steps": 3},
         **fields,
     )
-    return utils.changed(made, {"data.positions": case.get("positions", "window")})
+    split = case.get("split_backward", False) and not other
+    more = {"data.positions": case.get("positions", "window"), "pipeline.split_backward": split}
+    return utils.changed(made, more)
 
 
 def adapted(case: dict[str, Any]) -> utils.Config:
@@ -235,6 +239,7 @@ def is_valid(case: dict[str, Any]) -> bool:
             cli.check(c)
             model.declare(c)
             sharded_model.schedule_of(c)
+            sharded_model.check_split(c)
     except utils.ConfigError:
         return False
     return True
