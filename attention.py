@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 import matrix
 import utils
 import weights
+from context_parallel import gather_positions
 from device_kernels.adapter import GPU_KERNELS, Inputs, repeat_heads
 from device_kernels.cudnn import cudnn
 from device_kernels.splash import splash
@@ -60,7 +61,8 @@ class Context(NamedTuple):
     """What attention knows of the tokens of a microbatch."""
 
     positions: jax.Array  # [b, T], or [1, T] for all sequences
-    segments: jax.Array | None  # [b, T] index of the document; None if a window is one document
+    segments: jax.Array | None  # [b, S] index of the document; None if a window is one document
+    places: jax.Array | None = None  # as in Inputs
 
 
 class Attention(Protocol):
@@ -138,8 +140,8 @@ class SoftmaxAttention(Attention):
         self, inputs_bTX: jax.Array, context: Context, m: utils.Model, run: LayerRun, kernel: str
     ) -> jax.Array:
         heads = self.heads(inputs_bTX, m, context.positions, run.rope, kernel)
-        inputs = Inputs(*heads, context.segments, self.scale(m, run.rope), run.window, self.sinks)
-        return attend(kernel, inputs)  # it names its own residuals "attention"
+        options = self.scale(m, run.rope), run.window, self.sinks, context.places
+        return attend(kernel, Inputs(*heads, context.segments, *options))  # it names its own residuals "attention"
 
 
 def norm_weight() -> Any:
@@ -326,11 +328,12 @@ class LatentAttention(SoftmaxAttention):
         if kernel in GPU_KERNELS and isinstance(self.kv_up, jax.Array):
             return self._heads_in_place(inputs_bTX, m, position_bT, rope)
         q_bTnH, q_bTnR, latent_bTC, key_bT1R = self._project(inputs_bTX, m, position_bT, rope)
-        kv_bTnU = matmul("bTC,CnU->bTnU", latent_bTC, self.kv_up)
-        k_bTnH, v_bTnW = jnp.split(kv_bTnU, [m.qk_nope_head_dim], axis=-1)
-        key_bTnR = jnp.broadcast_to(key_bT1R, (*k_bTnH.shape[:3], m.qk_rope_head_dim))
+        latent_bSC, key_bS1R = gather_positions(latent_bTC), gather_positions(key_bT1R)
+        kv_bSnU = matmul("bSC,CnU->bSnU", latent_bSC, self.kv_up)
+        k_bSnH, v_bSnW = jnp.split(kv_bSnU, [m.qk_nope_head_dim], axis=-1)
+        key_bSnR = jnp.broadcast_to(key_bS1R, (*k_bSnH.shape[:3], m.qk_rope_head_dim))
         q_bTnA = jnp.concatenate([q_bTnH, q_bTnR], axis=-1)
-        return q_bTnA, jnp.concatenate([k_bTnH, key_bTnR], axis=-1), v_bTnW
+        return q_bTnA, jnp.concatenate([k_bSnH, key_bSnR], axis=-1), v_bSnW
 
     def _heads_in_place(
         self, inputs_bTX: jax.Array, m: utils.Model, position_bT: jax.Array, rope: Rope | None
@@ -356,8 +359,10 @@ class LatentAttention(SoftmaxAttention):
                 jnp.pad(identity_RnR, ((0, 0), (0, 0), (H, 0))),
             ]
         )
-        k_bTnA = matmul("bTC,CnA->bTnA", jnp.concatenate([latent_bTC, key_bTR], axis=-1), to_key)
-        return q_bTnA, k_bTnA, matmul("bTC,CnW->bTnW", latent_bTC, to_value_CnW)
+        both_bSC = gather_positions(jnp.concatenate([latent_bTC, key_bTR], axis=-1))
+        k_bSnA = matmul("bSC,CnA->bSnA", both_bSC, to_key)
+        latent_bSC = both_bSC[..., : m.kv_lora_rank]
+        return q_bTnA, k_bSnA, matmul("bSC,CnW->bSnW", latent_bSC, to_value_CnW)
 
     @staticmethod
     def _split(inputs_bTX: jax.Array, m: utils.Model) -> list[jax.Array]:
@@ -504,7 +509,7 @@ class GroupedQueryAttention(SoftmaxAttention):
             k_bTyA = norm(k_bTyA, kv.norm if m.qk_norm_all_heads else self.key_norm, m.rms_norm_eps)
         if rope:
             q_bTnA, k_bTyA = rotate(q_bTnA, rope, position_bT), rotate(k_bTyA, rope, position_bT)
-        return q_bTnA, k_bTyA, v_bTyA
+        return q_bTnA, gather_positions(k_bTyA), gather_positions(v_bTyA)
 
     @staticmethod
     def cache(m: utils.Model, tensor: int) -> tuple[CacheArray, ...]:
@@ -562,28 +567,29 @@ def attend(kernel: str, inputs: Inputs) -> jax.Array:
     kernel  xla, or what device_kernels/choice.py has chosen.
     """
     if kernel != "xla":  # kernels need arrays that vary along the same mesh axes
-        q, k, v, segments, scale, window, sinks = inputs
-        arrays = q, k, v, segments, sinks
-        *arrays, sinks = vary(arrays, varying(arrays))
-        inputs = Inputs(*arrays, scale, window, sinks)
+        arrays = inputs._replace(scale=None, window=None)
+        inputs = vary(arrays, varying(arrays))._replace(scale=inputs.scale, window=inputs.window)
     return KERNELS[kernel](inputs)
 
 
 def xla(inputs: Inputs) -> jax.Array:
     """Run `attend` as operations that XLA compiles, with all scores in memory."""
-    q, k, v, segments, scale, window, sinks = inputs
+    q, k, v, segments, scale, window, sinks, places = inputs
     k, v = repeat_heads(q, k, v)
     precision = "highest" if q.dtype == jnp.float32 else None
     scores_bnTS = jnp.einsum(
         "bTnA,bSnA->bnTS", q, k, precision=precision, preferred_element_type=jnp.float32
     )
-    T = q.shape[1]
-    query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, T, T), dim) for dim in (2, 3))
+    shape = 1, 1, q.shape[1], k.shape[1]
+    query, key = (lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (2, 3))
+    if places is not None:
+        query = places[None, None, :, None]
     mask = key <= query
     if window:
         mask &= key > query - window
     if segments is not None:
-        mask &= segments[:, None, :, None] == segments[:, None, None, :]
+        own_segments = segments if places is None else jnp.take(segments, places, axis=1)
+        mask &= own_segments[:, None, :, None] == segments[:, None, None, :]
     # Added rather than selected, because the backward pass of an addition needs no mask.
     bias = jnp.where(mask, 0.0, MASKED)
     # In float32, for the sum of up to S exponentials.
@@ -591,7 +597,7 @@ def xla(inputs: Inputs) -> jax.Array:
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores_bnTS.shape[:3], 1))
         scores_bnTS = jnp.concatenate([scores_bnTS, sinks], axis=-1)
-    probs_bnTS = jax.nn.softmax(scores_bnTS)[..., :T].astype(v.dtype)
+    probs_bnTS = jax.nn.softmax(scores_bnTS)[..., : k.shape[1]].astype(v.dtype)
     # Transposed after the product: XLA for CPUs would fuse it in, and run at half the speed.
     out_bnTW = jnp.einsum("bnTS,bSnW->bnTW", probs_bnTS, v, precision=precision)
     return checkpoint_name(out_bnTW.swapaxes(1, 2), "attention")

@@ -48,7 +48,7 @@ from experts import (
     uses_expert_parallelism,
 )
 from routing import Routing, balance, route
-from utils import BATCH_AXES, MESH_AXES, ConfigError, LayerRun
+from utils import BATCH_AXES, MESH_AXES, SEQUENCE_AXES, ConfigError, LayerRun
 from vocabulary import vocab_table
 from weights import RESIDUAL_SCALE, Size, matmul, normal, ones, rms_norm, weight, zeros
 
@@ -252,7 +252,7 @@ def declare(config: utils.Config) -> Transformer:
 
 @flax.struct.dataclass
 class Batch:
-    """This rank's sequences: [M, b, T] each, or [b, T] for one microbatch."""
+    """This rank's sequences: [M, b, T] each, or [b, T] for one microbatch; segments have S."""
 
     tokens: jax.Array
     targets: jax.Array
@@ -326,7 +326,7 @@ def dropout(
         return y_btD
     key = jax.random.key(options.seed)
     # Each batch and tensor rank draws its own mask. Pipeline ranks differ by their layer.
-    for number in (*position, branch, lax.axis_index(BATCH_AXES), lax.axis_index("tensor")):
+    for number in (*position, branch, lax.axis_index(BATCH_AXES), lax.axis_index(SEQUENCE_AXES)):
         key = jax.random.fold_in(key, number)
     kept = jax.random.bernoulli(key, 1 - options.dropout, y_btD.shape)
     return jnp.where(kept, y_btD / (1 - options.dropout), 0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pipeline import Functions, Parameters, Tree, index, zeros
-from utils import BATCH_AXES, MESH_AXES
+from utils import DATA_AXES, MESH_AXES
 from weights import trained, vary, varying
 
 
@@ -46,7 +46,7 @@ def forward_backward(
 
     shapes, (block_stats, last_stats) = jax.eval_shape(gradients, index(data, 0))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), shapes)
-    start = zeros(shapes), (zeros(block_stats), zeros(last_stats, axes=BATCH_AXES))
+    start = zeros(shapes), (zeros(block_stats), zeros(last_stats, axes=DATA_AXES))
     with jax.named_scope("steady"):
         (grads, (block_stats, last_stats)), _ = lax.scan(body, start, data)
     return grads._replace(blocks=stacked(grads.blocks)), stacked(block_stats), last_stats

@@ -41,7 +41,7 @@ from jax import lax
 
 from runtime import errors
 from schedule import PHASES, Schedule
-from utils import BATCH_AXES, MESH_AXES
+from utils import DATA_AXES, MESH_AXES
 from weights import PRODUCT_GRADIENT, Tree, filled, trained, vary
 
 
@@ -162,7 +162,7 @@ class Executor:
         """Return zeros [*sizes, ...] like the statistics of `last`."""
         last = partial(self.functions.last, self.w.outer)
         shapes = jax.eval_shape(lambda x: last(self.microbatch(0), lax.psum(x, "pipeline"))[1], x)
-        return zeros(shapes, *sizes, axes=BATCH_AXES)
+        return zeros(shapes, *sizes, axes=DATA_AXES)
 
     # --- one block
 

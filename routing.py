@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import utils
+from utils import SEQUENCE_AXES
 from weights import matmul
 
 
@@ -76,12 +77,12 @@ def balance(
     f is E / K times the share of the sequence's tokens that chose e, without gradient. The loss is
     linear in P, so the partial sums of ranks add up (arXiv:2412.19437, equations 17-20).
 
-    Collectives  psum(tensor) of [b, E] integers.
+    Collectives  psum(context x tensor) of [b, E] integers.
     """
     experts = jnp.arange(m.n_routed_experts, dtype=choice_btK.dtype)[None, None, None, :]
     count_bE = (choice_btK[..., None] == experts).sum((1, 2), dtype=jnp.int32)
-    T = share_btE.shape[1] * lax.axis_size("tensor")
-    f_bE = lax.psum(count_bE, "tensor").astype(jnp.float32) * (
+    T = share_btE.shape[1] * lax.axis_size(SEQUENCE_AXES)
+    f_bE = lax.psum(count_bE, SEQUENCE_AXES).astype(jnp.float32) * (
         m.n_routed_experts / (m.num_experts_per_tok * T)
     )
     partial_P_bE = share_btE.sum(1) / T

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import context_parallel
 import float8
 import hardware
 import model
@@ -37,7 +38,17 @@ from model import (
 )
 from runtime.collective_order import after, in_turn
 from schedule import Schedule
-from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES, VOCABULARY_AXES, Config, ConfigError, LayerRun
+from utils import (
+    BATCH_AXES,
+    DATA_AXES,
+    MESH_AXES,
+    TOKEN_AXES,
+    VOCABULARY_AXES,
+    WEIGHT_AXES,
+    Config,
+    ConfigError,
+    LayerRun,
+)
 from weights import reduced, vary
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -75,7 +86,7 @@ def saved_for_weights(remat: str) -> Policy:
 
 
 def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save results of COSTLY primitives, but no gathered weights and no gather over one rank.
+    """Save results of COSTLY primitives, but no gather of weights or context, or over one rank.
 
     What float8.py quantizes is saved as well. It takes less memory than its source.
     """
@@ -85,7 +96,7 @@ def _costly(primitive: Any, *_: Any, **params: Any) -> bool:
         return primitive.name in COSTLY
     axes = params["axis_name"]
     axes = axes if isinstance(axes, tuple) else (axes,)
-    return "fsdp" not in axes and params["axis_size"] > 1
+    return not {*WEIGHT_AXES} & {*axes} and params["axis_size"] > 1
 
 
 def remat(config: Config, unrolled: bool) -> Callable[[Callable, LayerRun], Callable]:
@@ -171,17 +182,19 @@ def pipeline_functions(
     return pipeline.Functions(first, block, last, both, saved_for_weights(config.train.remat))
 
 
-def context_of(config: Config, segments_bT: jax.Array) -> Context:
+def context_of(config: Config, segments_bS: jax.Array) -> Context:
     """Return positions and segments as `config.data` has them.
 
-    segments_bT  index of each token's document within the window.
+    segments_bS  index of each token's document within the window, of all ranks of context.
     """
-    number_1T = jnp.arange(segments_bT.shape[1], dtype=jnp.int32)[None]
-    positions = number_1T
+    number_1S = jnp.arange(segments_bS.shape[1], dtype=jnp.int32)[None]
+    positions = number_1S
     if config.data.positions == "document":
-        is_first = segments_bT != jnp.roll(segments_bT, 1, axis=1)
-        positions = number_1T - lax.cummax(jnp.where(is_first, number_1T, 0), axis=1)
-    return Context(positions, segments_bT if config.data.segments else None)
+        is_first = segments_bS != jnp.roll(segments_bS, 1, axis=1)
+        positions = number_1S - lax.cummax(jnp.where(is_first, number_1S, 0), axis=1)
+    places = context_parallel.places(segments_bS.shape[1])
+    segments = segments_bS if config.data.segments else None
+    return Context(context_parallel.own(positions, 1), segments, places)
 
 
 @jax.named_scope("loss")
@@ -267,7 +280,7 @@ STATS_SPECS = Stats(P(), P(), P(), P(), P(None, "pipeline"))
 
 def summarize(config: Config, sums: jax.Array, routing: Any, balance_scale: float) -> Stats:
     """Reduce this rank's sums.  Collectives: psums of scalars and of [blocks, E] integers."""
-    cross_entropy_sum, log_z_sum = lax.psum(sums, BATCH_AXES)
+    cross_entropy_sum, log_z_sum = lax.psum(sums, DATA_AXES)
     z = config.model.z_loss * log_z_sum
     stats = Stats(cross_entropy_sum, z, jnp.zeros(()), jnp.zeros((), jnp.int32), None)
     if routing is None:
@@ -289,8 +302,14 @@ def scales(data: Batch, balance_loss: float) -> tuple[jax.Array, float]:
     return 1 / jnp.maximum(total, 1e-9), balance_loss / sequences
 
 
-def with_microbatch_index(data: Batch) -> Batch:
-    return data.replace(microbatch=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
+def of_rank(data: Batch) -> Batch:
+    """Return the positions of this rank of context, and the index of each microbatch.
+
+    Segments stay complete, as those of keys are needed too.
+    """
+    names = "tokens", "targets", "loss_weights"
+    parts = {name: context_parallel.own(getattr(data, name), 2) for name in names}
+    return data.replace(**parts, microbatch=jnp.arange(data.tokens.shape[0], dtype=jnp.int32))
 
 
 # --- over the mesh --------------------------------------------------------------------------------
@@ -382,8 +401,8 @@ def loss_and_gradients(
     unrolled = is_unrolled(config, platform(mesh))
 
     def local(w: Transformer, data: Batch, step: jax.Array) -> tuple[Transformer, Stats]:
-        data = with_microbatch_index(data)
         factors = _, balance_scale = scales(data, m.aux_loss_alpha)
+        data = of_rank(data)
         wrap = remat(config, unrolled)
         run = pipeline_functions(config, declared, options, step, factors, wrap)
         w = gather_params(config, declared, w, options.ordered)
@@ -413,7 +432,7 @@ def evaluate(
         factors = _, balance_scale = scales(data, 1 / max(1, m.blocks * m.moe_layers))
         run = pipeline_functions(config, declared, options, jnp.int32(0), factors)
         w = gather_params(config, declared, w, options.ordered)
-        routing, sums = pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))
+        routing, sums = pipeline.forward(run, w, of_rank(data), schedule_of(config))
         routing = after(routing, sums) if options.ordered else routing
         return summarize(config, sums.sum(0), routing, balance_scale)
 
@@ -423,9 +442,9 @@ def evaluate(
 def after_layers(
     config: Config, declared: Transformer, mesh: Mesh, make: Callable
 ) -> Callable[[Transformer, Batch], jax.Array]:
-    """Return (weights, batch [M, B, T]) -> [M, B, ...] make(outer, data, h_bTD), dropping no token.
+    """Return (weights, batch [M, B, T]) -> [M, B, T, ...] make(outer, data, h_bTD).
 
-    The result of `make` varies along BATCH_AXES alone.
+    No token is dropped. The result of `make` varies along DATA_AXES alone.
     """
     options = forward_options(config, mesh, 0.0)
 
@@ -435,7 +454,8 @@ def after_layers(
 
         run = pipeline_functions(config, declared, options, jnp.int32(0), (jnp.float32(1), 0.0))
         run, w = run._replace(last=last), gather_params(config, declared, w, options.ordered)
-        return pipeline.forward(run, w, with_microbatch_index(data), schedule_of(config))[1]
+        _, made = pipeline.forward(run, w, of_rank(data), schedule_of(config))
+        return context_parallel.complete(made, 2)
 
     return over_mesh(declared, mesh, local, out=BATCH_SPEC)
 

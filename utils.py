@@ -20,12 +20,14 @@ LANES = 128  # of a TPU's vector registers; the blocks of splash attention are m
 # The axes of the mesh, outermost first, and those that batch, sequence, tokens, vocabulary and
 # experts are sharded over. Weights are replicated over `replica`, whose links are the slowest: they
 # connect slices.
-MESH_AXES = ("replica", "fsdp", "pipeline", "tensor")
+MESH_AXES = ("replica", "fsdp", "pipeline", "context", "tensor")
 BATCH_AXES = ("replica", "fsdp")
-SEQUENCE_AXES = ("tensor",)
+DATA_AXES = (*BATCH_AXES, "context")  # along which targets and losses vary
+SEQUENCE_AXES = ("context", "tensor")
 TOKEN_AXES = BATCH_AXES + SEQUENCE_AXES
 VOCABULARY_AXES = ("pipeline", "tensor")
-EXPERT_AXES = ("fsdp", "tensor")
+EXPERT_AXES = ("fsdp", "context", "tensor")
+WEIGHT_AXES = ("fsdp", "context")  # what "fsdp" means in the layout of a weight
 
 # Residuals that `train.remat` can save, in the order of computation (model.py names them).
 REMAT_NAMES = (
@@ -100,20 +102,24 @@ class Mesh:
     replica: int = 1
     fsdp: int = 2  # ranks that the batch and every matrix are sharded over
     pipeline: int = 2  # ranks that the layers are sharded over
+    # ranks that the sequence is sharded over, within attention too (context parallelism); the
+    # weights of fsdp are sharded over them as well
+    context: int = 1
     # ranks that heads, hidden width, and the sequence between matmuls are sharded over
     tensor: int = 2
     # model chunks per pipeline rank; above 1 is interleaved 1F1B (arXiv:2104.04473)
     virtual: int = 1
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Sizes in the order of MESH_AXES."""
-        return self.replica, self.fsdp, self.pipeline, self.tensor
+        return tuple(getattr(self, axis) for axis in MESH_AXES)
 
     def __str__(self) -> str:
-        """Format as (fsdp, pipeline, tensor) = (2, 2, 2), with replica if above 1."""
-        axes = MESH_AXES[self.replica == 1 :]
-        return f"({', '.join(axes)}) = {self.shape[-len(axes) :]}"
+        """Format as (fsdp, pipeline, tensor) = (2, 2, 2), with replica and context if above 1."""
+        sizes = dict(zip(MESH_AXES, self.shape, strict=True))
+        sizes = {a: n for a, n in sizes.items() if n != 1 or a not in ("replica", "context")}
+        return f"({', '.join(sizes)}) = {tuple(sizes.values())}"
 
     @property
     def batch(self) -> int:

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from utils import LANES, MESH_AXES, ConfigError
+from utils import LANES, MESH_AXES, WEIGHT_AXES, ConfigError
 
 Tree = Any  # nested flax.struct dataclasses with arrays, or Weights, as leaves
 Init = Callable[[jax.Array, tuple[int, ...], Mapping[str, "Size"]], jax.Array]
@@ -82,7 +82,7 @@ class Weight:
 
         A dimension sharded over fsdp and another axis (expert parallelism) is not gathered.
         """
-        dims = [i - len(self.dim_axes) for i, axes in enumerate(self.dim_axes) if axes == ("fsdp",)]
+        dims = [i - len(self.dim_axes) for i, axes in enumerate(self.dim_axes) if axes == WEIGHT_AXES]
         return dims[0] if dims else None
 
     @property
@@ -180,7 +180,11 @@ def _size(letters: str, sizes: Mapping[str, Size]) -> Size:
 
 
 def _parse_layout(layout: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """ "V/pipeline+tensor D" -> ("V", "D"), (("pipeline", "tensor"), ())."""
+    """ "V/pipeline+tensor D" -> ("V", "D"), (("pipeline", "tensor"), ()).
+
+    In a layout, fsdp means fsdp and context: no two of these ranks hold the same slice.
+    """
+    layout = layout.replace("fsdp", "+".join(WEIGHT_AXES))
     parts = [part.partition("/") for part in layout.split()]
     dim_axes = tuple(tuple(axes.split("+")) if axes else () for _, _, axes in parts)
     return tuple(letter for letter, _, _ in parts), dim_axes
@@ -349,7 +353,7 @@ def gather(declared: Tree, arrays: Tree) -> Tree:
             return a
         dim = w.gathered_dim % a.ndim
         if not w.trained:
-            return lax.all_gather(lax.stop_gradient(a), "fsdp", axis=dim, tiled=True)
+            return lax.all_gather(lax.stop_gradient(a), WEIGHT_AXES, axis=dim, tiled=True)
         return _gather(a, dim)
 
     return jax.tree.map(one, declared, arrays)
@@ -357,12 +361,12 @@ def gather(declared: Tree, arrays: Tree) -> Tree:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(a: jax.Array, dim: int) -> jax.Array:
-    return lax.all_gather(a, "fsdp", axis=dim, tiled=True)
+    return lax.all_gather(a, WEIGHT_AXES, axis=dim, tiled=True)
 
 
 _gather.defvjp(
     # Not _gather itself, in which a remat policy could not see the all_gather.
-    lambda a, dim: (lax.all_gather(a, "fsdp", axis=dim, tiled=True), None),
+    lambda a, dim: (lax.all_gather(a, WEIGHT_AXES, axis=dim, tiled=True), None),
     # Custom, because the transpose of a bfloat16 gather sums the ranks' gradients in bfloat16.
     lambda dim, _, grad: (_scatter(grad.astype(jnp.float32), dim).astype(grad.dtype),),
 )
@@ -370,7 +374,7 @@ _gather.defvjp(
 
 def _scatter(partial_grad: jax.Array, dim: int) -> jax.Array:
     """Reduce partial gradients to this rank's slice of the sum, sharded over fsdp along `dim`."""
-    if lax.axis_size("fsdp") == 1:
+    if lax.axis_size(WEIGHT_AXES) == 1:
         return partial_grad
     # libtpu scatters the second-to-last dimension in memory. For any other it emits an all-reduce,
     # which sends twice as much.
@@ -378,7 +382,7 @@ def _scatter(partial_grad: jax.Array, dim: int) -> jax.Array:
     minor = ndim - 1 if dim < ndim - 1 else ndim - 2
     order = (*(d for d in range(ndim) if d not in (dim, minor)), dim, minor)
     partial_grad = with_layout_constraint(partial_grad, Layout(major_to_minor=order))
-    grad = lax.psum_scatter(partial_grad, "fsdp", scatter_dimension=dim, tiled=True)
+    grad = lax.psum_scatter(partial_grad, WEIGHT_AXES, scatter_dimension=dim, tiled=True)
     # Constrained again, or the layout of the slice's consumer would propagate to the sum.
     return with_layout_constraint(grad, Layout(major_to_minor=order))
 

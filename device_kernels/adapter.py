@@ -56,6 +56,7 @@ class Inputs(NamedTuple):
     scale: float
     window: int = 0  # positions that a query attends to, with its own; 0 for all earlier ones
     sinks: jax.Array | None = None  # [n] a score of each head that has no value, float32
+    places: jax.Array | None = None  # [T] of the queries among S positions; None: all, in order
 
 
 class Kernel(NamedTuple):

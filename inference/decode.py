@@ -32,7 +32,7 @@ from dropless import add_distinct, sort_choices
 from experts import Activation, Experts, read_rows
 from model import ForwardOptions, LayerPosition, Transformer, gated
 from pipeline import index
-from utils import BATCH_AXES, EXPERT_AXES, VOCABULARY_AXES, Config, LayerRun
+from utils import BATCH_AXES, VOCABULARY_AXES, WEIGHT_AXES, Config, LayerRun
 from vocabulary import local_logits, lookup, scaled
 from weights import Weight, matmul, rms_norm, vary, varying
 
@@ -60,9 +60,10 @@ def abstract_weights(config: Config, declared: Transformer, mesh: Mesh) -> Trans
 
     def one(w: Any, stack: int = 0) -> jax.ShapeDtypeStruct:
         shape = (math.prod(w.shape[:stack]), *w.shape[stack:]) if stack else w.shape
-        # With one pipeline rank nothing varies over pipeline; a spec without it needs no casts.
-        kept = [tuple(a for a in axes if a != "pipeline") for axes in w.dim_axes[-len(shape) :]]
-        spec = P(*(None if axes in ((), ("fsdp",)) else axes for axes in kept))
+        # Nothing varies over axes of one rank; a spec without them needs no casts.
+        kept = [() if axes == WEIGHT_AXES else axes for axes in w.dim_axes[-len(shape) :]]
+        kept = [tuple(a for a in axes if a not in ("pipeline", "context")) for axes in kept]
+        spec = P(*(axes or None for axes in kept))
         layout = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32 if w.float32 else dtype, sharding=layout)
 
@@ -280,7 +281,7 @@ def run_experts(
         gather = partial(lax.all_gather, axis_name="fsdp", tiled=True)
         h_nD, choice_nK, weight_nK = map(gather, (h_nD, choice_nK, weight_nK))
         # Relative to this rank's first expert; experts of other ranks are skipped.
-        choice_nK -= lax.axis_index(EXPERT_AXES) * experts.gate.shape[len(place)]
+        choice_nK -= lax.axis_index(("fsdp", "tensor")) * experts.gate.shape[len(place)]
     n, K = choice_nK.shape
     # About twice an even share. A few tokens are one tile, so an expert's weights are read once.
     share = 2 * n * K // m.n_routed_experts

@@ -63,8 +63,9 @@ def config_of(
 ):
     """Return a tiny config on a mesh of `shape`, with `fields` of the model."""
     small = {"microbatches": 4, "global_batch_size": 16, "seq_len": 16, "loss_chunk_tokens": 16}
-    replica, fsdp, pipeline, tensor = (1, *shape)[-4:]
-    mesh = utils.Mesh(replica=replica, fsdp=fsdp, pipeline=pipeline, tensor=tensor, virtual=virtual)
+    if len(shape) < 5:
+        shape = (*(1, *shape)[-4:-1], 1, shape[-1])
+    mesh = utils.Mesh(**dict(zip(utils.MESH_AXES, shape, strict=True)), virtual=virtual)
     return utils.Config(
         mesh=mesh,
         fsdp=utils.Fsdp(gather=gather),
