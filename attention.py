@@ -141,7 +141,9 @@ class SoftmaxAttention(Attention):
     ) -> jax.Array:
         heads = self.heads(inputs_bTX, m, context.positions, run.rope, kernel)
         options = self.scale(m, run.rope), run.window, self.sinks, context.places
-        return attend(kernel, Inputs(*heads, context.segments, *options))  # it names its own residuals "attention"
+        return attend(
+            kernel, Inputs(*heads, context.segments, *options)
+        )  # it names its own residuals "attention"
 
 
 def norm_weight() -> Any:

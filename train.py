@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return the (replica, fsdp, pipeline, tensor) mesh, by default over all devices of the job."""
+    """Return the mesh of MESH_AXES, by default over all devices of the job."""
     if jax.config.jax_enable_x64:
         raise ConfigError(
             "JAX_ENABLE_X64 is set, but weights and token ids have 32 bits. Unset it."
@@ -60,7 +60,8 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"whose product is {available}, as --mesh.fsdp {available} --mesh.pipeline 1 "
             f"--mesh.tensor 1.{simulated}"
         )
-    return Mesh(arrange_devices(config, devices[:need]), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    auto = (AxisType.Auto,) * len(MESH_AXES)
+    return Mesh(arrange_devices(config, devices[:need]), MESH_AXES, axis_types=auto)
 
 
 def slice_of(device: jax.Device) -> int:
@@ -84,7 +85,7 @@ def arrange_devices(config: Config, devices: Sequence[jax.Device]) -> np.ndarray
     options = {"devices": devices, "allow_split_physical_axes": True}
     if slices == 1:
         return mesh_utils.create_device_mesh(config.mesh.shape, **options)
-    within, between = (replica // slices, *inner), (slices, 1, 1, 1)
+    within, between = (replica // slices, *inner), (slices, *[1] * len(inner))
     return mesh_utils.create_hybrid_device_mesh(within, between, **options)
 
 

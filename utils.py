@@ -126,6 +126,11 @@ class Mesh:
         """Ranks that the batch is sharded over."""
         return self.replica * self.fsdp
 
+    @property
+    def sequence(self) -> int:
+        """What the length of a sequence is a multiple of: context_parallel.py has two chunks."""
+        return self.context * math.lcm(2, self.tensor) if self.context > 1 else self.tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:

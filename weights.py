@@ -82,7 +82,9 @@ class Weight:
 
         A dimension sharded over fsdp and another axis (expert parallelism) is not gathered.
         """
-        dims = [i - len(self.dim_axes) for i, axes in enumerate(self.dim_axes) if axes == WEIGHT_AXES]
+        dims = [
+            i - len(self.dim_axes) for i, axes in enumerate(self.dim_axes) if axes == WEIGHT_AXES
+        ]
         return dims[0] if dims else None
 
     @property

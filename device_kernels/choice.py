@@ -68,7 +68,7 @@ def describe_kernels(config: utils.Config, platform: str) -> str:
 
 def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     """Return why a kernel cannot run on the platform, or an empty string if it can."""
-    m, T = config.model, config.train.seq_len
+    m = config.model
     own = platform_kernels(platform) or (kernel,)
     if kernel not in own:
         return f"these devices have {' and '.join(own)}"
@@ -79,7 +79,7 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
     if not widths:
         return "no layer has a softmax of scores"
     if kernel == "splash":
-        return f"sequences of {T} are not a multiple of {LANES}" if T % LANES else ""
+        return length_problem(config, LANES)
     if m.compute_dtype != "bfloat16" and platform != "cpu":
         return f"it does not support {m.compute_dtype}"
     if is_old_gpu(platform):
@@ -90,12 +90,15 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
 
 def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, narrow: int) -> str:
     """Return the same of cudnn or triton, for the widths of a query and of a value head."""
-    T = config.train.seq_len
+    context = config.mesh.context
+    if context > 1 and (config.data.segments or has_window(config)):
+        setting = "--data.segments" if config.data.segments else "--model.sliding_window"
+        return f"it does not support {setting} with --mesh.context {context}"
     if kernel == "triton":
         if has_window(config):
             return "it does not support --model.sliding_window"
-        if T % GPU_TILE:
-            return f"sequences of {T} are not a multiple of {GPU_TILE}"
+        if problem := length_problem(config, GPU_TILE):
+            return problem
         if narrow > wide:
             return f"values of {narrow} are wider than queries of {wide}"
     elif config.data.segments:
@@ -105,6 +108,19 @@ def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, n
     elif only_narrow_heads(platform) and (wide != narrow or wide > 128):
         return f"on these GPUs it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
+
+
+def square(config: utils.Config) -> int:
+    """Return the positions of the causal squares of scores: the sequence, or a chunk of it."""
+    c = config.mesh.context
+    return config.train.seq_len // (2 * c) if c > 1 else config.train.seq_len
+
+
+def length_problem(config: utils.Config, tile: int) -> str:
+    T = square(config)
+    what = f"chunks of --mesh.context {config.mesh.context} of {T} positions"
+    what = what if config.mesh.context > 1 else f"sequences of {T}"
+    return f"{what} are not a multiple of {tile}" if T % tile else ""
 
 
 def is_old_gpu(platform: str) -> bool:
@@ -189,7 +205,13 @@ def computed_share(config: utils.Config, platform: str, window: int = 0) -> floa
     Kernels skip the tiles that the mask covers completely.
     """
     T, kernel = config.train.seq_len, choose_kernel(config, platform)
-    size = T if kernel == "xla" else tile_size(T, window) if kernel == "splash" else GPU_TILE
+    size = (
+        T
+        if kernel == "xla"
+        else tile_size(square(config), window)
+        if kernel == "splash"
+        else GPU_TILE
+    )
     tiles = -(-T // size)
     # A tile is as far from the diagonal as the window and its own size reach.
     farthest = min(window or T, T) + size - 2

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from device_kernels.adapter import CUDNN, Inputs, Kernel, call, private, repeat_heads
+from device_kernels.chunks import in_chunks
 
 
 def cudnn(inputs: Inputs) -> jax.Array:
@@ -18,14 +19,18 @@ def cudnn(inputs: Inputs) -> jax.Array:
     That function rejects values narrower than queries, which cuDNN 9.10 and later support on
     Hopper.
     """
-    q, k, v, segments, scale, window, sinks = inputs
+    q, k, v, segments, scale, window, sinks, places = inputs
     assert segments is None, "see choice.choose_kernel"
-    return call(cudnn_kernel(scale, window), sinks, q, k, v)
+    if places is None:
+        return call(cudnn_kernel(scale, window), sinks, q, k, v)
+    assert not window, "see choice.choose_kernel"
+    squares = in_chunks(cudnn_kernel(scale, 0), cudnn_kernel(scale, 0, causal=False))
+    return call(squares, sinks, q, k, v, places)
 
 
 @cache
-def cudnn_kernel(scale: float, window: int) -> Kernel:
-    """Return the causal kernel. Interpreted: the formulas of arXiv:2307.08691, section 2.3.2.
+def cudnn_kernel(scale: float, window: int, causal: bool = True) -> Kernel:
+    """Return the kernel. Interpreted: the formulas of arXiv:2307.08691, section 2.3.2.
 
     window  positions that a query attends to; 0 for all earlier ones.
     """
@@ -41,7 +46,7 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
             "seed": 0,
             "dropout_rate": 0.0,
             "variadic_args": (False, False),  # no bias, and no gradient of it
-            "mask_type": library("MaskType").CAUSAL,
+            "mask_type": getattr(library("MaskType"), "CAUSAL" if causal else "NO_MASK"),
             "layout": library("AttentionLayout").BTNH.value,
             "sliding_window_length": window or None,
         }
@@ -58,7 +63,7 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
             call = library("_dot_product_attention_fwd_p")
             return call.bind(q, k, v, *absent(q), is_training=is_training, **options())
         k, v = repeat_heads(q, k, v)
-        scores_bnTS = scores(q, k, scale, window)
+        scores_bnTS = scores(q, k, scale, window, causal)
         logsumexp = jax.nn.logsumexp(scores_bnTS, axis=-1)
         share_bnTS = jnp.exp(scores_bnTS - logsumexp[..., None]).astype(v.dtype)
         return jnp.einsum("bnTS,bSnW->bTnW", share_bnTS, v), logsumexp
@@ -71,7 +76,7 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
             return call.bind(q, k, v, *absent(q), logsumexp, out, grad, **options())
         product, key = partial(jnp.einsum, preferred_element_type=jnp.float32), k
         k, v = repeat_heads(q, k, v)
-        share_bnTS = jnp.exp(scores(q, k, scale, window) - logsumexp[..., None])
+        share_bnTS = jnp.exp(scores(q, k, scale, window, causal) - logsumexp[..., None])
         sum_bnT = product("bTnW,bTnW->bnT", grad, out)
         d_bnTS = product("bTnW,bSnW->bnTS", grad, v) - sum_bnT[..., None]
         d_bnTS = (scale * share_bnTS * d_bnTS).astype(q.dtype)
@@ -86,11 +91,11 @@ def cudnn_kernel(scale: float, window: int) -> Kernel:
 # --- interpreted ----------------------------------------------------------------------------------
 
 
-def scores(q: Any, k: Any, scale: float, window: int) -> jax.Array:
+def scores(q: Any, k: Any, scale: float, window: int, causal: bool) -> jax.Array:
     """Return [b, n, T, T], with -inf for positions that a query does not attend to."""
     T = q.shape[1]
     product = jnp.einsum("bTnA,bSnA->bnTS", q, k, preferred_element_type=jnp.float32)
-    visible = jnp.tri(T, dtype=bool)
+    visible = jnp.tri(T, dtype=bool) | (not causal)
     if window:
         visible &= ~jnp.tri(T, k=-window, dtype=bool)
     return jnp.where(visible, scale * product, -jnp.inf)

@@ -1,12 +1,14 @@
 """Splash attention, the Pallas kernel for TPUs in JAX.
 
-Letters: b sequences of this rank, T positions, n heads of this rank.
+Letters: b sequences of this rank, T query and S key positions, n heads of this rank.
 """
 
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from device_kernels.adapter import SPLASH_BACKWARD, Inputs, Kernel, call, private, swapped
 from utils import LANES
@@ -16,12 +18,15 @@ TILE = 512  # positions of a tile, at most
 
 def splash(inputs: Inputs) -> jax.Array:
     """Attention by splash. Queries and keys may be wider than values, and have more heads."""
-    q, k, v, segments, scale, window, sinks = inputs
-    T = k.shape[1]
-    assert q.shape[1] == T and T % LANES == 0, "see choice.choose_kernel"
-    # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
+    q, k, v, segments, scale, window, sinks, places = inputs
+    T, S = q.shape[1], k.shape[1]
+    assert T % LANES == 0, "see choice.choose_kernel"
     extra = () if segments is None else (segments,)
-    return call(splash_kernel(q.shape[2], T, window), sinks, q * scale, k, v, *extra)
+    if places is not None:
+        extra = places, *(x for s in extra for x in (jnp.take(s, places, axis=1), s))
+    # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
+    kernel = splash_kernel(q.shape[2], T, S, window, places is not None)
+    return call(kernel, sinks, q * scale, k, v, *extra)
 
 
 def tile_size(T: int, window: int = 0) -> int:
@@ -35,19 +40,56 @@ def tile_size(T: int, window: int = 0) -> int:
 
 
 @cache  # one object per size, so that equal programs compare as equal
-def splash_kernel(n: int, T: int, window: int) -> Kernel:
-    """Return the kernel for n query heads and T positions. Inside it heads come before positions.
+def splash_kernel(n: int, T: int, S: int, window: int, placed: bool = False) -> Kernel:
+    """Return the kernel for n query heads. Inside it heads come before positions.
 
     window  positions that a query attends to; 0 for all earlier ones.
+    placed  whether the positions of the queries [T] come after q, k and v, as for a rank of
+            context. The tiles that are computed are data then, so one program serves all ranks.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-    sizes = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    tiles = library.BlockSizes(**{f"block_{name}": tile_size(T, window) for name in sizes})
+    # Chunks of a rank are half of its positions, and a tile of queries is in one of them.
+    of_q, of_kv = tile_size(T // 2 if placed else T, window), tile_size(S, window)
+    sizes = {"q": of_q, "kv": of_kv, "q_dkv": of_q, "kv_dkv": of_kv, "q_dq": of_q, "kv_dq": of_kv}
+    tiles = library.BlockSizes(**{f"block_{name}": size for name, size in sizes.items()})
 
-    def make(**options: bool) -> Any:
-        shape = T, T
+    def visible(query: jax.Array, key: jax.Array) -> jax.Array:
+        return (key <= query) & (key > query - window) if window else key <= query
+
+    def tiles_to_run(places: jax.Array, axis: int) -> MaskInfo:
+        """Return which tiles run, and the one that each step fetches, along an axis."""
+        rows, first = places.reshape(-1, of_q), jnp.arange(0, S, of_kv, dtype=jnp.int32)[None, :]
+        run = first <= rows[:, -1:]
+        if window:
+            run &= first + of_kv > rows[:, :1] - window + 1
+        # A step that does not run fetches what the next one in its row or column needs.
+        end = run.shape[axis]
+        index = jnp.where(run, lax.broadcasted_iota(jnp.int32, run.shape, axis), end)
+        following = lax.cummin(index, axis=axis, reverse=True) % end
+        small = jnp.int8 if end <= 127 else jnp.int16
+        return MaskInfo(
+            following[None].astype(small), None, run[None].astype(jnp.int8), None, places
+        )
+
+    def make(extra: tuple[jax.Array, ...], **options: bool) -> Any:
+        if placed:
+            rows, columns = (tiles_to_run(extra[0], axis) for axis in (1, 0))
+            return library.SplashAttentionKernel(
+                rows,
+                rows,
+                columns,
+                block_sizes=tiles,
+                is_mqa=False,
+                mask_value=library.DEFAULT_MASK_VALUE,
+                attn_logits_soft_cap=None,
+                residual_checkpoint_name=None,
+                mask_function=visible,
+                **options,
+            )
+        shape = T, S
         one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
         mask = masks.MultiHeadMask([one] * n)
         return library.make_splash_mha(
@@ -55,28 +97,29 @@ def splash_kernel(n: int, T: int, window: int) -> Kernel:
         )
 
     def ids(segments: tuple[jax.Array, ...]) -> Any:
-        return library.SegmentIds(*segments, *segments) if segments else None
+        return library.SegmentIds(segments[0], segments[-1]) if segments else None
 
-    def splash_plain(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
-        kernel = make(save_residuals=False, interpret=interpret)
+    def splash_plain(q: Any, k: Any, v: Any, *extra: jax.Array, interpret: bool) -> Any:
+        kernel = make(extra, save_residuals=False, interpret=interpret)
         run = jax.vmap(lambda q, k, v, *segments: kernel(q, k, v, ids(segments)))
-        return swapped(run(*swapped(q, k, v), *segments))
+        return swapped(run(*swapped(q, k, v), *extra[placed:]))
 
-    def splash_forward(q: Any, k: Any, v: Any, *segments: jax.Array, interpret: bool) -> Any:
-        kernel = make(save_residuals=True, interpret=interpret)
+    def splash_forward(q: Any, k: Any, v: Any, *extra: jax.Array, interpret: bool) -> Any:
+        kernel = make(extra, save_residuals=True, interpret=interpret)
 
         def one(q, k, v, *segments):
             out, (logsumexp,) = kernel(q, k, v, ids(segments))
             return out, logsumexp
 
-        out, logsumexp = jax.vmap(one)(*swapped(q, k, v), *segments)
+        out, logsumexp = jax.vmap(one)(*swapped(q, k, v), *extra[placed:])
         return *swapped(out), logsumexp
 
     def splash_backward(
         grad: Any, q: Any, k: Any, v: Any, out: Any, *others: jax.Array, interpret: bool
     ) -> Any:
+        logsumexp, *extra = others
         # JAX has no public backward pass. This is the rule of its own custom_vjp.
-        kernel = make(save_residuals=False, interpret=interpret)
+        kernel = make(tuple(extra), save_residuals=False, interpret=interpret)
         infos = kernel.dq_mask_info, kernel.dkv_mask_info
         sinks = None
 
@@ -84,6 +127,6 @@ def splash_kernel(n: int, T: int, window: int) -> Kernel:
             residuals = (q, k, v, ids(segments), sinks, out, logsumexp, *infos)
             return private(SPLASH_BACKWARD)(**kernel.kwargs, res=residuals, do=grad)[3:6]
 
-        return swapped(*jax.vmap(one)(*swapped(grad, q, k, v, out), *others))
+        return swapped(*jax.vmap(one)(*swapped(grad, q, k, v, out), logsumexp, *extra[placed:]))
 
     return Kernel(splash_plain, splash_forward, splash_backward)

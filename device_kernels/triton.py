@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from device_kernels import adapter
 from device_kernels.adapter import Inputs, Kernel, call, private, repeat_heads
+from device_kernels.chunks import in_chunks
 
 
 def triton(inputs: Inputs) -> jax.Array:
@@ -21,18 +22,22 @@ def triton(inputs: Inputs) -> jax.Array:
 
     It has one head width, so values are zero-padded, and as many heads of keys as of queries.
     """
-    q, k, v, segments, scale, window, sinks = inputs
+    q, k, v, segments, scale, window, sinks, places = inputs
     assert not window, "see choice.choose_kernel"
     k, v = repeat_heads(q, k, v)
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - v.shape[-1])])
-    extra = () if segments is None else (segments,)
-    out = call(triton_kernel(scale, q.shape[-1]), sinks, q, k, padded, *extra)
+    extra, kernel = () if segments is None else (segments,), triton_kernel(scale, q.shape[-1])
+    if places is not None:
+        assert segments is None, "see choice.choose_kernel"
+        extra = (places,)
+        kernel = in_chunks(kernel, triton_kernel(scale, q.shape[-1], causal=False))
+    out = call(kernel, sinks, q, k, padded, *extra)
     return out[..., : v.shape[-1]]
 
 
 @cache
-def triton_kernel(scale: float, width: int) -> Kernel:
-    """Return the causal kernel for heads of a width."""
+def triton_kernel(scale: float, width: int, causal: bool = True) -> Kernel:
+    """Return the kernel for heads of a width."""
     with warnings.catch_warnings():  # jax 0.12 deprecates it in favor of the package tokamax
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention as library
@@ -42,7 +47,7 @@ def triton_kernel(scale: float, width: int) -> Kernel:
     tiles = dataclasses.replace(library.BlockSizes.get_default(), block_q=size, block_k=size)
     options = {
         "sm_scale": scale,
-        "causal": True,
+        "causal": causal,
         "block_sizes": tiles,
         "backward_pass_impl": "triton",
         "num_warps": None,

@@ -39,7 +39,7 @@ from memory import bytes_of
 from planning import collectives, jaxpr, rates, trace
 from planning.results import FLOPS_KINDS, Prediction, Traffic
 from planning.trace import TracedFunction
-from utils import MESH_AXES, Config, ConfigError
+from utils import MESH_AXES, WEIGHT_AXES, Config, ConfigError
 from weights import Weight
 
 FLOAT = 4  # bytes of float32: weights at rest, gradients, softmax
@@ -87,7 +87,8 @@ class Step:
         self.kernel = choose_kernel(config, platform)
         self.unrolled = sharded_model.is_unrolled(config, platform)
         self.b = t.global_batch_size // (t.microbatches * mesh.batch)
-        self.bT = self.b * t.seq_len
+        self.T = t.seq_len // mesh.context
+        self.bT = self.b * self.T
         self.byte = jnp.dtype(config.model.compute_dtype).itemsize
         self.x_bytes = self.bT // mesh.tensor * config.model.hidden_size * self.byte
         self.weights = local_weights(of_weights)
@@ -139,7 +140,7 @@ class Step:
     def _chunk(self, b: int) -> int:
         """Return the sequences of one of the loss's chunks of tokens of b sequences."""
         t = self.config.train
-        chunks = vocabulary.num_chunks(b * t.seq_len, t.loss_chunk_tokens)
+        chunks = vocabulary.num_chunks(b * self.T, t.loss_chunk_tokens)
         return b // chunks if b % chunks == 0 else b
 
     def evaluation_peak(self) -> int:
@@ -189,7 +190,7 @@ class LocalWeight(NamedTuple):
     """A weight on one chip, in elements."""
 
     own: int  # at rest
-    gathered: int  # in use, after the gather along fsdp
+    gathered: int  # in use, after the gather along WEIGHT_AXES
     byte: int  # bytes of an element in use
     part: str  # block, prefix or end
     bytes: int  # at rest
@@ -208,7 +209,9 @@ def local_weights(config: Config) -> list[LocalWeight]:
 
     def local(w: Weight, part: str) -> LocalWeight:
         own = w.size // math.prod(ranks[a] for a in w.axes)
-        whole = own if w.gathered_dim is None else own * ranks["fsdp"]
+        whole = (
+            own if w.gathered_dim is None else own * math.prod(ranks[axis] for axis in WEIGHT_AXES)
+        )
         replicated = tuple(axis for axis in MESH_AXES if axis not in w.axes)
         rest = own * jnp.dtype(w.dtype).itemsize
         used = FLOAT if w.float32 else 1 if w.dtype == "uint8" else byte
@@ -330,7 +333,7 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
     sends = 2 * ticks - (step.schedule.stages == 2 and chip is not None)
     add("pipeline sends", ("pipeline",), "collective-permute", step.x_bytes, sends)
     add("last stage to all", ("pipeline",), "all-reduce", step.x_bytes, step.M)
-    _weight_sends(step, add, is_all_reduce(step, chip, ("fsdp",)))
+    _weight_sends(step, add, is_all_reduce(step, chip, WEIGHT_AXES))
     return [
         Traffic(cause, axes, kind, size, step.size_of(axes))
         for (cause, axes, kind), size in sizes.items()
@@ -359,12 +362,12 @@ def _weight_sends(step: Step, add: Callable[..., None], narrow: bool) -> None:
         per_layer = step.per_layer and w.part in passes_of
         forward, backward, parts = passes_of[w.part] if per_layer else (1, 1, 1)
         if w.gathered > w.own:
-            add("weights", ("fsdp",), "all-gather", w.gathered // parts * w.byte, forward)
+            add("weights", WEIGHT_AXES, "all-gather", w.gathered // parts * w.byte, forward)
         if not w.trained:
             continue
         if w.gathered > w.own:
             grad = w.byte if narrow and per_layer else FLOAT
-            add("gradients", ("fsdp",), "reduce-scatter", w.own // parts * grad, backward)
+            add("gradients", WEIGHT_AXES, "reduce-scatter", w.own // parts * grad, backward)
         inside = tuple(axis for axis in w.replicated if axis != "replica")
         add("replicated gradients", inside, "all-reduce", w.own * FLOAT)
         add("gradients of replicas", ("replica",), "all-reduce", w.own * FLOAT)
@@ -384,7 +387,7 @@ def memory(step: Step) -> dict[str, int]:
         parts["weights in use"] += used * w.byte * (w.trained or used * w.byte != w.bytes)
         parts["gradients"] += used * FLOAT * w.trained
     parts["optimizer state"] = step.optimizer_bytes
-    parts["batch"] = 4 * step.M * step.bT * FLOAT
+    parts["batch"] = 4 * step.M * step.b * step.config.train.seq_len * FLOAT
     ring = step.schedule.ring_slots * step.chunk_blocks  # of residuals
     parts["saved activations"] = ring * step.held(step.block)
     if step.waiting:
@@ -415,7 +418,7 @@ def evaluation_memory(step: Step) -> int:
     )
     state = sum(w.bytes for w in step.weights) + step.optimizer_bytes
     rounds = -(-c.eval.sequences // c.train.global_batch_size)
-    batch = 4 * rounds * step.M * step.bT * FLOAT
+    batch = 4 * rounds * step.M * step.b * c.train.seq_len * FLOAT
     temporary = in_use + 2 * step.x_bytes + step.evaluation_peak()
     return state + batch + round((1 + GAPS) * temporary)
 

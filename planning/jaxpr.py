@@ -251,8 +251,8 @@ class Reader:
                 return 2 * rows * math.prod(next(s for s in shapes if len(s) == 3)[1:])
             by_query, by_value = KERNEL_PRODUCTS[kernel]
             first = int(by_query > 1)  # the gradient comes first
-            (b, T, n, A), W = shapes[first], shapes[first + 2][-1]
-            return round(2 * b * n * T * T * self.kernel_share * (by_query * A + by_value * W))
+            (b, T, n, A), (_, S, _, W) = shapes[first], shapes[first + 2]
+            return round(2 * b * n * T * S * self.kernel_share * (by_query * A + by_value * W))
         return 0
 
 

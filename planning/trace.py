@@ -162,7 +162,7 @@ def with_executor(
     options = options._replace(quantized=m.matmul_dtype == "float8")
 
     def local(w: model.Transformer, data: model.Batch) -> jax.Array:
-        data = sharded_model.with_microbatch_index(data)
+        data = sharded_model.of_rank(data)
         factors = sharded_model.scales(data, m.aux_loss_alpha)
         functions = sharded_model.pipeline_functions(
             config, declared, options, jnp.int32(0), factors, wrap
@@ -257,7 +257,8 @@ def output_program(
         if trained:
             last = jax.value_and_grad(of_trained(last, w), argnums=(0, 2), has_aux=True)
             w = weights.trained(run.functions.declared.outer, w)
-        y = jnp.zeros((b, config.train.seq_len // config.mesh.tensor, config.model.hidden_size))
+        ranks = config.mesh.context * config.mesh.tensor
+        y = jnp.zeros((b, config.train.seq_len // ranks, config.model.hidden_size))
         y = vary(y.astype(config.model.compute_dtype), TOKEN_AXES)
         closed = jax.make_jaxpr(last)(w, run.microbatch(0), y)
         sizes = jaxpr.Sizes(b, batches) if b == PRIME else jaxpr.Sizes()
@@ -276,7 +277,7 @@ def one_microbatch(config: Config, mesh: utils.Mesh, sequences: int) -> Config:
     layout = "expert_parallel" if experts.uses_expert_parallelism(config) else "sharded"
     m = dataclasses.replace(m, experts_layout=layout)
     if sequences == PRIME and m.moe_layers and m.capacity_factor:  # it grows with the batch
-        tokens = t.seq_len // mesh.tensor
+        tokens = t.seq_len // (mesh.context * mesh.tensor)
         slots = PRIME * experts.expert_capacity(m, tokens, m.capacity_factor) - 0.5
         factor = slots * m.n_routed_experts / (m.num_experts_per_tok * PRIME * tokens)
         m = dataclasses.replace(m, capacity_factor=factor)

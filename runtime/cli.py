@@ -342,11 +342,13 @@ def _check_divisible(config: Config) -> None:
     """Raise ConfigError for a size that another setting does not divide."""
     m, t, mesh = config.model, config.train, config.mesh
     ranks = "--train.microbatches x --mesh.fsdp" + " x --mesh.replica" * (mesh.replica > 1)
+    sequence = "two chunks for each of --mesh.context, and --mesh.tensor"
+    sequence = sequence if mesh.context > 1 else "--mesh.tensor"
     gqa, splash = m.attention == "gqa", m.attention_kernel == "splash"
     heads = m.num_key_value_heads if gqa else 1
     for name, parts, why in (
         ("train.global_batch_size", t.microbatches * mesh.batch, ranks),
-        ("train.seq_len", mesh.tensor, "--mesh.tensor"),
+        ("train.seq_len", mesh.sequence, sequence),
         ("train.seq_len", utils.LANES if splash else 1, "the blocks of splash attention"),
         ("model.head_dim" if gqa else "model.qk_rope_head_dim", 2, "the pairs of rotary embedding"),
         ("model.num_attention_heads", heads, "--model.num_key_value_heads"),
