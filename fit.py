@@ -29,7 +29,7 @@ from runtime.errors import is_out_of_memory, one_line
 from train import slice_of
 from utils import GIB, Config, ConfigError, TooLarge, changed, get
 
-MESH = ("mesh.replica", "mesh.fsdp", "mesh.pipeline", "mesh.tensor")
+MESH = tuple(f"mesh.{axis}" for axis in utils.MESH_AXES)
 USUAL = utils.Train().microbatches
 MAX_DEVICES = 4096  # devices that are considered to say how many would do
 
@@ -109,7 +109,7 @@ def idle_text(config: Config, devices: int) -> str:
 def describe(config: Config, names: frozenset[str]) -> str:
     """Describe the settings that were chosen, by their flags."""
     shown = [name for name in utils.AUTO if name in names]
-    ones = {"mesh.replica", "mesh.virtual"}  # are shown if they are not 1
+    ones = {"mesh.replica", "mesh.context", "mesh.virtual"}  # are shown if they are not 1
     shown = [name for name in shown if name not in ones or get(config, name) > 1]
     return "chosen: " + " ".join(f"--{name} {get(config, name)}" for name in shown)
 
@@ -187,11 +187,11 @@ def choices(config: Config, count: int, simulated: bool) -> Iterator[dict[str, A
     replica, set_count = config.mesh.replica, config.train.microbatches
     remat = "none" if simulated or config.pipeline.split_backward else "full"
 
-    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        fsdp, _, tensor = shape
+    def preference(shape: tuple[int, ...]) -> tuple[int, int, int]:
+        fsdp, *_, tensor = shape
         return -max(shape) if simulated else 0, fsdp, tensor
 
-    for shape in sorted(hardware.meshes(count, replica), key=preference, reverse=True):
+    for shape in sorted(hardware.meshes(config, count), key=preference, reverse=True):
         sequences = config.train.global_batch_size // (replica * shape[0])
         counts = [set_count] if set_count else hardware.divisors(sequences)
         counts = sorted(counts, key=lambda n: abs(n - USUAL) if simulated else -n)

@@ -287,15 +287,24 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def meshes(chips: int, replica: int = 1) -> list[tuple[int, int, int]]:
-    """Return every (fsdp, pipeline, tensor) of a replica; `chips` counts those of all replicas."""
-    if chips % replica:
+LEAST_POSITIONS = 4096  # of a rank of context, in a mesh that is not set
+
+
+def meshes(config: utils.Config, chips: int) -> list[tuple[int, int, int, int]]:
+    """Return every (fsdp, pipeline, context, tensor) of a replica.
+
+    chips  those of all replicas.
+    """
+    if chips % config.mesh.replica:
         return []
-    each = chips // replica
+    each = chips // config.mesh.replica
+    most = max(1, config.train.seq_len // LEAST_POSITIONS, config.mesh.context)
     return [
-        (each // (pipeline * tensor), pipeline, tensor)
+        (each // (pipeline * context * tensor), pipeline, context, tensor)
         for pipeline in divisors(each)
-        for tensor in divisors(each // pipeline)
+        for context in divisors(each // pipeline)
+        for tensor in divisors(each // (pipeline * context))
+        if context <= most
     ]
 
 

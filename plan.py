@@ -109,7 +109,11 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     tokens = flags.tokens or config.train.steps * predicted.tokens_per_step
     name = str(flags.config or " ".join(rest) or "defaults") + note
     chosen = {flag: utils.get(config, flag) for flag in SEARCHED_FLAGS if flag not in given}
-    chosen = {flag: value for flag, value in chosen.items() if value is not False}
+    chosen = {
+        flag: value
+        for flag, value in chosen.items()
+        if value is not False and (flag, value) != ("mesh.context", 1)
+    }
     words = [word for flag, value in chosen.items() for word in (f"--{flag}", str(value))]
     command = shlex.join(["./run.sh", "python", "main.py", *named, *rest, *words])
     price = flags.price_per_hour

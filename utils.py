@@ -505,6 +505,7 @@ AUTO: Mapping[str, Any] = {
     "mesh.replica": 0,
     "mesh.fsdp": 0,
     "mesh.pipeline": 0,
+    "mesh.context": 0,
     "mesh.tensor": 0,
     "mesh.virtual": 0,
     "train.microbatches": 0,

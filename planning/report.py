@@ -226,7 +226,9 @@ def search_table(result: SearchResult) -> Group:
 
 
 def mesh_name(mesh: MeshShape) -> str:
-    return " x ".join(map(str, mesh))
+    """Format as "2 x 1 x 4", (fsdp, pipeline, tensor), with context before tensor if above 1."""
+    *outer, context, tensor = map(str, mesh)
+    return " x ".join([*outer, *[f"context {context}"] * (context != "1"), tensor])
 
 
 def rejected_lines(result: SearchResult) -> str:

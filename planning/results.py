@@ -14,7 +14,7 @@ from utils import GIB, Config
 USABLE = 0.85
 
 # Settings that a search chooses.
-MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.tensor")
+MESH_FLAGS = ("mesh.fsdp", "mesh.pipeline", "mesh.context", "mesh.tensor")
 SEARCHED_FLAGS = (
     *MESH_FLAGS,
     "mesh.virtual",
@@ -30,7 +30,7 @@ FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
 CHIP_PARTS = ("compute", "memory")  # of the seconds of a step; the others are those of links
 
-MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
+MeshShape = tuple[int, int, int, int]  # (fsdp, pipeline, context, tensor)
 
 
 def usable_bytes(chip: Chip | None) -> float:

@@ -60,7 +60,7 @@ def search(
     sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
     shapes = [
         mesh
-        for mesh in meshes(chips, config.mesh.replica)
+        for mesh in meshes(config, chips)
         if all(size in (None, n) for size, n in zip(sizes, mesh, strict=True))
     ]
     replica = ["mesh.replica"] * (config.mesh.replica > 1)
@@ -71,7 +71,7 @@ def search(
             "divide, or omit the mesh flags to search for a mesh."
         )
     best, least, rejected, tried = [], {}, {}, 0
-    shapes.sort(key=lambda mesh: (-mesh[0], mesh[1] > 1 < mesh[2], -mesh[1]))
+    shapes.sort(key=lambda mesh: (-mesh[0], mesh[2], mesh[1] > 1 < mesh[3], -mesh[1]))
     console = Console(stderr=True, quiet=quick)
     for mesh in track(shapes, "meshes", console=console, transient=True):
         if quick and is_slower(best, mesh):
@@ -87,10 +87,11 @@ def search(
             rejected[mesh] = f"needs {gib(least[mesh])} of {gib(usable_bytes(chip))} at least"
     if not best:
         mesh = min(least, key=least.get) if least else next(iter(rejected))
+        closest = utils.Mesh(**dict(zip(utils.MESH_AXES[1:], mesh, strict=True)))
         raise (TooLarge if least else ConfigError)(
             f"--chips {chips}{f' {given}' * bool(given)}: the model fits on no mesh. Use another "
             "number of chips, omit flags, or use a smaller --train.global_batch_size. The closest "
-            f"is (fsdp, pipeline, tensor) = {mesh}: {rejected[mesh]}"
+            f"is {closest}: {rejected[mesh]}"
         )
     return SearchResult(sorted(best, key=lambda one: one.order), rejected, tried)
 
@@ -101,11 +102,11 @@ def is_slower(found: list[Candidate], mesh: MeshShape) -> bool:
     fsdp communicates least, so that is a mesh with half of the ranks on the axis, and more on fsdp.
     """
     orders = {one.config.mesh.shape[1:]: one.order for one in found}
-    for fsdp, pipeline, tensor in orders:
-        for more in ((fsdp // 2, 2 * pipeline, tensor), (fsdp // 2, pipeline, 2 * tensor)):
-            slower = more in orders and orders[more] > orders[fsdp, pipeline, tensor]
-            axis = 1 if more[2] == tensor else 2
-            if slower and mesh[axis] >= more[axis]:
+    for shape, order in orders.items():
+        for axis in range(1, len(shape)):
+            more = [shape[0] // 2, *shape[1:]]
+            more[axis] *= 2
+            if mesh[axis] >= more[axis] and orders.get(tuple(more), order) > order:
                 return True
     return False
 
@@ -175,7 +176,7 @@ def candidate(config: Config, chip: Chip | None, remat: str, rough: bool = False
 
 def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     """Yield {flag: value} of everything to try on a mesh, without train.remat."""
-    fsdp, pipeline, _ = mesh
+    fsdp, pipeline, *_ = mesh
     blocks, sequences = config.model.blocks, config.train.global_batch_size // config.mesh.replica
     virtual = divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
     choices = {

@@ -194,7 +194,7 @@ def _firsts(array: jax.ShapeDtypeStruct, devices: np.ndarray) -> list[int]:
 
 
 def _compiled(shapes: list[jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
-    """arrays -> [replica, fsdp, pipeline, tensor, n] checksums, the same on every device."""
+    """arrays -> [*mesh, n] checksums, the same on every device."""
 
     def local(arrays: list[jax.Array]) -> jax.Array:
         # Replicated arrays are cast to varying: each device computes the sums of its own copy.
