@@ -73,6 +73,8 @@ class Step:
         if m.moe_layers and not m.capacity_factor:
             even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
             shared = shared and even and (rough or self.experts_kernel != "tiles")
+        # JAX indexes the choices of a trace's tokens with 32 bits.
+        shared = shared and trace.PRIME * t.seq_len * m.num_experts_per_tok < 2**31
         of_weights = Config(model=config.model, lora=config.lora, mesh=mesh)
         sharded_model.check_split(config)
         self.config, self.declared = config, declared(of_weights)
