@@ -55,13 +55,17 @@ RUN_MESHES = {
     "8x1x1": ((8, 1, 1), 1),
     "2x2x2_virtual": ((2, 2, 2), 2),
     "2x1x2x2_virtual": ((2, 1, 2, 2), 2),
+    "1x2x1x2x2": ((1, 2, 1, 2, 2), 1),
 }
 
 
 def config_of(
     shape=(1, 1, 1), virtual=1, gather="step", segments=False, train=None, optimizer=None, **fields
 ):
-    """Return a tiny config on a mesh of `shape`, with `fields` of the model."""
+    """Return a tiny config on a mesh of `shape`, with `fields` of the model.
+
+    shape  [replica] fsdp pipeline tensor, or all five of MESH_AXES.
+    """
     small = {"microbatches": 4, "global_batch_size": 16, "seq_len": 16, "loss_chunk_tokens": 16}
     if len(shape) < 5:
         shape = (*(1, *shape)[-4:-1], 1, shape[-1])

@@ -78,6 +78,7 @@ def draw(seed: int) -> dict[str, Any]:
     restart = case["segments"] and random.Random(f"positions {seed}").random() < 0.5
     case["positions"] = "document" if restart else "window"
     case |= draw_pattern(random.Random(f"pattern {seed}"), case)
+    case |= draw_context(random.Random(f"context {seed}"), case)
     case |= draw_options(random.Random(f"options {seed}"), case)
     case |= draw_adapters(random.Random(f"lora {seed}"), case)
     split = case | {"split_backward": random.Random(f"split {seed}").random() < 0.5}
@@ -105,6 +106,15 @@ def draw_pattern(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
     layers = case["prefix_layers"] + max(1, case["blocks"] * step // period) * period
     pattern |= {"num_hidden_layers": layers}
     return pattern if period <= 6 and is_valid(case | pattern) else {}
+
+
+def draw_context(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the mesh with the ranks of fsdp or tensor in context, for a third of all cases."""
+    if r.random() >= 1 / 3:
+        return {}
+    replica, fsdp, pipeline, tensor = case["shape"]
+    shape = r.choice(([replica, 1, pipeline, fsdp, tensor], [replica, fsdp, pipeline, tensor, 1]))
+    return {"shape": shape} if is_valid(case | {"shape": shape}) else {}
 
 
 def draw_options(r: random.Random, case: dict[str, Any]) -> dict[str, Any]:

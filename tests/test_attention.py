@@ -207,10 +207,11 @@ def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
 # --- the choice of a kernel -----------------------------------------------------------------------
 
 
-def config(segments=False, seq_len=1024, **fields):
+def config(segments=False, seq_len=1024, context=1, **fields):
     """Return a config whose heads every kernel can run."""
     sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     return config_of(
+        (1, 1, 1, context, 1),
         segments=segments,
         train={"seq_len": seq_len},
         **{"compute_dtype": "bfloat16"} | sizes | fields,
@@ -244,6 +245,21 @@ WINDOW = {"attention": "gqa", "head_dim": 64, "num_key_value_heads": 2, "sliding
         ("triton", {"v_head_dim": 32}, "gpu9.0", "values of 32 are wider than queries of 24"),
         ("triton", {"seq_len": 1000}, "gpu9.0", "sequences of 1000 are not a multiple of 128"),
         ("triton", WINDOW, "gpu9.0", "it does not support --model.sliding_window"),
+        ("splash", {"context": 4}, "tpu", ""),
+        ("splash", {"context": 8}, "tpu", "chunks of --mesh.context 8 of 64 positions are not a"),
+        ("cudnn", {"context": 4}, "gpu9.0", ""),
+        (
+            "cudnn",
+            WINDOW | {"context": 2},
+            "gpu9.0",
+            "it does not support --model.sliding_window w",
+        ),
+        (
+            "triton",
+            {"context": 2, "segments": True},
+            "gpu9.0",
+            "it does not support --data.segment",
+        ),
     ],
 )
 def test_a_kernel_is_chosen_if_it_can_run_and_the_error_says_why_not(kernel, fields, platform, why):

@@ -413,8 +413,8 @@ def test_chunks_are_few_and_at_most_the_requested_size(tokens, most, count):
 def test_losses_of_tokens_match_the_reference_if_the_last_chunk_is_padded():
     train = {"microbatches": 1, "global_batch_size": 5, "loss_chunk_tokens": 7}
     fields = {"blocks": 1, "moe_layers": 0, "tie_word_embeddings": False}
-    config = config_of((1, 1, 2), train=train, **fields)
-    assert 5 * 16 % vocabulary.num_chunks(5 * 16, 7) != 0
+    config = config_of((1, 1, 1, 2, 2), train=train, **fields)
+    assert 5 * 8 % vocabulary.num_chunks(5 * 8, 7) != 0
     mesh, tree, batch = mesh_of(config), tree_of(config.model), batch_of(config)
     # Rows are similar, so that all logits of some tokens are negative.
     tree = tree | {"output": tree["output"][:1] + tree["output"] / 10}

@@ -28,7 +28,7 @@ from planning import cost
 
 STEPS = 20
 SEQUENCES = 8  # of 16 tokens
-MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "2x2x2_virtual": 2, "2x1x2x2_virtual": 2}
+MICROBATCHES = {"1x1x1": 2, "8x1x1": 1, "2x2x2_virtual": 2, "2x1x2x2_virtual": 2, "1x2x1x2x2": 1}
 SPEED = 1e-3  # of the router bias
 
 

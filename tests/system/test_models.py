@@ -19,6 +19,7 @@ from common import (
 )
 
 GQA = {"attention": "gqa", "head_dim": 10, "capacity_factor": 0.0}
+EIGHTS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}  # for cuDNN
 PATTERN = {"sliding_window": 5, "layer_types": ("sliding_attention",) * 2 + ("full_attention",)}
 GEMMA = {
     "norms": "both",
@@ -95,6 +96,29 @@ CASES = {
     "gpt-oss, sharded experts": config_of(
         (2, 1, 2), attention_kernel="splash", experts_layout="sharded",
         train={"seq_len": 128, "global_batch_size": 4, "microbatches": 2, "remat": "hidden"}, **OSS,
+    ),
+    # With context: each kernel, a single axis, documents, windows, replicas and options of families.
+    "context": config_of((1, 1, 1, 8, 1), train={"microbatches": 1, "remat": "full"}),
+    "context of gathered weights": config_of(
+        (1, 2, 1, 2, 2), gather="layer", segments=True, q_lora_rank=24, prefix_layers=1,
+        experts_layout="sharded", tie_word_embeddings=False, n_shared_experts=2, **hf_case.YARN,
+    ),
+    "context of four": config_of(
+        (1, 1, 1, 4, 2), num_hidden_layers=12, dense_layers=1, segments=True,
+        num_key_value_heads=1, qk_norm=True, **GQA, **PATTERN,
+    ),
+    "context of gpt-oss": config_of((2, 1, 1, 4, 1), blocks=2, **OSS),
+    "splash in context": config_of(
+        (1, 1, 1, 2, 2), segments=True, attention_kernel="splash", blocks=1, sliding_window=200,
+        train={"seq_len": 512, "global_batch_size": 4, "microbatches": 2, "remat": "attention"},
+    ),
+    "cudnn in context": config_of(
+        (1, 1, 1, 4, 1), attention_kernel="cudnn", blocks=1, **EIGHTS,
+        train={"seq_len": 64, "global_batch_size": 4, "microbatches": 2, "remat": "none"},
+    ),
+    "triton in context": config_of(
+        (1, 1, 1, 2, 2), attention_kernel="triton", blocks=1, attention_sinks=True,
+        train={"seq_len": 512, "global_batch_size": 4, "microbatches": 2, "remat": "full"}, **GQA,
     ),
     "replicas": config_of(
         (2, 1, 2, 2), virtual=2, gather="layer", train={"remat": "latents,hidden"},

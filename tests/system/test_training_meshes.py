@@ -33,7 +33,7 @@ from test_muon import (
 )
 from test_training import MICROBATCHES, assert_trains_as_one_device, batch
 
-OTHERS = ("8x1x1", "2x1x2x2_virtual")
+OTHERS = ("8x1x1", "2x1x2x2_virtual", "1x2x1x2x2")
 
 
 @pytest.mark.parametrize("name", OTHERS)

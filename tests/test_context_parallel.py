@@ -1,0 +1,85 @@
+"""Context parallelism: the order of positions, and a model whose sequences are sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import context_parallel
+import hf_case
+import utils
+from common import check_step, config_of, mesh_of
+from runtime import cli
+
+S = 48
+
+
+def on_ranks(function, context, *arrays):
+    """Return what each rank of context returns, [context, ...]."""
+    mesh = mesh_of(config_of((1, 1, 1, context, 1)))
+    run = jax.shard_map(
+        lambda *a: function(*a)[None], mesh=mesh, in_specs=P(), out_specs=P("context"),
+        check_vma=True,
+    )  # fmt: skip
+    return np.asarray(jax.jit(run)(*arrays))
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_ranks_have_all_positions_and_as_many_scores_each(context):
+    found = on_ranks(lambda: context_parallel.places(S), context)
+    assert sorted(found.reshape(-1).tolist()) == list(range(S))
+    assert (np.diff(found, axis=1) > 0).all()
+    scores = (found + 1).sum(1)
+    assert (scores == scores[0]).all()
+
+
+@pytest.mark.parametrize("context", [2, 8])
+def test_positions_are_gathered_in_order(context):
+    x = np.random.default_rng(0).normal(size=(2, S, 3)).astype(np.float32)
+
+    def both(x):
+        own = context_parallel.own(x, 1)
+        return jnp.stack([
+            context_parallel.gather_positions(own),
+            context_parallel.vary(context_parallel.complete(own, 1), ("context",)),
+        ])  # fmt: skip
+
+    for rank in on_ranks(both, context, x):
+        np.testing.assert_array_equal(rank, [x, x])
+
+
+def test_the_gradient_of_gathered_positions_is_a_float32_sum():
+    """The rank of 256 and seven of 1 add up to 263, where sums in bfloat16 stay at 256."""
+
+    def gradient(x):
+        own = context_parallel.own(x, 1)
+        _, back = jax.vjp(context_parallel.gather_positions, own)
+        part = jnp.where(jax.lax.axis_index("context") == 0, 256.0, 1.0).astype(jnp.bfloat16)
+        [grad] = back(jnp.broadcast_to(part, x.shape))
+        return grad
+
+    found = on_ranks(gradient, 8, jnp.zeros((1, S), jnp.bfloat16)).astype(np.float32)
+    assert (found == 264).all()  # 263 in bfloat16
+
+
+def test_loss_gradients_and_routing_match_the_one_device_reference():
+    config = config_of(
+        (1, 1, 2, 2, 2), virtual=2, segments=True, capacity_factor=0.0, prefix_layers=1,
+        q_lora_rank=24, z_loss=1e-3,
+        train={"microbatches": 2, "remat": "latents,hidden", "loss_chunk_tokens": 15},
+    )  # fmt: skip
+    config = utils.changed(config, {"data.positions": "document"})
+    check_step(config, hf_case.weights(config.model, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ("--mesh.context 4 --mesh.tensor 1 --train.seq_len 60", "= 8. Use --train.seq_len 64"),
+        ("--mesh.context 2 --mesh.tensor 4 --train.seq_len 100", "= 8. Use --train.seq_len 104"),
+    ],
+)
+def test_a_sequence_of_two_equal_chunks_for_each_rank_is_needed(flags, hint):
+    with pytest.raises(utils.ConfigError, match=f"two chunks for each of --mesh.context.*{hint}"):
+        cli.parse(flags.split())
