@@ -97,7 +97,7 @@ CASES = {
         (2, 1, 2), attention_kernel="splash", experts_layout="sharded",
         train={"seq_len": 128, "global_batch_size": 4, "microbatches": 2, "remat": "hidden"}, **OSS,
     ),
-    # With context: each kernel, a single axis, documents, windows, replicas and options of families.
+    # With context: each kernel, documents, windows, replicas, and the options of gpt-oss.
     "context": config_of((1, 1, 1, 8, 1), train={"microbatches": 1, "remat": "full"}),
     "context of gathered weights": config_of(
         (1, 2, 1, 2, 2), gather="layer", segments=True, q_lora_rank=24, prefix_layers=1,
