@@ -10,6 +10,7 @@ import context_parallel
 import hf_case
 import utils
 from common import check_step, config_of, mesh_of
+from planning import cost
 from runtime import cli
 
 S = 48
@@ -83,3 +84,23 @@ def test_loss_gradients_and_routing_match_the_one_device_reference():
 def test_a_sequence_of_two_equal_chunks_for_each_rank_is_needed(flags, hint):
     with pytest.raises(utils.ConfigError, match=f"two chunks for each of --mesh.context.*{hint}"):
         cli.parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("remat", "fields"),
+    [
+        ("none", {"attention": "gqa", "num_key_value_heads": 2, "head_dim": 64}),
+        ("latents,attention,hidden", {}),
+        ("full", {}),
+    ],
+)
+def test_saved_activations_of_a_rank_are_divided_by_the_ranks(remat, fields):
+    rows = {"seq_len": 4096, "microbatches": 1, "global_batch_size": 1, "remat": remat}
+    fields = fields | {"moe_layers": 0, "blocks": 1, "compute_dtype": "bfloat16"}
+
+    def held(context):
+        step = cost.Step(config_of((1, 1, 1, context, 1), train=rows, **fields), "tpu")
+        assert step.kernel == "splash"
+        return step.held(step.block)
+
+    assert held(8) <= 0.126 * held(1)
