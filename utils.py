@@ -217,7 +217,8 @@ class Model:
     qk_rope_head_dim: int = 32
     v_head_dim: int = 64  # W: width of a value head
     rope_theta: float = setting(10000.0, above=1)  # longest rotary wavelength, in tokens / 2 pi
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    # a run that starts from the weights of another may extend their context
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling, metadata=rules(weights=False))
     # the same, without scaling, in layers with a window, as in Gemma 3; 0: as in the others
     rope_local_base_freq: float = setting(0.0, above=1)
     # layer i has no position if (i + 1) % no_rope_layer_interval is 0 (arXiv:2501.18795); 0: none
@@ -519,18 +520,20 @@ AUTO: Mapping[str, Any] = {
 
 @functools.cache
 def settings_of(
-    cls: type = Config, prefix: str = "", resume: str = "fixed"
+    cls: type = Config, prefix: str = "", resume: str = "fixed", weights: bool = True
 ) -> Mapping[str, Setting]:
     """Return {"model.rope_scaling.factor": setting, ...} of a config or a section.
 
-    resume  rule of the settings that declare none
+    resume   rule of the settings that declare none
+    weights  of the section, for all of its settings
     """
     settings: dict[str, Setting] = {}
     for f in dataclasses.fields(cls):
         name, own = prefix + f.name, f.metadata.get("setting", Setting())
-        own = dataclasses.replace(own, type=f.type, default=f.default, resume=own.resume or resume)
+        rules = {"resume": own.resume or resume, "weights": own.weights and weights}
+        own = dataclasses.replace(own, type=f.type, default=f.default, **rules)
         is_section = dataclasses.is_dataclass(f.type)
-        settings |= settings_of(f.type, f"{name}.", own.resume) if is_section else {name: own}
+        settings |= settings_of(f.type, f"{name}.", **rules) if is_section else {name: own}
     return settings
 
 

@@ -12,8 +12,11 @@ from jax import lax
 
 from device_kernels.adapter import SPLASH_BACKWARD, Inputs, Kernel, call, private, swapped
 from utils import LANES
+from weights import vary, varying
 
 TILE = 512  # positions of a tile, at most
+# Positions up to which the host makes the mask. That takes minutes for 131,072.
+HOST_MASK = 8192
 
 
 def splash(inputs: Inputs) -> jax.Array:
@@ -21,11 +24,14 @@ def splash(inputs: Inputs) -> jax.Array:
     q, k, v, segments, scale, window, sinks, places = inputs
     T, S = q.shape[1], k.shape[1]
     assert T % LANES == 0, "see choice.choose_kernel"
-    extra = () if segments is None else (segments,)
+    extra, chunk = () if segments is None else (segments,), 0
     if places is not None:
-        extra = places, *(x for s in extra for x in (jnp.take(s, places, axis=1), s))
+        own = [jnp.take(s, places, axis=1) for s in extra]
+        extra, chunk = (places, *own, *extra), T // 2
+    elif T > HOST_MASK:
+        extra, chunk = (vary(jnp.arange(T, dtype=jnp.int32), varying(q)), *extra), T
     # The kernel has no scale. Scaling bfloat16 queries rounds them once more.
-    kernel = splash_kernel(q.shape[2], T, S, window, places is not None)
+    kernel = splash_kernel(q.shape[2], T, S, window, chunk)
     return call(kernel, sinks, q * scale, k, v, *extra)
 
 
@@ -40,19 +46,20 @@ def tile_size(T: int, window: int = 0) -> int:
 
 
 @cache  # one object per size, so that equal programs compare as equal
-def splash_kernel(n: int, T: int, S: int, window: int, placed: bool = False) -> Kernel:
+def splash_kernel(n: int, T: int, S: int, window: int, chunk: int = 0) -> Kernel:
     """Return the kernel for n query heads. Inside it heads come before positions.
 
     window  positions that a query attends to; 0 for all earlier ones.
-    placed  whether the positions of the queries [T] come after q, k and v, as for a rank of
-            context. The tiles that are computed are data then, so one program serves all ranks.
+    chunk   neighbouring positions of the queries. The positions [T] come after q, k and v. Which
+            tiles are computed is data then, so one program serves all ranks of context. If 0, the
+            queries have all positions.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-    # Chunks of a rank are half of its positions, and a tile of queries is in one of them.
-    of_q, of_kv = tile_size(T // 2 if placed else T, window), tile_size(S, window)
+    placed = chunk > 0
+    of_q, of_kv = tile_size(chunk or T, window), tile_size(S, window)  # a tile is in one chunk
     sizes = {"q": of_q, "kv": of_kv, "q_dkv": of_q, "kv_dkv": of_kv, "q_dq": of_q, "kv_dq": of_kv}
     tiles = library.BlockSizes(**{f"block_{name}": size for name, size in sizes.items()})
 
