@@ -90,6 +90,23 @@ def table_plan_seconds() -> str:
     return table(("busy", "with what", "predicted"), rows)
 
 
+def table_links() -> str:
+    """Return the time of links over that of operations, by the inequalities and by the planner."""
+    rows = []
+    for machine, shown, axis, mesh in (
+        ("v4", "64 TPU v4", "fsdp", (64, 1, 1)),
+        ("v4", "64 TPU v4", "tensor", (16, 1, 4)),
+        ("v5e", "16 TPU v5e", "fsdp", (16, 1, 1)),
+        ("h100", "8 H100", "tensor", (1, 1, 8)),
+        ("h100", "8 H100", "pipeline", (2, 4, 1)),
+        ("pcs", "two PCs", "fsdp", (2, 1, 1)),
+        ("pcs", "two PCs", "pipeline", (1, 2, 1)),
+    ):
+        ratios = answers.links_over_compute(machine, axis, mesh)
+        rows.append((shown, str(mesh), axis, *(f"{ratio:.2f}" for ratio in ratios)))
+    return table(("machine", "mesh", "links of", "by the inequality", "by the planner"), rows)
+
+
 def table_hf_names() -> str:
     """Return the tensors of one layer with experts of the 1B model."""
     rows = []
@@ -106,5 +123,6 @@ TABLES = {
     "memory": table_memory,
     "layer-costs": table_layer_costs,
     "plan-seconds": table_plan_seconds,
+    "links": table_links,
     "hf-names": table_hf_names,
 }
