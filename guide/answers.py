@@ -335,13 +335,14 @@ class Machine(NamedTuple):
     chips: int
     tensor: int
     pipeline: int
+    beside: int = 1  # tensor ranks beside the pipeline
 
 
 MACHINES = {
     "v4": Machine("v4", 64, 4, 4),
     "v5e": Machine("v5e", 16, 4, 4),
     "h100": Machine("h100", 8, 8, 4),
-    "h100s": Machine("h100", 64, 8, 8),
+    "h100s": Machine("h100", 64, 8, 8, 8),
     # An RTX 4090 in each, with a link of 10 Gbit/s.
     "pcs": Machine("name=pc,flops=165,memory=24,bandwidth=1008,link=1.25", 2, 2, 2),
 }
@@ -349,7 +350,7 @@ MACHINES = {
 
 def link_intensity(machine: str, axis: str) -> float:
     """Return the operations that a chip can do for each byte that it sends over an axis."""
-    chip, chips, tensor, pipeline = MACHINES[machine]
+    chip, chips, tensor, pipeline, _ = MACHINES[machine]
     found = hardware.chip_named(chip)
     if axis == "pipeline":
         groups = ((pipeline, chips // pipeline),)
@@ -369,13 +370,14 @@ def fsdp_bytes(machine: str) -> int:
     return 2 + 4 * (1 + hardware.chip_named(MACHINES[machine].chip).is_tpu)
 
 
-def pipeline_bytes(ranks: int, virtual: int = 1) -> float:
+def pipeline_bytes(ranks: int, virtual: int = 1, tensor: int = 1) -> float:
     """Return the bytes for a number of a microbatch's activations, of a step of this pipeline.
 
     Sends both ways for each chunk, and all-reduces of embedding, its gradient, the last output
-    (bfloat16) and its gradient (float32), as the vocabulary is sharded over the ranks.
+    (bfloat16) and its gradient (float32), as the vocabulary is sharded over the ranks. The
+    embedding is summed before it is divided over tensor.
     """
-    return 4 * virtual + 20 * (ranks - 1) / ranks
+    return 4 * virtual + (16 + 4 * tensor) * (ranks - 1) / ranks
 
 
 def least(machine: str, axis: str) -> float:
@@ -385,11 +387,11 @@ def least(machine: str, axis: str) -> float:
     tensor    width D
     pipeline  width times layers of a rank, in one chunk
     """
-    chips, tensor, pipeline = MACHINES[machine][1:]
+    _, chips, tensor, pipeline, beside = MACHINES[machine]
     of_alpha = {
         "fsdp": fsdp_bytes(machine) / 6 * (chips - 1) / chips,
         "tensor": (tensor - 1) / 4.5,
-        "pipeline": pipeline_bytes(pipeline) / 72,
+        "pipeline": pipeline_bytes(pipeline, tensor=beside) / 72,
     }
     return of_alpha[axis] * link_intensity(machine, axis)
 

@@ -92,6 +92,13 @@ EXACT = {
         "hardware.chip_named('h100').link_bandwidth"
         " / hardware.chip_named(MACHINES['pcs'].chip).link_bandwidth",
     ),
+    # 512 v4 with 256 ranks of fsdp beside 2 of tensor, which have one link.
+    "alpha-beside": (
+        "{:,.0f}",
+        "hardware.chip_named('v4').flops * 256 / 255 * collectives.collective_s("
+        "hardware.chip_named('v4'), 'all-gather', 1.0, ((256, 2),), 512)",
+    ),
+    "least-two": ("{:,.0f}", "link_intensity('v4', 'pipeline') / 4.5"),
     **INTENSITIES,
     **BOUNDS,
     # Schedules, of (pipeline ranks, chunks of a rank, microbatches).

@@ -99,6 +99,7 @@ def table_links() -> str:
         ("v5e", "16 TPU v5e", "fsdp", (16, 1, 1)),
         ("h100", "8 H100", "tensor", (1, 1, 8)),
         ("h100", "8 H100", "pipeline", (2, 4, 1)),
+        ("h100s", "64 H100", "pipeline", (1, 8, 8)),
         ("pcs", "two PCs", "fsdp", (2, 1, 1)),
         ("pcs", "two PCs", "pipeline", (1, 2, 1)),
     ):
