@@ -29,6 +29,7 @@ EXACT = {
     "parameters": ("{:,} parameters", "plan().parameters", PLAN),
     "active": ("{:.0f} million", "plan().active_parameters / 1e6", PLAN),
     "state-gib": ("{:.1f} GiB", "16 * plan().parameters / GIB"),
+    "state-32": ("{:.2f} GiB", "16 * plan().parameters / 32 / GIB"),
     "layers": ("{}", "config_of('jaxformer_1b').model.num_hidden_layers"),
     "microbatches": ("{}", "config_of('jaxformer_1b').train.microbatches"),
     "embedding": ("{:,} numbers", "math.prod(global_shape('first.embedding'))"),
@@ -42,6 +43,9 @@ EXACT = {
     "rope-longest": ("{:,.0f} positions", "2 * math.pi / rope_frequencies()[-1]"),
     "cached-plain": ("{:,}", "plain_values('jaxformer_1b')"),
     "cached-mla": ("{}", "cached_values('jaxformer_1b')"),
+    "cache-text-plain": ("{:,.0f} MiB", "plain_values('jaxformer_1b') * 48 * 4096 * 2 / 2**20"),
+    "cache-text-mla": ("{:.0f} MiB", "cached_values('jaxformer_1b') * 48 * 4096 * 2 / 2**20"),
+    "weights-bf16": ("{:,.0f} MiB", "2 * plan().parameters / 2**20"),
     "attention-share": ("{:.0f} %", "100 - 100 * flops_share('jaxformer_1b', 1024, 'mlp')"),
     "latents-width": (
         "{} numbers",

@@ -101,7 +101,36 @@ def table_hf_names() -> str:
     return table(("here", "there, the first of its kind", "shape there"), rows)
 
 
+def table_example() -> str:
+    """Return the sizes with which chapters calculate, those of the 1B model on (8, 2, 2)."""
+    config = answers.config_of("jaxformer_1b", 8, 2, 2)
+    m, mesh, train = config.model, config.mesh, config.train
+    alike = {
+        "F, G": {m.intermediate_size, m.moe_intermediate_size},
+        "Q, C, R": {m.q_lora_rank, m.kv_lora_rank, m.qk_rope_head_dim},
+    }
+    if different := [letters for letters, sizes in alike.items() if len(sizes) > 1]:
+        raise PageError(f"{different[0]} of the example differ now. Show them apart.")
+    sequences = train.global_batch_size // (mesh.batch * train.microbatches)
+    parts = {
+        "Example": config.run.name,
+        "layers": f"{m.num_hidden_layers}, every {m.decoder_sparse_step}th with experts",
+        "D": m.hidden_size,
+        "F, G": f"{m.intermediate_size:,}",
+        "N": f"{m.num_attention_heads} heads",
+        "A, W": "{}, {}".format(*answers.attention.kind_of(m).widths(m)),
+        "Q, C, R": m.q_lora_rank,
+        "E": f"{m.n_routed_experts} experts",
+        "K": f"{m.num_experts_per_tok} of them for a token",
+        "mesh": f"({mesh.fsdp}, {mesh.pipeline}, {mesh.tensor})",
+        "microbatches": f"{train.microbatches}, of {sequences} x {train.seq_len:,} tokens a device",
+    }
+    shown = "".join(f"<span><b>{name}</b> {value}</span>" for name, value in parts.items())
+    return f'<div class="example">{shown}</div>'
+
+
 TABLES = {
+    "example": table_example,
     "layouts": table_layouts,
     "memory": table_memory,
     "layer-costs": table_layer_costs,
