@@ -124,7 +124,7 @@ EXACT = {
     "block-size": ("{:.0f} MiB", "dataset.PAGE_BYTES / 2**20"),
     "rounds": ("{}", "dataset.FEISTEL_ROUNDS"),
     "pattern": ("{:,}", "dataset.PERIOD"),
-    "tiny-bits": ("{:.2f} bits", "3.6452 / math.log(2) / 2.56"),
+    "tiny-bits": ("{:.2f} bits", "3.6532 / math.log(2) / 2.56"),
     # Constants and defaults.
     "masked": ("{:g}", "attention.MASKED"),
     "cache-block": ("{}", "decode.KEY_BLOCK"),
