@@ -238,6 +238,16 @@ class Executor:
         shapes = jax.eval_shape(one_block, x)
         return zeros(shapes, self.schedule.pipeline, self.blocks_per_chunk), traced[0]
 
+    def start(self) -> tuple[Carry, WeightGradients | None]:
+        """Return the state before the first tick, zeros, and the function of weight tasks."""
+        x = self.empty_x()
+        ring, block_stats = self.empty_ring(x)
+        with_gradient = trained(self.functions.declared, self.w)
+        grads = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), with_gradient)
+        split = self.schedule.split_backward
+        waiting, later = self.empty_waiting(x, ring) if split else (None, None)
+        return Carry(x, x, ring, grads, block_stats, self.empty_last_stats(x), waiting), later
+
     # --- one task
 
     def first_vjp(self, m: jax.Array) -> tuple[jax.Array, Callable]:
@@ -434,12 +444,7 @@ def forward_backward(
                  of it once per microbatch.
     """
     run = Executor(functions, w, data, schedule)
-    x = run.empty_x()
-    ring, block_stats = run.empty_ring(x)
-    with_gradient = trained(functions.declared, w)
-    zero = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, jnp.float32)), with_gradient)
-    waiting, later = run.empty_waiting(x, ring) if schedule.split_backward else (None, None)
-    carry = Carry(x, x, ring, zero, block_stats, run.empty_last_stats(x), waiting)
+    carry, later = run.start()
 
     def tick(kinds: tuple[bool, ...], carry: Carry, t: jax.Array) -> tuple[Carry, None]:
         forward, backward, of_weights = kinds

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,6 +30,7 @@ from pages import ROOT, PageError
 
 import attention
 import dataset
+import depth
 import hardware
 import model
 import optimizer
@@ -322,6 +323,107 @@ def plans() -> dict[str, dict[str, float]]:
             "serial": plan.step_s,
         }
     return found
+
+
+# --- when an axis waits for its links -------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """Chips, and the ranks of three meshes: fsdp over all, tensor of neighbors, pipeline apart."""
+
+    chip: str
+    chips: int
+    tensor: int
+    pipeline: int
+    beside: int = 1  # tensor ranks beside the pipeline
+
+
+MACHINES = {
+    "v4": Machine("v4", 64, 4, 4),
+    "v5e": Machine("v5e", 16, 4, 4),
+    "h100": Machine("h100", 8, 8, 4),
+    "h100s": Machine("h100", 64, 8, 8, 8),
+    # An RTX 4090 in each, with a link of 10 Gbit/s.
+    "pcs": Machine("name=pc,flops=165,memory=24,bandwidth=1008,link=1.25", 2, 2, 2),
+}
+
+
+def link_intensity(machine: str, axis: str) -> float:
+    """Return the operations that a chip can do for each byte that it sends over an axis."""
+    chip, chips, tensor, pipeline, _ = MACHINES[machine]
+    found = hardware.chip_named(chip)
+    if axis == "pipeline":
+        groups = ((pipeline, chips // pipeline),)
+        return found.flops * collectives.collective_s(
+            found, "collective-permute", 1.0, groups, chips
+        )
+    ranks = chips if axis == "fsdp" else tensor
+    seconds = collectives.collective_s(found, "all-gather", 1.0, ((ranks, 1),), chips)
+    return found.flops * seconds * ranks / (ranks - 1)
+
+
+def fsdp_bytes(machine: str) -> int:
+    """Return the bytes for a parameter over fsdp: weights, and gradients once or, on TPUs, twice.
+
+    libtpu makes an all-reduce of a reduce-scatter over a complete slice.
+    """
+    return 2 + 4 * (1 + hardware.chip_named(MACHINES[machine].chip).is_tpu)
+
+
+def pipeline_bytes(ranks: int, virtual: int = 1, tensor: int = 1) -> float:
+    """Return the bytes for a number of a microbatch's activations, of a step of this pipeline.
+
+    Sends both ways for each chunk, and all-reduces of embedding, its gradient, the last output
+    (bfloat16) and its gradient (float32), as the vocabulary is sharded over the ranks. The
+    embedding is summed before it is divided over tensor.
+    """
+    return 4 * virtual + (16 + 4 * tensor) * (ranks - 1) / ranks
+
+
+def least(machine: str, axis: str) -> float:
+    """Return from where on an axis is bound by operations, for layers of 12 D^2 parameters.
+
+    fsdp      tokens of a rank in a step
+    tensor    width D
+    pipeline  width times layers of a rank, in one chunk
+    """
+    _, chips, tensor, pipeline, beside = MACHINES[machine]
+    of_alpha = {
+        "fsdp": fsdp_bytes(machine) / 6 * (chips - 1) / chips,
+        "tensor": (tensor - 1) / 4.5,
+        "pipeline": pipeline_bytes(pipeline, tensor=beside) / 72,
+    }
+    return of_alpha[axis] * link_intensity(machine, axis)
+
+
+@functools.cache
+def links_over_compute(machine: str, axis: str, mesh: Sequence[int]) -> tuple[float, float]:
+    """Return the time of an axis's links over that of the operations, at the figures of the chip.
+
+    By the inequality and by the planner, for configs/llama_1b.toml with AdamW and no recomputation.
+
+    mesh  ranks of fsdp, pipeline and tensor
+    """
+    config, found = config_of("llama_1b", *mesh), hardware.chip_named(MACHINES[machine].chip)
+    each = config.train.global_batch_size // mesh[0]
+    changes = {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "train.remat": "none"}
+    changes |= {"fsdp.gather": "step", "train.microbatches": each}
+    plan = cost.predict(utils.changed(config, changes), found)
+    layer = sum(size for _, size, flops in layer_costs("llama_1b", 1) if flops)
+    width = layer / (12 * config.model.hidden_size)  # of a layer with 12 D^2 parameters
+    offered = {
+        "fsdp": plan.tokens_per_step / mesh[0],
+        "tensor": width,
+        "pipeline": width * config.model.num_hidden_layers / mesh[1],
+    }
+    by_plan = plan.seconds[axis] / (plan.model_flops_per_chip / found.flops)
+    return least(machine, axis) / offered[axis], by_plan
+
+
+def depth_config(layers: int) -> utils.Config:
+    """Return the config of `--depth`, with the vocabulary of the sample's tokenizer."""
+    config = depth.fill(utils.Config(), {"model.vocab_size"}, layers)
+    return utils.changed(config, {"model.vocab_size": tokenizer.n_vocab})
 
 
 def hf_mappings(name: str) -> dict[str, tensors.WeightMapping]:

@@ -1,7 +1,7 @@
 """Check your answer of a problem of the guide.
 
     ./run.sh python guide/check.py 3.2 "96 x 1024"
-    ./run.sh python guide/check.py 4.6 my_answer.py      a coding problem: your file is tested
+    ./run.sh python guide/check.py 5.6 my_answer.py      a coding problem: your file is tested
     ./run.sh python guide/check.py --list
 
 Numbers may be written as 3/11, 27.3 %, 1,572,864, 1.5e6 or 1.5 MiB, and shapes as 96 x 1024 or

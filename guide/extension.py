@@ -2,6 +2,7 @@
 
     {code} FILE NAME        quotes code of the project, with file and line
     {fact}`name`            shows a fact of facts.json, with a badge of its kind
+    {chapter}`PAGE`         shows the number of a chapter, and links to it
     {minutes}`PAGE..`       shows how long some pages take to read
     {problem} NUMBER        a problem; its explanation stands below a line with +++
     {svg} NAME              inlines a figure of guide/figures.py, which follows the page's colors
@@ -22,6 +23,7 @@ import pages
 from docutils import nodes
 from docutils.parsers.rst import directives
 from latex2mathml.converter import convert
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
@@ -65,6 +67,14 @@ class Fact(SphinxRole):
         title = html.escape("; ".join(part for part in parts if part))
         text = html.escape(fact["text"])
         return [raw(f'<span class="fact {fact["kind"]}" title="{title}">{text}</span>')], []
+
+
+class Chapter(SphinxRole):
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        target = {"refdomain": "std", "reftype": "doc", "reftarget": self.text}
+        number = nodes.inline("", str(pages.number(self.text)))
+        options = {"refdoc": self.env.docname, "refexplicit": True, "refwarn": True}
+        return [addnodes.pending_xref("", number, **target, **options)], []
 
 
 class Minutes(SphinxRole):
@@ -165,6 +175,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     }.items():
         app.add_directive(name, directive, override=True)
     app.add_role("fact", Fact())
+    app.add_role("chapter", Chapter())
     app.add_role("minutes", Minutes())
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -22,6 +22,13 @@ KINDS = ("exact", "predicted", "compiled", "measured")
 PLAN = "python plan.py --config configs/jaxformer_1b.toml --chip v4"
 PLAN_PER_LAYER = f"{PLAN} --fsdp.gather layer"
 
+# When an axis of the mesh waits for its links, by machine: operations for a byte, and the bound.
+AXES = [
+    (m, a) for m in ("v4", "v5e", "h100", "h100s", "pcs") for a in ("fsdp", "tensor", "pipeline")
+]
+INTENSITIES = {f"alpha-{m}-{a}": ("{:,.0f}", f"link_intensity('{m}', '{a}')") for m, a in AXES}
+BOUNDS = {f"least-{m}-{a}": ("{:,.0f}", f"least('{m}', '{a}')") for m, a in AXES}
+
 # {name: (text, formula over the names of answers.py, command that shows it if not the formula)}.
 # The text has one {} for each value of the formula.
 EXACT = {
@@ -29,6 +36,7 @@ EXACT = {
     "parameters": ("{:,} parameters", "plan().parameters", PLAN),
     "active": ("{:.0f} million", "plan().active_parameters / 1e6", PLAN),
     "state-gib": ("{:.1f} GiB", "16 * plan().parameters / GIB"),
+    "state-32": ("{:.2f} GiB", "16 * plan().parameters / 32 / GIB"),
     "layers": ("{}", "config_of('jaxformer_1b').model.num_hidden_layers"),
     "microbatches": ("{}", "config_of('jaxformer_1b').train.microbatches"),
     "embedding": ("{:,} numbers", "math.prod(global_shape('first.embedding'))"),
@@ -42,6 +50,9 @@ EXACT = {
     "rope-longest": ("{:,.0f} positions", "2 * math.pi / rope_frequencies()[-1]"),
     "cached-plain": ("{:,}", "plain_values('jaxformer_1b')"),
     "cached-mla": ("{}", "cached_values('jaxformer_1b')"),
+    "cache-text-plain": ("{:,.0f} MiB", "plain_values('jaxformer_1b') * 48 * 4096 * 2 / 2**20"),
+    "cache-text-mla": ("{:.0f} MiB", "cached_values('jaxformer_1b') * 48 * 4096 * 2 / 2**20"),
+    "weights-bf16": ("{:,.0f} MiB", "2 * plan().parameters / 2**20"),
     "attention-share": ("{:.0f} %", "100 - 100 * flops_share('jaxformer_1b', 1024, 'mlp')"),
     "latents-width": (
         "{} numbers",
@@ -72,6 +83,28 @@ EXACT = {
     "h100-bandwidth": ("{:,.0f} GB/s", "hardware.chip_named('h100').memory_bandwidth / 1e9"),
     "h100-link": ("{:,.0f} GB/s", "hardware.chip_named('h100').link_bandwidth / 1e9"),
     "h100-intensity": ("{:.0f}", "intensity('h100')"),
+    "llama-1b": (
+        "{:.2f} billion parameters",
+        "sum(w.size for w in weights_of(config_of('llama_1b')).values()) / 1e9",
+    ),
+    "ethernet": (
+        "{:.0f} Gbit/s",
+        "8e-9 * hardware.chip_named(MACHINES['pcs'].chip).link_bandwidth",
+    ),
+    "nvlink-faster": (
+        "{:.0f}",
+        "hardware.chip_named('h100').link_bandwidth"
+        " / hardware.chip_named(MACHINES['pcs'].chip).link_bandwidth",
+    ),
+    # 512 v4 with 256 ranks of fsdp beside 2 of tensor, which have one link.
+    "alpha-beside": (
+        "{:,.0f}",
+        "hardware.chip_named('v4').flops * 256 / 255 * collectives.collective_s("
+        "hardware.chip_named('v4'), 'all-gather', 1.0, ((256, 2),), 512)",
+    ),
+    "least-two": ("{:,.0f}", "link_intensity('v4', 'pipeline') / 4.5"),
+    **INTENSITIES,
+    **BOUNDS,
     # Schedules, of (pipeline ranks, chunks of a rank, microbatches).
     "bubble-4-1-8": ("{:.0f} %", "100 * float(Schedule(4, 1, 8).bubble)"),
     "bubble-split-4-1-8": ("{:.0f} %", "100 * float(Schedule(4, 1, 8, True).bubble)"),
@@ -91,7 +124,7 @@ EXACT = {
     "block-size": ("{:.0f} MiB", "dataset.PAGE_BYTES / 2**20"),
     "rounds": ("{}", "dataset.FEISTEL_ROUNDS"),
     "pattern": ("{:,}", "dataset.PERIOD"),
-    "tiny-bits": ("{:.2f} bits", "3.6452 / math.log(2) / 2.56"),
+    "tiny-bits": ("{:.2f} bits", "3.6532 / math.log(2) / 2.56"),
     # Constants and defaults.
     "masked": ("{:g}", "attention.MASKED"),
     "cache-block": ("{}", "decode.KEY_BLOCK"),
@@ -104,6 +137,14 @@ EXACT = {
     "best-interval": ("{:.0f} seconds", "math.sqrt(2 * 5 * 21600)"),
     "best-loss": ("{:.1f} %", "100 * lost_share(math.sqrt(2 * 5 * 21600), 5, 21600)"),
     "twice-loss": ("{:.1f} %", "100 * lost_share(2 * math.sqrt(2 * 5 * 21600), 5, 21600)"),
+    # What --depth 12 sets.
+    "depth-width": ("{}", "depth_config(12).model.hidden_size"),
+    "depth-tokens": ("{:.2f} billion tokens", "depth.tokens(12) / 1e9"),
+    "depth-steps": ("{:,} steps", "depth_config(12).train.steps"),
+    "depth-batch": (
+        "{} x {:,} tokens",
+        "(depth_config(12).train.global_batch_size, depth_config(12).train.seq_len)",
+    ),
     # Plans beside compiled programs.
     "programs": ("{}", "len(over_compiled(3))", "tests/make_compiled.py --print"),
     "h100-time-error": ("{:.0f} %", "100 * rates.ERROR", "planning/rates.py"),
@@ -118,6 +159,8 @@ PREDICTED = {
     "tensor-sent": ("{:.2f} GB", "sent_over(plan(), 'tensor') / 1e9", PLAN),
     "experts-sent": ("{:.2f} GB", "sent_over(plan(), 'fsdp', 'tensor') / 1e9", PLAN),
     "pipeline-sent": ("{:.2f} GB", "sent_over(plan(), 'pipeline') / 1e9", PLAN),
+    "pcs-fsdp": ("{:.2f}", "links_over_compute('pcs', 'fsdp', (2, 1, 1))[1]"),
+    "h100-tensor": ("{:.2f}", "links_over_compute('h100', 'tensor', (1, 1, 8))[1]"),
     "plan-step": ("{:.3f} s", "plan().chip_s", PLAN),
     "plan-serial": ("{:.3f} s", "plan().step_s", PLAN),
     "run-hours": (

@@ -1,6 +1,7 @@
 """Draw the figures of the guide. Their numbers come from the project's code and documents."""
 
 import json
+import math
 import re
 from collections import Counter
 
@@ -77,21 +78,24 @@ def draw_bubbles() -> Svg:
 
 
 def draw_in_flight() -> Svg:
-    """Draw how many microbatches each rank holds residuals of: this executor, and 1F1B per rank."""
-    s = Schedule(4, 1, 8)
-    svg = Svg(430, 200, "Microbatches in flight: one program, and one for each rank")
+    """Draw how many microbatches each rank holds residuals of: GPipe, this executor, 1F1B."""
+    s, cell = Schedule(4, 1, 16), 24
+    svg = Svg(620, 236, "Microbatches in flight: GPipe, one program, and a program for each rank")
     svg.text(72, 12, "microbatches whose residuals wait, at most", anchor="start")
     for rank in range(4):
+        y = 30 + 46 * rank
+        svg.text(60, y + 18, f"rank {rank}", anchor="end")
         most, own = 2 * (s.pipeline - 1 - rank) + 1, s.pipeline - rank
-        y = 30 + 36 * rank
-        svg.text(60, y + 12, f"rank {rank}", anchor="end")
-        for i in range(s.ring_slots):
-            svg.rect(72 + 26 * i, y, 24, 12, "c0" if i < most else "idle")
-        for i in range(own):
-            svg.rect(72 + 26 * i, y + 14, 24, 12, "c1")
-        right = 72 + 26 * s.ring_slots + 8
-        svg.text(right, y + 6, f"{most} of {s.ring_slots} slots", anchor="start")
-    svg.legend(72, 180, {"c0": "one program", "c1": "a program for each rank"})
+        for row, (used, slots, kind) in enumerate(
+            ((s.microbatches,) * 2 + ("c2",), (most, s.ring_slots, "c0"), (own, own, "c1"))
+        ):
+            for i in range(slots):
+                kind_i = kind if i < used else "idle"
+                svg.rect(72 + cell * i, y + 13 * row, cell - 2, 11, kind_i)
+        right = 72 + cell * s.ring_slots + 8
+        svg.text(right, y + 18, f"{most} of {s.ring_slots} slots", anchor="start")
+    names = {"c2": "GPipe", "c0": "1F1B, one program", "c1": "1F1B, a program for each rank"}
+    svg.legend(72, 216, names)
     return svg
 
 
@@ -515,6 +519,47 @@ def draw_roofline() -> Svg:
     label = "Rooflines of a TPU v4 and an H100"
     ticks = (1, 4, 16, 64, 256, 1024, 4096), (1, 10, 100, 1000)
     return plot(series, "operations for a byte", "TFLOP/s at most", label, ticks, log_y=True)
+
+
+def draw_mesh_ruler() -> Svg:
+    """Draw operations for a byte: what axes offer, and what links need."""
+    left, top, width = 150, 124, 540
+    svg = Svg(left + width + 40, 300, "Operations for each byte that is sent, of axes and of links")
+
+    def at(operations: float) -> float:
+        return left + width * math.log10(operations / 100) / 4
+
+    for i in range(5):
+        svg.text(at(10 ** (2 + i)), 262, f"{10 ** (2 + i):,}", "faint")
+    links = {
+        "v4, six links": ("v4", "fsdp"), "H100, NVLink": ("h100", "fsdp"),
+        "v5e, one link": ("v5e", "tensor"), "v4, one link": ("v4", "pipeline"),
+        "H100, network": ("h100s", "pipeline"), "10 Gbit/s": ("pcs", "fsdp"),
+    }  # fmt: skip
+    for i, (name, link) in enumerate(links.items()):
+        x, y = at(answers.link_intensity(*link)), 10 + 17 * i
+        svg.line((x, y - 6), (x, 246), kind="frame")
+        svg.text(x + 5, y, name, anchor="start")
+    models = {"c0": (768, 12), "c1": (2048, 20), "c2": (8192, 80)}
+    rows = {
+        "fsdp, n tokens": dict(zip(models, (1024, 8192, 262144), strict=True)),
+        "tensor 8": {kind: 4.5 * D / 7 for kind, (D, _) in models.items()},
+        "tensor 2": {kind: 4.5 * D for kind, (D, _) in models.items()},
+        "pipeline 4": {
+            kind: 72 * D * L / 4 / answers.pipeline_bytes(4) for kind, (D, L) in models.items()
+        },
+    }
+    for i, (name, offered) in enumerate(rows.items()):
+        y = top + 34 * i
+        svg.text(left - 14, y, name, anchor="end")
+        svg.line((left, y), (left + width, y), kind="grid")
+        for kind, operations in offered.items():
+            svg.rect(at(operations) - 5, y - 5, 10, 10, kind if i else "ink", 5)
+            if i == 0:
+                svg.text(at(operations) + 6, y - 11, f"{operations:,}", anchor="start")
+    shown = {kind: f"width {D:,}, {L} layers" for kind, (D, L) in models.items()}
+    svg.legend(left, 280, shown)
+    return svg
 
 
 def draw_plan_flops() -> Svg:

@@ -61,6 +61,15 @@ def _names(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
+def number(page: str) -> int:
+    """Return the number of a chapter, from its title. Raises PageError if it has none."""
+    path = FOLDER / f"{page}.md"
+    title = re.match(r"# (\d+)\. ", path.read_text()) if path.is_file() else None
+    if not title:
+        raise PageError(f"guide/{page}.md is not a chapter. Name one of the toctree of index.md.")
+    return int(title[1])
+
+
 def minutes(page: str) -> int:
     """Return the minutes of reading of a page: one for 220 words or 30 lines of quoted code."""
     text = (FOLDER / f"{page}.md").read_text()

@@ -90,6 +90,24 @@ def table_plan_seconds() -> str:
     return table(("busy", "with what", "predicted"), rows)
 
 
+def table_links() -> str:
+    """Return the time of links over that of operations, by the inequalities and by the planner."""
+    rows = []
+    for machine, shown, axis, mesh in (
+        ("v4", "64 TPU v4", "fsdp", (64, 1, 1)),
+        ("v4", "64 TPU v4", "tensor", (16, 1, 4)),
+        ("v5e", "16 TPU v5e", "fsdp", (16, 1, 1)),
+        ("h100", "8 H100", "tensor", (1, 1, 8)),
+        ("h100", "8 H100", "pipeline", (2, 4, 1)),
+        ("h100s", "64 H100", "pipeline", (1, 8, 8)),
+        ("pcs", "two PCs", "fsdp", (2, 1, 1)),
+        ("pcs", "two PCs", "pipeline", (1, 2, 1)),
+    ):
+        ratios = answers.links_over_compute(machine, axis, mesh)
+        rows.append((shown, str(mesh), axis, *(f"{ratio:.2f}" for ratio in ratios)))
+    return table(("machine", "mesh", "links of", "by the inequality", "by the planner"), rows)
+
+
 def table_hf_names() -> str:
     """Return the tensors of one layer with experts of the 1B model."""
     rows = []
@@ -101,10 +119,40 @@ def table_hf_names() -> str:
     return table(("here", "there, the first of its kind", "shape there"), rows)
 
 
+def table_example() -> str:
+    """Return the sizes with which chapters calculate, those of the 1B model on (8, 2, 2)."""
+    config = answers.config_of("jaxformer_1b", 8, 2, 2)
+    m, mesh, train = config.model, config.mesh, config.train
+    alike = {
+        "F, G": {m.intermediate_size, m.moe_intermediate_size},
+        "Q, C, R": {m.q_lora_rank, m.kv_lora_rank, m.qk_rope_head_dim},
+    }
+    if different := [letters for letters, sizes in alike.items() if len(sizes) > 1]:
+        raise PageError(f"{different[0]} of the example differ now. Show them apart.")
+    sequences = train.global_batch_size // (mesh.batch * train.microbatches)
+    parts = {
+        "Example": config.run.name,
+        "layers": f"{m.num_hidden_layers}, every {m.decoder_sparse_step}th with experts",
+        "D": m.hidden_size,
+        "F, G": f"{m.intermediate_size:,}",
+        "N": f"{m.num_attention_heads} heads",
+        "A, W": "{}, {}".format(*answers.attention.kind_of(m).widths(m)),
+        "Q, C, R": m.q_lora_rank,
+        "E": f"{m.n_routed_experts} experts",
+        "K": f"{m.num_experts_per_tok} of them for a token",
+        "mesh": f"({mesh.fsdp}, {mesh.pipeline}, {mesh.tensor})",
+        "microbatches": f"{train.microbatches}, of {sequences} x {train.seq_len:,} tokens a device",
+    }
+    shown = "".join(f"<span><b>{name}</b> {value}</span>" for name, value in parts.items())
+    return f'<div class="example">{shown}</div>'
+
+
 TABLES = {
+    "example": table_example,
     "layouts": table_layouts,
     "memory": table_memory,
     "layer-costs": table_layer_costs,
     "plan-seconds": table_plan_seconds,
+    "links": table_links,
     "hf-names": table_hf_names,
 }

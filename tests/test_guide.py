@@ -44,21 +44,28 @@ def test_the_minutes_of_a_page_count_its_words_and_its_quoted_code(tmp_path, mon
     assert pages.minutes("page") == 3  # 440 words, 30 lines
 
 
+def test_the_number_of_a_chapter_is_that_of_its_title():
+    assert [pages.number(page) for page in ("intro", "experts")] == [0, 10]
+    for page in ("glossary", "missing"):
+        with pytest.raises(pages.PageError, match=f"guide/{page}.md is not a chapter"):
+            pages.number(page)
+
+
 @pytest.mark.parametrize(
     ("number", "spellings", "wrong"),
     [
         ("3.1", ["96 x 1024", "96x1,024", "(96, 1024)", "96 \u00d7 1024"], "1024 x 96: another or"),
         ("3.1", ["96 * 1024"], "96: expected 2 numbers, and found 1"),
         ("3.1", [], "96 x 2048: number 2: this is twice the right value"),
-        ("3.3", ["1376256", "1,376,256", "1_376_256 bytes", "1.3125 MiB"], "1: too small"),
-        ("3.7", [], "1,572,865: close, and not exact"),
-        ("3.6", ["fsdp, pipeline", "fsdp pipeline", "(fsdp, pipeline)"], "tensor: 2 names are exp"),
-        ("3.6", [], "pipeline, fsdp: another order"),
-        ("3.8", [], "8: half the right value"),
-        ("4.1", ["7/31", "7 / 31", "22.6 %", "22.6%", "0.226"], "0.3: too large"),
-        ("4.1", [], "22.6: a hundred times the right value"),
-        ("4.3", ["3/11; 3/19; 3/19", "27.3 %; 15.8 %; 15.8 %"], "1/2; 3/19; 3/19: number 1"),
-        ("4.4", ["1; 5", "(1, 5)"], "1: expected 2 numbers"),
+        ("3.4", ["1376256", "1,376,256", "1_376_256 bytes", "1.3125 MiB"], "1: too small"),
+        ("3.6", [], "1,572,865: close, and not exact"),
+        ("4.3", ["fsdp, pipeline", "fsdp pipeline", "(fsdp, pipeline)"], "tensor: 2 names are exp"),
+        ("4.3", [], "pipeline, fsdp: another order"),
+        ("3.7", [], "8: half the right value"),
+        ("5.1", ["7/31", "7 / 31", "22.6 %", "22.6%", "0.226"], "0.3: too large"),
+        ("5.1", [], "22.6: a hundred times the right value"),
+        ("5.3", ["3/11; 3/19; 3/19", "27.3 %; 15.8 %; 15.8 %"], "1/2; 3/19; 3/19: number 1"),
+        ("5.4", ["1; 5", "(1, 5)"], "1: expected 2 numbers"),
     ],
 )
 def test_an_answer_is_taken_in_its_spellings_and_a_wrong_one_says_why(number, spellings, wrong):
@@ -90,8 +97,8 @@ def test_a_malformed_problem_is_refused(tmp_path, monkeypatch):
 def test_the_command_names_what_it_does_not_know(capsys):
     for words, message in (
         (["9.9", "1"], "there is no problem 9.9"),
-        (["4.6", "missing.py"], "missing.py is not a file"),
-        (["4.1", "three"], "Write it as 3/11"),
+        (["5.6", "missing.py"], "missing.py is not a file"),
+        (["5.1", "three"], "Write it as 3/11"),
     ):
         assert check.main(words) == 2
         assert message in capsys.readouterr().out

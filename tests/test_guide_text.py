@@ -25,6 +25,12 @@ def test_a_chapter_is_not_called_a_part():
     assert not {page: found for page, text in TEXTS.items() if (found := re.findall(pattern, text))}
 
 
+def test_a_reference_to_a_chapter_takes_its_number_from_the_chapter():
+    """{chapter}`experts` follows if chapters move."""
+    pattern = r"\b[Cc]hapters?\s+\d+"
+    assert not {page: found for page, text in TEXTS.items() if (found := re.findall(pattern, text))}
+
+
 def prose(text):
     """Text without code blocks, tables, headings and options of directives."""
     lines = re.sub(r"```.*?```|^(?:\||#|:|\+\+\+).*?$", "", text, flags=re.S | re.M)

@@ -1,4 +1,4 @@
-"""Problem 9.3: assign capacity slots, first come, first served."""
+"""Problem 10.3: assign capacity slots, first come, first served."""
 
 
 def assign(choices: list[list[int]], experts: int, capacity: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Problem 8.4: the inverse of one round of a Feistel network."""
+"""Problem 9.4: the inverse of one round of a Feistel network."""
 
 
 def inverse(left: int, right: int, hashed) -> tuple[int, int]:

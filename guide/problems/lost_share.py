@@ -1,4 +1,4 @@
-"""Problem 7.4: the share of time that saves and failures cost."""
+"""Problem 8.4: the share of time that saves and failures cost."""
 
 
 def lost_share(interval_s: float, save_s: float, failure_s: float) -> float:

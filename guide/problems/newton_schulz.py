@@ -1,4 +1,4 @@
-"""Problem 10.4: five Newton-Schulz steps."""
+"""Problem 11.4: five Newton-Schulz steps."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Problem 1.4: which split reads a line?"""
+"""Problem 1.5: which split reads a line?"""
 
 from collections.abc import Sequence
 

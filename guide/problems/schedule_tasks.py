@@ -1,4 +1,4 @@
-"""Problem 4.6: when does a backward task run?"""
+"""Problem 5.6: when does a backward task run?"""
 
 
 def backward_tick(pipeline: int, rank: int, microbatch: int) -> int:

@@ -1,4 +1,4 @@
-"""Problem 3.5: a feed-forward layer under tensor parallelism."""
+"""Problem 4.1: a feed-forward layer under tensor parallelism."""
 
 import jax
 
