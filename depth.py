@@ -76,6 +76,8 @@ def parse_open(
     """
     arguments, names = cli.split_auto(arguments)
     config = parse(arguments, command, checked=False, model=model)
+    if {"mesh.fsdp", "mesh.pipeline", "mesh.tensor"} <= names:  # a complete mesh, without context
+        names = names | {"mesh.context"}
     auto = {name: value for name, value in utils.AUTO.items() if name not in names}
     one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
     if checked:

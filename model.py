@@ -38,7 +38,7 @@ import lora
 import matrix
 import utils
 import weights
-from attention import Attention, kind_of, norm_weight, with_norms
+from attention import Attention, SoftmaxAttention, kind_of, norm_weight, with_norms
 from dropless import dropless_experts
 from experts import (
     Activation,
@@ -240,6 +240,13 @@ def declare(config: utils.Config) -> Transformer:
         blocks=weights.stacked(runs, "virtual stage/pipeline block", size),
         last=last.replace(output=None) if m.tie_word_embeddings else last,
     )
+    words = [
+        run.attention for run in m.layer_runs if not issubclass(kind_of(m, run), SoftmaxAttention)
+    ]
+    if words and config.mesh.context > 1:
+        raise ConfigError(
+            f"layers of {words[0]} need all positions on a rank. Use --mesh.context 1."
+        )
     tree = weights.named(tree)
     if config.lora.rank:
         tree = lora.adapted(config, tree)

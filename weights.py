@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -251,7 +251,7 @@ def check_divisible(declared: Tree, ranks: Mapping[str, int]) -> None:
     Raises  ConfigError with the flag of the dimension, a value that works, and ranks that do.
     """
     sharded = [
-        (w.name, size, axes, math.prod(ranks[axis] for axis in axes))
+        (w.name, size, [a for a in axes if ranks[a] > 1], math.prod(ranks[a] for a in axes))
         for w in jax.tree.leaves(declared)
         for size, axes in zip(w.sizes, w.dim_axes, strict=True)
     ]
@@ -271,7 +271,7 @@ def check_divisible(declared: Tree, ranks: Mapping[str, int]) -> None:
         )
 
 
-def _divisors(size: int, axes: tuple[str, ...], ranks: Mapping[str, int]) -> str:
+def _divisors(size: int, axes: Sequence[str], ranks: Mapping[str, int]) -> str:
     """Return flags with the most ranks, each a divisor of `ranks`, whose product divides size."""
     flags = []
     for axis in axes:

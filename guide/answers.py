@@ -34,6 +34,7 @@ import depth
 import hardware
 import model
 import optimizer
+import rope
 import routing
 import sharded_model
 import train
@@ -186,14 +187,14 @@ def rope_score(query_at: int, key_at: int) -> float:
     """Return the score of a query and a key of the 1B model at two positions, to 3 digits."""
     m, rng = config_of("jaxformer_1b").model, np.random.default_rng(0)
     heads = jnp.asarray(rng.normal(size=(1, 2, 1, m.qk_rope_head_dim)), jnp.float32)
-    query, key = attention.rotate(heads, m, jnp.array([[query_at, key_at]]))[0, :, 0]
+    query, key = rope.rotate(heads, m, jnp.array([[query_at, key_at]]))[0, :, 0]
     return round(float(jnp.dot(query, key, precision="highest")), 3)
 
 
 def rope_frequencies() -> np.ndarray:
     """Return the radians by which a position turns each rotary pair of the 1B model."""
     m = config_of("jaxformer_1b").model
-    return np.asarray(attention.rope_frequencies(m, m.qk_rope_head_dim), np.float64)
+    return np.asarray(rope.rope_frequencies(m, m.qk_rope_head_dim), np.float64)
 
 
 def model_of(name: str) -> utils.Model:

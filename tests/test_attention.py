@@ -188,7 +188,7 @@ def test_a_kernel_lowers_without_its_device(kernel, platform, call, count):
 
 @pytest.mark.parametrize("name", ["plain", "forward", "backward"])
 def test_the_precision_of_products_follows_the_dtype_and_not_the_default(name):
-    kernel = splash_kernel(N, 128, window=0)
+    kernel = splash_kernel(N, 128, 128, window=0)
     function = adapter.untyped(getattr(kernel, name), interpret=False)
 
     def precisions(dtype, default):
@@ -328,10 +328,14 @@ def test_heads_that_are_written_in_place_equal_those_that_are_concatenated(rotat
     at = random.integers(0, 100, (B, T), dtype=np.int32)
     found = {}
     for kernel in ("xla", "cudnn"):
-        heads, back = jax.vjp(lambda w, x, k=kernel: w.heads(x, m, at, rope, k), w, inputs)
-        gradient = tuple(
-            np.cos(np.arange(a.size, dtype=np.float32)).reshape(a.shape) for a in heads
-        )
-        found[kernel] = jax.tree.leaves((heads, back(gradient)))
+
+        def both(w, x, kernel=kernel):
+            heads, back = jax.vjp(lambda w, x: w.heads(x, m, at, rope, kernel), w, x)
+            gradient = (jnp.cos(jnp.arange(a.size, dtype=jnp.float32)) for a in heads)
+            gradient = (g.reshape(a.shape) for g, a in zip(gradient, heads, strict=True))
+            return heads, back(tuple(gradient))
+
+        run = jax.shard_map(both, mesh=mesh_of(config_of()), in_specs=P(), out_specs=P())
+        found[kernel] = jax.tree.leaves(jax.jit(run)(w, inputs))
     for one, other in zip(*found.values(), strict=True):
         assert relative_error(other, one) < 1e-6

@@ -45,9 +45,9 @@ def test_the_kernel_has_the_loss_and_the_gradients_of_a_plain_softmax(fsdp):
         table, h = weights.vary((table, h))
         chunks = vocabulary.in_chunks((h, *rest), 8)  # the last one is padded
         loss = vocabulary.chunked_loss(vocabulary.LossOptions(IDS, Z, True, True), table, *chunks)
-        return lax.psum(loss, utils.BATCH_AXES)
+        return lax.psum(loss, utils.DATA_AXES)
 
-    tokens = P("fsdp")
+    tokens = P(utils.DATA_AXES)
     mesh, specs = mesh_of(config_of((fsdp, 1, 1))), (P(utils.VOCABULARY_AXES), *[tokens] * 3)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
     step = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))

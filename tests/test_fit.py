@@ -10,6 +10,7 @@ import hardware
 import main
 import utils
 from benchmarks import fit as benchmark_fit
+from common import config_of
 from devices import chips
 from planning import search
 
@@ -33,7 +34,7 @@ def test_simulated_devices_get_a_mesh_with_every_axis(count, words, shape, virtu
     config = main.parse([*DTYPE, *words.split(), "--model.num_hidden_layers", "16"])
     made, text = fit.for_devices(config, chips("cpu", count))
     assert fit.why_not(made) is None and made.model.compute_dtype == "float32"
-    assert made.mesh.shape == (1, *shape) and made.mesh.virtual == virtual
+    assert made.mesh == config_of(shape, virtual).mesh
     assert made.train.microbatches == microbatches
     assert made.train.remat == ("full" if "full" in words else "none")
     assert text.startswith("chosen: --") and ("--mesh.pipeline " in text) == (
@@ -94,7 +95,7 @@ def test_without_a_plan_the_choice_takes_least_memory_and_says_why(monkeypatch):
     made, text = fit.for_devices(config, chips("gpu", 8))
     assert made.train.microbatches == 4  # of one sequence each
     assert "no figures of host are known, so this takes least memory" in text
-    assert made.mesh.shape == (1, 8, 1, 1) and made.train.remat == "full"
+    assert made.mesh.shape == (1, 8, 1, 1, 1) and made.train.remat == "full"
 
     def fails(*_):
         raise ZeroDivisionError("planner")

@@ -16,7 +16,7 @@ import utils
 from common import config_of, mesh_of
 from device_kernels import choice, grouped
 from planning import hlo, jaxpr
-from utils import EXPERT_AXES, MESH_AXES
+from utils import EXPERT_AXES, MESH_AXES, SEQUENCE_AXES
 
 B, T, D, G, E, K = 4, 24, 32, 16, 4, 2
 
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, la
     parallel = layout == "expert_parallel"
     over_G = P() if parallel else P(None, None, "tensor")
     over_E = P(EXPERT_AXES)
-    tokens = P("fsdp", "tensor")
+    tokens = P("fsdp", SEQUENCE_AXES)
     w_specs = (over_E,) * 3 if parallel else (over_G, over_G, P(None, "tensor"))
     m = dataclasses.replace(utils.Model(), n_routed_experts=E, num_experts_per_tok=K)
 
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(shape, la
     specs = (tokens,) * 4 + w_specs
     run = jax.shard_map(
         local, mesh=mesh_of(config_of(shape)), in_specs=specs,
-        out_specs=(P(("replica", "fsdp", "pipeline"), "tensor"), P()),
+        out_specs=(P(("replica", "fsdp", "pipeline"), SEQUENCE_AXES), P()),
     )  # fmt: skip
 
     def loss(weights, choice_btK, run):

@@ -307,8 +307,8 @@ def test_adapters_of_experts_in_grouped_products_are_those_in_tiles():
         def local(w, h, choice, share):
             return dropless.dropless_experts(w, h, (choice, share), m, kernel)
 
-        spec = jax.P(utils.BATCH_AXES, "tensor")
-        out = jax.P((*utils.BATCH_AXES, "pipeline"), "tensor")
+        spec = jax.P(utils.BATCH_AXES, utils.SEQUENCE_AXES)
+        out = jax.P((*utils.BATCH_AXES, "pipeline"), utils.SEQUENCE_AXES)
         run = jax.shard_map(
             local, mesh=mesh_of(config_of()), in_specs=(jax.P(), *[spec] * 3), out_specs=out
         )

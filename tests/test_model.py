@@ -70,10 +70,18 @@ def tree_of(fields):
 
 def test_positions_are_those_in_the_window_or_in_the_document():
     segments = jnp.asarray([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]], jnp.int32)
-    by_window = sharded_model.context_of(CASES["layer"], segments)
+
+    def context_of(name):
+        run = jax.shard_map(
+            lambda segments: sharded_model.context_of(CASES[name], segments),
+            mesh=mesh_of(config_of()), in_specs=P(), out_specs=P(),
+        )  # fmt: skip
+        return run(segments)
+
+    by_window = context_of("layer")
     assert by_window.segments is None
     np.testing.assert_array_equal(by_window.positions, [range(5)])
-    by_document = sharded_model.context_of(CASES["virtual"], segments)
+    by_document = context_of("virtual")
     np.testing.assert_array_equal(by_document.segments, segments)
     expected = [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], range(5)]
     np.testing.assert_array_equal(by_document.positions, [[*row] for row in expected])
@@ -225,7 +233,7 @@ def test_choices_beyond_capacity_are_dropped_in_order_of_position_and_counted(la
         y, routing = model.moe(weights.gather(declared, w), x, how, at)
         return y, routing.dropped[None], routing.tokens_per_expert[None]
 
-    ranks, spec = P(utils.TOKEN_AXES), P(utils.BATCH_AXES, "tensor")
+    ranks, spec = P(utils.TOKEN_AXES), P(utils.BATCH_AXES, utils.SEQUENCE_AXES)
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(weights.specs(declared), spec), out_specs=(spec, ranks, ranks)
     )
@@ -286,7 +294,7 @@ def test_experts_multiply_few_more_rows_than_are_chosen():
 
 def dropout_on(shape, branch):
     """Return the function of a LayerPosition to the dropout by 1/4 of ones [8, 16, 64]."""
-    config, spec = config_of(shape), P(utils.BATCH_AXES, "tensor")
+    config, spec = config_of(shape), P(utils.BATCH_AXES, utils.SEQUENCE_AXES)
     how = model.ForwardOptions(config.model, 3, None, 0.25)
 
     def local(x, at):
@@ -312,9 +320,11 @@ def test_dropout_keeps_the_mean_and_differs_between_steps_microbatches_layers_an
         assert abs(agreement(base, mask) - 0.625) < 0.03
 
 
-def test_dropout_differs_between_ranks_that_hold_different_data():
-    slices = dropout_on((2, 2, 1, 2), 0)(5, 1, 2).reshape(4, 2, 2, 8, 64)
-    ranks = [slices[i, :, j] for i in range(4) for j in range(2)]
+@pytest.mark.parametrize(("shape", "batch"), [((2, 2, 1, 2), 4), ((1, 2, 1, 2, 2), 2)])
+def test_dropout_differs_between_ranks_that_hold_different_data(shape, batch):
+    sequence = 8 // batch
+    slices = dropout_on(shape, 0)(5, 1, 2).reshape(batch, 8 // batch, sequence, 16 // sequence, 64)
+    ranks = [slices[i, :, j] for i in range(batch) for j in range(sequence)]
     for i in range(8):
         for j in range(i):
             assert abs(agreement(ranks[i], ranks[j]) - 0.625) < 0.07

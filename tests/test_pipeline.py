@@ -20,7 +20,7 @@ import pipeline
 from common import OPTIMIZED
 from planning import hlo
 from schedule import Schedule
-from utils import BATCH_AXES, MESH_AXES, TOKEN_AXES
+from utils import BATCH_AXES, DATA_AXES, MESH_AXES, TOKEN_AXES
 from weights import matmul, vary
 
 B, D, V, FSDP = 4, 5, 12, 2
@@ -119,7 +119,7 @@ def on_ranks(schedule, local, out_specs):
         return local(vary(w._replace(blocks=blocks)), data)
 
     devices = np.array(jax.devices()[: FSDP * schedule.pipeline])
-    mesh = jax.sharding.Mesh(devices.reshape(1, FSDP, schedule.pipeline, 1), MESH_AXES)
+    mesh = jax.sharding.Mesh(devices.reshape(1, FSDP, schedule.pipeline, 1, 1), MESH_AXES)
     in_specs = WEIGHT_SPECS, P(None, BATCH_AXES)
     mapped = jax.shard_map(
         local_blocks_in_a_row, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -144,7 +144,7 @@ def train(schedule, functions=FUNCTIONS, unrolled=False):
         outer = Outer(*(lax.psum(g, a) for g, a in zip(grads.outer, axes, strict=True)))
         grads = pipeline.Parameters(outer, of_blocks(grads.blocks))
         evaluated, by_microbatch = pipeline.forward(functions, w, data, schedule)
-        results = lax.psum((results, by_microbatch), BATCH_AXES)
+        results = lax.psum((results, by_microbatch), DATA_AXES)
         return grads, of_blocks(stats), of_blocks(evaluated), results
 
     stacked = P(None, "pipeline")

@@ -17,22 +17,33 @@ SMALLER = {"train.global_batch_size": 32, "model.num_attention_heads": 6}
 JAXFORMER = utils.changed(make_compiled.config_of("jaxformer"), SMALLER)
 
 
+def meshes(chips):
+    return hardware.meshes(utils.Config(), chips)
+
+
 @pytest.fixture(scope="module")
 def found():
     return search.search(JAXFORMER, V4, 4, frozenset(["model.experts_layout"]))
 
 
 def test_all_meshes_of_a_number_of_chips_are_listed():
-    assert len(search.meshes(32)) == 21 == len(set(search.meshes(32)))
-    assert all(math.prod(mesh) == 32 for mesh in search.meshes(32))
-    assert search.meshes(64, replica=2) == search.meshes(32) and not search.meshes(33, replica=2)
+    found, config = meshes(32), utils.Config()
+    assert len(found) == 21 == len(set(found))
+    assert all(math.prod(mesh) == 32 for mesh in found)
+    replicas = utils.changed(config, {"mesh.replica": 2})
+    assert hardware.meshes(replicas, 64) == found and not hardware.meshes(replicas, 33)
+    # A rank of context that is not set has at least 4,096 positions.
+    long = hardware.meshes(utils.changed(config, {"train.seq_len": 16384}), 32)
+    assert {context for _, _, context, _ in long} == {1, 2, 4} and set(found) < set(long)
+    context = hardware.meshes(utils.changed(config, {"mesh.context": 8}), 32)
+    assert (4, 1, 8, 1) in context
 
 
 def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first(found):
     ranked = {c.config.mesh.shape[1:] for c in found.best}
-    assert sorted([*ranked, *found.rejected]) == sorted(search.meshes(4))
+    assert sorted([*ranked, *found.rejected]) == sorted(meshes(4))
     heads = "--model.num_attention_heads 6 is not divisible by --mesh.tensor 4"
-    assert heads in found.rejected[1, 1, 4]
+    assert heads in found.rejected[1, 1, 1, 4]
     times = [c.predicted.step_s for c in found.best]
     assert times == sorted(times)
     assert all(c.memory <= results.usable_bytes(V4) for c in found.best)
@@ -137,14 +148,18 @@ def test_a_quick_search_leaves_out_axes_with_as_many_ranks_as_were_slower():
     def found(*pairs):
         return [SimpleNamespace(config=config_of(mesh), order=order) for mesh, order in pairs]
 
-    one, pipeline, tensor = (8, 1, 1), (4, 2, 1), (4, 1, 2)
-    assert not search.is_slower([], one)
-    assert not search.is_slower(found((one, 2)), pipeline)  # nothing to compare with
+    one, pipeline, tensor = (1, 8, 1, 1, 1), (1, 4, 2, 1, 1), (1, 4, 1, 1, 2)
+    assert not search.is_slower([], one[1:])
+    assert not search.is_slower(found((one, 2)), pipeline[1:])  # nothing to compare with
     both = found((one, 2), (pipeline, 1), (tensor, 3))
-    left_out = {mesh for mesh in search.meshes(8) if search.is_slower(both, mesh)}
-    assert left_out == {tensor, (2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 2, 4), (1, 4, 2)}
-    assert search.is_slower(found((pipeline, 2), ((2, 4, 1), 3)), (1, 8, 1))
-    assert not search.is_slower(found((pipeline, 2), ((2, 4, 1), 3)), (1, 2, 4))
+    left_out = {mesh for mesh in meshes(8) if search.is_slower(both, mesh)}
+    names = {"x".join(map(str, (fsdp, pipeline, tensor))) for fsdp, pipeline, _, tensor in left_out}
+    assert names == {"4x1x2", "2x1x4", "1x1x8", "2x2x2", "1x2x4", "1x4x2"}
+    pipelines = found((pipeline, 2), ((1, 2, 4, 1, 1), 3))
+    assert search.is_slower(pipelines, (1, 8, 1, 1))
+    assert not search.is_slower(pipelines, (1, 2, 1, 4))
+    context = found((one, 2), ((1, 4, 1, 2, 1), 3))
+    assert search.is_slower(context, (2, 2, 2, 1)) and not search.is_slower(context, (2, 2, 1, 2))
 
 
 def test_where_the_best_rough_candidate_does_not_fit_another_one_is_found():

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import weights
 from common import RUN, RUN_MESHES, canonical, config_of, mesh_of
-from utils import MESH_AXES, ConfigError
+from utils import MESH_AXES, WEIGHT_AXES, ConfigError
 from weights import Size, normal, ones, weight, zeros
 
 SIZE = {
@@ -60,11 +60,11 @@ def test_a_layout_gives_shape_spec_name_and_the_dimension_that_is_gathered():
     declared = weights.named(weights.stacked(toy(), "stage/pipeline block", SIZE))
     assert declared.expert.shape == (2, 3, 8, 16, 24)
     assert weights.specs(declared) == Toy(
-        inner=Inner(down=P("pipeline", None, "tensor", "fsdp")),
-        matrix=P("pipeline", None, "fsdp", "tensor"),
+        inner=Inner(down=P("pipeline", None, "tensor", ("fsdp", "context"))),
+        matrix=P("pipeline", None, ("fsdp", "context"), "tensor"),
         norm=P("pipeline", None, None),
-        table=P("pipeline", None, ("pipeline", "tensor"), "fsdp"),
-        expert=P("pipeline", None, ("fsdp", "tensor"), None, None),
+        table=P("pipeline", None, ("pipeline", "tensor"), ("fsdp", "context")),
+        expert=P("pipeline", None, ("fsdp", "context", "tensor"), None, None),
         bias=P("pipeline", None, None),
     )
     # Gathered is only a dimension that is sharded over fsdp alone.
@@ -80,7 +80,7 @@ def test_the_suggested_value_works_for_all_dimensions_that_it_sets():
         once: jax.Array = weight("D G/fsdp", normal("D"))
 
     def check(value):
-        flag, ranks = "model.intermediate_size", dict(zip(MESH_AXES, (1, 3, 1, 8), strict=True))
+        flag, ranks = "model.intermediate_size", dict(zip(MESH_AXES, (1, 3, 1, 1, 8), strict=True))
         sizes = SIZE | {"G": Size(value, flag), "X": Size(6 * value, flag, 6)}
         weights.check_divisible(weights.declare(Two, sizes), ranks)
 
@@ -169,8 +169,8 @@ def test_gradients_of_gathered_bfloat16_weights_are_summed_in_float32():
         _, vjp = jax.vjp(lambda w: weights.gather(declared, w), w)
         return vjp(weights.vary(cotangent[0].astype(jnp.bfloat16), ("tensor",)))[0]
 
-    specs = {"in_specs": (declared.spec, P("fsdp")), "out_specs": declared.spec}
-    run = jax.shard_map(local, mesh=mesh((8, 1, 1)), **specs)
+    specs = {"in_specs": (declared.spec, P(WEIGHT_AXES)), "out_specs": declared.spec}
+    run = jax.shard_map(local, mesh=mesh((1, 4, 1, 2, 1)), **specs)
     arguments = jnp.zeros((16, 24), jnp.bfloat16), cotangent
     gradient = jax.jit(run)(*arguments)
     assert gradient.dtype == jnp.bfloat16
@@ -209,7 +209,7 @@ def test_a_gradient_is_scattered_in_one_layout_and_returned_in_that_of_its_weigh
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 2, 1, 2), (1, 2, 1, 2, 2)], ids=str)
 def test_gradients_are_summed_over_every_rank_with_a_partial_sum(shape, gathered):
     """The partial sum of a rank is a power of two, so a sum shows which ranks are in it."""
     declared, here = toy(), mesh(shape)
@@ -217,7 +217,7 @@ def test_gradients_are_summed_over_every_rank_with_a_partial_sum(shape, gathered
 
     def axes_of(w):
         """Return the axes over which each dimension of the partial sums is sharded."""
-        return [() if gathered and axes == ("fsdp",) else axes for axes in w.dim_axes]
+        return [() if gathered and axes == WEIGHT_AXES else axes for axes in w.dim_axes]
 
     def local(power):
         def part(w):

@@ -19,8 +19,8 @@ from answers import Schedule
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import attention
 import optimizer
+import rope
 from data import readers
 from dataset import feistel, mix
 
@@ -120,7 +120,7 @@ def rotary(own: ModuleType) -> Iterator[str]:
         x, y = rng.normal(size=(2, R)).astype(np.float32)
         for position in (0, 1, 7, 100):
             at = jnp.array([[position]])
-            true = np.asarray(attention.rotate(jnp.asarray(x)[None, None, None], m, at)).ravel()
+            true = np.asarray(rope.rotate(jnp.asarray(x)[None, None, None], m, at)).ravel()
             found = np.asarray(own.rotate(x, position, theta))
             if found.shape != x.shape or not np.allclose(found, true, atol=1e-4):
                 yield (
