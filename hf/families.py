@@ -91,8 +91,7 @@ OSS = BIASES | {
 }
 DEEPSEEK_V2 = DENSE | LATENT | MOE | projections("moe.shared", "mlp.shared_experts")
 DEEPSEEK_V3 = DEEPSEEK_V2 | {"moe.bias": "mlp.gate.e_score_correction_bias"}
-MIXTRAL_MOE = {
-    "moe.norm": "post_attention_layernorm.weight",
+MIXTRAL_MOE = MOE | {
     "moe.router": "block_sparse_moe.gate.weight",
     "moe.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
     "moe.experts.up": "block_sparse_moe.experts.{}.w3.weight",
@@ -113,15 +112,10 @@ USUAL = {
     for name in (
         *("layer_types", "no_rope_layer_interval", "rope_local_base_freq", "qk_norm_all_heads"),
         *("attention_out_bias", "attention_sinks", "query_pre_attn_scalar", "norms", "hidden_act"),
-        *("embedding_multiplier", "swiglu_limit", "experts_bias"),
+        *("embedding_multiplier", "swiglu_limit", "experts_bias", "sliding_window"),
     )
 }
-GROUPED_FIXED = USUAL | {
-    "attention": "gqa",
-    "attention_bias": False,
-    "qk_norm": False,
-    "sliding_window": 0,
-}
+GROUPED_FIXED = USUAL | {"attention": "gqa", "attention_bias": False, "qk_norm": False}
 GROUPED_FIXED_EXPERTS = {
     "first_k_dense_replace": 0,
     "decoder_sparse_step": 1,
@@ -157,11 +151,7 @@ OWN_SETTINGS = LATENT_SETTINGS | same(
 )
 # Not sliding_window, for which transformers would choose another cache.
 OWN_SETTINGS["sliding_window"] = "attention_window"
-LATENT_FIXED = USUAL | {
-    "attention": "mla",
-    "sliding_window": 0,
-    "latent_rms_norm_eps": 1e-6,
-}
+LATENT_FIXED = USUAL | {"attention": "mla", "latent_rms_norm_eps": 1e-6}
 LATENT_DEFAULTS = {"q_lora_rank": 0, "n_shared_experts": 1, "first_k_dense_replace": 0}
 # Of folders that were exported before there was grouped-query attention.
 OWN_DEFAULTS = {"attention": "mla", "head_dim": 64, "qk_norm": False, "attention_window": 0}
@@ -268,4 +258,4 @@ FAMILIES = {
 }
 MOE_FAMILIES = (MIXTRAL, QWEN3_MOE, GPT_OSS)  # of the grouped ones
 FULL_FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, SMOLLM3)  # whose windows are not supported
-GROUPED_FAMILIES = FAMILIES.keys() - {V2, V3, OWN}
+GROUPED_FAMILIES = tuple(kind for kind in FAMILIES if kind not in (V2, V3, OWN))

@@ -25,6 +25,10 @@ NO_WEIGHT = (
     *("max_position_embeddings", "bos_token_id", "pad_token_id", "initializer_range"),
     *("attention_dropout", "router_aux_loss_coef"),
 )
+NOT_IMPLEMENTED = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    *("mlp_bias", "mlp_only_layers"),
+)
 SCALING = {  # settings of rope_scaling beside its factor and original length, by type
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -41,30 +45,12 @@ TOPK_METHODS = {
 
 
 def kind_of(m: utils.Model) -> str:
-    """Return the model type of transformers whose class computes this model, if one does."""
+    """Return the model type of the class of transformers that computes this model, or most of it.
+
+    Of several it is the first one of FAMILIES.
+    """
     if m.attention == "gqa":
-        if m.norms != "before":
-            windows = m.layer_types or m.sliding_window
-            return (
-                families.GEMMA3
-                if m.norms == "both"
-                else families.OLMO3
-                if windows
-                else families.OLMO2
-            )
-        if m.attention_sinks or m.no_rope_layer_interval:
-            return families.GPT_OSS if m.attention_sinks else families.SMOLLM3
-        if m.moe_layers:
-            return families.QWEN3_MOE if m.qk_norm else families.MIXTRAL
-        if m.attention_bias:
-            return families.QWEN2
-        return (
-            families.QWEN3
-            if m.qk_norm
-            else families.MISTRAL
-            if m.sliding_window
-            else families.LLAMA
-        )
+        return min(GROUPED_FAMILIES, key=lambda kind: len(unsupported(m, kind)))
     return V2 if m.moe_layers and m.scoring_func == "softmax" else V3
 
 
@@ -312,20 +298,16 @@ def _layers(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) 
 def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -> None:
     """Raises ConfigError for settings that this project does not implement."""
     fixed, layers = FAMILIES[kind].fixed, table["num_hidden_layers"]
-    patterned, act = FAMILIES[kind].patterned, fixed["hidden_act"]
+    patterned = FAMILIES[kind].patterned
+    act = "hidden_activation" if kind == families.GEMMA3 else "hidden_act"
     grouped, full = kind in GROUPED_FAMILIES, kind in families.FULL_FAMILIES
     quantized = table.get("quantization_config") or {}
     scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
     given = table.get("layer_types", ())  # a list, or the tuple of the family
     types = set(given)
-    is_unsupported = {
-        "hidden_act": kind != families.GEMMA3 and table.get("hidden_act", "silu") != act,
-        "hidden_activation": kind == families.GEMMA3 and table["hidden_activation"] != act,
-        "attn_logit_softcapping": table.get("attn_logit_softcapping"),
-        "final_logit_softcapping": table.get("final_logit_softcapping"),
-        "use_bidirectional_attention": table.get("use_bidirectional_attention"),
+    is_unsupported = {name: table.get(name) for name in NOT_IMPLEMENTED} | {
+        act: table.get(act, "silu") != fixed["hidden_act"],
         "swiglu_alpha": table.get("swiglu_alpha", 1.702) != 1.702,
-        "mlp_bias": table.get("mlp_bias"),
         "sliding_window": patterned and SLIDING_ATTENTION in types and not table["sliding_window"],
         "rope_in_moe_layers": table.get("rope_in_moe_layers") is False
         and (has_experts and table["first_k_dense_replace"]),  # which an interval would count
@@ -336,7 +318,6 @@ def _check(table: Mapping[str, Any], kind: str, has_experts: bool, path: Path) -
         and bool(table.get("attention_bias")) != (kind == families.GPT_OSS),
         # Experts or a window in some layers only.
         "moe_layer_freq": table.get("moe_layer_freq", 1) != 1,
-        "mlp_only_layers": table.get("mlp_only_layers"),
         "decoder_sparse_step": kind == families.QWEN3_MOE and layers % table["decoder_sparse_step"],
         "use_sliding_window": full and table.get("use_sliding_window"),
         "layer_types": (not patterned and len(types) > 1)
