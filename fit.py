@@ -10,6 +10,7 @@ are compiled before the first step, so most runs that do not fit end before they
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -173,43 +174,32 @@ def by_rule(config: Config, count: int, simulated: bool = False) -> Config:
                communicate least, and what takes least memory.
     """
     problem = ""
-    for mesh in meshes(config, count, simulated):
-        for microbatches in microbatch_counts(config, mesh, simulated):
-            values: dict[str, Any] = mesh | {"train.microbatches": microbatches}
-            remat = "none" if simulated or config.pipeline.split_backward else "full"
-            values |= {"fsdp.gather": "step", "train.remat": remat}
-            one = changed(config, {name: values[name] for name in utils.left_open(config)})
-            if not (found := why_not(one)):
-                return one
-            problem = problem or found
+    for values in choices(config, count, simulated):
+        one = changed(config, {name: values[name] for name in utils.left_open(config)})
+        if not (found := why_not(one)):
+            return one
+        problem = problem or found
     raise ConfigError(problem or set_mesh_problem(config, count))
 
 
-def meshes(config: Config, count: int, simulated: bool) -> Iterator[dict[str, int]]:
-    """Yield the meshes over this many devices that agree with what is set, best first."""
-    each = count // config.mesh.replica
-    sizes = [size for size in range(1, each + 1) if each % size == 0]
-    shapes = [(f, p, each // (f * p)) for f in sizes for p in sizes if each % (f * p) == 0]
+def choices(config: Config, count: int, simulated: bool) -> Iterator[dict[str, Any]]:
+    """Yield settings for this many devices that agree with what is set, best first."""
+    replica, set_count = config.mesh.replica, config.train.microbatches
+    remat = "none" if simulated or config.pipeline.split_backward else "full"
 
     def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
         fsdp, _, tensor = shape
         return -max(shape) if simulated else 0, fsdp, tensor
 
-    for shape in sorted(shapes, key=preference, reverse=True):
-        for virtual in (2, 1) if shape[1] > 1 else (1,):
-            values = dict(zip(MESH[1:], shape, strict=True))
-            values |= {"mesh.replica": config.mesh.replica, "mesh.virtual": virtual}
-            if all(get(config, name) in (0, value) for name, value in values.items()):
-                yield values
-
-
-def microbatch_counts(config: Config, mesh: dict[str, int], simulated: bool) -> list[int]:
-    """Return the numbers of microbatches to try, best first."""
-    if config.train.microbatches:
-        return [config.train.microbatches]
-    sequences = config.train.global_batch_size // (mesh["mesh.replica"] * mesh["mesh.fsdp"])
-    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    return sorted(divisors, key=lambda n: abs(n - USUAL) if simulated else -n)
+    for shape in sorted(hardware.meshes(count, replica), key=preference, reverse=True):
+        sequences = config.train.global_batch_size // (replica * shape[0])
+        counts = [set_count] if set_count else hardware.divisors(sequences)
+        counts = sorted(counts, key=lambda n: abs(n - USUAL) if simulated else -n)
+        for virtual, microbatches in itertools.product((2, 1) if shape[1] > 1 else (1,), counts):
+            ranks = dict(zip((*MESH, "mesh.virtual"), (replica, *shape, virtual), strict=True))
+            if all(get(config, name) in (0, value) for name, value in ranks.items()):
+                others = {"fsdp.gather": "step", "train.remat": remat}
+                yield ranks | others | {"train.microbatches": microbatches}
 
 
 def why_not(config: Config) -> str | None:

@@ -31,6 +31,7 @@ shows, and for GB10, which shares it with the CPU, what Linux does. Besides:
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 
@@ -275,6 +276,27 @@ def topology(chip: Chip, chips: int) -> str:
             f"{', '.join(map(str, known))}, or set the sides, as in --topology {nearest}."
         )
     return known[chips]
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+@cache
+def divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def meshes(chips: int, replica: int = 1) -> list[tuple[int, int, int]]:
+    """Return every (fsdp, pipeline, tensor) of a replica; `chips` counts those of all replicas."""
+    if chips % replica:
+        return []
+    each = chips // replica
+    return [
+        (each // (pipeline * tensor), pipeline, tensor)
+        for pipeline in divisors(each)
+        for tensor in divisors(each // pipeline)
+    ]
 
 
 # --- model FLOPs and MFU --------------------------------------------------------------------------

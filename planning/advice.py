@@ -62,7 +62,7 @@ def settings(config: Config, mesh: Mesh, name: str, needed: float, usable: float
 def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:
     """Yield changes of settings that save memory."""
     sequences = config.train.global_batch_size // config.mesh.batch
-    counts = [n for n in cost.divisors(sequences) if n > config.train.microbatches]
+    counts = [n for n in hardware.divisors(sequences) if n > config.train.microbatches]
     for count in counts:
         yield {"train.microbatches": count}
     if name == memory.EVALUATION:

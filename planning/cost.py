@@ -33,7 +33,7 @@ import utils
 import vocabulary
 import weights
 from device_kernels.choice import choose_experts_kernel, choose_kernel, window_shares
-from hardware import Chip, platform_of
+from hardware import Chip, divisors, platform_of
 from inference import decode
 from memory import bytes_of
 from planning import collectives, jaxpr, rates, trace
@@ -55,12 +55,6 @@ KEPT = 0.25
 def declared(config: Config) -> model.Transformer:
     """Return the weights of a config's model and mesh."""
     return model.declare(config)
-
-
-@cache
-def divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 class Step:

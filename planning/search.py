@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 import utils
-from hardware import Chip, platform_of
+from hardware import Chip, divisors, meshes, platform_of
 from planning import cost
 from planning.results import (
     MESH_FLAGS,
@@ -41,18 +41,6 @@ def changed(config: Config, values: dict[str, Any]) -> Config:
     config = utils.changed(config, values)
     cli.check(config)
     return config
-
-
-def meshes(chips: int, replica: int = 1) -> list[MeshShape]:
-    """Return every (fsdp, pipeline, tensor) of a replica; `chips` counts those of all replicas."""
-    if chips % replica:
-        return []
-    each = chips // replica
-    return [
-        (each // (pipeline * tensor), pipeline, tensor)
-        for pipeline in cost.divisors(each)
-        for tensor in cost.divisors(each // pipeline)
-    ]
 
 
 def search(
@@ -189,11 +177,11 @@ def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterat
     """Yield {flag: value} of everything to try on a mesh, without train.remat."""
     fsdp, pipeline, _ = mesh
     blocks, sequences = config.model.blocks, config.train.global_batch_size // config.mesh.replica
-    virtual = cost.divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
+    virtual = divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
     choices = {
         "mesh.virtual": virtual,
         "pipeline.split_backward": [False, True] if pipeline > 1 else [False],
-        "train.microbatches": cost.divisors(sequences // fsdp) if sequences % fsdp == 0 else [1],
+        "train.microbatches": divisors(sequences // fsdp) if sequences % fsdp == 0 else [1],
         "fsdp.gather": ["step", "layer"] if fsdp > 1 else ["step"],
         "model.experts_layout": [config.model.experts_layout],
     }
