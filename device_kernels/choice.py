@@ -92,7 +92,7 @@ def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, n
     """Return the same of cudnn or triton, for the widths of a query and of a value head."""
     T = config.train.seq_len
     if kernel == "triton":
-        if has_window(config):
+        if any(0 < run.window < T for run in config.model.runs):
             return "it does not support --model.sliding_window"
         if T % GPU_TILE:
             return f"sequences of {T} are not a multiple of {GPU_TILE}"
@@ -176,11 +176,6 @@ def describe_experts(config: utils.Config, platform: str) -> str:
     kernel, own = choose_experts_kernel(config, platform), EXPERTS_KERNELS.get(platform[:3])
     why = experts_problem(config, platform, own) if own and m.experts_kernel == "auto" else ""
     return f"{kernel} ({own}: {why})" if why else kernel
-
-
-def has_window(config: utils.Config) -> bool:
-    """Return whether a layer attends to fewer positions than there are."""
-    return any(0 < run.window < config.train.seq_len for run in config.model.runs)
 
 
 def computed_share(config: utils.Config, platform: str, window: int = 0) -> float:

@@ -116,13 +116,7 @@ def _triton(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions of grouped_triton.py."""
     from device_kernels import grouped_triton
 
-    def run_rows(x: Any, w: Any, tiles: Tiles, transposed: bool, interpret: bool) -> Any:
-        return grouped_triton.rows(tile, x, w, tiles.expert_i, transposed, interpret)
-
-    def run_matrices(x: Any, y: Any, tiles: Tiles, interpret: bool) -> Any:
-        return grouped_triton.matrices(tile, x, y, tiles.first_e, interpret)
-
-    return run_rows, run_matrices
+    return partial(grouped_triton.rows, tile), partial(grouped_triton.matrices, tile)
 
 
 def _megablox(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -28,6 +28,7 @@ import sharded_model
 import train
 from data.tokenizer import Tokenizer, check_ids, encode_continuation
 from model import Transformer
+from runtime import cli
 from runtime.console import is_primary
 from utils import LANES, Config, ConfigError, changed
 
@@ -41,16 +42,8 @@ class Question:
 
 def read_questions(file: Path) -> list[Question]:
     """Raises ConfigError that names an invalid line, and why."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--questions {file} cannot be read: {error}.") from None
-    questions = [
-        parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not questions:
-        raise ConfigError(f"--questions {file} is empty. Write a question in each line.")
-    return questions
+    lines = cli.read_lines("questions", file, "question")
+    return [parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse(line: str, where: str) -> Question:
