@@ -187,11 +187,9 @@ def choices(config: Config, count: int, simulated: bool) -> Iterator[dict[str, A
     replica, set_count = config.mesh.replica, config.train.microbatches
     remat = "none" if simulated or config.pipeline.split_backward else "full"
 
-    def preference(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        fsdp, _, tensor = shape
-        return -max(shape) if simulated else 0, fsdp, tensor
-
-    for shape in sorted(hardware.meshes(count, replica), key=preference, reverse=True):
+    shapes = hardware.meshes(count, replica)
+    shapes.sort(key=lambda shape: (max(shape) if simulated else 0, -shape[0], -shape[2]))
+    for shape in shapes:
         sequences = config.train.global_batch_size // (replica * shape[0])
         counts = [set_count] if set_count else hardware.divisors(sequences)
         counts = sorted(counts, key=lambda n: abs(n - USUAL) if simulated else -n)

@@ -91,6 +91,7 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
 def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, narrow: int) -> str:
     """Return the same of cudnn or triton, for the widths of a query and of a value head."""
     T = config.train.seq_len
+    only_narrow = platform.startswith("gpu") and not 9 <= capability(platform) < 12
     if kernel == "triton":
         if any(0 < run.window < T for run in config.model.runs):
             return "it does not support --model.sliding_window"
@@ -102,22 +103,15 @@ def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, n
         return "it does not support --data.segments"
     elif wide % 8 or narrow % 8:
         return f"head widths {wide} and {narrow} are not multiples of 8"
-    elif only_narrow_heads(platform) and (wide != narrow or wide > 128):
+    # Gradients on Hopper, and on Blackwell in data centers, do not need this. For capability 12 JAX
+    # has no check, and PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
+    elif only_narrow and (wide != narrow or wide > 128):
         return f"on these GPUs it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
 
 def is_old_gpu(platform: str) -> bool:
     return platform.startswith("gpu") and capability(platform) < 8
-
-
-def only_narrow_heads(platform: str) -> bool:
-    """Return whether cuDNN's gradients need equal head widths up to 128.
-
-    Those of Hopper and of Blackwell in data centers do not. For capability 12 JAX has no check, and
-    PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
-    """
-    return platform.startswith("gpu") and not 9 <= capability(platform) < 12
 
 
 def fuses_loss(config: utils.Config, platform: str) -> bool:

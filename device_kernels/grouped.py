@@ -84,23 +84,14 @@ def kernel_of(name: str, tile: int, counted: int) -> Kernel:
     """
     run_rows, run_matrices = {"triton": _triton, "megablox": _megablox}[name](tile)
 
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+    def named(run: Callable[..., Any], *transposed: bool) -> Callable[..., Any]:
+        def function(a: Any, b: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
+            return [run(a, b, Tiles(*tiles), *transposed, interpret)]
+
         function.__name__ = f"grouped_{counted}_rows"  # see counted_rows
         return jax.named_scope(function.__name__)(function)
 
-    @named
-    def rows(x: Any, w: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_rows(x, w, Tiles(*tiles), False, interpret)]
-
-    @named
-    def transposed(y: Any, w: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_rows(y, w, Tiles(*tiles), True, interpret)]
-
-    @named
-    def matrices(x: Any, y: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_matrices(x, y, Tiles(*tiles), interpret)]
-
-    return Kernel(rows, transposed, matrices)
+    return Kernel(named(run_rows, False), named(run_rows, True), named(run_matrices))
 
 
 def counted_rows(text: str) -> int:

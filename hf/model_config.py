@@ -11,8 +11,6 @@ from hf import families
 from hf.families import FAMILIES, GROUPED_FAMILIES, OF_EXPERTS, OWN, V2, V3
 from utils import FULL_ATTENTION, SLIDING_ATTENTION, Config, ConfigError
 
-Ids = int | list[int]  # one token or several
-
 # Settings of all families, with the same name and meaning in config.json.
 REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -100,7 +98,7 @@ def _fixed(kind: str, has_experts: bool, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, Any]:
+def to_hf(config: Config, kind: str, dtype: str, end_of_text: int | list[int]) -> dict[str, Any]:
     """Return the config.json of a model."""
     m, scaling, length = config.model, None, config.train.seq_len
     if (s := m.rope_scaling).factor > 1:

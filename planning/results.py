@@ -171,14 +171,10 @@ class Candidate:
     predicted: Prediction
 
     @property
-    def memory(self) -> int:
-        return self.predicted.memory_bytes_per_chip
-
-    @property
     def order(self) -> tuple[float, int]:
         """The smallest is best: step time (FLOPs if the chip is unknown), then memory."""
         p = self.predicted
-        return p.step_s or p.flops_per_chip, self.memory
+        return p.step_s or p.flops_per_chip, p.memory_bytes_per_chip
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first
     assert heads in found.rejected[1, 1, 4]
     times = [c.predicted.step_s for c in found.best]
     assert times == sorted(times)
-    assert all(c.memory <= results.usable_bytes(V4) for c in found.best)
+    assert all(c.predicted.memory_bytes_per_chip <= results.usable_bytes(V4) for c in found.best)
 
 
 def test_shared_traces_predict_what_separate_traces_predict(found):
