@@ -61,10 +61,6 @@ def product(kernel: Kernel, tiles: Tiles, x_pD: jax.Array, w_eDZ: jax.Array) -> 
     return y_pZ
 
 
-def _product_forward(kernel: Kernel, *args: Any) -> tuple[jax.Array, Any]:
-    return product(kernel, *args), args
-
-
 def _product_backward(kernel: Kernel, residuals: Any, d_y_pZ: jax.Array) -> tuple:
     tiles, x_pD, w_eDZ = residuals
     [d_x_pD] = foreign_p.bind(d_y_pZ, w_eDZ, *tiles, function=kernel.transposed)
@@ -72,7 +68,7 @@ def _product_backward(kernel: Kernel, residuals: Any, d_y_pZ: jax.Array) -> tupl
     return None, d_x_pD, d_w_eDZ
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda kernel, *args: (product(kernel, *args), args), _product_backward)
 
 
 @cache  # one object for equal arguments, so that equal programs compare as equal

@@ -61,11 +61,7 @@ GROUPED = {
     "attention.key_value.key": "self_attn.k_proj.weight",
     "attention.key_value.value": "self_attn.v_proj.weight",
 }
-BIASES = {
-    "attention.query_bias": "self_attn.q_proj.bias",
-    "attention.key_value.key_bias": "self_attn.k_proj.bias",
-    "attention.key_value.value_bias": "self_attn.v_proj.bias",
-}
+BIASES = {f"{n}_bias": theirs.replace("weight", "bias") for n, theirs in GROUPED.items()}
 NORMS = {
     "attention.query_norm": "self_attn.q_norm.weight",
     "attention.key_norm": "self_attn.k_norm.weight",
