@@ -281,22 +281,24 @@ def topology(chip: Chip, chips: int) -> str:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
+MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
+
+
 @cache
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def meshes(chips: int, replica: int = 1) -> list[tuple[int, int, int]]:
-    """Return every (fsdp, pipeline, tensor) of a replica; `chips` counts those of all replicas."""
-    if chips % replica:
-        return []
+def meshes(chips: int, replica: int = 1, sizes: MeshShape = (0, 0, 0)) -> list[MeshShape]:
+    """Return every shape of a replica with these sizes, 0 for any; `chips` are of all replicas."""
     each = chips // replica
-    return [
+    shapes = (
         (each // (pipeline * tensor), pipeline, tensor)
-        for pipeline in divisors(each)
+        for pipeline in (divisors(each) if chips % replica == 0 else [])
         for tensor in divisors(each // pipeline)
-    ]
+    )
+    return [s for s in shapes if all(size in (0, n) for size, n in zip(sizes, s, strict=True))]
 
 
 # --- model FLOPs and MFU --------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import utils
-from hardware import Chip
+from hardware import Chip, MeshShape
 from planning import rates
 from utils import GIB, Config
 
@@ -29,8 +29,6 @@ SEARCHED_FLAGS = (
 FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
 CHIP_PARTS = ("compute", "memory")  # of the seconds of a step; the others are those of links
-
-MeshShape = tuple[int, int, int]  # (fsdp, pipeline, tensor)
 
 
 def usable_bytes(chip: Chip | None) -> float:
