@@ -184,8 +184,9 @@ FAMILIES = {
     QWEN3_MOE: grouped(
         "Qwen3MoeForCausalLM",
         NORMS | MOE,
-        {"n_routed_experts": "num_experts", "decoder_sparse_step": "decoder_sparse_step"}
-        | same("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        {"n_routed_experts": "num_experts"}
+        | same("num_experts_per_tok", "moe_intermediate_size")
+        | same("norm_topk_prob", "decoder_sparse_step"),
         {"qk_norm": True},
         {"norm_topk_prob": False, "decoder_sparse_step": 1},
     ),

@@ -23,7 +23,7 @@ NO_WEIGHT = (
     *("max_position_embeddings", "bos_token_id", "pad_token_id", "initializer_range"),
     *("attention_dropout", "router_aux_loss_coef"),
 )
-NOT_IMPLEMENTED = (
+NOT_IMPLEMENTED = (  # settings that are refused unless they are absent or false
     *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     *("mlp_bias", "mlp_only_layers"),
 )
