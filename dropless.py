@@ -145,13 +145,8 @@ def run_tiles(passes: Passes, begin: jax.Array, count: int, *inputs: jax.Array) 
 def grouped_product(passes: Passes, tiles: grouped.Tiles, x_pD: jax.Array, w: Any) -> jax.Array:
     """Multiply each row with the matrix of its tile's expert, and with its adapter."""
     if isinstance(w, matrix.Biased):
-        y_pZ, bias_iZ = (
-            grouped_product(passes, tiles, x_pD, w.base),
-            read_rows(w.bias, tiles.expert_i),
-        )
-        return (y_pZ.reshape(len(bias_iZ), -1, y_pZ.shape[-1]) + bias_iZ[:, None]).reshape(
-            y_pZ.shape
-        )
+        bias_pZ = jnp.repeat(read_rows(w.bias, tiles.expert_i), passes.tile, axis=0)
+        return grouped_product(passes, tiles, x_pD, w.base) + bias_pZ
     if not isinstance(w, matrix.Adapted):
         return grouped.product(passes.kernel, tiles, x_pD, w)
     y_pZ = grouped.product(passes.kernel, tiles, x_pD, lax.stop_gradient(w.base))

@@ -98,10 +98,7 @@ def concatenate_gate_up(w: Experts, dtype: jnp.dtype) -> Any:
 
     It is a copy, which pays off where an expert has more than about 4 G rows.
     """
-    both = matrix.side_by_side(w.gate, w.up, dtype)
-    if w.gate_bias is None:
-        return both
-    return matrix.Biased(both, jnp.concatenate([w.gate_bias, w.up_bias], axis=-1))
+    return matrix.side_by_side(*w.inputs(), dtype)
 
 
 # --- within a capacity ----------------------------------------------------------------------------

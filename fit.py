@@ -183,23 +183,19 @@ def by_rule(config: Config, count: int, simulated: bool = False) -> Config:
 
 
 def choices(config: Config, count: int, simulated: bool) -> Iterator[dict[str, Any]]:
-    """Yield settings for this many devices that agree with what is set, best first."""
+    """Yield values of utils.AUTO for this many devices that agree with what is set, best first."""
     replica, set_count = config.mesh.replica, config.train.microbatches
     remat = "none" if simulated or config.pipeline.split_backward else "full"
-
-    def preference(shape: tuple[int, ...]) -> tuple[int, int, int]:
-        fsdp, *_, tensor = shape
-        return -max(shape) if simulated else 0, fsdp, tensor
-
-    for shape in sorted(hardware.meshes(config, count), key=preference, reverse=True):
+    shapes = hardware.meshes(config, count, config.mesh.shape[1:])
+    shapes.sort(key=lambda shape: (max(shape) if simulated else 0, -shape[0], -shape[-1]))
+    for shape in shapes:
         sequences = config.train.global_batch_size // (replica * shape[0])
         counts = [set_count] if set_count else hardware.divisors(sequences)
         counts = sorted(counts, key=lambda n: abs(n - USUAL) if simulated else -n)
         for virtual, microbatches in itertools.product((2, 1) if shape[1] > 1 else (1,), counts):
-            ranks = dict(zip((*MESH, "mesh.virtual"), (replica, *shape, virtual), strict=True))
-            if all(get(config, name) in (0, value) for name, value in ranks.items()):
-                others = {"fsdp.gather": "step", "train.remat": remat}
-                yield ranks | others | {"train.microbatches": microbatches}
+            if config.mesh.virtual in (0, virtual):
+                values = replica, *shape, virtual, microbatches, remat, "step"
+                yield dict(zip(utils.AUTO, values, strict=True))
 
 
 def why_not(config: Config) -> str | None:

@@ -112,14 +112,7 @@ def read_prompts(flags: Flags) -> list[str]:
     """Return the texts to continue. Raises ConfigError for an empty or unreadable file."""
     if flags.prompts is None:
         return [] if flags.prompt is None else [flags.prompt]
-    try:
-        # splitlines would split at U+2028 too.
-        lines = [line for line in flags.prompts.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {flags.prompts} cannot be read: {error}.") from None
-    if not lines:
-        raise ConfigError(f"--prompts {flags.prompts} is empty. Write a text in each line.")
-    return lines
+    return [line for line in cli.read_lines("prompts", flags.prompts, "text") if line]
 
 
 def check_texts(texts: list[list[int]], prompts: list[str], context: int) -> None:

@@ -281,31 +281,30 @@ def topology(chip: Chip, chips: int) -> str:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
+MeshShape = tuple[int, int, int, int]  # (fsdp, pipeline, context, tensor)
+LEAST_POSITIONS = 4096  # of a rank of context, in a mesh that is not set
+
+
 @cache
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-LEAST_POSITIONS = 4096  # of a rank of context, in a mesh that is not set
+def meshes(config: utils.Config, chips: int, sizes: MeshShape = (0, 0, 0, 0)) -> list[MeshShape]:
+    """Return every shape of a replica with these sizes, 0 for any; `chips` are of all replicas.
 
-
-def meshes(config: utils.Config, chips: int) -> list[tuple[int, int, int, int]]:
-    """Return every (fsdp, pipeline, context, tensor) of a replica.
-
-    chips  those of all replicas.
+    A rank of context has at least LEAST_POSITIONS, unless its size is given.
     """
-    if chips % config.mesh.replica:
-        return []
     each = chips // config.mesh.replica
-    most = max(1, config.train.seq_len // LEAST_POSITIONS, config.mesh.context)
-    return [
+    shapes = (
         (each // (pipeline * context * tensor), pipeline, context, tensor)
-        for pipeline in divisors(each)
+        for pipeline in (divisors(each) if chips % config.mesh.replica == 0 else [])
         for context in divisors(each // pipeline)
         for tensor in divisors(each // (pipeline * context))
-        if context <= most
-    ]
+        if context == 1 or sizes[2] or context * LEAST_POSITIONS <= config.train.seq_len
+    )
+    return [s for s in shapes if all(size in (0, n) for size, n in zip(sizes, s, strict=True))]
 
 
 # --- model FLOPs and MFU --------------------------------------------------------------------------

@@ -58,10 +58,6 @@ class Biased:
     base: Any  # the matrix, also Adapted
     bias: Any  # [batch, columns]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
     def multiply(self, matmul: Matmul, formula: str, x: jax.Array) -> jax.Array:
         """Return x W + bias.  formula: as in weights.matmul."""
         _, w_dims, y_dims = formula.replace("->", ",").split(",")
@@ -119,6 +115,8 @@ def of_side(w: Any, side: str, function: Callable) -> Any:
 
 def side_by_side(w: Any, v: Any, dtype: jnp.dtype) -> Any:
     """Return a matrix with the columns of w, then those of v: [e, rows, columns] each."""
+    if isinstance(w, Biased):
+        return Biased(side_by_side(w.base, v.base, dtype), jnp.concatenate([w.bias, v.bias], -1))
     w, v = expanded(w, dtype), expanded(v, dtype)
     if not isinstance(w, Adapted):
         return jnp.concatenate([w, v], axis=-1)

@@ -156,16 +156,12 @@ class Schedule:
 
     def tasks_at(self, tick: int, rank: int) -> list[tuple[str, int, int]]:
         """Return (`fwd`, `bwd` or `wgt`, chunk, microbatch) of each task in a tick, in order."""
-        forward, backward = self.forward_number(tick, rank), self.backward_number(tick, rank)
-        weights = self.weight_number(tick)
-        tasks = []
-        if self.is_task(forward):
-            tasks.append(("fwd", *self.forward_task(forward)))
-        if self.is_task(backward):
-            tasks.append(("bwd", *self.backward_task(backward)))
-        if self.is_task(weights):
-            tasks.append(("wgt", *self.backward_task(weights)))
-        return tasks
+        kinds = (
+            ("fwd", self.forward_task, self.forward_number(tick, rank)),
+            ("bwd", self.backward_task, self.backward_number(tick, rank)),
+            ("wgt", self.backward_task, self.weight_number(tick)),
+        )
+        return [(kind, *task(number)) for kind, task, number in kinds if self.is_task(number)]
 
     def tasks(self, rank: int) -> list[str]:
         """Return `fwd_<stage>__<microbatch>`, `bwd_...`, `wgt_...` in the order of execution."""

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from runtime.storage import check_not_pointer
 from utils import ConfigError
@@ -22,17 +22,11 @@ MODEL_SETTINGS = ("generation_config.json", "config.json")  # ids of the tokens 
 SETTINGS_FILES = (SETTINGS, SPECIAL_NAMES, CHAT_TEMPLATE, *MODEL_SETTINGS)
 
 
-def byte_characters() -> list[str]:
-    """Return the character that spells each byte: its own if printable, else the next from 256 on.
-
-    Source  bytes_to_unicode of GPT-2's encoder.py.
-    """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-BYTES = {character: byte for byte, character in enumerate(byte_characters())}
+# The byte that each character spells: its own number if that is below 256, else the next of those
+# that no character has, as in bytes_to_unicode of GPT-2's encoder.py.
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_OTHERS = sorted({*range(256)} - {*map(ord, _ALPHABET)})
+BYTES = dict(zip(_ALPHABET, [*(ord(c) for c in _ALPHABET if ord(c) < 256), *_OTHERS], strict=True))
 SPACE = "\u2581"
 FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 

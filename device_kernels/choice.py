@@ -90,12 +90,14 @@ def kernel_problem(config: utils.Config, platform: str, kernel: str) -> str:
 
 def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, narrow: int) -> str:
     """Return the same of cudnn or triton, for the widths of a query and of a value head."""
-    context = config.mesh.context
-    if context > 1 and (config.data.segments or has_window(config)):
+    T, context = config.train.seq_len, config.mesh.context
+    window = any(0 < run.window < T for run in config.model.runs)
+    if context > 1 and (config.data.segments or window):
         setting = "--data.segments" if config.data.segments else "--model.sliding_window"
         return f"it does not support {setting} with --mesh.context {context}"
+    only_narrow = platform.startswith("gpu") and not 9 <= capability(platform) < 12
     if kernel == "triton":
-        if has_window(config):
+        if window:
             return "it does not support --model.sliding_window"
         if problem := length_problem(config, GPU_TILE):
             return problem
@@ -105,7 +107,9 @@ def width_problem(config: utils.Config, platform: str, kernel: str, wide: int, n
         return "it does not support --data.segments"
     elif wide % 8 or narrow % 8:
         return f"head widths {wide} and {narrow} are not multiples of 8"
-    elif only_narrow_heads(platform) and (wide != narrow or wide > 128):
+    # Gradients on Hopper, and on Blackwell in data centers, do not need this. For capability 12 JAX
+    # has no check, and PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
+    elif only_narrow and (wide != narrow or wide > 128):
         return f"on these GPUs it needs one head width up to 128, not {wide} and {narrow}"
     return f"heads of {wide} are wider than 256" if wide > 256 else ""
 
@@ -125,15 +129,6 @@ def length_problem(config: utils.Config, tile: int) -> str:
 
 def is_old_gpu(platform: str) -> bool:
     return platform.startswith("gpu") and capability(platform) < 8
-
-
-def only_narrow_heads(platform: str) -> bool:
-    """Return whether cuDNN's gradients need equal head widths up to 128.
-
-    Those of Hopper and of Blackwell in data centers do not. For capability 12 JAX has no check, and
-    PyTorch has this one (github.com/pytorch/pytorch/issues/181379).
-    """
-    return platform.startswith("gpu") and not 9 <= capability(platform) < 12
 
 
 def fuses_loss(config: utils.Config, platform: str) -> bool:
@@ -192,11 +187,6 @@ def describe_experts(config: utils.Config, platform: str) -> str:
     kernel, own = choose_experts_kernel(config, platform), EXPERTS_KERNELS.get(platform[:3])
     why = experts_problem(config, platform, own) if own and m.experts_kernel == "auto" else ""
     return f"{kernel} ({own}: {why})" if why else kernel
-
-
-def has_window(config: utils.Config) -> bool:
-    """Return whether a layer attends to fewer positions than there are."""
-    return any(0 < run.window < config.train.seq_len for run in config.model.runs)
 
 
 def computed_share(config: utils.Config, platform: str, window: int = 0) -> float:

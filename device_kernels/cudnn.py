@@ -83,7 +83,9 @@ def cudnn_kernel(scale: float, window: int, causal: bool = True) -> Kernel:
         d_q = product("bnTS,bSnA->bTnA", d_bnTS, k)
         d_k = product("bnTS,bTnA->bSnA", d_bnTS, q)
         d_v = product("bnTS,bTnW->bSnW", share_bnTS.astype(q.dtype), grad)
-        return [d.astype(q.dtype) for d in (d_q, *per_key_head(key, d_k, d_v))]
+        # Summed over the query heads of each key head.
+        d_k, d_v = (d.reshape(*key.shape[:3], -1, d.shape[-1]).sum(3) for d in (d_k, d_v))
+        return [d.astype(q.dtype) for d in (d_q, d_k, d_v)]
 
     return Kernel(cudnn_plain, cudnn_forward, cudnn_backward)
 
@@ -99,8 +101,3 @@ def scores(q: Any, k: Any, scale: float, window: int, causal: bool) -> jax.Array
     if window:
         visible &= ~jnp.tri(T, k=-window, dtype=bool)
     return jnp.where(visible, scale * product, -jnp.inf)
-
-
-def per_key_head(k: Any, *gradients: Any) -> list[jax.Array]:
-    """Sum over the query heads of each key head."""
-    return [g.reshape(*k.shape[:3], -1, g.shape[-1]).sum(3) for g in gradients]

@@ -61,10 +61,6 @@ def product(kernel: Kernel, tiles: Tiles, x_pD: jax.Array, w_eDZ: jax.Array) -> 
     return y_pZ
 
 
-def _product_forward(kernel: Kernel, *args: Any) -> tuple[jax.Array, Any]:
-    return product(kernel, *args), args
-
-
 def _product_backward(kernel: Kernel, residuals: Any, d_y_pZ: jax.Array) -> tuple:
     tiles, x_pD, w_eDZ = residuals
     [d_x_pD] = foreign_p.bind(d_y_pZ, w_eDZ, *tiles, function=kernel.transposed)
@@ -72,7 +68,7 @@ def _product_backward(kernel: Kernel, residuals: Any, d_y_pZ: jax.Array) -> tupl
     return None, d_x_pD, d_w_eDZ
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda kernel, *args: (product(kernel, *args), args), _product_backward)
 
 
 @cache  # one object for equal arguments, so that equal programs compare as equal
@@ -84,23 +80,14 @@ def kernel_of(name: str, tile: int, counted: int) -> Kernel:
     """
     run_rows, run_matrices = {"triton": _triton, "megablox": _megablox}[name](tile)
 
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+    def named(run: Callable[..., Any], *transposed: bool) -> Callable[..., Any]:
+        def function(a: Any, b: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
+            return [run(a, b, Tiles(*tiles), *transposed, interpret)]
+
         function.__name__ = f"grouped_{counted}_rows"  # see counted_rows
         return jax.named_scope(function.__name__)(function)
 
-    @named
-    def rows(x: Any, w: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_rows(x, w, Tiles(*tiles), False, interpret)]
-
-    @named
-    def transposed(y: Any, w: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_rows(y, w, Tiles(*tiles), True, interpret)]
-
-    @named
-    def matrices(x: Any, y: Any, *tiles: Any, interpret: bool) -> list[jax.Array]:
-        return [run_matrices(x, y, Tiles(*tiles), interpret)]
-
-    return Kernel(rows, transposed, matrices)
+    return Kernel(named(run_rows, False), named(run_rows, True), named(run_matrices))
 
 
 def counted_rows(text: str) -> int:
@@ -116,13 +103,7 @@ def _triton(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions of grouped_triton.py."""
     from device_kernels import grouped_triton
 
-    def run_rows(x: Any, w: Any, tiles: Tiles, transposed: bool, interpret: bool) -> Any:
-        return grouped_triton.rows(tile, x, w, tiles.expert_i, transposed, interpret)
-
-    def run_matrices(x: Any, y: Any, tiles: Tiles, interpret: bool) -> Any:
-        return grouped_triton.matrices(tile, x, y, tiles.first_e, interpret)
-
-    return run_rows, run_matrices
+    return partial(grouped_triton.rows, tile), partial(grouped_triton.matrices, tile)
 
 
 def _megablox(tile: int) -> tuple[Callable[..., Any], Callable[..., Any]]:

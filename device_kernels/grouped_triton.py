@@ -18,13 +18,13 @@ BLOCKS, STEP, STEPS = (128, 64, 32, 16), 64, 3
 
 
 def rows(
-    tile: int, x: jax.Array, w: jax.Array, expert_i: jax.Array, transposed: bool, interpret: bool
+    tile: int, x: jax.Array, w: jax.Array, tiles: Any, transposed: bool, interpret: bool
 ) -> jax.Array:
     """Return the product of each tile of x [p, D] with its expert's matrix: [p, Z].
 
-    tile      its rows.
-    w         [e, D, Z], or [e, Z, D] if transposed.
-    expert_i  the expert of each tile; the number of experts for tiles behind the last.
+    tile   its rows.
+    w      [e, D, Z], or [e, Z, D] if transposed.
+    tiles  grouped.Tiles
     """
     (p, D), experts, Z = x.shape, w.shape[0], w.shape[1 if transposed else 2]
     block, step = _block(Z), min(STEP, _block(D))
@@ -56,17 +56,15 @@ def rows(
         compiler_params=_options(tile),
         interpret=interpret,
         name="grouped_rows",
-    )(x, w, expert_i)
+    )(x, w, tiles.expert_i)
 
 
-def matrices(
-    tile: int, x: jax.Array, y: jax.Array, first_e: jax.Array, interpret: bool
-) -> jax.Array:
+def matrices(tile: int, x: jax.Array, y: jax.Array, tiles: Any, interpret: bool) -> jax.Array:
     """Return x^T y [e, D, Z] of the rows of each expert, from x [p, D] and y [p, Z].
 
-    first_e  [experts + 1] first tile of each expert, and the end of the last.
+    tiles  grouped.Tiles
     """
-    (p, D), Z, experts = x.shape, y.shape[1], first_e.size - 1
+    (p, D), Z, experts = x.shape, y.shape[1], tiles.first_e.size - 1
     blocks, step = (_block(D), _block(Z)), min(STEP, tile)
 
     def body(x: Any, y: Any, first: Any, w: Any) -> None:
@@ -86,13 +84,13 @@ def matrices(
     return pallas.pallas_call(
         body,
         grid=(pallas.cdiv(Z, blocks[1]), pallas.cdiv(D, blocks[0]), experts),
-        in_specs=[_whole(x), _whole(y), _whole(first_e)],
+        in_specs=[_whole(x), _whole(y), _whole(tiles.first_e)],
         out_specs=pallas.BlockSpec((None, D, Z), lambda j, i, e: (e, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((experts, D, Z), x.dtype),
         compiler_params=_options(tile),
         interpret=interpret,
         name="grouped_matrices",
-    )(x, y, first_e)
+    )(x, y, tiles.first_e)
 
 
 def _options(tile: int) -> Any:

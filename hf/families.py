@@ -61,11 +61,7 @@ GROUPED = {
     "attention.key_value.key": "self_attn.k_proj.weight",
     "attention.key_value.value": "self_attn.v_proj.weight",
 }
-BIASES = {
-    "attention.query_bias": "self_attn.q_proj.bias",
-    "attention.key_value.key_bias": "self_attn.k_proj.bias",
-    "attention.key_value.value_bias": "self_attn.v_proj.bias",
-}
+BIASES = {f"{n}_bias": theirs.replace("weight", "bias") for n, theirs in GROUPED.items()}
 NORMS = {
     "attention.query_norm": "self_attn.q_norm.weight",
     "attention.key_norm": "self_attn.k_norm.weight",
@@ -136,9 +132,6 @@ MIXTRAL_SETTINGS = WINDOW | {
     "n_routed_experts": "num_local_experts",
     "moe_intermediate_size": "intermediate_size",
 }
-QWEN3_MOE_SETTINGS = {"n_routed_experts": "num_experts"} | same(
-    *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
-)
 LATENT_SETTINGS = same(
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
@@ -176,11 +169,6 @@ def grouped(
 
 OF_OLMO = {"norms": "after", "qk_norm": True, "qk_norm_all_heads": True}
 OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 5e5}
-OLMO3_DEFAULTS = OLMO_DEFAULTS | {
-    "sliding_window": 4096,
-    "layer_types": (SLIDING_ATTENTION,) * 3 + (FULL_ATTENTION,),
-    "rope_local_base_freq": 0.0,  # that of the other layers
-}
 # A setting that is None depends on the size of the model: hf/model_config.py.
 FAMILIES = {
     LLAMA: grouped("LlamaForCausalLM", {}),
@@ -196,7 +184,9 @@ FAMILIES = {
     QWEN3_MOE: grouped(
         "Qwen3MoeForCausalLM",
         NORMS | MOE,
-        QWEN3_MOE_SETTINGS,
+        {"n_routed_experts": "num_experts"}
+        | same("num_experts_per_tok", "moe_intermediate_size")
+        | same("norm_topk_prob", "decoder_sparse_step"),
         {"qk_norm": True},
         {"norm_topk_prob": False, "decoder_sparse_step": 1},
     ),
@@ -226,7 +216,10 @@ FAMILIES = {
         NORMS_ALL_HEADS | NORMS_AFTER,
         WINDOW | same("rope_local_base_freq"),
         OF_OLMO | {"layer_types": None},
-        OLMO3_DEFAULTS,
+        # rope_local_base_freq 0 is that of the other layers
+        OLMO_DEFAULTS
+        | {"sliding_window": 4096, "rope_local_base_freq": 0.0}
+        | {"layer_types": (SLIDING_ATTENTION,) * 3 + (FULL_ATTENTION,)},
     ),
     SMOLLM3: grouped(
         "SmolLM3ForCausalLM",

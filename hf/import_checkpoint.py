@@ -21,7 +21,6 @@ from runtime.errors import listed
 from utils import ConfigError
 
 PREFIX = "model."  # of all weights but the output matrix
-ADAPTER = "adapter_config.json"
 SCALE = "_scale_inv"  # suffix of the scales of a float8 tensor
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the parts of a tensor in MXFP4
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # by the low three bits of a code
@@ -56,7 +55,7 @@ def read_config(folder: Path) -> tuple[HfModel, dict[str, Any]]:
     file = folder / "config.json"
     if not file.is_file():
         fix = "Give the folder of a model."
-        if (folder / ADAPTER).is_file():
+        if (folder / "adapter_config.json").is_file():
             fix = "It is an adapter. Merge it into its base model (merge_and_unload of peft)."
         raise ConfigError(f"--folder {folder} has no config.json. {fix}")
     table = hf_tokenizer.read_settings(file)

@@ -11,8 +11,6 @@ from hf import families
 from hf.families import FAMILIES, GROUPED_FAMILIES, OF_EXPERTS, OWN, V2, V3
 from utils import FULL_ATTENTION, SLIDING_ATTENTION, Config, ConfigError
 
-Ids = int | list[int]  # one token or several
-
 # Settings of all families, with the same name and meaning in config.json.
 REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -25,7 +23,7 @@ NO_WEIGHT = (
     *("max_position_embeddings", "bos_token_id", "pad_token_id", "initializer_range"),
     *("attention_dropout", "router_aux_loss_coef"),
 )
-NOT_IMPLEMENTED = (
+NOT_IMPLEMENTED = (  # settings that are refused unless they are absent or false
     *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     *("mlp_bias", "mlp_only_layers"),
 )
@@ -100,7 +98,7 @@ def _fixed(kind: str, has_experts: bool, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def to_hf(config: Config, kind: str, dtype: str, end_of_text: Ids) -> dict[str, Any]:
+def to_hf(config: Config, kind: str, dtype: str, end_of_text: int | list[int]) -> dict[str, Any]:
     """Return the config.json of a model."""
     m, scaling, length = config.model, None, config.train.seq_len
     if (s := m.rope_scaling).factor > 1:

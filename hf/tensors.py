@@ -132,9 +132,10 @@ def tensor_shapes(
 def _mapping(
     name: str, shape: tuple[int, ...], m: utils.Model, kind: str, interleaved: bool
 ) -> WeightMapping:
+    # Gemma stores what the scale of a norm differs from 1 by.
+    offset = float(kind == GEMMA3 and "norm" in name.rpartition(".")[2])
     if name in OUTSIDE_LAYERS:
         rows = 0 if name == "last.norm" else m.vocab_size
-        offset = _offset(name, kind)
         return WeightMapping(name, shape, 0, {(): OUTSIDE_LAYERS[name]}, rows=rows, offset=offset)
     where, part, in_layer = name.split(".", 2)
     [run] = [run for run in (*m.prefix, *m.runs) if run.name == part]
@@ -160,10 +161,4 @@ def _mapping(
         return WeightMapping(name, shape, stack_dims, tensor_names, columns=columns)
     input_dims = is_matrix * (2 if in_layer == "attention.out" else 1)
     rotary = is_rotary * m.qk_rope_head_dim
-    offset = _offset(name, kind)
     return WeightMapping(name, shape, stack_dims, tensor_names, input_dims, rotary, offset=offset)
-
-
-def _offset(name: str, kind: str) -> float:
-    """Return 1 for the scale of a norm of Gemma, which stores what it differs from 1 by."""
-    return float(kind == GEMMA3 and "norm" in name.rpartition(".")[2])

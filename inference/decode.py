@@ -235,9 +235,7 @@ def attend(
             for a in cache
         )
         key_b1s = begin + jnp.arange(KEY_BLOCK, dtype=jnp.int32)[None, None, :]
-        if not window:
-            return softmax.update(q_bTygA, cached, key_b1s < past.start_b[:, None, None])
-        # A slot of a ring has the last of its positions before the new ones; negative if none.
+        # A slot has the last of its positions before the new ones; negative if none.
         last_b11 = past.start_b[:, None, None] - 1
         key_b1s = last_b11 - (last_b11 - key_b1s) % S
         return softmax.update(q_bTygA, cached, (key_b1s >= 0) & near(key_b1s))
@@ -249,8 +247,7 @@ def attend(
     start = Softmax(*empty, jnp.zeros((*q_bTygA.shape[:-1], C), jnp.float32))
     causal = jnp.tril(jnp.ones((T, T), bool))[None] & near(position_bT1.swapaxes(1, 2))
     softmax = vary(start.update(q_bTygA, new, causal), varying((q_bTnA, past.cache)))
-    blocks = -(-past.start_b.max() // KEY_BLOCK)
-    blocks = jnp.minimum(blocks, S // KEY_BLOCK) if window else blocks
+    blocks = jnp.minimum(-(-past.start_b.max() // KEY_BLOCK), S // KEY_BLOCK)
     softmax = lax.fori_loop(0, blocks, block, softmax)
     y_bTygC = softmax.y_bTygC / softmax.sum_bTyg[..., None]
     return y_bTygC.astype(q_bTnA.dtype).reshape(b, T, n, C)

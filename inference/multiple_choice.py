@@ -8,6 +8,7 @@ choice begins with the space it needs. The model's answer is the choice of the h
 length-normalised, it is the choice of the highest log-probability per byte.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ import sharded_model
 import train
 from data.tokenizer import Tokenizer, check_ids, encode_continuation
 from model import Transformer
+from runtime import cli
 from runtime.console import is_primary
 from utils import LANES, Config, ConfigError, changed
 
@@ -41,35 +43,22 @@ class Question:
 
 def read_questions(file: Path) -> list[Question]:
     """Raises ConfigError that names an invalid line, and why."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--questions {file} cannot be read: {error}.") from None
-    questions = [
-        parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not questions:
-        raise ConfigError(f"--questions {file} is empty. Write a question in each line.")
-    return questions
+    lines = cli.read_lines("questions", file, "question")
+    return [parse(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse(line: str, where: str) -> Question:
-    try:
-        fields = json.loads(line)
-        q = Question(fields["prompt"], fields["choices"], fields["answer"])
-        texts = all(isinstance(text, str) for text in (q.prompt, *q.choices)) and all(q.choices)
-        enough = isinstance(q.choices, list) and len(q.choices) > 1
-        has_answer = type(q.answer) is int and q.answer in range(len(q.choices))
-        is_question = texts and enough and has_answer
-    except (ValueError, KeyError, TypeError):
-        is_question = False
-    if not is_question:
-        raise ConfigError(
-            f'{where} is not a question. Write it as {{"prompt": "2 + 2 =", "choices": [" 3", '
-            '" 4"], "answer": 1}, with two or more choices that are not empty, and the number of '
-            "the right one, from 0."
-        )
-    return q
+    with contextlib.suppress(ValueError):
+        match json.loads(line):
+            case {"prompt": str(prompt), "choices": [_, _, *_] as choices, "answer": answer}:
+                texts = all(isinstance(text, str) and text for text in choices)
+                if texts and type(answer) is int and answer in range(len(choices)):
+                    return Question(prompt, choices, answer)
+    raise ConfigError(
+        f'{where} is not a question. Write it as {{"prompt": "2 + 2 =", "choices": [" 3", '
+        '" 4"], "answer": 1}, with two or more choices that are not empty, and the number of '
+        "the right one, from 0."
+    )
 
 
 Pair = tuple[list[int], list[int]]  # tokens of a context, and of the text after it

@@ -555,8 +555,7 @@ def predict(
         counts = total, moved_bytes(step), in_float8
         seconds = Counter(rates.chip_seconds(chip, step.byte == FLOAT, step.unrolled, *counts))
         for sent in sends:
-            link_s = link_seconds(step, chip, sent)
-            seconds["+".join(sent.axes)] += link_s
+            seconds["+".join(sent.axes)] += link_seconds(step, chip, sent)
     return Prediction(
         parameters=parameters,
         active_parameters=active,

@@ -174,11 +174,11 @@ class Reader:
     skipped: str = ""
     same_type: bool = False
 
-    def read(self, closed: Any) -> Program:
+    def read(self, closed: Any, scope: str = "") -> Program:
         program = Program([self._value(v.aval) for v in closed.jaxpr.invars])
         program.constants = [self._value(v.aval) for v in closed.jaxpr.constvars]
         args = [*program.inputs, *program.constants]
-        program.outputs = self._walk(closed, args, program.ops, "")
+        program.outputs = self._walk(closed, args, program.ops, scope)
         return program
 
     def _value(self, aval: Any) -> Value:
@@ -223,13 +223,9 @@ class Reader:
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             op.send = Send(axes, COLLECTIVES[name], sum(value.bytes for value in outputs))
         elif name == "scan":
-            inner, op.times = eqn.params["jaxpr"], eqn.params["length"]
-            op.body = Program([self._value(v.aval) for v in inner.jaxpr.invars])
-            op.body.outputs = self._walk(inner, op.body.inputs, op.body.ops, scope)
+            op.body, op.times = self.read(eqn.params["jaxpr"], scope), eqn.params["length"]
         elif name == "while" and part.split()[-1:] == [dropless.OVERFLOW]:
-            inner = eqn.params["body_jaxpr"]
-            op.overflow = Program([self._value(v.aval) for v in inner.jaxpr.invars])
-            op.overflow.outputs = self._walk(inner, op.overflow.inputs, op.overflow.ops, scope)
+            op.overflow = self.read(eqn.params["body_jaxpr"], scope)
         elif name in OPAQUE and _has_cost(eqn):
             raise ConfigError(
                 f"{part or 'the model'} has a {name}, whose cost a trace does not show. Write "

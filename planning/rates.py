@@ -16,7 +16,6 @@ from planning import kernel_time
 # less between the products; those steps were not measured.
 CHIP = "h100"
 COMPUTE = 0.69  # of the peak FLOP/s
-FLOAT8_COMPUTE = kernel_time.FLOAT8_COMPUTE  # of the peak FLOP/s in FP8
 MEMORY, UNROLLED = 0.40, 0.76  # of the bandwidth of the memory
 ERROR = 0.04  # largest relative error of the steps that set the rates
 
@@ -52,7 +51,7 @@ def chip_seconds(
     peak = chip.float32_flops if float32 else chip.flops
     compute_s = (flops - float8_flops) / (COMPUTE * peak)
     if float8_flops:
-        compute_s += float8_flops / (FLOAT8_COMPUTE * chip.float8_flops)
+        compute_s += float8_flops / (kernel_time.FLOAT8_COMPUTE * chip.float8_flops)
     return {
         "compute": compute_s,
         "memory": moved_bytes / (share * chip.memory_bandwidth),

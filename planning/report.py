@@ -161,7 +161,7 @@ def time_table(plan: Plan) -> Group:
         steps.append((line, f"{1e3 * seconds:,.3g}"))
     note = f"Accuracy: {rates.accuracy(p.chip, p.unrolled)}. {TIME_RULE} {hardware.MFU_RULE}"
     if plan.config.model.matmul_dtype == "float8":
-        note += f" FP8 products reach {rates.FLOAT8_COMPUTE:.0%} of their peak, not measured."
+        note += f" FP8 products reach {kernel_time.FLOAT8_COMPUTE:.0%} of their peak, not measured."
     return table("Time of a step", ("resource", "ms"), rows, steps, note=note)
 
 
@@ -218,7 +218,7 @@ def search_table(result: SearchResult) -> Group:
         experts = c.model.experts_layout if c.model.moe_layers else ""
         virtual = f"{c.mesh.virtual}{', split' * c.pipeline.split_backward}"
         settings = virtual, c.train.microbatches, c.fsdp.gather, experts
-        sizes = f"{candidate.memory / GIB:.2f}", f"{1e3 * p.step_s:,.0f}" if p.step_s else ""
+        sizes = f"{p.memory_bytes_per_chip / GIB:.2f}", f"{1e3 * p.step_s:,.0f}" if p.step_s else ""
         remat = c.train.remat.replace(",", ", ")
         rows.append((mesh_name(c.mesh.shape[1:]), *map(str, settings), *sizes, remat))
     note = "ms: a step with all of the communication."
@@ -270,7 +270,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         content["search"] = [
             {
                 "flags": one.flags,
-                "memory_bytes_per_chip": one.memory,
+                "memory_bytes_per_chip": one.predicted.memory_bytes_per_chip,
                 "step_s": one.predicted.step_s,
             }
             for one in plan.search.best

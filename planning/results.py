@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import utils
-from hardware import Chip
+from hardware import Chip, MeshShape
 from planning import rates
 from utils import GIB, Config
 
@@ -29,8 +29,6 @@ SEARCHED_FLAGS = (
 FLOPS_KINDS = ("forward", "backward", "recomputed", "bubble")
 
 CHIP_PARTS = ("compute", "memory")  # of the seconds of a step; the others are those of links
-
-MeshShape = tuple[int, int, int, int]  # (fsdp, pipeline, context, tensor)
 
 
 def usable_bytes(chip: Chip | None) -> float:
@@ -171,14 +169,10 @@ class Candidate:
     predicted: Prediction
 
     @property
-    def memory(self) -> int:
-        return self.predicted.memory_bytes_per_chip
-
-    @property
     def order(self) -> tuple[float, int]:
         """The smallest is best: step time (FLOPs if the chip is unknown), then memory."""
         p = self.predicted
-        return p.step_s or p.flops_per_chip, self.memory
+        return p.step_s or p.flops_per_chip, p.memory_bytes_per_chip
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -57,12 +57,8 @@ def search(
             (`is_slower`).
     Raises  ConfigError if the model cannot be sharded over any mesh, or fits on none.
     """
-    sizes = [get(config, flag) if flag in fixed else None for flag in MESH_FLAGS]
-    shapes = [
-        mesh
-        for mesh in meshes(config, chips)
-        if all(size in (None, n) for size, n in zip(sizes, mesh, strict=True))
-    ]
+    sizes = tuple(get(config, flag) if flag in fixed else 0 for flag in MESH_FLAGS)
+    shapes = meshes(config, chips, sizes)
     replica = ["mesh.replica"] * (config.mesh.replica > 1)
     given = " ".join(f"--{flag} {get(config, flag)}" for flag in (*replica, *sorted(fixed)))
     if not shapes:

@@ -428,6 +428,17 @@ def _what_repeats(m: Model) -> str:
     return f"{' and '.join(flags)} repeat{'s' * (len(flags) == 1)}"
 
 
+def read_lines(name: str, path: Path, what: str) -> list[str]:
+    """Return the lines of the file of the flag --NAME. Raises ConfigError if there are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--{name} {path} cannot be read: {error}.") from None
+    if not any(map(str.strip, lines)):
+        raise ConfigError(f"--{name} {path} is empty. Write a {what} in each line.")
+    return lines
+
+
 def check_writable(name: str, path: Path) -> None:
     """Raise ConfigError if the file of the flag --NAME cannot be written."""
     if name != "hlo" and path.suffix != f".{name}":

@@ -206,7 +206,7 @@ def test_the_plan_has_products_in_float8_at_their_own_rate():
     rows, D, F, layers = 16 * 16, 48, 72, 4
     assert flops == 3 * 2 * 3 * rows * D * F * layers
     saved = flops / (rates.COMPUTE * h100.flops) - flops / (
-        rates.FLOAT8_COMPUTE * h100.float8_flops
+        kernel_time.FLOAT8_COMPUTE * h100.float8_flops
     )
     assert before.seconds["compute"] - plan.seconds["compute"] == pytest.approx(saved)
 

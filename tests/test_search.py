@@ -35,8 +35,7 @@ def test_all_meshes_of_a_number_of_chips_are_listed():
     # A rank of context that is not set has at least 4,096 positions.
     long = hardware.meshes(utils.changed(config, {"train.seq_len": 16384}), 32)
     assert {context for _, _, context, _ in long} == {1, 2, 4} and set(found) < set(long)
-    context = hardware.meshes(utils.changed(config, {"mesh.context": 8}), 32)
-    assert (4, 1, 8, 1) in context
+    assert hardware.meshes(config, 32, (0, 1, 8, 1)) == [(4, 1, 8, 1)]
 
 
 def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first(found):
@@ -46,7 +45,7 @@ def test_every_mesh_is_ranked_or_rejected_with_a_reason_and_the_best_comes_first
     assert heads in found.rejected[1, 1, 1, 4]
     times = [c.predicted.step_s for c in found.best]
     assert times == sorted(times)
-    assert all(c.memory <= results.usable_bytes(V4) for c in found.best)
+    assert all(c.predicted.memory_bytes_per_chip <= results.usable_bytes(V4) for c in found.best)
 
 
 def test_shared_traces_predict_what_separate_traces_predict(found):
