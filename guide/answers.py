@@ -308,14 +308,15 @@ def flops_per_token(name: str) -> float:
 def plans() -> dict[str, dict[str, float]]:
     """Return plans of the 1B model on 32 TPU v4, by mesh, with the other settings of its config."""
     config, chip, found = config_of("jaxformer_1b"), hardware.chip_named("v4"), {}
-    for mesh in search.meshes(32):
+    for mesh in hardware.meshes(config, 32):
         values = dict(zip(MESH_FLAGS, mesh, strict=True))
         try:
             plan = cost.predict(search.changed(config, values), chip)
         except utils.ConfigError:
             continue
         links = {n: s for n, s in plan.seconds.items() if n not in ("compute", "memory")}
-        found[", ".join(map(str, mesh))] = {
+        fsdp, pipeline, _, tensor = mesh
+        found[f"{fsdp}, {pipeline}, {tensor}"] = {
             "gib": plan.memory_bytes_per_chip / GIB,
             "compute": plan.seconds["compute"],
             "memory": plan.seconds["memory"],

@@ -47,6 +47,7 @@ EXACT = {
         "(math.prod(global_shape('first.embedding')) / 1e6, plan().parameters / 1e6)",
     ),
     "logits-mib": ("{:,.0f} MiB", "4096 * global_shape('first.embedding')[0] * 4 / 2**20"),
+    "context-contiguous": ("{:.2f}", "(2 * 8 - 1) / 8"),
     "rope-longest": ("{:,.0f} positions", "2 * math.pi / rope_frequencies()[-1]"),
     "cached-plain": ("{:,}", "plain_values('jaxformer_1b')"),
     "cached-mla": ("{}", "cached_values('jaxformer_1b')"),

@@ -21,8 +21,12 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def layout(dims: Sequence[str], dim_axes: Sequence[Sequence[str]]) -> str:
-    """Return dimensions with the mesh axes that they are sharded over, as in `V/tensor D`."""
-    named = zip(dims, dim_axes, strict=True)
+    """Return dimensions with the mesh axes that they are sharded over, as in `V/tensor D`.
+
+    As in a declaration, fsdp stands for fsdp and context.
+    """
+    shown = [[axis for axis in axes if axis != "context"] for axes in dim_axes]
+    named = zip(dims, shown, strict=True)
     return " ".join(f"{dim}/{'+'.join(axes)}" if axes else dim for dim, axes in named)
 
 

@@ -57,7 +57,7 @@ def site_data() -> dict[str, Any]:
 def mesh() -> dict[str, Any]:
     """Return the slices of some weights of configs/tiny.toml on (2, 2, 2)."""
     devices = [*np.ndindex(2, 2, 2)]
-    on_mesh = jax.make_mesh((1, 2, 2, 2), MESH_AXES, devices=jax.devices()[: len(devices)])
+    on_mesh = jax.make_mesh((1, 2, 2, 1, 2), MESH_AXES, devices=jax.devices()[: len(devices)])
     weights, found = answers.weights_of(answers.config_of("tiny", 2, 2, 2)), {}
     for name, letters in {
         "first.embedding": "V D",

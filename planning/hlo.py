@@ -267,19 +267,22 @@ def attention_flops(
 ) -> int:
     """Return 2 * pairs of positions in the computed blocks * the widths that are multiplied.
 
-    The text does not show which blocks a kernel computes. They are those at and below the diagonal.
+    The text does not show which blocks a kernel computes. They are those at and below the diagonal,
+    of which all ranks of context have as many.
     """
     shapes = [computation[name].shapes[0] for name in call.operands]
     if call.name.startswith("splash"):
         _, rows, columns = shapes[0][1]  # the mask of blocks
-        if rows != columns:
-            raise ConfigError(f"the blocks of {call.name} are not square: {rows} by {columns}")
         # With one sequence, the batch dimension is missing.
-        (*batch, T, A), _, (*_, W) = [dims for kind, dims in shapes if kind in ("bf16", "f32")][:3]
+        arrays = [dims for kind, dims in shapes if kind in ("bf16", "f32")]
+        (*batch, T, A), (*_, S, _), (*_, W) = arrays[:3]
+        if T * columns != S * rows:
+            raise ConfigError(f"the blocks of {call.name} are not square: {rows} by {columns}")
     else:
-        (b, T, n, A), *_, (*_, W) = [dims for _, dims in shapes[:3]]
-        batch, rows = (b, n), -(-T // GPU_TILE)
-    pairs = T * T * (rows + 1) // (2 * rows)
+        (b, T, n, A), (_, S, *_), (*_, W) = [dims for _, dims in shapes[:3]]
+        batch, columns = (b, n), -(-T // GPU_TILE)
+    full = "NO_MASK" in call.attributes  # a square of context whose keys are all earlier
+    pairs = T * S if full else T * S * (columns + 1) // (2 * columns)
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 
 
