@@ -140,10 +140,10 @@ class SoftmaxAttention(Attention):
         self, inputs_bTX: jax.Array, context: Context, m: utils.Model, run: LayerRun, kernel: str
     ) -> jax.Array:
         heads = self.heads(inputs_bTX, m, context.positions, run.rope, kernel)
-        options = self.scale(m, run.rope), run.window, self.sinks, context.places
-        return attend(
-            kernel, Inputs(*heads, context.segments, *options)
-        )  # it names its own residuals "attention"
+        window = run.window if run.window < heads[1].shape[1] else 0
+        options = self.scale(m, run.rope), window, self.sinks, context.places
+        # attend names its own residuals "attention".
+        return attend(kernel, Inputs(*heads, context.segments, *options))
 
 
 def norm_weight() -> Any:

@@ -74,10 +74,11 @@ def parse_open(
 
     checked  whether to raise ConfigError for what is wrong on any devices
     """
+    asked = any(word.startswith("--mesh.context") for word in arguments)
     arguments, names = cli.split_auto(arguments)
     config = parse(arguments, command, checked=False, model=model)
-    if {"mesh.fsdp", "mesh.pipeline", "mesh.tensor"} <= names:  # a complete mesh, without context
-        names = names | {"mesh.context"}
+    if {"mesh.fsdp", "mesh.pipeline", "mesh.tensor"} <= names and not asked:
+        names = names | {"mesh.context"}  # the mesh is complete
     auto = {name: value for name, value in utils.AUTO.items() if name not in names}
     one = {"train.remat": "none", "fsdp.gather": "step"}  # and 1 of all others
     if checked:

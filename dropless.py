@@ -51,7 +51,7 @@ def dropless_experts(
     choices      choice_btK and weight_btK.
     kernel       tiles, a kernel of device_kernels/grouped.py, or batched: see divide_load.
     Collectives  all_gather(axes) of tokens, choices and routing weights, and psum_scatter(axes) of
-                 the result; axes are fsdp and tensor with expert parallelism, else tensor.
+                 the result; axes are EXPERT_AXES with expert parallelism, else tensor.
     """
     b, t, D = h_btD.shape
     axes = EXPERT_AXES if w.expert_parallel else ("tensor",)

@@ -40,7 +40,7 @@ BIAS_LAYOUT = "E G/tensor | E/fsdp+tensor G"
 class Experts:
     """Routed experts.
 
-    Under expert parallelism each is complete on one rank of fsdp x tensor. Otherwise they are
+    Under expert parallelism each is complete on one rank of EXPERT_AXES. Otherwise they are
     sharded like other weights, over fsdp and tensor, and gathered before use.
     """
 
@@ -70,9 +70,10 @@ class SharedExperts:
 
 
 def uses_expert_parallelism(config: utils.Config) -> bool:
-    """Whether each expert lives on one rank of fsdp x tensor, and is not sharded itself."""
+    """Whether each expert lives on one rank of EXPERT_AXES, and is not sharded itself."""
     if config.model.experts_layout == "auto":
-        return config.model.n_routed_experts % (config.mesh.fsdp * config.mesh.tensor) == 0
+        ranks = math.prod(getattr(config.mesh, axis) for axis in EXPERT_AXES)
+        return config.model.n_routed_experts % ranks == 0
     return config.model.experts_layout == "expert_parallel"
 
 
@@ -169,7 +170,7 @@ def run_slots(
 ) -> jax.Array:
     """Run each capacity slot through its expert, times its routing weight.
 
-    Collectives  with expert parallelism all_to_all(fsdp x tensor) of the dispatch buffer, there and
+    Collectives  with expert parallelism all_to_all(EXPERT_AXES) of the dispatch buffer, there and
                  back, and of routing weights, so that an expert has J slots of each rank; else
                  all_gather(tensor) of both, and psum_scatter(tensor) of partial sums.
     """

@@ -332,7 +332,7 @@ def dropout(
     if not options.dropout:
         return y_btD
     key = jax.random.key(options.seed)
-    # Each batch and tensor rank draws its own mask. Pipeline ranks differ by their layer.
+    # Ranks with other data draw other masks. Pipeline ranks differ by their layer.
     for number in (*position, branch, lax.axis_index(BATCH_AXES), lax.axis_index(SEQUENCE_AXES)):
         key = jax.random.fold_in(key, number)
     kept = jax.random.bernoulli(key, 1 - options.dropout, y_btD.shape)
@@ -350,7 +350,7 @@ def attention(
 ) -> tuple[jax.Array, Any]:
     """x + attention of x, and what decoding caches.
 
-    x_btD    [B/replica+fsdp, T/tensor, D]; so is the result.
+    x_btD    [B/replica+fsdp, T/context+tensor, D]; so is the result.
     context  attention.Context, or what options.attend_to takes instead, if it is set.
     Collectives  all_gather(tensor) of the kind's inputs [b, T, X]; psum_scatter(tensor) of
                  [b, T, D].
@@ -375,7 +375,7 @@ def attention(
 def mlp(w: Mlp, x_btD: jax.Array, options: ForwardOptions, position: LayerPosition) -> jax.Array:
     """x + down(act(gate x, up x)).
 
-    x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
+    x_btD  [B/replica+fsdp, T/context+tensor, D]; so is the result.
     Collectives  all_gather(tensor) and psum_scatter(tensor) of [b, T, D].
     """
     h_btD = normed(x_btD, w.norm, options.model)
@@ -427,7 +427,7 @@ def moe(
 ) -> tuple[jax.Array, Routing | None]:
     """x + the shared experts of x + sum over each token's K experts of weight * expert(x).
 
-    x_btD  [B/replica+fsdp, T/tensor, D]; so is the result.
+    x_btD  [B/replica+fsdp, T/context+tensor, D]; so is the result.
     Collectives  those of capacity_experts or dropless_experts, and of feed_forward.
     """
     m = options.model

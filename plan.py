@@ -79,6 +79,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     check_flags(flags)
     named = ["--config", str(flags.config)] if flags.config else []
     config = depth.parse_open([*named, *rest], Flags, checked=False)
+    before = config.mesh.context <= 1  # without the flag there is no context
     config, note = with_vocabulary(config)
     chip = hardware.chip_named(flags.chip)
     if flags.topology and not (chip and chip.is_tpu):
@@ -112,7 +113,7 @@ def make_plan(flags: Flags, rest: list[str]) -> Plan:
     chosen = {
         flag: value
         for flag, value in chosen.items()
-        if value is not False and (flag, value) != ("mesh.context", 1)
+        if value is not False and (flag, value, before) != ("mesh.context", 1, True)
     }
     words = [word for flag, value in chosen.items() for word in (f"--{flag}", str(value))]
     command = shlex.join(["./run.sh", "python", "main.py", *named, *rest, *words])

@@ -109,7 +109,8 @@ def remat(config: Config, unrolled: bool) -> Callable[[Callable, LayerRun], Call
 
 def recomputes(config: Config) -> bool:
     """Return whether the backward pass repeats more than elementwise operations and sums."""
-    return config.train.remat != "none" or config.fsdp.gather == "layer"
+    gathers = config.fsdp.gather == "layer" or config.mesh.context > 1
+    return config.train.remat != "none" or gathers
 
 
 # --- the functions that the pipeline runs ---------------------------------------------------------
@@ -352,6 +353,7 @@ def check_split(config: Config) -> None:
     for found, problem, fix in (
         (config.mesh.pipeline == 1, "shortens the bubble of a pipeline", "mesh.pipeline 2 or more"),
         (config.train.remat == "full", "keeps what remat recomputes", "train.remat none or names"),
+        (config.mesh.context > 1, "repeats the gather of keys", "mesh.context 1"),
         (config.fsdp.gather == "layer", "delays what a layer reduces", "fsdp.gather step"),
         (dropless, "cannot divide the loop of dropless experts", "model.capacity_factor 1.5"),
         (m.matmul_dtype == "float8", "has no FP8", "model.matmul_dtype compute"),

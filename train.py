@@ -58,7 +58,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         raise ConfigError(
             f"the mesh {config.mesh} has {need} devices, and this run has {available}. Use sizes "
             f"whose product is {available}, as --mesh.fsdp {available} --mesh.pipeline 1 "
-            f"--mesh.tensor 1.{simulated}"
+            f"{'--mesh.context 1 ' * (config.mesh.context > 1)}--mesh.tensor 1.{simulated}"
         )
     auto = (AxisType.Auto,) * len(MESH_AXES)
     return Mesh(arrange_devices(config, devices[:need]), MESH_AXES, axis_types=auto)

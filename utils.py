@@ -251,8 +251,8 @@ class Model:
     # every mesh
     capacity_factor: float = setting(1.5, weights=False)
     eval_capacity_factor: float = setting(0.0, resume="free")  # the same in evaluation
-    # expert parallelism over fsdp x tensor, or experts sharded like other weights; auto is expert
-    # parallelism if n_routed_experts is divisible by fsdp x tensor
+    # expert parallelism over fsdp x context x tensor, or experts sharded like other weights; auto
+    # is expert parallelism if n_routed_experts is divisible by this product
     experts_layout: Literal["auto", "expert_parallel", "sharded"] = setting("auto", resume="free")
     # factor on the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
     aux_loss_alpha: float = setting(1e-4, weights=False)

@@ -59,7 +59,7 @@ def splash_kernel(n: int, T: int, S: int, window: int, chunk: int = 0) -> Kernel
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     placed = chunk > 0
-    of_q, of_kv = tile_size(chunk or T, window), tile_size(S, window)  # a tile is in one chunk
+    of_q = of_kv = tile_size(chunk or T, window)  # a tile is in one chunk
     sizes = {"q": of_q, "kv": of_kv, "q_dkv": of_q, "kv_dkv": of_kv, "q_dq": of_q, "kv_dq": of_kv}
     tiles = library.BlockSizes(**{f"block_{name}": size for name, size in sizes.items()})
 

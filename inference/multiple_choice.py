@@ -73,7 +73,7 @@ def log_likelihoods(
     Both have at least one token. What exceeds seq_len is cut at the start.
     """
     check_ids((ids for pair in pairs for ids in pair), config.model.vocab_size)
-    t, n, step = config.train, len(pairs), math.lcm(LANES, config.mesh.sequence)
+    t, n, step = config.train, len(pairs), LANES * config.mesh.sequence
     longest = max(len(context) + len(text) for context, text in pairs)
     T = min(-(-longest // step) * step, t.seq_len)
     ids = np.zeros((n, T + 1), np.int32)

@@ -195,7 +195,7 @@ def prefill_tokens(longest: int) -> int:
 
 
 def generation_mesh(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
-    """Return config and mesh to decode on the same devices: replica and pipeline join fsdp."""
+    """Return config and mesh to decode on the same devices: all axes but tensor join fsdp."""
     config = decode.decoding_config(config, math.prod(config.mesh.shape[:-1]), config.mesh.tensor)
     devices = mesh.devices.reshape(config.mesh.shape)
     return config, Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)

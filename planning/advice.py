@@ -73,9 +73,9 @@ def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:
         yield {"pipeline.split_backward": False}
     for policy in policies:
         yield {"train.remat": policy}
-    if config.mesh.fsdp > 1 and config.fsdp.gather == "step":
+    if config.mesh.fsdp * config.mesh.context > 1 and config.fsdp.gather == "step":
         yield {"fsdp.gather": "layer"}
     everything = {"train.remat": "full"}
-    everything |= {"fsdp.gather": "layer"} if config.mesh.fsdp > 1 else {}
+    everything |= {"fsdp.gather": "layer"} if config.mesh.fsdp * config.mesh.context > 1 else {}
     for count in counts:
         yield {"train.microbatches": count, **everything}

@@ -74,7 +74,8 @@ class Step:
             even = t.seq_len * m.num_experts_per_tok % m.n_routed_experts == 0
             shared = shared and even and (rough or self.experts_kernel != "tiles")
         # JAX indexes the choices of a trace's tokens with 32 bits.
-        shared = shared and trace.PRIME * t.seq_len * m.num_experts_per_tok < 2**31
+        choices = trace.PRIME * mesh.fsdp * t.seq_len * m.num_experts_per_tok
+        shared = shared and choices < 2**31
         of_weights = Config(model=config.model, lora=config.lora, mesh=mesh)
         sharded_model.check_split(config)
         self.config, self.declared = config, declared(of_weights)
@@ -322,7 +323,11 @@ def traffic(step: Step, chip: Chip | None) -> list[Traffic]:
             # Making the embedding vary over all axes is outside of every named scope.
             cause = op.part or "embedding"
             cause += ", backward" if kind.endswith("backward") else ""
-            add(cause, op.send.axes, op.send.kind, step.count(op.send.bytes), times)
+            size, (axes, what) = step.count(op.send.bytes), (op.send.axes, op.send.kind)
+            keys = axes == ("context",) and what == "reduce-scatter"  # cast to the compute dtype
+            if keys and is_all_reduce(step, chip, axes):  # libtpu casts before the sum
+                size = size * step.byte // FLOAT
+            add(cause, axes, what, size, times)
     ticks = step.schedule.tasks_per_rank + step.schedule.pipeline - 1
     # A cooldown of one tick is no loop to compilers for chips. They remove its send, which nothing
     # reads. On CPUs it stays a loop, by a flag of run.sh.

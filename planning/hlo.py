@@ -19,6 +19,7 @@ import numpy as np
 
 import dropless
 from device_kernels.adapter import GPU_TILE
+from device_kernels.chunks import FULL
 from device_kernels.grouped import counted_rows
 from utils import ConfigError
 
@@ -281,7 +282,7 @@ def attention_flops(
     else:
         (b, T, n, A), (_, S, *_), (*_, W) = [dims for _, dims in shapes[:3]]
         batch, columns = (b, n), -(-T // GPU_TILE)
-    full = "NO_MASK" in call.attributes  # a square of context whose keys are all earlier
+    full = FULL in call.op_name  # a square of context whose keys are all earlier
     pairs = T * S if full else T * S * (columns + 1) // (2 * columns)
     return 2 * math.prod(batch) * pairs * (by_query * A + by_value * W)
 

@@ -385,7 +385,18 @@ def peak(ops: list[Op], elsewhere: set[Value]) -> Count:
 
 
 def _scratch(op: Op) -> Count | int:
-    """Splash's forward kernel writes its log-sum-exp as wide as a TPU's vector registers."""
-    foreign = op.name == "foreign_kernel"
-    is_splash = foreign and op.eqn.params["function"].__name__ == "splash_forward"
-    return LANES * op.outputs[1].bytes if is_splash else 0
+    """Return the bytes that a kernel needs inside.
+
+    Splash's forward kernel writes its log-sum-exp as wide as a TPU's vector registers. Squares of
+    context add up in float32 (device_kernels/chunks.py).
+    """
+    kernel = op.eqn.params["function"].__name__ if op.name == "foreign_kernel" else ""
+    if kernel == "splash_forward":
+        return LANES * op.outputs[1].bytes
+    if kernel.startswith(("cudnn", "triton")):
+        first = int(kernel.endswith("backward"))  # the gradient comes first
+        q, k = op.eqn.invars[first : first + 2]
+        if q.aval.shape[1] != k.aval.shape[1]:
+            sizes = (4 // v.aval.dtype.itemsize for v in op.eqn.outvars)
+            return sum(times * value.bytes for times, value in zip(sizes, op.outputs, strict=True))
+    return 0

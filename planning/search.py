@@ -172,14 +172,14 @@ def candidate(config: Config, chip: Chip | None, remat: str, rough: bool = False
 
 def choices_on(config: Config, mesh: MeshShape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     """Yield {flag: value} of everything to try on a mesh, without train.remat."""
-    fsdp, pipeline, *_ = mesh
+    fsdp, pipeline, context, _ = mesh
     blocks, sequences = config.model.blocks, config.train.global_batch_size // config.mesh.replica
     virtual = divisors(blocks // pipeline) if pipeline > 1 and blocks % pipeline == 0 else [1]
     choices = {
         "mesh.virtual": virtual,
         "pipeline.split_backward": [False, True] if pipeline > 1 else [False],
         "train.microbatches": divisors(sequences // fsdp) if sequences % fsdp == 0 else [1],
-        "fsdp.gather": ["step", "layer"] if fsdp > 1 else ["step"],
+        "fsdp.gather": ["step", "layer"] if fsdp * context > 1 else ["step"],
         "model.experts_layout": [config.model.experts_layout],
     }
     if config.model.moe_layers and math.prod(mesh) > pipeline:  # else both layouts are the same

@@ -76,7 +76,7 @@ def resolve(config: Config) -> Config:
         if source:
             run = run_directory.at(source)
             theirs = cli.load(config_file(run, "--run.init_from")).model
-            check_same_model(run, theirs, config.model)
+            check_same_model(run, theirs, config.model, longer=not config.lora.rank)
         return with_schedule(config, config.train.steps)
     if mode == "never" or not config.checkpoint.every_steps:
         raise ConfigError(
@@ -230,14 +230,19 @@ def check_same_model(
     theirs: utils.Model,
     ours: utils.Model,
     flag: str = "--run.init_from",
+    longer: bool = False,
 ) -> None:
-    """Raise ConfigError if a run's weights do not fit this model; `flag` names the run."""
+    """Raise ConfigError if a run's weights do not fit this model.
+
+    flag    names the run
+    longer  whether rope_scaling may differ, to extend the context
+    """
     differ = [
         f"model.{name} {before!r} there and {after!r} here"
         for name, setting in utils.settings_of(utils.Model).items()
         if (before := utils.get(theirs, name)) != (after := utils.get(ours, name))
         and setting.resume == "fixed"
-        and setting.weights
+        and (setting.weights or (name.startswith("rope_scaling") and not longer))
     ]
     if differ:
         raise ConfigError(

@@ -7,7 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import context_parallel
+import experts
+import hardware
 import hf_case
+import model
 import utils
 from common import check_step, config_of, mesh_of
 from planning import cost
@@ -104,3 +107,33 @@ def test_saved_activations_of_a_rank_are_divided_by_the_ranks(remat, fields):
         return step.held(step.block)
 
     assert held(8) <= 0.126 * held(1)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "triton"])
+def test_squares_of_gpus_are_planned_as_the_causal_mask_of_one_rank(kernel):
+    fields = {"moe_layers": 0, "blocks": 1, "compute_dtype": "bfloat16", "attention_kernel": kernel}
+    fields |= {"attention": "gqa", "num_key_value_heads": 2, "head_dim": 64}
+    rows = {"seq_len": 4096, "microbatches": 1, "global_batch_size": 1}
+
+    def scores(context):
+        config = config_of((1, 1, 1, context, 1), train=rows, **fields)
+        assert cost.predict(config, hardware.chip_named("h100")).fits
+        parts = cost.flops_by_part(cost.Step(config, "gpu9.0"))
+        return sum(sum(kinds.values()) for part, kinds in parts.items() if "scores" in part)
+
+    assert scores(4) == pytest.approx(scores(1) / 4)
+
+
+def test_a_window_of_all_positions_is_none_in_a_kernel_of_squares():
+    fields = {"attention": "gqa", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64}
+    rows = {"seq_len": 64, "microbatches": 1, "global_batch_size": 2}
+    config = config_of(
+        (1, 1, 1, 2, 1), train=rows, attention_kernel="cudnn", blocks=1, moe_layers=0, **fields
+    )
+    check_step(config, hf_case.weights(config.model, seed=3))
+
+
+def test_experts_that_do_not_divide_by_all_ranks_are_sharded_like_other_weights():
+    config = config_of((1, 2, 1, 4, 1), n_routed_experts=4)
+    assert not experts.uses_expert_parallelism(config)
+    model.declare(config)

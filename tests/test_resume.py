@@ -159,13 +159,17 @@ def test_settings_that_weights_do_not_depend_on_may_differ_and_all_others_are_na
     free |= {"attention_kernel": "xla", "experts_kernel": "tiles", "matmul_dtype": "float8"}
     other = dataclasses.replace(utils.Model(), **free)
     other = utils.changed(other, {"rope_scaling.factor": 4.0})
-    resume.check_same_model(Path("a"), utils.Model(), other)
+    resume.check_same_model(Path("a"), utils.Model(), other, longer=True)
+    with pytest.raises(ValueError, match=r"rope_scaling.factor 1.0 there and 4.0 here"):
+        resume.check_same_model(Path("a"), utils.Model(), other)
     free |= {
         name: 2.0 for name in utils.settings_of(utils.Model) if name.startswith("rope_scaling")
     }
     for name in utils.settings_of(utils.Model).keys() - free.keys():
         with pytest.raises(ValueError, match=f"another model: model.{name} .* there and None here"):
-            resume.check_same_model(Path("a"), other, utils.changed(other, {name: None}))
+            resume.check_same_model(
+                Path("a"), other, utils.changed(other, {name: None}), longer=True
+            )
 
 
 # --- what is refused ------------------------------------------------------------------------------
