@@ -67,6 +67,7 @@ def test_the_commands_of_the_guide_have_help_and_their_output_may_be_cut():
 def commands():
     found = {}
     for page, text in TEXTS.items():
+        text = text.replace("\\\n", "")  # a command on several lines
         lines = re.findall(r"^\./.*$", text, re.M) + re.findall(r"`(\./[^`]*)`", text)
         found |= {f"{page}: {line[:70]}": line for line in lines}
     return found

@@ -44,6 +44,6 @@ def test_another_mesh_gives_the_same_validation_loss(whole, capsys, monkeypatch)
     capsys.readouterr()
     validate.main(["--run", str(whole), "--json", *OTHER_MESH])
     found = json.loads(capsys.readouterr().out)["loss/val"]
-    assert shapes == [(1, 4, 2, 1)]
+    assert shapes == [(1, 4, 2, 1, 1)]
     last = jsonl.read(whole / "metrics.jsonl")[-1]
     assert last["step"] == 6 and found == pytest.approx(last["loss/val"], abs=1e-5)
