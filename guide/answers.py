@@ -399,10 +399,10 @@ def least(machine: str, axis: str) -> float:
 
 
 @functools.cache
-def links_over_compute(machine: str, axis: str, mesh: Sequence[int]) -> tuple[float, float]:
-    """Return the time of an axis's links over that of the operations, at the figures of the chip.
+def llama_plan(machine: str, mesh: Sequence[int]) -> tuple[utils.Config, Prediction]:
+    """Return configs/llama_1b.toml on a mesh, with AdamW and no recomputation, and its plan.
 
-    By the inequality and by the planner, for configs/llama_1b.toml with AdamW and no recomputation.
+    A microbatch has one sequence for each rank of fsdp.
 
     mesh  ranks of fsdp, pipeline and tensor
     """
@@ -410,7 +410,15 @@ def links_over_compute(machine: str, axis: str, mesh: Sequence[int]) -> tuple[fl
     each = config.train.global_batch_size // mesh[0]
     changes = {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "train.remat": "none"}
     changes |= {"fsdp.gather": "step", "train.microbatches": each}
-    plan = cost.predict(utils.changed(config, changes), found)
+    return config, cost.predict(utils.changed(config, changes), found)
+
+
+def links_over_compute(machine: str, axis: str, mesh: Sequence[int]) -> tuple[float, float]:
+    """Return the time of an axis's links over that of the operations, at the figures of the chip.
+
+    By the inequality and by the planner, for llama_plan.
+    """
+    config, plan = llama_plan(machine, mesh)
     layer = sum(size for _, size, flops in layer_costs("llama_1b", 1) if flops)
     width = layer / (12 * config.model.hidden_size)  # of a layer with 12 D^2 parameters
     offered = {
@@ -418,7 +426,7 @@ def links_over_compute(machine: str, axis: str, mesh: Sequence[int]) -> tuple[fl
         "tensor": width,
         "pipeline": width * config.model.num_hidden_layers / mesh[1],
     }
-    by_plan = plan.seconds[axis] / (plan.model_flops_per_chip / found.flops)
+    by_plan = plan.seconds[axis] / (plan.model_flops_per_chip / plan.chip.flops)
     return least(machine, axis) / offered[axis], by_plan
 
 

@@ -29,6 +29,14 @@ AXES = [
 INTENSITIES = {f"alpha-{m}-{a}": ("{:,.0f}", f"link_intensity('{m}', '{a}')") for m, a in AXES}
 BOUNDS = {f"least-{m}-{a}": ("{:,.0f}", f"least('{m}', '{a}')") for m, a in AXES}
 
+# Operations for a byte of 256 ranks of fsdp on 512 v4, beside 2 of tensor, which have one link.
+BESIDE = (
+    "hardware.chip_named('v4').flops * 256 / 255 * collectives.collective_s("
+    "hardware.chip_named('v4'), 'all-gather', 1.0, ((256, 2),), 512)"
+)
+BESIDE_FSDP = f"{BESIDE} * 255 / 256 / 1024"  # time of links over operations, with 1,024 tokens
+BESIDE_TENSOR = "link_intensity('v4', 'pipeline') / 4.5 / 2048"  # for layers 2,048 wide
+
 # {name: (text, formula over the names of answers.py, command that shows it if not the formula)}.
 # The text has one {} for each value of the formula.
 EXACT = {
@@ -97,12 +105,13 @@ EXACT = {
         "hardware.chip_named('h100').link_bandwidth"
         " / hardware.chip_named(MACHINES['pcs'].chip).link_bandwidth",
     ),
-    # 512 v4 with 256 ranks of fsdp beside 2 of tensor, which have one link.
-    "alpha-beside": (
-        "{:,.0f}",
-        "hardware.chip_named('v4').flops * 256 / 255 * collectives.collective_s("
-        "hardware.chip_named('v4'), 'all-gather', 1.0, ((256, 2),), 512)",
-    ),
+    "pcs-tokens": ("{:,.0f} tokens", "llama_plan('pcs', (2, 1, 1))[1].tokens_per_step / 2"),
+    "pcs-card": ("{:.0f} GiB", "hardware.chip_named(MACHINES['pcs'].chip).memory_bytes / GIB"),
+    "pcs-usable": ("{:.1f} GiB", "usable_bytes(hardware.chip_named(MACHINES['pcs'].chip)) / GIB"),
+    "alpha-beside": ("{:,.0f}", BESIDE),
+    "beside-fsdp": ("{:.2f}", BESIDE_FSDP),
+    "beside-tensor": ("{:.2f}", BESIDE_TENSOR),
+    "beside-both": ("{:.2f}", f"{BESIDE_FSDP} + {BESIDE_TENSOR}"),
     "least-two": ("{:,.0f}", "link_intensity('v4', 'pipeline') / 4.5"),
     **INTENSITIES,
     **BOUNDS,
@@ -160,6 +169,14 @@ PREDICTED = {
     "tensor-sent": ("{:.2f} GB", "sent_over(plan(), 'tensor') / 1e9", PLAN),
     "experts-sent": ("{:.2f} GB", "sent_over(plan(), 'fsdp', 'tensor') / 1e9", PLAN),
     "pipeline-sent": ("{:.2f} GB", "sent_over(plan(), 'pipeline') / 1e9", PLAN),
+    "pcs-memory": (
+        "{:.1f} GiB",
+        "llama_plan('pcs', (2, 1, 1))[1].memory_bytes_per_chip / GIB",
+        "python plan.py --config configs/llama_1b.toml --chips 2 --chip "
+        "name=pc,flops=165,memory=24,bandwidth=1008,link=1.25 --optimizer.name adamw "
+        "--optimizer.lr 1e-3 --mesh.fsdp 2 --mesh.pipeline 1 --mesh.tensor 1 "
+        "--train.microbatches 64 --train.remat none --fsdp.gather step",
+    ),
     "pcs-fsdp": ("{:.2f}", "links_over_compute('pcs', 'fsdp', (2, 1, 1))[1]"),
     "h100-tensor": ("{:.2f}", "links_over_compute('h100', 'tensor', (1, 1, 8))[1]"),
     "plan-step": ("{:.3f} s", "plan().chip_s", PLAN),
