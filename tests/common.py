@@ -37,7 +37,6 @@ SIZES = {
 OPTIMIZED = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
 }
 
 
