@@ -171,7 +171,8 @@ def as_stored(config, tree):
         name = path_of(path)
         if config.lora.base == "nf4" and name in matrices and w.shape[-1] % 16 == 0:
             return nearest(w)
-        kept = config.lora.base == "float32" or name.endswith(("norm", ".bias", "router"))
+        kept = "norm", "norm_after", ".bias", "router", "router_bias", "sinks"  # float32
+        kept = config.lora.base == "float32" or name.endswith(kept)
         return w if kept else np.asarray(jnp.asarray(w, jnp.bfloat16), np.float32)
 
     return jax.tree_util.tree_map_with_path(one, tree)
