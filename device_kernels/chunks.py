@@ -29,28 +29,30 @@ def write(a: Any, part: Any, chunk: Any, h: int, axis: int = 1) -> Any:
     return lax.dynamic_update_slice_in_dim(a, part, chunk * h, axis)
 
 
+def squares(places: Any, S: int) -> tuple[int, list[Square], Square]:
+    """Return h, the causal squares, and the full ones as arrays [2c - 1]."""
+    h = places.shape[0] // 2
+    low, high = places[0] // h, places[h] // h
+    number = jnp.arange(S // h - 1, dtype=jnp.int32)
+    is_low = number < low
+    queries, keys = jnp.where(is_low, 0, 1), jnp.where(is_low, number, number - low)
+    return h, [(0, low), (1, high)], (queries, keys)
+
+
+def merged(base: float, old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return result and log-sum-exp over the keys of both; base is the logarithm of its base."""
+    (out, sums), (new_out, new_sums) = old, new
+    total = jnp.logaddexp(sums * base, new_sums * base) / base
+
+    def part(out: Any, sums: Any) -> Any:
+        return jnp.exp((sums - total) * base).swapaxes(1, 2)[..., None] * out
+
+    return part(out, sums) + part(new_out.astype(jnp.float32), new_sums), total
+
+
 @cache
 def in_chunks(causal: Kernel, full: Kernel) -> Kernel:
     """Return the kernel of q, k, v and the positions [T] of this rank's queries."""
-    base = causal.logarithm
-
-    def squares(places: Any, S: int) -> tuple[int, list[Square], Square]:
-        """Return h, the causal squares, and the full ones as arrays [2c - 1]."""
-        h = places.shape[0] // 2
-        low, high = places[0] // h, places[h] // h
-        number = jnp.arange(S // h - 1, dtype=jnp.int32)
-        is_low = number < low
-        queries, keys = jnp.where(is_low, 0, 1), jnp.where(is_low, number, number - low)
-        return h, [(0, low), (1, high)], (queries, keys)
-
-    def merged(old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, Any]:
-        (out, sums), (new_out, new_sums) = old, new
-        total = jnp.logaddexp(sums * base, new_sums * base) / base
-
-        def part(out: Any, sums: Any) -> Any:
-            return jnp.exp((sums - total) * base).swapaxes(1, 2)[..., None] * out
-
-        return part(out, sums) + part(new_out.astype(jnp.float32), new_sums), total
 
     def forward(q: Any, k: Any, v: Any, places: Any, interpret: bool) -> Any:
         h, diagonal, rest = squares(places, k.shape[1])
@@ -64,7 +66,9 @@ def in_chunks(causal: Kernel, full: Kernel) -> Kernel:
         def body(state: tuple[Any, Any], square: Square) -> tuple[tuple[Any, Any], None]:
             out, sums = state
             i, _ = square
-            one = merged((read(out, i, h), read(sums, i, h, 2)), run(full, square))
+            one = merged(
+                causal.logarithm, (read(out, i, h), read(sums, i, h, 2)), run(full, square)
+            )
             return (write(out, one[0], i, h), write(sums, one[1], i, h, 2)), None
 
         outs, sums = zip(*(run(causal, square) for square in diagonal), strict=True)
@@ -99,4 +103,4 @@ def in_chunks(causal: Kernel, full: Kernel) -> Kernel:
 
     for mine, other in zip((plain, forward, backward), causal[:3], strict=True):
         mine.__name__ = other.__name__  # by which the planner counts
-    return Kernel(plain, forward, backward, base)
+    return Kernel(plain, forward, backward, causal.logarithm)

@@ -45,6 +45,23 @@ def tile_size(T: int, window: int = 0) -> int:
     return next(size for size in range(largest // LANES * LANES, 0, -LANES) if T % size == 0)
 
 
+def tiles_to_run(places: jax.Array, axis: int, size: int, S: int, window: int) -> tuple:
+    """Return the tile that each step along an axis fetches, and which tiles run.
+
+    Each [1, tiles of queries, tiles of keys].
+    """
+    rows, first = places.reshape(-1, size), jnp.arange(0, S, size, dtype=jnp.int32)[None, :]
+    run = first <= rows[:, -1:]
+    if window:
+        run &= first + size > rows[:, :1] - window + 1
+    # A step that does not run fetches what the next one in its row or column needs.
+    end = run.shape[axis]
+    index = jnp.where(run, lax.broadcasted_iota(jnp.int32, run.shape, axis), end)
+    following = lax.cummin(index, axis=axis, reverse=True) % end
+    small = jnp.int8 if end <= 127 else jnp.int16
+    return following[None].astype(small), run[None].astype(jnp.int8)
+
+
 @cache  # one object per size, so that equal programs compare as equal
 def splash_kernel(n: int, T: int, S: int, window: int, chunk: int = 0) -> Kernel:
     """Return the kernel for n query heads. Inside it heads come before positions.
@@ -59,31 +76,20 @@ def splash_kernel(n: int, T: int, S: int, window: int, chunk: int = 0) -> Kernel
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     placed = chunk > 0
-    of_q = of_kv = tile_size(chunk or T, window)  # a tile is in one chunk
-    sizes = {"q": of_q, "kv": of_kv, "q_dkv": of_q, "kv_dkv": of_kv, "q_dq": of_q, "kv_dq": of_kv}
-    tiles = library.BlockSizes(**{f"block_{name}": size for name, size in sizes.items()})
+    size = tile_size(chunk or T, window)  # a tile is in one chunk
+    names = "q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq"
+    tiles = library.BlockSizes(**{f"block_{name}": size for name in names})
 
     def visible(query: jax.Array, key: jax.Array) -> jax.Array:
         return (key <= query) & (key > query - window) if window else key <= query
 
-    def tiles_to_run(places: jax.Array, axis: int) -> MaskInfo:
-        """Return which tiles run, and the one that each step fetches, along an axis."""
-        rows, first = places.reshape(-1, of_q), jnp.arange(0, S, of_kv, dtype=jnp.int32)[None, :]
-        run = first <= rows[:, -1:]
-        if window:
-            run &= first + of_kv > rows[:, :1] - window + 1
-        # A step that does not run fetches what the next one in its row or column needs.
-        end = run.shape[axis]
-        index = jnp.where(run, lax.broadcasted_iota(jnp.int32, run.shape, axis), end)
-        following = lax.cummin(index, axis=axis, reverse=True) % end
-        small = jnp.int8 if end <= 127 else jnp.int16
-        return MaskInfo(
-            following[None].astype(small), None, run[None].astype(jnp.int8), None, places
-        )
-
     def make(extra: tuple[jax.Array, ...], **options: bool) -> Any:
         if placed:
-            rows, columns = (tiles_to_run(extra[0], axis) for axis in (1, 0))
+            places = extra[0]
+            rows, columns = (
+                MaskInfo(fetched, None, runs, None, places)
+                for fetched, runs in (tiles_to_run(places, i, size, S, window) for i in (1, 0))
+            )
             return library.SplashAttentionKernel(
                 rows,
                 rows,

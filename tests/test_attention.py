@@ -19,7 +19,7 @@ import reference
 import utils
 from common import config_of, mesh_of, relative_error
 from conftest import ROOT
-from device_kernels import adapter, choice
+from device_kernels import adapter, choice, splash
 from device_kernels.splash import splash_kernel
 
 B, N, Y, A, W = 2, 8, 4, 24, 16
@@ -111,6 +111,23 @@ def test_attention_and_its_gradient_match_plain_attention(
     assert relative_error(loss, expected) <= 1e-4  # of a sum that may nearly cancel
     for i, (mine, theirs) in enumerate(zip(loss_gradients, gradients, strict=True)):
         assert relative_error(mine, theirs) <= 1e-5, i
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_mask_of_the_device_is_that_of_the_host(window, monkeypatch):
+    """As for sequences beyond HOST_MASK, whose mask would take the host minutes."""
+    q, k, v, factors = arrays(640)
+    found = []
+
+    def loss(q, k, v):
+        inputs = attention.Inputs(q, k, v, documents(640), SCALE, window)
+        return (attention.attend("splash", inputs) * factors).sum()
+
+    for longest in (splash.HOST_MASK, 0):
+        monkeypatch.setattr(splash, "HOST_MASK", longest)
+        found.append(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v))
+    for host, device in zip(*map(jax.tree.leaves, found), strict=True):
+        assert relative_error(device, host) <= 1e-6
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
