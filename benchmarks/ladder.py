@@ -95,14 +95,14 @@ PLAN = [
     # Equal tokens in other batches, and equal tokens with other weight decay.
     *((Series("muon", 2, 512 * 16 // b, b), 3) for b in (8, 32)),
     *((Series("adamw", n, 128), TRIES) for n in (2, 3)),
-    (Series("muon", 3, 512), TRIES),
     (Series("muon", 4, 128), TRIES),
     *((Series("muon", 2, 512, decay=d), 1) for d in (0.6, 6.0)),
     *((Series("muon", n, 128, dense=True), 3) for n in (2, 4)),
+    (Series("muon", 6, 128), TRIES),
     (Series("adamw", 4, 128), TRIES),
+    (Series("muon", 3, 512), TRIES),
     *((Series("muon", 3, 512 * 16 // b, b), 3) for b in (8, 32)),
     (Series("adamw", 2, 512), TRIES),
-    (Series("muon", 6, 128), TRIES),
     # Equal compute.
     (Series("muon", 2, 2048), 3),
     (Series("muon", 3, 896), 1),
