@@ -31,6 +31,12 @@ from planning.results import Compiled
 from runtime import cli, errors
 from utils import ConfigError
 
+# libtpu writes its own text of a program, because JAX cannot read some of them back.
+DUMP_FLAGS = (
+    "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false "
+    "--xla_jf_dump_llo_pass_label_regex=NOTHING"
+)
+
 # --- the parent -----------------------------------------------------------------------------------
 
 
@@ -59,7 +65,7 @@ def compile_step(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=child_environment(chip),
+            env=child_environment(chip, folder),
         )
         if child.returncode:
             raise ConfigError(f"{task} failed: {failure(child.returncode, child.stdout)}")
@@ -68,7 +74,7 @@ def compile_step(
     return Compiled(**figures, **count_costs(config, chip, text)), text
 
 
-def child_environment(chip: Chip | None) -> dict[str, str]:
+def child_environment(chip: Chip | None, folder: Path) -> dict[str, str]:
     """Return the environment of a child that does not search for devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     # The child sets its own number of devices, and needs no flags for CPUs. libtpu aborts on most.
@@ -78,9 +84,11 @@ def child_environment(chip: Chip | None) -> dict[str, str]:
         "--xla_disable_hlo_passes=simplify-while-loops",
     )
     path = os.environ.get("PYTHONPATH", "")
+    libtpu = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP_FLAGS.format(folder)}".strip()
     return os.environ | {
         "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(left_out)),
         "JAX_PLATFORMS": "cpu",
+        "LIBTPU_INIT_ARGS": libtpu,
         "TPU_SKIP_MDS_QUERY": "1",  # no queries to a cloud's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process fails on its lock file
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # the compile time is reported
@@ -143,7 +151,8 @@ def build(folder: Path, chip_name: str, topology: str) -> None:
     try:
         compiled = train.jitted_step(config, declared, mesh).lower(*arguments).compile()
         seconds = time.perf_counter() - started
-        text = compiled.as_text()
+        dumped = [path.read_text(encoding="utf-8") for path in folder.glob("*-hlo.txt")]
+        text = max(dumped, key=len, default="") or compiled.as_text()
         others = {"evaluation_bytes": 0, "sampling_bytes": 0}  # with the rest of the state
         size, rest = memory.planned_bytes, memory.bytes_of(state)
         if config.eval.sequences:

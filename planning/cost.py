@@ -400,8 +400,12 @@ def memory(step: Step) -> dict[str, int]:
     if step.unrolled and step.M == 1:  # gradients take the place of what they need
         parts["gradients"] = max(0, parts["gradients"] - parts["saved activations"])
     parts["pipeline buffers"] = 4 * step.x_bytes
-    part, size = max(_temporary(step).items(), key=lambda item: item[1])
-    parts[part] = size
+    phases, grads = _temporary(step), parts.pop("gradients")
+    # The loss has its own gradient in its peak. With one microbatch it is the first that exists.
+    first = "logits" if step.M == 1 and step.schedule.single_stage else None
+    needed = {name: size + grads * (name != first) for name, size in phases.items()}
+    part = max(needed, key=needed.__getitem__)
+    parts |= {part: phases[part], "gradients": needed[part] - phases[part]}
     permanent = parts["weights"] + parts["optimizer state"] + parts["batch"]
     parts["gaps"] = round(GAPS * (parts.total() - permanent))
     return dict(parts)

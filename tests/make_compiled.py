@@ -43,6 +43,7 @@ FIRST = {
 # Settings of configs when their programs for TPUs were recorded.
 CHUNK = "--train.loss_chunk_tokens 2048"
 FORMER = f"--model.moe_intermediate_size 544 --model.intermediate_size 2816 {CHUNK}"
+LONG = "--train.global_batch_size 1 --train.microbatches 1"
 ALONE = "--mesh.virtual 1 --train.microbatches 16 --train.remat none --optimizer.name muon"
 
 # NAME CONFIG [FSDP,PIPELINE,TENSOR] FLAGS
@@ -73,6 +74,8 @@ qwen3-moe-full-interleaved qwen3_moe_1b --train.remat full
 jaxformer-none-xla jaxformer_1b --train.remat none --model.attention_kernel xla
 dense-names-xla-4x4x2 dense_1b 4,4,2 {CHUNK} --train.microbatches 16 --train.remat {DENSE_NAMES} \
  --model.attention_kernel xla
+llama-muon-context-8-full-layer llama_1b 1,1,1 --mesh.virtual 1 --mesh.context 8 {LONG} \
+ --train.seq_len 32768 --train.remat full --fsdp.gather layer --optimizer.name muon
 small-none-8x1x1 dense_124m 8,1,1 {CHUNK} --train.microbatches 8 --train.global_batch_size 256 \
  --train.remat none
 """
@@ -100,6 +103,11 @@ gpu-moe-dropless-names-2x2x2-interleaved moe_1b 2,2,2 --model.capacity_factor 0.
 gpu-dense-names-2x2x2-interleaved dense_1b 2,2,2 --mesh.virtual 2 --train.microbatches 16 \
  --train.remat {DENSE_NAMES}
 gpu-llama-names-8x1x1 llama_1b 8,1,1 --mesh.virtual 1 --train.microbatches 4
+gpu-llama-8b-context-8-full-layer llama_1b 1,1,1 --mesh.virtual 1 --mesh.context 8 {LONG} \
+ --train.seq_len 131072 --train.remat full --fsdp.gather layer --model.hidden_size 4096 \
+ --model.num_hidden_layers 32 --model.intermediate_size 14336 --model.head_dim 128 \
+ --model.vocab_size 128256
+gpu-moe-context-8 moe_1b 1,1,1 --mesh.virtual 1 --mesh.context 8 {LONG} --train.seq_len 131072
 gpu-qwen3-moe-names-2x2x2-interleaved qwen3_moe_1b 2,2,2
 gpu-moe-full-layer-16x1x1 moe_1b 16,1,1 --mesh.virtual 1 --train.remat full --fsdp.gather layer
 """

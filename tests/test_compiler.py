@@ -1,5 +1,6 @@
 import importlib.metadata
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,8 @@ def test_gpus_are_on_as_few_hosts_as_they_fill_and_described_with_their_figures(
 
 def test_the_child_queries_no_cloud_and_keeps_other_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_a=1", *XLA_FLAGS]))
-    environment = compiler.child_environment(hardware.CHIPS["v4"])
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b=1")
+    environment = compiler.child_environment(hardware.CHIPS["v4"], Path("texts"))
     assert environment["XLA_FLAGS"] == "--xla_a=1"
+    assert environment["LIBTPU_INIT_ARGS"].startswith("--xla_b=1 --xla_jf_dump_to=texts ")
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"

@@ -30,7 +30,7 @@ ALL_NAMES = ",".join(utils.REMAT_NAMES)
 # Together they have all axes, kernels, optimizers and kinds of layers; system/test_planning.py
 # compares the others.
 COMPARED = [
-    "dense-full-layer-32x1x1 v4",
+    "llama-muon-context-8-full-layer v4",
     "jaxformer v4",
     "jaxformer-prefix-untied-gathered-4x2x4 v5p",
     "moe-dropless-full-interleaved v4",
