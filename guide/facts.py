@@ -143,6 +143,7 @@ EXACT = {
     "heartbeat": ("{:.0f} seconds", "utils.Run().peer_seconds"),
     "stall": ("{:.0f} minutes", "utils.Run().stall_minutes"),
     "spike-steps": ("{}", "train.NORMS"),
+    "skipped-limit": ("{}", "utils.Train().max_skipped_in_row"),
     # The interval of saves that take 5 s, with a failure every six hours.
     "best-interval": ("{:.0f} seconds", "math.sqrt(2 * 5 * 21600)"),
     "best-loss": ("{:.1f} %", "100 * lost_share(math.sqrt(2 * 5 * 21600), 5, 21600)"),
