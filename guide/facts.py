@@ -132,6 +132,8 @@ EXACT = {
     "requests-blocks": ("{:.1f} million", "2 * 10**12 / dataset.PAGE_BYTES / 10**6"),
     "shuffle-table": ("{:.1f} GB", "8 * 10**12 / 2 / 2048 / 10**9"),
     "block-size": ("{:.0f} MiB", "dataset.PAGE_BYTES / 2**20"),
+    "page-cache": ("{:.0f} MiB", "dataset.CACHED_PAGES * dataset.PAGE_BYTES / 2**20"),
+    "eval-windows": ("{}", "utils.Eval().sequences"),
     "rounds": ("{}", "dataset.FEISTEL_ROUNDS"),
     "pattern": ("{:,}", "dataset.PERIOD"),
     "tiny-bits": ("{:.2f} bits", "3.6532 / math.log(2) / 2.56"),
