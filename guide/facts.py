@@ -162,6 +162,7 @@ EXACT = {
     "programs": ("{}", "len(over_compiled(3))", "tests/make_compiled.py --print"),
     "h100-time-error": ("{:.0f} %", "100 * rates.ERROR", "planning/rates.py"),
     "h100-memory-share": ("{:.0f} %", "100 * rates.MEMORY", "planning/rates.py"),
+    "unrolled-share": ("{:.0f} %", "100 * rates.UNROLLED", "planning/rates.py"),
 }
 PREDICTED = {
     "memory-step": ("{:.2f} GiB", "plan().memory_bytes_per_chip / GIB", PLAN),
