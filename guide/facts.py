@@ -132,6 +132,8 @@ EXACT = {
     "requests-blocks": ("{:.1f} million", "2 * 10**12 / dataset.PAGE_BYTES / 10**6"),
     "shuffle-table": ("{:.1f} GB", "8 * 10**12 / 2 / 2048 / 10**9"),
     "block-size": ("{:.0f} MiB", "dataset.PAGE_BYTES / 2**20"),
+    "page-cache": ("{:.0f} MiB", "dataset.CACHED_PAGES * dataset.PAGE_BYTES / 2**20"),
+    "eval-windows": ("{}", "utils.Eval().sequences"),
     "rounds": ("{}", "dataset.FEISTEL_ROUNDS"),
     "pattern": ("{:,}", "dataset.PERIOD"),
     "tiny-bits": ("{:.2f} bits", "3.6532 / math.log(2) / 2.56"),
@@ -143,6 +145,7 @@ EXACT = {
     "heartbeat": ("{:.0f} seconds", "utils.Run().peer_seconds"),
     "stall": ("{:.0f} minutes", "utils.Run().stall_minutes"),
     "spike-steps": ("{}", "train.NORMS"),
+    "skipped-limit": ("{}", "utils.Train().max_skipped_in_row"),
     # The interval of saves that take 5 s, with a failure every six hours.
     "best-interval": ("{:.0f} seconds", "math.sqrt(2 * 5 * 21600)"),
     "best-loss": ("{:.1f} %", "100 * lost_share(math.sqrt(2 * 5 * 21600), 5, 21600)"),
@@ -159,6 +162,7 @@ EXACT = {
     "programs": ("{}", "len(over_compiled(3))", "tests/make_compiled.py --print"),
     "h100-time-error": ("{:.0f} %", "100 * rates.ERROR", "planning/rates.py"),
     "h100-memory-share": ("{:.0f} %", "100 * rates.MEMORY", "planning/rates.py"),
+    "unrolled-share": ("{:.0f} %", "100 * rates.UNROLLED", "planning/rates.py"),
 }
 PREDICTED = {
     "memory-step": ("{:.2f} GiB", "plan().memory_bytes_per_chip / GIB", PLAN),
