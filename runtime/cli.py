@@ -342,8 +342,8 @@ def _check_divisible(config: Config) -> None:
     """Raise ConfigError for a size that another setting does not divide."""
     m, t, mesh = config.model, config.train, config.mesh
     ranks = "--train.microbatches x --mesh.fsdp" + " x --mesh.replica" * (mesh.replica > 1)
-    sequence = "two chunks for each of --mesh.context, and --mesh.tensor"
-    sequence = sequence if mesh.context > 1 else "--mesh.tensor"
+    sequence = "--mesh.tensor"
+    sequence = f"--mesh.context x lcm(2, {sequence})" if mesh.context > 1 else sequence
     gqa, splash = m.attention == "gqa", m.attention_kernel == "splash"
     heads = m.num_key_value_heads if gqa else 1
     for name, parts, why in (

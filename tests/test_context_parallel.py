@@ -93,7 +93,7 @@ def test_loss_gradients_and_routing_match_the_one_device_reference():
     ],
 )
 def test_a_sequence_of_two_equal_chunks_for_each_rank_is_needed(flags, hint):
-    with pytest.raises(utils.ConfigError, match=f"two chunks for each of --mesh.context.*{hint}"):
+    with pytest.raises(utils.ConfigError, match=rf"--mesh.context x lcm.* {hint}"):
         cli.parse(flags.split())
 
 

@@ -7,9 +7,10 @@ import pytest
 import depth
 import hardware
 import make_compiled
+import memory
 import utils
 from common import config_of
-from planning import cost, results, search
+from planning import advice, cost, results, search
 
 V4, H100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
 # With fewer microbatches, so that a search tries less, and heads that 4 does not divide.
@@ -83,6 +84,23 @@ def test_no_neighbour_of_the_best_is_faster(found):
         tried += 1
         assert not other.fits or other.step_s >= best.predicted.step_s
     assert tried > 10
+
+
+@pytest.mark.parametrize(
+    ("mesh", "gathers"),
+    [
+        ((1, 2, 1, 2), {"step"}),
+        ((1, 1, 4, 1), {"step", "layer"}),
+        ((4, 1, 1, 1), {"step", "layer"}),
+    ],
+)
+def test_weights_that_are_sharded_over_fsdp_or_context_may_be_gathered_by_layer(mesh, gathers):
+    config = config_of(train={"global_batch_size": 16})
+    sizes = dict(zip(search.MESH_FLAGS, mesh, strict=True))
+    config = search.changed(config, sizes | {"fsdp.gather": "step"})
+    assert {c["fsdp.gather"] for c in search.choices_on(config, mesh, frozenset())} == gathers
+    advised = [change.get("fsdp.gather", "step") for change in advice.changes(config, memory.STEP)]
+    assert {"step", *advised} == gathers
 
 
 def test_a_split_backward_pass_is_chosen_where_the_bubble_is_long_and_has_no_more_chunks():
