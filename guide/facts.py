@@ -54,6 +54,11 @@ EXACT = {
         "{:.0f} million of {:.0f} million",
         "(math.prod(global_shape('first.embedding')) / 1e6, plan().parameters / 1e6)",
     ),
+    "vocabulary-doubled": (
+        "{:.0f} % more products to save {:.0f} % of the tokens",
+        "(100 * math.prod(global_shape('first.embedding')) / plan().active_parameters,"
+        " 100 - 100 * 7156884 / 7466042)",
+    ),
     "logits-mib": ("{:,.0f} MiB", "4096 * global_shape('first.embedding')[0] * 4 / 2**20"),
     "context-contiguous": ("{:.2f}", "(2 * 8 - 1) / 8"),
     "rope-longest": ("{:,.0f} positions", "2 * math.pi / rope_frequencies()[-1]"),
