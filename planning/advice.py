@@ -73,9 +73,10 @@ def changes(config: Config, name: str) -> Iterator[dict[str, Any]]:
         yield {"pipeline.split_backward": False}
     for policy in policies:
         yield {"train.remat": policy}
-    if config.mesh.fsdp * config.mesh.context > 1 and config.fsdp.gather == "step":
-        yield {"fsdp.gather": "layer"}
-    everything = {"train.remat": "full"}
-    everything |= {"fsdp.gather": "layer"} if config.mesh.fsdp * config.mesh.context > 1 else {}
+    sharded = config.mesh.fsdp * config.mesh.context > 1
+    by_layer = {"fsdp.gather": "layer"} if sharded and config.fsdp.gather == "step" else {}
+    if by_layer:
+        yield by_layer
+    everything = {"train.remat": "full", **by_layer}
     for count in counts:
         yield {"train.microbatches": count, **everything}
