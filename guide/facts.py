@@ -140,6 +140,7 @@ EXACT = {
     "cache-block": ("{}", "decode.KEY_BLOCK"),
     "dropless-rows": ("{:.3f}", "dropless_rows(2048, 6, 64)"),
     "update-rms": ("{:g}", "optimizer.UPDATE_RMS"),
+    "rate-width": ("{}", "depth.LR['muon'].width"),
     "balance-factor": ("{:g}", "utils.Model().aux_loss_alpha"),
     "heartbeat": ("{:.0f} seconds", "utils.Run().peer_seconds"),
     "stall": ("{:.0f} minutes", "utils.Run().stall_minutes"),
