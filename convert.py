@@ -4,7 +4,7 @@
     ./run.sh python convert.py import --folder Moonlight-16B-A3B --out runs/moonlight
 
 AutoModelForCausalLM.from_pretrained opens an exported folder, by a class of hf/families.py or, with
---remote_code, by its own modelling file, which supports every model of this project. An imported
+--remote_code, by its own modelling file, for models that those classes do not support. An imported
 folder is a run without training, for generate.py, validate.py, export, and main.py --run.init_from.
 Conversion runs on the CPU with one tensor in memory at a time, on any machine.
 """

@@ -147,6 +147,8 @@ EXACT = {
     "cache-block": ("{}", "decode.KEY_BLOCK"),
     "dropless-rows": ("{:.3f}", "dropless_rows(2048, 6, 64)"),
     "update-rms": ("{:g}", "optimizer.UPDATE_RMS"),
+    "rate-width": ("{}", "depth.LR['muon'].width"),
+    "balance-factor": ("{:g}", "utils.Model().aux_loss_alpha"),
     "heartbeat": ("{:.0f} seconds", "utils.Run().peer_seconds"),
     "stall": ("{:.0f} minutes", "utils.Run().stall_minutes"),
     "spike-steps": ("{}", "train.NORMS"),
@@ -156,6 +158,7 @@ EXACT = {
     "best-loss": ("{:.1f} %", "100 * lost_share(math.sqrt(2 * 5 * 21600), 5, 21600)"),
     "twice-loss": ("{:.1f} %", "100 * lost_share(2 * math.sqrt(2 * 5 * 21600), 5, 21600)"),
     # What --depth 12 sets.
+    "depth-ratio": ("{}", "depth.TOKENS_PER_PARAMETER"),
     "depth-width": ("{}", "depth_config(12).model.hidden_size"),
     "depth-tokens": ("{:.2f} billion tokens", "depth.tokens(12) / 1e9"),
     "depth-steps": ("{:,} steps", "depth_config(12).train.steps"),
@@ -194,6 +197,12 @@ PREDICTED = {
         "{:.1f} hours",
         "6.5e9 / plan().tokens_per_step * plan().chip_s / 3600",
         f"{PLAN} --tokens 6.5e9",
+    ),
+    "run-mfu": (
+        "{:.0f} %",
+        "100 * plan().tokens_per_step / plan().chip_s * flops_per_token('jaxformer_1b')"
+        " / (32 * hardware.chip_named('v4').flops)",
+        PLAN,
     ),
     "h100-days": (
         "{:.0f} days",
