@@ -49,7 +49,7 @@ from hf.families import FAMILIES
 from inference import decode
 from planning import collectives, cost, rates, search
 from planning.results import MESH_FLAGS, Prediction, Traffic, usable_bytes
-from runtime import cli
+from runtime import cli, jsonl
 from schedule import Schedule
 from utils import GIB, MESH_AXES
 from weights import Weight
@@ -57,6 +57,15 @@ from weights import Weight
 MEASURED, EXPERIMENTS = (
     (ROOT / "docs" / name).read_text() for name in ("measured.md", "experiments.md")
 )
+
+
+def ladder(depth: int, dense: bool) -> dict[str, Any]:
+    """Return the best run of a depth in docs/ladder.jsonl, of the three rates of dense models."""
+    series = {"optimizer": "muon", "depth": depth, "steps": 128, "batch": 16, "decay": 2.0}
+    runs = [r for r in jsonl.read(ROOT / "docs/ladder.jsonl") if r["seed"] == 0]
+    tried = {r["lr"] for r in runs if r["series"] == series | {"dense": True}}
+    mine = [r for r in runs if r["series"] == series | {"dense": dense} and r["lr"] in tried]
+    return min(mine, key=lambda r: r["loss"])
 
 
 def config_of(name: str, fsdp: int = 1, pipeline: int = 1, tensor: int = 1, virtual: int = 1):

@@ -97,10 +97,7 @@ EXACT = {
     "h100-bandwidth": ("{:,.0f} GB/s", "hardware.chip_named('h100').memory_bandwidth / 1e9"),
     "h100-link": ("{:,.0f} GB/s", "hardware.chip_named('h100').link_bandwidth / 1e9"),
     "h100-intensity": ("{:.0f}", "intensity('h100')"),
-    "llama-1b": (
-        "{:.2f} billion parameters",
-        "sum(w.size for w in weights_of(config_of('llama_1b')).values()) / 1e9",
-    ),
+    "llama-1b": ("{:.2f} billion parameters", "llama_plan('pcs', (2, 1, 1))[1].parameters / 1e9"),
     "ethernet": (
         "{:.0f} Gbit/s",
         "8e-9 * hardware.chip_named(MACHINES['pcs'].chip).link_bandwidth",
@@ -129,10 +126,7 @@ EXACT = {
     "ring-4-1-8": ("{}", "Schedule(4, 1, 8).ring_slots"),
     # Texts, shards and their order.
     "sample-vocabulary": ("{:,}", "tokenizer.n_vocab"),
-    "shard-mb": (
-        "{:.0f} or {:.0f} MB",
-        "(Prepare.shard_tokens * 2 / 10**6, Prepare.shard_tokens * 4 / 10**6)",
-    ),
+    "shard-mb": ("{:.0f} or {:.0f} MB", "tuple(Prepare.shard_tokens * n / 1e6 for n in (2, 4))"),
     "requests-windows": ("{:.0f} million", "10**12 / 2 / 2048 / 10**6"),
     "requests-blocks": ("{:.1f} million", "2 * 10**12 / dataset.PAGE_BYTES / 10**6"),
     "shuffle-table": ("{:.1f} GB", "8 * 10**12 / 2 / 2048 / 10**9"),
@@ -157,6 +151,10 @@ EXACT = {
     "best-interval": ("{:.0f} seconds", "math.sqrt(2 * 5 * 21600)"),
     "best-loss": ("{:.1f} %", "100 * lost_share(math.sqrt(2 * 5 * 21600), 5, 21600)"),
     "twice-loss": ("{:.1f} %", "100 * lost_share(2 * math.sqrt(2 * 5 * 21600), 5, 21600)"),
+    # What experts bring at equal FLOPs, on the ladder.
+    "gain-depth-2": ("{:.3f} nats", "ladder(2, True)['loss'] - ladder(2, False)['loss']"),
+    "loss-depth-4": ("{:.3f}", "ladder(4, False)['loss']"),
+    "dense-loss-depth-4": ("{:.3f}", "ladder(4, True)['loss']"),
     # What --depth 12 sets.
     "depth-ratio": ("{}", "depth.TOKENS_PER_PARAMETER"),
     "depth-width": ("{}", "depth_config(12).model.hidden_size"),
@@ -204,10 +202,7 @@ PREDICTED = {
         " / (32 * hardware.chip_named('v4').flops)",
         PLAN,
     ),
-    "h100-days": (
-        "{:.0f} days",
-        "6 * 10e9 * 200e9 / (hardware.chip_named('h100').flops * 0.396) / 86400",
-    ),
+    "h100-days": ("{:.0f} days", "6 * 1e10 * 2e11 / hardware.CHIPS['h100'].flops / 0.396 / 86400"),
     "trillion-days": ("{:.1f} days", "10**12 / 5.66e6 / 86400"),
 }
 COMPILED = {

@@ -490,6 +490,17 @@ def draw_ladder() -> Svg:
     return bars(rows, "nats", "Validation loss of recipes, by size", ("c0", "c1", "c2"))
 
 
+def draw_experts_gain() -> Svg:
+    """Draw the validation loss of models with and without experts, from docs/ladder.jsonl."""
+    series = {}
+    for depth, dense in ((2, True), (2, False), (4, True), (4, False)):
+        curve = answers.ladder(depth, dense)["curve"][1:]
+        name = f"{depth} layers, {'dense' if dense else 'experts'}"
+        series[name] = [(step * 4.096, loss) for step, loss in curve]
+    label, ticks = "Loss with and without experts", ((64, 128, 256, 512), (3.5, 4, 4.5, 5))
+    return plot(series, "thousand tokens", "nats", label, ticks)
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
